@@ -235,7 +235,7 @@ def prune(
     from lamina.surgery.prune import layers_of
     from lamina.surgery.prune import prune as run
 
-    numbers = layers_of(layers) if isinstance(layers, str) else [whole_number("layers", one, 0) for one in layers]
+    numbers = layers_of(layers) if isinstance(layers, str) else [whole_number("layers", layer, 0) for layer in layers]
     settings = ProbeSettings.from_dict(text_settings)
     settings.check_names()
     return run(source, Path(folder), settings, layers=numbers, by=by, drop=drop or 0, overwrite=overwrite)

@@ -341,7 +341,7 @@ def _is_value(word: str) -> bool:
 
 def _values(left: list[str]) -> list[str]:
     """Remove the words before the next flag from the list, and return them."""
-    count = next((place for place, word in enumerate(left) if word.startswith("--")), len(left))
+    count = next((number for number, word in enumerate(left) if word.startswith("--")), len(left))
     taken, left[:count] = left[:count], []
     return taken
 

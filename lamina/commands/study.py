@@ -64,13 +64,13 @@ def _list(argv: list[str]) -> int:
     if options.json:
         show(json.dumps(verdicts, indent=1, ensure_ascii=False))
         return 0
-    for one in verdicts:
-        parts = one.get("parts") or [one["ours"]]
-        said = f"{parts[0]} (and {len(parts) - 1} more)" if len(parts) > 1 else parts[0] or one.get("note") or ""
-        show(f"{one['verdict']:<13} {one['claim']:<28} {one['scale']:<5} {said}")
+    for judged in verdicts:
+        parts = judged.get("parts") or [judged["ours"]]
+        said = f"{parts[0]} (and {len(parts) - 1} more)" if len(parts) > 1 else parts[0] or judged.get("note") or ""
+        show(f"{judged['verdict']:<13} {judged['claim']:<28} {judged['scale']:<5} {said}")
     counts: dict[str, int] = {}
-    for one in verdicts:
-        counts[str(one["verdict"])] = counts.get(str(one["verdict"]), 0) + 1
+    for judged in verdicts:
+        counts[str(judged["verdict"])] = counts.get(str(judged["verdict"]), 0) + 1
     show("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     if options.records is None and not records_folder().is_dir():
         show_error("the records are not installed. Run in a checkout: pip install ./studies/records")
@@ -86,7 +86,7 @@ def _show(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    typed, others = parser().settings_from(argv)
+    typed, options = parser().settings_from(argv)
     from lamina.lab.papers.study_catalog import names
 
     listed = str(typed.pop("study", None) or "")
@@ -95,7 +95,7 @@ def _run(argv: list[str]) -> int:
         raise UserError("study: none given (allowed: a name, several with commas, a YAML file, all)")
     if len(studies) > 1 and "output" in typed:
         raise UserError("output: one folder for several studies. Give --output with one study alone.")
-    if others.dry_run:
+    if options.dry_run:
         from lamina.lab.papers.engine.describe_study import dry_run_text
 
         for record in [_record({**typed, "study": name}) for name in studies]:
@@ -104,7 +104,7 @@ def _run(argv: list[str]) -> int:
     code = 0
     for name in studies:
         try:
-            code = max(code, _run_one({**typed, "study": name}, others.resume, others.overwrite, others.record))
+            code = max(code, _run_one({**typed, "study": name}, options.resume, options.overwrite, options.record))
         except UserError as error:
             if len(studies) == 1:
                 raise
@@ -143,7 +143,7 @@ def _worker(argv: list[str]) -> int:
     outcome = work(_record(flags.settings_from(argv)[0]))
     ended = sum(result["status"] in ENDED for result in outcome.values())
     show(f"{ended} trials are done")
-    return _failures([str(one.get("reason")) for one in outcome.values() if one["status"] not in ENDED])
+    return _failures([str(end.get("reason")) for end in outcome.values() if end["status"] not in ENDED])
 
 
 def _record(settings: Json) -> StudySettings:

@@ -32,8 +32,8 @@ def targets(of_llama: Iterable[str]) -> list[str]:
         role = ROLES.get(adapted)
         if role is None:
             names.update(_NORMS)  # Llama has nothing else but linear layers and norms
-        for name, own in ROLES.items():
-            if role in (own, *_STACKED.get(own, ())):
+        for name, module_role in ROLES.items():
+            if role in (module_role, *_STACKED.get(module_role, ())):
                 names.add(name.replace(".", ".module."))  # "attention.Wo": the module is inside the residual
     return sorted(names)
 

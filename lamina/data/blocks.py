@@ -385,13 +385,13 @@ class MixedBlocks(BlockSource):
         part, position = self.where(index)
         if self.blocks[part].in_order:
             return part, position
-        epoch, place = divmod(position, len(self.blocks[part]))
+        epoch, offset = divmod(position, len(self.blocks[part]))
         if self.seed is None:
-            return part, place
+            return part, offset
         if part not in self._orders or self._orders[part][0] != epoch:
             order = np.random.default_rng([self.seed, part, epoch]).permutation(len(self.blocks[part]))
             self._orders[part] = (epoch, order)
-        return part, int(self._orders[part][1][place])
+        return part, int(self._orders[part][1][offset])
 
     def where(self, index: int) -> tuple[int, int]:
         """Return the part that block ``index`` comes from, and how many blocks of that part precede it."""
@@ -441,7 +441,9 @@ class MixedBlocks(BlockSource):
         numbers: list[list[int]] = [[] for _ in self.blocks]
         for part, number in map(self._number, indices):
             numbers[part].append(number)
-        return np.concatenate([part.rows(own) for part, own in zip(self.blocks, numbers, strict=True) if own])
+        return np.concatenate(
+            [part.rows(part_numbers) for part, part_numbers in zip(self.blocks, numbers, strict=True) if part_numbers]
+        )
 
     def state_dict(self, index: int) -> object:
         if not all(part.in_order for part in self.blocks):
@@ -450,8 +452,8 @@ class MixedBlocks(BlockSource):
 
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
         states = cast("Sequence[object] | None", state) or [None] * len(self.blocks)
-        for part, own in zip(self.blocks, states, strict=True):
-            part.load_state_dict(own, verbose=verbose)
+        for part, part_state in zip(self.blocks, states, strict=True):
+            part.load_state_dict(part_state, verbose=verbose)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_orders": {}}
@@ -500,9 +502,9 @@ def _entropy(parts: Sequence[Part], blocks: Sequence[Blocks]) -> float:
     Both are mixed by the shares: p(t) = sum over the parts of share * p_part(t).
     """
     train, held_out = np.zeros(1), np.zeros(1)
-    for part, own in zip(parts, blocks, strict=True):
-        share, vocab_size = float(part.share), own.stats.vocab_size
-        trained, tested = (count_tokens(split.known, vocab_size) for split in (own.train, own.eval))
+    for part, part_blocks in zip(parts, blocks, strict=True):
+        share, vocab_size = float(part.share), part_blocks.stats.vocab_size
+        trained, tested = (count_tokens(split.known, vocab_size) for split in (part_blocks.train, part_blocks.eval))
         train = train + share * (trained + 1) / (trained.sum() + vocab_size)
         held_out = held_out + share * tested / tested.sum()
     return float(-(held_out * np.log(train)).sum())

@@ -46,8 +46,8 @@ def is_whole(folder: Path) -> bool:
         if _whole.get(folder) == state:
             return True
         broken = what_is_broken(folder)
-        if broken is None and (others := strays(folder)):
-            broken = f"{others[0]} is not one of its files"
+        if broken is None and (stray_files := strays(folder)):
+            broken = f"{stray_files[0]} is not one of its files"
     except OSError as error:
         state, broken = [], str(error.strerror)
     if broken is None:

@@ -186,20 +186,20 @@ def hold_out(
     fraction = min(eval_fraction, needed / min(total, _SCANNED))
     while True:
         division = Division(chars, fraction, Excerpt(encoder), Excerpt(encoder))
-        held_out, known = division.held_out, division.known
+        held_out, rest = division.held_out, division.known
         for shard, segment in _pieces(shards, division, blocks, sequence_length):
             if is_held_out(shard + segment.piece, fraction):
                 held_out.add(shard, segment)
                 division.limits[shard] = segment.piece + 1
-            elif known.tokens < max(2 * held_out.tokens, sequence_length + 1):
-                known.add(shard, segment)
-        if len(held_out.blocks(sequence_length)) and len(known.blocks(sequence_length)):
+            elif rest.tokens < max(2 * held_out.tokens, sequence_length + 1):
+                rest.add(shard, segment)
+        if len(held_out.blocks(sequence_length)) and len(rest.blocks(sequence_length)):
             return division
-        if not held_out.tokens and not known.tokens:
+        if not held_out.tokens and not rest.tokens:
             raise UserError(f"corpus: {corpus!r} holds no text")
         if fraction >= 0.5:
             raise UserError(
-                f"corpus: {corpus!r} has about {held_out.tokens + known.tokens} tokens, too few for a sequence_length "
+                f"corpus: {corpus!r} has about {held_out.tokens + rest.tokens} tokens, too few for a sequence_length "
                 f"of {sequence_length}: one block to train on and one held out are needed"
             )
         fraction = min(0.5, 2 * fraction)

@@ -109,8 +109,8 @@ def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
     """Return a checkpoint's configuration. Raises UserError without weights or a needed tokenizer; loads no weights."""
     with _about_models():
         folder = str(model_folder(path))
-        config, own = config_of(folder), tokenizer_of(folder)
-    tokenizer = _tokenizer(own, path, settings)
+        config, tokenizer_folder = config_of(folder), tokenizer_of(folder)
+    tokenizer = _tokenizer(tokenizer_folder, path, settings)
     if settings.chat_template and settings.tasks and not tokenizer.chat_template:
         raise UserError(f"chat_template: the tokenizer of {path!r} has none. Name a --tokenizer that has one.")
     return config

@@ -221,15 +221,15 @@ def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]
     """
     source = passages(held_out=held_out)
     rng = random.Random(f"{task}|{held_out}|{seed}")
-    known = {item.question for item in items(task, TEST, held_out=True, seed=seed)} if not held_out else set()
-    found: list[Item] = []
-    while len(found) < count:
+    questions = {item.question for item in items(task, TEST, held_out=True, seed=seed)} if not held_out else set()
+    drawn: list[Item] = []
+    while len(drawn) < count:
         item = _makers[task](rng, source)
         assert len(set(item.choices)) == len(item.choices)
-        if item.question not in known:
-            known.add(item.question)
-            found.append(item)
-    return found
+        if item.question not in questions:
+            questions.add(item.question)
+            drawn.append(item)
+    return drawn
 
 
 def write(folder: Path, *, train: int = TRAIN, test: int = TEST, seed: int = 0, path: Path | None = None) -> None:

@@ -89,7 +89,7 @@ class Runner:
         answers: dict[int, A] = {}
         for first, part in enumerate(self.processes.everyones(mine)):
             answers |= dict(zip(range(first, len(requests), size), part, strict=True))
-        return [answers[place] for place in range(len(requests))]
+        return [answers[index] for index in range(len(requests))]
 
     def run(self, built: TaskDict, num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
         """Score the model on a unit's tasks; return the harness's results, and notes.

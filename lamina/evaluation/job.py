@@ -132,10 +132,10 @@ def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
 
 def check_generation(options: Json, writes: bool) -> None:
     """Raise UserError for an argument that ``generate`` lacks, or for any if no task lets the model write."""
-    known = {*GenerationConfig().to_dict(), "max_gen_toks", "until"}
+    arguments = {*GenerationConfig().to_dict(), "max_gen_toks", "until"}
     for name in options:
-        if name not in known:
-            raise unknown("generation argument", name, known)
+        if name not in arguments:
+            raise unknown("generation argument", name, arguments)
     if not writes:
         raise UserError(f"generation.{next(iter(options))}: no effect: none of the tasks has the model write")
 

@@ -64,11 +64,11 @@ def chance(items: Frame, metric: str) -> float | None:
 
 def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
     """Give each score its level of chance; a group's is the mean over all its items."""
-    found = []
+    scored = []
     for score in scores:
-        own = items[items["task"] == score.task]
-        found.append(replace(score, chance=chance(own if len(own) else items, score.metric)))
-    return found
+        task_items = items[items["task"] == score.task]
+        scored.append(replace(score, chance=chance(task_items if len(task_items) else items, score.metric)))
+    return scored
 
 
 def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
@@ -169,32 +169,32 @@ def earlier(paths: Sequence[str]) -> Earlier:
     """Read finished evaluations. Raises UserError for a folder of another kind, or without a result."""
     if len(paths) < 2 and not (paths and len(_result(paths[0])["models"]) > 1):
         raise UserError("compare: one model. Give the folders of at least two evaluations.")
-    found = Earlier(candidates=[], columns=[], records={}, folders={})
+    evaluations = Earlier(candidates=[], columns=[], records={}, folders={})
     results = {path: _result(path) for path in dict.fromkeys(paths)}
     names = [model["name"] for result in results.values() for model in result["models"]]
     wanted: dict[str, Wanted] = {}
     for path, result in results.items():
         settings = result["settings"]
         tasks = [name for name in str(settings.get("tasks") or "").split(",") if name]
-        wanted |= {f"{one.unit} {one.metric}": one for one in columns_of(tasks, settings.get("num_fewshot"))}
+        wanted |= {f"{entry.unit} {entry.metric}": entry for entry in columns_of(tasks, settings.get("num_fewshot"))}
         for model in result["models"]:
-            own = {key: model[key] for key in ("path", "arm", "seed", "status")}
+            facts = {key: model[key] for key in ("path", "arm", "seed", "status")}
             name = model["name"]
             if names.count(name) > 1:
-                name, own["arm"] = f"{Path(path).name}/{name}", f"{Path(path).name}/{own['arm']}"
-            found.candidates.append(Candidate(name=name, **own))
-            found.folders[name] = Path(path), model["name"]
+                name, facts["arm"] = f"{Path(path).name}/{name}", f"{Path(path).name}/{facts['arm']}"
+            evaluations.candidates.append(Candidate(name=name, **facts))
+            evaluations.folders[name] = Path(path), model["name"]
             records = (record for record in result["units"] if record["model"] == model["name"])
-            found.records.update({(name, record["unit"]): {**record, "model": name} for record in records})
-    units = {unit for _, unit in found.records}
-    known = [column for column in wanted.values() if column.unit in units]
-    named = {column.unit for column in known}
+            evaluations.records.update({(name, record["unit"]): {**record, "model": name} for record in records})
+    units = {unit for _, unit in evaluations.records}
+    columns_here = [column for column in wanted.values() if column.unit in units]
+    named = {column.unit for column in columns_here}
     for unit in sorted(units - named):  # a text's perplexity, and the members of a tag
         task, _, shots = unit.partition("@")
         perplexity = {"metric": "token_perplexity", "heading": "ppl"} if unit == "perplexity" else {}
-        known.append(Wanted(task=task, num_fewshot=int(shots) if shots else None, **perplexity))
-    found.columns.extend(known)
-    return found
+        columns_here.append(Wanted(task=task, num_fewshot=int(shots) if shots else None, **perplexity))
+    evaluations.columns.extend(columns_here)
+    return evaluations
 
 
 def _result(path: str) -> Json:

@@ -64,12 +64,12 @@ def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterato
     least the ``window - stride`` tokens before them. With ``stride == window`` the windows share no scored token and
     almost no context, as in lm-evaluation-harness's rolling log-likelihood.
     """
-    known = [prefix, *tokens]
+    ids = [prefix, *tokens]
     done = 0
     while done < len(tokens):
         end = min(len(tokens), window if done == 0 else done + stride)
         begin = max(0, end - window)
-        yield known[begin:end], tokens[done:end]
+        yield ids[begin:end], tokens[done:end]
         done = end
 
 
@@ -115,16 +115,16 @@ def perplexity(
             counts["documents"] += 1
             yield from windows(tokens, prefix, window, stride)
 
-    found, number, own = all_windows(), 0, []
-    while taken := list(islice(found, share or batch_size)):
+    windows_left, number, losses = all_windows(), 0, []
+    while taken := list(islice(windows_left, share or batch_size)):
         for at in range(0, len(taken), batch_size) if number % processes.size == processes.rank else ():
             batch = taken[at : at + batch_size]
-            own.append((number, _nll(model, batch, prefix)))
+            losses.append((number, _nll(model, batch, prefix)))
             if progress is not None:
                 progress(sum(len(targets) for _, targets in batch))
         number += 1
     total = 0.0
-    for _, nll in sorted((pair for part in processes.everyones(own) for pair in part), key=itemgetter(0)):
+    for _, nll in sorted((pair for part in processes.everyones(losses) for pair in part), key=itemgetter(0)):
         total += nll
     if not counts["tokens"]:
         raise UserError("corpus: it has no tokens. Give a text.")

@@ -81,9 +81,9 @@ def scores_of(results: Json) -> list[Score]:
 
 def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
     """Restore scores from ``to_rows``, also after a round trip through JSON."""
-    known = {entry.name for entry in fields(Score)}
+    names = {entry.name for entry in fields(Score)}
     return [
-        Score(**{name: value for name, value in row.items() if name in known} | {"value": float(str(row["value"]))})  # type: ignore[arg-type]
+        Score(**{name: value for name, value in row.items() if name in names} | {"value": float(str(row["value"]))})  # type: ignore[arg-type]
         for row in rows
     ]
 
@@ -100,18 +100,18 @@ def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
 
     For a group without a score, return the mean over its tasks.
     """
-    names = [one.metric for one in scores if one.task == wanted.task] or [one.metric for one in scores]
+    names = [each.metric for each in scores if each.task == wanted.task] or [each.metric for each in scores]
     metric = wanted.metric or next((name for name in _MAIN if name in names), names[0] if names else None)
-    own = [score for score in scores if score.task == wanted.task and score.metric == metric]
-    if own:
-        return own[0]
+    matching = [score for score in scores if score.task == wanted.task and score.metric == metric]
+    if matching:
+        return matching[0]
     members = {score.task: score for score in reversed(scores) if score.metric == metric}
     if not members:
         return None
     items = [score.items or 0 for score in members.values()]
     mean = statistics.fmean(score.value for score in members.values())
-    known = [score.chance for score in members.values() if score.chance is not None]
-    guessed = statistics.fmean(known) if len(known) == len(members) else None
+    chances = [score.chance for score in members.values() if score.chance is not None]
+    guessed = statistics.fmean(chances) if len(chances) == len(members) else None
     own_items = sum(items)
     return Score(
         task=wanted.task, metric=str(metric), value=mean, items=own_items, higher_is_better=True, chance=guessed

@@ -220,8 +220,8 @@ def local_fields(config: Json, task: str, data: Path) -> Json:
     if folder.is_dir() and data in folder.resolve().parents:
         files = {file.stem: file for file in sorted(folder.iterdir()) if file.suffix in READERS}
     if not files:
-        found = [file for kind in READERS for file in data.rglob(f"*{kind}") if data / TASKS not in file.parents]
-        near = nearest(wanted, {file.parent.relative_to(data).as_posix() for file in found})
+        held = [file for kind in READERS for file in data.rglob(f"*{kind}") if data / TASKS not in file.parents]
+        near = nearest(wanted, {file.parent.relative_to(data).as_posix() for file in held})
         raise UserError(
             f"data_dir: no data for the task {task!r}: {str(data)!r} has no {wanted}/SPLIT.jsonl{near} (allowed: put "
             "it there, as `make eval-data` does for many tasks; or leave out --data-dir to read from the hub)"

@@ -109,16 +109,16 @@ def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wan
 
     generated = tuple(Wanted(task=task, num_fewshot=0, metric="acc", heading=title) for task, title in NAMES.items())
     sets = {name: each.columns for name, each in SETS.items()} | {GENERATED: generated}
-    found: list[Wanted] = []
+    wanted: list[Wanted] = []
     for name in names:
         task, at, shots = name.partition("@")
         if at and not re.fullmatch(r"\d{1,3}", shots):
             raise UserError(f"tasks: {name!r}: {shots!r} is not a number of examples (allowed: TASK, or TASK@5)")
         columns = sets.get(task, (Wanted(task=task),))
-        found += [replace(one, num_fewshot=int(shots)) for one in columns] if at else columns
+        wanted += [replace(column, num_fewshot=int(shots)) for column in columns] if at else columns
     if num_fewshot is not None:
-        found = [replace(one, num_fewshot=num_fewshot) for one in found]
-    return list(dict.fromkeys(found))
+        wanted = [replace(column, num_fewshot=num_fewshot) for column in wanted]
+    return list(dict.fromkeys(wanted))
 
 
 def listing(*, full: bool = False) -> str:

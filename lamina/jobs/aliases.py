@@ -64,8 +64,8 @@ def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
     """
     names = {file: "" for file in files if "/" not in file}
     for package, _, rest in (file.partition("/") for file in files if "/" in file):
-        found = importlib.util.find_spec(package)
-        for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
             if (source := Path(folder, rest)).is_file():
                 names.update(re.findall(r"^    (\w+): ([^=\n]*)", source.read_text(encoding="utf-8"), re.MULTILINE))
     return names
@@ -95,11 +95,13 @@ def suggestion(name: str, offered: Collection[str]) -> str | None:
     Another library's name suggests only what it means: nothing where the command has no such setting.
     """
     others = {other for names in (*TAKEN.values(), *NEAR.values()) for other in names}
-    known = {other: setting for other in others if (setting := meaning(other, offered, near=True)) is not None}
+    settings_by_name = {
+        other: setting for other in others if (setting := meaning(other, offered, near=True)) is not None
+    }
     if name in others:
-        return known.get(name)
-    match = nearest_name(name, offered, cutoff=0.67) or nearest_name(name, known, cutoff=0.75)
-    return known.get(match, match) if match else None
+        return settings_by_name.get(name)
+    match = nearest_name(name, offered, cutoff=0.67) or nearest_name(name, settings_by_name, cutoff=0.75)
+    return settings_by_name.get(match, match) if match else None
 
 
 def in_our_words(given: Mapping[str, object], offered: Collection[str], where: str = "") -> dict[str, object]:

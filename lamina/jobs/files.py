@@ -163,8 +163,8 @@ def read_seal(path: Path, data: Json) -> Json | None:
     if not data or (seal is None and not _is_sealed(path.parent)):
         return None
     seal = dict(seal) if isinstance(seal, dict) else {}
-    known = seal.pop(DIGEST, None)
-    if known != digest_of_json({**data, SEAL: seal}):
+    digest = seal.pop(DIGEST, None)
+    if digest != digest_of_json({**data, SEAL: seal}):
         raise UserError(
             f"{str(path)!r}: altered (its digest does not match) (allowed: the file as it was written; without it, "
             "--resume runs what is missing again)"
@@ -226,6 +226,6 @@ def read_claims(folder: Path) -> list[Json] | None:
         claims = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{str(path)!r}: not readable ({error})") from None
-    if not isinstance(claims, list) or not all(isinstance(one, dict) for one in claims):
+    if not isinstance(claims, list) or not all(isinstance(claim, dict) for claim in claims):
         raise UserError(f"{str(path)!r}: no list of verdicts. Restore the file as it was written.")
     return claims

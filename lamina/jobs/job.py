@@ -55,10 +55,10 @@ class ResumePolicy:
         for name, value in given.items():
             old = stored.get(name, defaults.get(name))
             if name not in self.free and name not in self.compared and value != old:
-                others = ", ".join(sorted(set(self.free) - {"output"}))
+                changeable = ", ".join(sorted(set(self.free) - {"output"}))
                 raise UserError(
                     f"{name}: {value!r} differs from the {self.what}'s {old!r} (allowed with --resume: the same, or "
-                    f"another of {others}; else another --output)"
+                    f"another of {changeable}; else another --output)"
                 )
         return {**stored, **given}
 
@@ -139,11 +139,11 @@ def open_job(
     defaults = {name: settings.default(name) for name in settings.names()}
     folder = Path(text("output", by_name.get("output", defaults["output"])))
     refuse(folder, resume=resume, overwrite=overwrite, resumes=stored is not None)
-    known = stored(folder) if policy is not None and stored is not None and resume and in_use(folder) else None
-    if policy is not None and known is not None:
-        if edited := known.keys() - defaults.keys():
+    earlier = stored(folder) if policy is not None and stored is not None and resume and in_use(folder) else None
+    if policy is not None and earlier is not None:
+        if edited := earlier.keys() - defaults.keys():
             raise UserError(f"{str(folder)!r}: {unknown('setting', min(edited), defaults)}")
-        record = settings.from_dict(policy.merge(known, by_name, defaults))
+        record = settings.from_dict(policy.merge(earlier, by_name, defaults))
     elif stored is not None and resume is True:
         raise nothing_to_resume(folder)
     else:

@@ -86,14 +86,14 @@ def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
     Files that the manifest does not list are no fault; see ``strays``. Without ``content``, only sizes are compared.
     """
     try:
-        known = listed(folder)
+        files = listed(folder)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except OSError as error:
         return f"{MANIFEST}: {error.strerror}"
     except NOT_A_MANIFEST:
         return f"{MANIFEST} is cut short or altered"
-    for name, (size, digest) in known.items():
+    for name, (size, digest) in files.items():
         try:
             actual = (folder / name).stat().st_size
             if actual != size:
@@ -107,8 +107,8 @@ def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
 
 def strays(folder: Path) -> list[str]:
     """List the files of a sealed folder that its manifest does not list."""
-    known = {*listed(folder), MANIFEST}
-    return [name for name in files_in(folder) if name not in known]
+    files = {*listed(folder), MANIFEST}
+    return [name for name in files_in(folder) if name not in files]
 
 
 def refuse_damaged(folder: Path) -> None:
@@ -138,8 +138,8 @@ def _of_another_run(folder: Path) -> str | None:
         sealed = json.loads((folder.parent / RESULT).read_text(encoding="utf-8"))["seal"]["files"]
     except (OSError, *NOT_A_MANIFEST):  # no run's, or an older version's
         return None
-    known = sealed.get(f"{folder.name}/{MANIFEST}")
-    another = known is not None and known != sha256(folder / MANIFEST)
+    digest = sealed.get(f"{folder.name}/{MANIFEST}")
+    another = digest is not None and digest != sha256(folder / MANIFEST)
     return f"another model than the run's, as {RESULT} beside it says" if another else None
 
 

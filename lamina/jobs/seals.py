@@ -109,14 +109,14 @@ def refuse_tables(folder: Path) -> None:
 
 def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
     """Return the SHA-256 of each file that matches, by its path in the folder."""
-    found = sorted(
+    paths = sorted(
         {path for pattern in patterns for path in folder.glob(pattern) if path.is_file() and path.name not in _APART}
     )
     return {
         path.relative_to(folder).as_posix(): hash_of(
             path.absolute(), (stat := path.stat()).st_size, stat.st_mtime_ns, stat.st_ino
         )
-        for path in found
+        for path in paths
     }
 
 
@@ -176,11 +176,11 @@ def refuse_page(folder: Path) -> None:
 
 def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
     """Return the size and the SHA-256 of each record that grows, and of the first line of metrics.jsonl."""
-    known = {name: ((folder / name).stat().st_size, digest) for name, digest in hashes(folder, GROWING).items()}
-    if METRICS in known:
+    hashes_now = {name: ((folder / name).stat().st_size, digest) for name, digest in hashes(folder, GROWING).items()}
+    if METRICS in hashes_now:
         line = first_line(folder / METRICS)
-        known[_FIRST] = (len(line), hashlib.sha256(line).hexdigest())
-    return known
+        hashes_now[_FIRST] = (len(line), hashlib.sha256(line).hexdigest())
+    return hashes_now
 
 
 def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoint: str) -> None:

@@ -97,28 +97,28 @@ def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
 def _located(path: str | Path) -> tuple[str, Path | None, Json]:
     """Return the path for transformers, the run's folder if any, and further arguments for transformers."""
     name, run = str(path), None
-    place = Path(path).expanduser()
-    refuse_special("checkpoint", place)
-    if (place / RESULT).is_file() or (place / CONFIG).is_file():
-        place, run = model_folder(place), place
-        if place == run:
+    folder = Path(path).expanduser()
+    refuse_special("checkpoint", folder)
+    if (folder / RESULT).is_file() or (folder / CONFIG).is_file():
+        folder, run = model_folder(folder), folder
+        if folder == run:
             saved = [p for p in (run / "checkpoints").glob("checkpoint-*") if p.name[11:].isdecimal()]
             saved = [p for p in saved if (p / "config.json").is_file()]
             if not saved:
                 raise UserError(
                     f"checkpoint: the run {str(run)!r} has saved no model yet (neither model/ nor checkpoints/)"
                 )
-            place = max(saved, key=lambda p: int(p.name[11:]))
+            folder = max(saved, key=lambda p: int(p.name[11:]))
     more: Json = {}
-    if place.suffix == ".gguf" and place.is_file():
-        place, more["gguf_file"] = place.parent, place.name
-    elif place.is_dir() and not any(place.glob("*.safetensors*")) and not any(place.glob("*.bin*")):
-        files = sorted(place.glob("*.gguf"))
+    if folder.suffix == ".gguf" and folder.is_file():
+        folder, more["gguf_file"] = folder.parent, folder.name
+    elif folder.is_dir() and not any(folder.glob("*.safetensors*")) and not any(folder.glob("*.bin*")):
+        files = sorted(folder.glob("*.gguf"))
         if len(files) > 1:
             raise UserError(f"checkpoint: {name!r} holds {len(files)} .gguf files (allowed: the path of one of them)")
         if files:
             more["gguf_file"] = files[0].name
-    return (str(place) if place.exists() else name), run, more
+    return (str(folder) if folder.exists() else name), run, more
 
 
 def _is_of_a_head(model: PreTrainedModel, key: str) -> bool:

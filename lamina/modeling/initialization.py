@@ -151,21 +151,23 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
     }
     depth = len(next(iter(wirings)).split("."))
     modules = dict(model.named_modules())
-    gains = {name for name, one in modules.items() if type(one).__name__.endswith("Norm")}  # Cohere's are matrices
+    gains = {
+        name for name, module in modules.items() if type(module).__name__.endswith("Norm")
+    }  # Cohere's are matrices
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
         holder = owner.rpartition(".")[2] if last in ("weight", "bias") else last
-        place = wirings.get(".".join(name.split(".")[:depth]))
+        sublayer_wiring = wirings.get(".".join(name.split(".")[:depth]))
         if isinstance(modules[owner], Residual | LaminaWiring):
             role = "wiring"
         elif isinstance(modules[owner], LaminaNorm) or parameter.ndim < 2 or owner in gains or last.endswith("_bias"):
             role = "bias" if last == "bias" and isinstance(modules[owner], nn.Linear | nn.Conv2d) else "vector"
-        elif place is not None:
-            role = roles.get(f"{place[1]}.{holder}") or roles.get(holder, HIDDEN)
+        elif sublayer_wiring is not None:
+            role = roles.get(f"{sublayer_wiring[1]}.{holder}") or roles.get(holder, HIDDEN)
         else:
             embeds = isinstance(modules[owner], nn.Embedding) or name.startswith(f"{prefix}backbone.embeddings.")
             role = "embedding" if embeds else "readout"
-        layer, sublayer, wiring = place or (-1, "embedding" if role == "embedding" else "readout", {})
+        layer, sublayer, wiring = sublayer_wiring or (-1, "embedding" if role == "embedding" else "readout", {})
         where = {"layer": layer, "sublayer": sublayer, "wiring": wiring}
         transposed = parameter.ndim == 2 and isinstance(modules[owner], Conv1D)
         yield Weight(name=name, parameter=parameter, role=role, transposed=transposed, **where, **common)

@@ -93,10 +93,10 @@ class Adapter:
         """Read a configuration's ``lamina_adapter``. Raises ValueError that names the invalid field."""
         if not isinstance(names, Mapping):
             raise ValueError(f"adapter: {names!r} (allowed: a mapping from a field to a module's name)")
-        own = {f.name: f.default for f in fields(cls) if f.name != "arguments"}  # those a file may not choose
+        defaults = {f.name: f.default for f in fields(cls) if f.name != "arguments"}  # those a file may not choose
         for name, value in names.items():
-            if name not in own:
-                raise ValueError(f"adapter: unknown field {name!r} (allowed: {', '.join(own)})")
+            if name not in defaults:
+                raise ValueError(f"adapter: unknown field {name!r} (allowed: {', '.join(defaults)})")
             if name == "heads":
                 fits = isinstance(value, list | tuple) and bool(value) and all(str(each) in HEADS for each in value)
                 allowed = f"a list of {', '.join(HEADS)}"
@@ -106,8 +106,8 @@ class Adapter:
             elif name in ("is_decoder", "head_bias"):
                 fits, allowed = isinstance(value, bool), "true or false"
             else:
-                fits = (isinstance(value, str) and value != "") or (value is None and own[name] is None)
-                allowed = "a name" if own[name] is not None else "a name, or None"
+                fits = (isinstance(value, str) and value != "") or (value is None and defaults[name] is None)
+                allowed = "a name" if defaults[name] is not None else "a name, or None"
             if not fits:
                 raise ValueError(f"adapter: {name}: {value!r} (allowed: {allowed})")
         return cls(**{**names, "heads": tuple(names.get("heads", cls.heads))})
@@ -153,8 +153,8 @@ ADAPTERS: dict[str, Adapter] = {
 
 def adapter_of(config: PreTrainedConfig) -> Adapter:
     """Return a configuration's adapter: its ``lamina_adapter``, its model type's, or the default for decoders."""
-    own = getattr(config, "lamina_adapter", None)
-    return ADAPTERS.get(config.model_type, DECODER) if own is None else Adapter.of(own)
+    adapter_name = getattr(config, "lamina_adapter", None)
+    return ADAPTERS.get(config.model_type, DECODER) if adapter_name is None else Adapter.of(adapter_name)
 
 
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
@@ -234,10 +234,10 @@ def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: di
     for name in ("_tp_plan", "_ep_plan", "_fsdp_plan"):
         renamed = {}
         for key, style in (getattr(backbone, name, None) or {}).items():
-            if (found := inside.fullmatch(key)) is None:
+            if (match := inside.fullmatch(key)) is None:
                 renamed[key] = style
-            elif found[2] in parts:
-                renamed[f"{found[1]}{parts[found[2]]}{found[3]}"] = style
+            elif match[2] in parts:
+                renamed[f"{match[1]}{parts[match[2]]}{match[3]}"] = style
         setattr(backbone, name, renamed)
     prefix = f"{adapter.layers}.*.attention.module."
     if "full" in (plan["qk_norm"], plan["v_norm"]) and f"{prefix}q_proj" in backbone.tp_plan:
@@ -289,14 +289,14 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
             )
     norm = type(backbone.get_submodule(adapter.norm))
     used = {(layer, path.partition(".")[0]) for layer in layers for path in adapter.halves(layer)}
-    others = {key: one for layer in layers for key, one in layer.named_children() if (layer, key) not in used}
-    norms = {key for key, one in others.items() if "Norm" in type(one).__name__ or type(one) is norm}
+    modules = {key: one for layer in layers for key, one in layer.named_children() if (layer, key) not in used}
+    norms = {key for key, one in modules.items() if "Norm" in type(one).__name__ or type(one) is norm}
     parallel = all(layer["feed_forward"].get("read") == "block_input" for layer in plan["layers"])
     beside = len(norms) < 2 or any(getattr(backbone.config, name, False) for name in PARALLEL)
     if beside and not (parallel or known):
         raise ValueError(f"{kind}: its layers run attention and feed-forward side by side (allowed: wiring=parallel)")
     if not known:
-        lost = [key for key, one in others.items() if key not in norms and any(True for _ in one.parameters())]
+        lost = [key for key, one in modules.items() if key not in norms and any(True for _ in one.parameters())]
         logger.warning_once(
             f"{kind} is not among those whose wiring is checked against transformers ({', '.join(ADAPTERS)}): make "
             "sure that its layers do nothing but attention, feed-forward, norms and adds"
@@ -310,8 +310,8 @@ def _check_module(backbone: nn.Module, path: str | None, subject: str) -> None:
     for part in path.split(".") if path else ():
         children = dict(module.named_children())
         if part not in children:
-            place = f"{'.'.join(before)!r} has" if before else "it has"
-            raise ValueError(f"{subject}: there is no module {path!r} ({place}: {', '.join(children) or 'none'})")
+            beginning = f"{'.'.join(before)!r} has" if before else "it has"
+            raise ValueError(f"{subject}: there is no module {path!r} ({beginning}: {', '.join(children) or 'none'})")
         module, before = children[part], [*before, part]
 
 

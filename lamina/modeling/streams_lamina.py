@@ -92,9 +92,11 @@ class StreamMixer(LaminaWiring):
         """Return the initial values: projections are 0, so that the weights are the plan's."""
         n, kind = self.n, self.spec["weights"]
         if kind == "gate":
-            own = torch.Generator().manual_seed(0)  # the model's weights are drawn as without it
-            down = torch.randn(self.spec["rank"], n * self.width, generator=own) * (n * self.width) ** -0.5
-            up, inject = (0.02 * torch.randn(*size, generator=own) for size in (down.T.shape, (n, n * self.width)))
+            generator = torch.Generator().manual_seed(0)  # the model's weights are drawn as without it
+            down = torch.randn(self.spec["rank"], n * self.width, generator=generator) * (n * self.width) ** -0.5
+            up, inject = (
+                0.02 * torch.randn(*size, generator=generator) for size in (down.T.shape, (n, n * self.width))
+            )
             starts = {"gain": torch.ones(n * self.width), "down": down, "up": up}  # all streams alike would stay so
             return starts | ({"inject": inject} if self.writes else {})
         tops = {"read": 1.0, "write": self.spec["magnitude"]}
@@ -213,9 +215,9 @@ class StateSources(LaminaWiring):
         if self.ways > 1:
             starts["weight"] = weights.repeat(self.ways, 1)
         if self.dynamic:
-            number, own = starts["weight"].numel(), torch.Generator().manual_seed(0)
+            number, generator = starts["weight"].numel(), torch.Generator().manual_seed(0)
             hidden = self.spec.get("hidden") or number
-            starts["down"] = torch.randn(hidden, self.width, generator=own) * self.width**-0.5
+            starts["down"] = torch.randn(hidden, self.width, generator=generator) * self.width**-0.5
             starts["up"] = torch.zeros(number, hidden)
         return starts
 

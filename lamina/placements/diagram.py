@@ -55,7 +55,7 @@ def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
         return replace(sub, **same, **norms, streams=streams)
 
     sources = [layer.sources and Sources(states=()) for layer in plan.layers]  # of whichever states
-    layers = (replace(layer.map(wiring), sources=one) for layer, one in zip(plan.layers, sources, strict=True))
+    layers = (replace(layer.map(wiring), sources=source) for layer, source in zip(plan.layers, sources, strict=True))
     wired = replace(plan, layers=tuple(layers))
     return [([plan.layers[i] for i in indices], indices) for _, indices in wired.kinds()]
 

@@ -65,20 +65,20 @@ def learned_fact(shape: str) -> str:
 
 def layer_facts(layer: Layer) -> dict[str, object]:
     """Return a layer's facts by field: ``{"attention.pre_norm": "norm", ...}``."""
-    found: dict[str, object] = {"order": SEQUENTIAL}
+    facts: dict[str, object] = {"order": SEQUENTIAL}
     for part in SUBLAYERS:
         sublayer: Sublayer = getattr(layer, part)
         for entry in fields(sublayer):
             value = getattr(sublayer, entry.name)
             if entry.name == "read" and value == "block_input":
-                found["order"] = PARALLEL
+                facts["order"] = PARALLEL
                 continue
             if (learned := getattr(sublayer, f"{entry.name}_learned", "no")) != "no":
                 value = learned_fact(learned)
             if entry.name not in _UNMEASURED and not entry.name.endswith("_learned"):
                 fact = norm_fact(value) if value is None or isinstance(value, Norm) else value
-                found[f"{part}.{entry.name}"] = fact
-    return found
+                facts[f"{part}.{entry.name}"] = fact
+    return facts
 
 
 def end_facts(plan: Plan) -> dict[str, object]:
@@ -112,16 +112,16 @@ def match(layers: Sequence[Facts], ends: Facts) -> Match:
     assert best is not None
     if not exact:
         return best[1]
-    first, *others = dict.fromkeys(spec for _, spec in sorted(exact, key=lambda one: one[0]))
-    same = [spec for spec in others if _layers_of(spec, deep) == _layers_of(first, deep)]
-    plain = [spec for spec in others if spec not in same and spec.count("=") == first.count("=")]
+    first, *alternatives = dict.fromkeys(spec for _, spec in sorted(exact, key=lambda one: one[0]))
+    same = [spec for spec in alternatives if _layers_of(spec, deep) == _layers_of(first, deep)]
+    plain = [spec for spec in alternatives if spec not in same and spec.count("=") == first.count("=")]
     return Match(placement=first, others=tuple(same), here=tuple(plain))
 
 
 def _more_of(plan: Plan) -> int:
     """Count the fields of a plan's layers that are not a plain sum's with a norm before the branch."""
     return sum(
-        not _same(value, _DEFAULT.get(field)) for one in plan.layers for field, value in layer_facts(one).items()
+        not _same(value, _DEFAULT.get(field)) for layer in plan.layers for field, value in layer_facts(layer).items()
     )
 
 
@@ -150,19 +150,19 @@ def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
 def _values(kind: object, layers: Sequence[Facts], *, scales: bool) -> list[object]:
     """Return the values of an option to try: every word that it allows, and measured numbers."""
     alternatives = get_args(kind) if get_origin(kind) is not Literal and get_args(kind) else (kind,)
-    found: list[object] = []
-    for one in alternatives:
-        if get_origin(one) is Literal:
-            found += get_args(one)
-        elif one is bool:
-            found += [True, False]
-        elif one is float and scales:
+    values: list[object] = []
+    for alternative in alternatives:
+        if get_origin(alternative) is Literal:
+            values += get_args(alternative)
+        elif alternative is bool:
+            values += [True, False]
+        elif alternative is float and scales:
             measured = {v for facts in layers for f, v in facts.items() if isinstance(v, float) and v != 1.0}
-            found += sorted(measured)[:_MOST_VALUES]
-        elif one is int and not scales:
+            values += sorted(measured)[:_MOST_VALUES]
+        elif alternative is int and not scales:
             alike = sum(facts == layers[0] for facts in layers)
-            found += [alike] if alike < len(layers) else []
-    return found
+            values += [alike] if alike < len(layers) else []
+    return values
 
 
 @contextmanager

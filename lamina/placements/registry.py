@@ -133,13 +133,13 @@ class Placement:
     @property
     def anchor(self) -> str:
         """Return where the heading is on its page; "" for a placement that is not Lamina's own."""
-        own = self.make.__module__.startswith(f"{__package__}.schemes.")
-        return re.sub(r"[^a-z0-9]+", "-", self.heading.lower()).strip("-") if own else ""
+        is_ours = self.make.__module__.startswith(f"{__package__}.schemes.")
+        return re.sub(r"[^a-z0-9]+", "-", self.heading.lower()).strip("-") if is_ours else ""
 
     def all_options(self) -> tuple[Option, ...]:
         """Return the placement's own options, then those that every placement takes."""
-        own = {option.name for option in self.options}
-        return (*self.options, *(option for option in COMMON if option.name not in own))
+        names = {option.name for option in self.options}
+        return (*self.options, *(option for option in COMMON if option.name not in names))
 
 
 def _schemes() -> Iterator[str]:

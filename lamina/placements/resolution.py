@@ -236,8 +236,8 @@ def resolve(name: str, num_layers: int, **options: object) -> Plan:
     whole_number("num_layers", num_layers)
     scheme, options = _scheme_and_options(text("placement", name), **options)
     _check_options(scheme, options)
-    own = {option.name for option in scheme.options}
-    plan = scheme.make(num_layers, **{k: v for k, v in options.items() if k in own})
+    names = {option.name for option in scheme.options}
+    plan = scheme.make(num_layers, **{k: v for k, v in options.items() if k in names})
     if not isinstance(plan, Plan):
         raise UserError(f"placement {scheme.name!r}: it makes {shortened(repr(plan), 200)} (allowed: a Plan)")
     if plan.num_layers != num_layers:
@@ -245,18 +245,18 @@ def resolve(name: str, num_layers: int, **options: object) -> Plan:
     plan = replace(
         plan, placement=scheme.name, initialization=plan.initialization or scheme.initialization, options=options
     )
-    return _with_common(plan, {k: v for k, v in options.items() if k not in own and v is not None})
+    return _with_common(plan, {k: v for k, v in options.items() if k not in names and v is not None})
 
 
 def _check_options(scheme: Placement, options: Mapping[str, object]) -> None:
-    known = {option.name: option for option in scheme.all_options()}
+    options_by_name = {option.name: option for option in scheme.all_options()}
     for option, value in options.items():
-        if option not in known:
+        if option not in options_by_name:
             raise UserError(
-                f"placement {scheme.name!r} has no option {option!r}{nearest(option, known)} "
-                f"(allowed: {', '.join(known)})"
+                f"placement {scheme.name!r} has no option {option!r}{nearest(option, options_by_name)} "
+                f"(allowed: {', '.join(options_by_name)})"
             )
-        known[option].check(scheme.name, value)
+        options_by_name[option].check(scheme.name, value)
 
 
 def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
@@ -280,8 +280,8 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
         kind = options["norm"]
 
         def change(norm: Norm) -> Norm:
-            own = norm.groups if norm.kind == "group" else 8
-            return replace(norm, kind=kind, groups=options.get("groups", own) if kind == "group" else 1)
+            groups = norm.groups if norm.kind == "group" else 8
+            return replace(norm, kind=kind, groups=options.get("groups", groups) if kind == "group" else 1)
 
         plan = map_norms(plan, change)
         if (plan.qk_norm, plan.v_norm) != ("off", "off"):

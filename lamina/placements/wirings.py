@@ -127,8 +127,8 @@ def dynamic_hc(plan: Plan, size: int | None) -> Plan:
 def gated_residual(plan: Plan, size: int | None) -> Plan:
     """Add streams whose normed channels are each read through a gate of low rank."""
     n = _count(size)
-    one = Streams(weights="gate", read=(1.0,) * n, write=(1.0,) * n, rank=16)
-    return with_streams(plan, lambda index: one, replace(one, write=()))
+    streams = Streams(weights="gate", read=(1.0,) * n, write=(1.0,) * n, rank=16)
+    return with_streams(plan, lambda index: streams, replace(streams, write=()))
 
 
 def _check_sums(plan: Plan, reason: str, *, post_norms: bool) -> None:
@@ -146,8 +146,8 @@ def residual(plan: Plan) -> Plan:
     if plan.options.get("final_norm") is False:
         raise UserError("final_norm: False leaves its second stream without the norm at the end (allowed: true)")
     plan = replace(plan, final_norm=plan.final_norm or plan.layers[-1].feed_forward.post_norm)
-    one = Streams(weights="constant", read=(1.0, 0.0), write=(1.0, 1.0), normed=(True, False))
-    return with_streams(plan, lambda index: one, Streams(weights="constant", read=(1.0, 1.0), normed=(False, True)))
+    streams = Streams(weights="constant", read=(1.0, 0.0), write=(1.0, 1.0), normed=(True, False))
+    return with_streams(plan, lambda index: streams, Streams(weights="constant", read=(1.0, 1.0), normed=(False, True)))
 
 
 @wiring(
@@ -224,7 +224,7 @@ def unet(plan: Plan) -> Plan:
 @wiring("parallel", equation="y = x + A(x), x' = y + F(x)", source="GPT-J, PaLM; transformers' gpt_neox")
 def parallel(plan: Plan) -> Plan:
     """Let attention and feed-forward read the same stream, each through its own norm."""
-    layers = (replace(one, feed_forward=replace(one.feed_forward, read="block_input")) for one in plan.layers)
+    layers = (replace(layer, feed_forward=replace(layer.feed_forward, read="block_input")) for layer in plan.layers)
     return replace(plan, layers=tuple(layers))
 
 

@@ -97,7 +97,7 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
         max_position_embeddings=data.get("dataset", {}).get("sequence_length") or 2048,
         tie_word_embeddings=bool(model.get("tie_word_embeddings")),
     )
-    own = str(block.get("_CLASS_", "olmo_core.")).startswith("olmo_core.")
+    is_olmo = str(block.get("_CLASS_", "olmo_core.")).startswith("olmo_core.")
     options: dict[str, object] = {
         "final_norm": model["lm_head"].get("layer_norm") is not None,
         "embedding_norm": model.get("embedding_norm") is not None,
@@ -117,7 +117,7 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
                 )
         else:
             weights[re.sub(r"\.attention\.([qk])_norm\.", r".attention.w_\1.norm.", name)] = tensor
-    placement = OLMO_BLOCKS.get(str(block.get("name", "default")), "") if own else ""
+    placement = OLMO_BLOCKS.get(str(block.get("name", "default")), "") if is_olmo else ""
     return ForeignCheckpoint(weights=weights, config=config, placement=placement, options=options)
 
 

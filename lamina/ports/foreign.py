@@ -40,12 +40,12 @@ class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> object:
         if name == "_StorageInfo":
             return _StorageInfo
-        found = super().find_class(module, name) if module.partition(".")[0] in ("torch", "collections") else None
+        cls = super().find_class(module, name) if module.partition(".")[0] in ("torch", "collections") else None
         if module.startswith("pathlib") and name.endswith("Path"):
             return PurePath
-        plain = isinstance(found, torch.dtype | torch.layout | torch.memory_format) or (module, name) == _LAYOUT
-        if plain or found in (torch.Size, OrderedDict) or module.startswith("torch.distributed.checkpoint."):
-            return found
+        plain = isinstance(cls, torch.dtype | torch.layout | torch.memory_format) or (module, name) == _LAYOUT
+        if plain or cls in (torch.Size, OrderedDict) or module.startswith("torch.distributed.checkpoint."):
+            return cls
         raise UserError(f"source: the index .metadata names {module}.{name} (allowed: a checkpoint's own classes)")
 
 

@@ -163,7 +163,7 @@ class Port:
         names = {}
         for half in SUBLAYERS:
             layers = [getattr(layer, half) for layer in self.plan.layers]
-            used = [p for p in POSITIONS if any(getattr(one, p) is not None for one in layers)]
+            used = [p for p in POSITIONS if any(getattr(names_of_layer, p) is not None for names_of_layer in layers)]
             all_names = self.target.norm_names[half]
             chosen = all_names if self.target.in_order else [all_names[POSITIONS.index(p)] for p in used]
             names |= {(half, position): name for position, name in zip(used, chosen, strict=False)}
@@ -226,7 +226,7 @@ class Port:
     @cached_property
     def factors(self) -> dict[tuple[str, str], _Factor]:
         """The factors that are not 1 in all layers, by half and scale."""
-        found = {}
+        by_scale = {}
         for half in SUBLAYERS:
             subs = self._sublayers(half)
             for scale in _FACTORS:
@@ -236,13 +236,13 @@ class Port:
                     continue
                 factor = _Factor(scale, starts, kinds)
                 if not factor.is_one:
-                    found[half, scale] = factor
+                    by_scale[half, scale] = factor
             if self.gate:
                 starts = tuple(s.gate_temperature * math.log(s.out_scale / (1 - s.out_scale)) for s in subs)
-                found[half, "gate"] = _Factor("gate", starts, tuple(sub.out_scale_learned for sub in subs))
+                by_scale[half, "gate"] = _Factor("gate", starts, tuple(sub.out_scale_learned for sub in subs))
         shared = {}
-        for (half, scale), factor in found.items():
-            other = found.get((next(name for name in SUBLAYERS if name != half), scale))
+        for (half, scale), factor in by_scale.items():
+            other = by_scale.get((next(name for name in SUBLAYERS if name != half), scale))
             same = not factor.is_learned and other is not None and other == factor
             name = scale if same else self.target.scales.format(half=self.target.halves[half], scale=scale)
             shared[half, scale] = _Factor(name, factor.starts, factor.kinds)
@@ -311,7 +311,7 @@ class Port:
         """Return the line, under a condition if it is for some layers alone."""
         if all(holds):
             return [line]
-        layers = [layer for layer, one in enumerate(holds) if one]
+        layers = [layer for layer, holder in enumerate(holds) if holder]
         return [f"if {condition(layers, self.num_layers, 'self.layer')}:", f"    {line}"]
 
     @property
@@ -333,13 +333,13 @@ class Port:
         return f"{factor.name.upper()} * " if factor.is_constant else f"self.{factor.name} * "
 
     def _half(self, half: str, out: str) -> list[str]:
-        own, subs = _INPUTS[half], self._sublayers(half)
+        input_name, subs = _INPUTS[half], self._sublayers(half)
         norms = {p: self.norm_names.get((half, p)) for p in POSITIONS}
 
         def normed(position: str, text: str) -> str:
             return f"self.{norms[position]}({text})" if norms[position] else text
 
-        read = choose(["x" if sub.read == "block_input" else own for sub in subs], "self.layer")
+        read = choose(["x" if sub.read == "block_input" else input_name for sub in subs], "self.layer")
         inner = normed("pre_norm", read)
         if scale := self._used(half, "pre_scale"):
             inner = scale + inner
@@ -349,16 +349,16 @@ class Port:
         if self.gate:
             lines.append(f"a, b = {self.target.code['gate']}(self.{self.factors[half, 'gate'].name})")
             branch_scale, skip_scale = "b * ", "a * "
-        skips = {"stream": own, "block_input": "x", "both": f"{own} + x"}
-        skip = choose([skips[sub.skip] if half == "feed_forward" else own for sub in subs], "self.layer")
+        skips = {"stream": input_name, "block_input": "x", "both": f"{input_name} + x"}
+        skip = choose([skips[sub.skip] if half == "feed_forward" else input_name for sub in subs], "self.layer")
         skip = f"({skip})" if " " in skip and (skip_scale or " if " in skip) else skip
 
         def total(branch: str) -> str:
             return normed("post_norm", f"{skip_scale}{skip} + {branch_scale}{branch}")
 
-        one = total(normed("out_norm", call.format(x=inner)))
-        if len(one) <= 48 and not self.gate:
-            return [*lines, *assigned(out, one)]
+        summed = total(normed("out_norm", call.format(x=inner)))
+        if len(summed) <= 48 and not self.gate:
+            return [*lines, *assigned(out, summed)]
         h = "h"
         if 12 + len(call.format(x=inner)) > WIDTH or len(inner) > 44:
             lines += assigned(h, inner)

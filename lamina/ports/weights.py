@@ -75,8 +75,8 @@ class Names:
             raise self._without_place(key)
         parts = self.target.stacks.get(name, [module])
         paired = self.target.pairs and module in ("q_proj", "k_proj", "q_norm", "k_norm")
-        place = {"part": parts.index(module), "parts": len(parts), "paired": paired, "transposed": transposed}
-        return _Place(name=f"{block}.{name}.{last}", **place)
+        part_facts = {"part": parts.index(module), "parts": len(parts), "paired": paired, "transposed": transposed}
+        return _Place(name=f"{block}.{name}.{last}", **part_facts)
 
     def _without_place(self, key: str) -> UserError:
         return UserError(f"tensor {key!r}: has no place in {self.target.title} (allowed: the backbone of its tests)")
@@ -145,11 +145,13 @@ def weights_for(model: PreTrainedModel, target: str, *, gradients: bool = False)
 
     Raises UserError for a model or a plan that the target does not hold.
     """
-    own = _causal(model)
+    causal = _causal(model)
     state = (
-        {name: p.grad for name, p in own.named_parameters() if p.grad is not None} if gradients else own.state_dict()
+        {name: p.grad for name, p in causal.named_parameters() if p.grad is not None}
+        if gradients
+        else causal.state_dict()
     )
-    return Names(own, target).to_theirs(state)
+    return Names(causal, target).to_theirs(state)
 
 
 @torch.no_grad()

@@ -107,8 +107,8 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
                 progress.set_description(printable(run.placement), refresh=False)
                 burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=progress.update)
                 numbers, advice = features(burn_in), find(run.placement).advice
-                found = judge(numbers, burn_in)
-                preflights.append(Preflight(run=run, advice=advice, burn_in=burn_in, features=numbers, verdict=found))
+                verdict = judge(numbers, burn_in)
+                preflights.append(Preflight(run=run, advice=advice, burn_in=burn_in, features=numbers, verdict=verdict))
                 progress.n = (number + 1) * steps
     return preflights
 

@@ -235,12 +235,12 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) 
     worth = f"{max(numbers.context, 0.0):.3f} nats"
     taken = len(burn_in.losses)
     after = f"after {taken} of {burn_in.planned.steps}"
-    gain, place = 10**numbers.jacobian, _place(numbers.jacobian_layer)
-    weak = f"; the gain from {place} to the last layer is down to {gain:.1e}" if numbers.jacobian < -1 else ""
+    gain, layer_text = 10**numbers.jacobian, _place(numbers.jacobian_layer)
+    weak = f"; the gain from {layer_text} to the last layer is down to {gain:.1e}" if numbers.jacobian < -1 else ""
     if kind == "fine":
         return (
             f"after {taken} steps {constant}, the predictions use the input (worth {numbers.context:.2f} nats) "
-            f"and every layer is connected: the smallest gain to the last layer is {gain:.2g}, from {place}"
+            f"and every layer is connected: the smallest gain to the last layer is {gain:.2g}, from {layer_text}"
         )
     if kind == "risky":
         return (

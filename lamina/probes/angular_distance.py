@@ -116,9 +116,9 @@ def best_blocks(frame: Frame) -> pd.DataFrame:
     """Return per block size a row ``best_start``: the start of its smallest distance. NaN distances are ignored."""
     rows = []
     for size, group in frame.groupby("size"):
-        known = group.dropna(subset="value")
-        start = int(known.loc[known["value"].idxmin(), "start"]) if len(known) else -1
-        rows.append((start, size, "best_start", float(start) if len(known) else math.nan, math.nan))
+        measured = group.dropna(subset="value")
+        start = int(measured.loc[measured["value"].idxmin(), "start"]) if len(measured) else -1
+        rows.append((start, size, "best_start", float(start) if len(measured) else math.nan, math.nan))
     return pd.DataFrame(rows, columns=list(frame.columns))
 
 

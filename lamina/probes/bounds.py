@@ -174,8 +174,8 @@ def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
         points[index] = Point(module, path, "output", feed_forward.post.call)
     with torch.no_grad():
         _, tensors = block.observe(points, block.stream)
-    others = [m for n, m in enumerate(modules) if not torch.equal(tensors[n], tensors["pre"])]
-    return others[-1]
+    candidates = [m for n, m in enumerate(modules) if not torch.equal(tensors[n], tensors["pre"])]
+    return candidates[-1]
 
 
 def _matrix(module: nn.Module) -> torch.Tensor:
@@ -259,8 +259,10 @@ class Bounds(ShortProbe):
             sides = last_layer_sides(context, last, sequence)
             left.append(sides.left)
             right.append(sides.right)
-            known = sides.right_by_token > 0  # a token that the loss doesn't depend on has two zeros
-            for a, b in zip(sides.left_by_token[known].tolist(), sides.right_by_token[known].tolist(), strict=True):
+            measured = sides.right_by_token > 0  # a token that the loss doesn't depend on has two zeros
+            for a, b in zip(
+                sides.left_by_token[measured].tolist(), sides.right_by_token[measured].tolist(), strict=True
+            ):
                 worst = max(worst, (a, b, a / b), key=lambda each: each[2])
         doubles = [torch.tensor(values, dtype=torch.float64) for values in (left, right)]
         self._add(Sides(layer, "feed_forward", role, *doubles))
@@ -335,12 +337,12 @@ class Bounds(ShortProbe):
         for role, part in frame[frame.metric == "ratio"].groupby("role", sort=False):
             ratios = part[part.layer >= 0].value
             if str(role).startswith("peri_ln") and not str(role).endswith("_token"):
-                place = (part.layer.iloc[0], "feed_forward")
-                left, right = values[role, "left", *place], values[role, "right", *place]
+                sublayer_key = (part.layer.iloc[0], "feed_forward")
+                left, right = values[role, "left", *sublayer_key], values[role, "right", *sublayer_key]
                 yield (
                     f"{_STATEMENTS[str(role)]}: the gradient of the last down-projection is {left:.3g}, the bound "
                     f"{right:.3g} (ratio {left / right:.3g}; of single tokens at most "
-                    f"{values[f'{role}_token', 'ratio', *place]:.3g})."
+                    f"{values[f'{role}_token', 'ratio', *sublayer_key]:.3g})."
                 )
             elif role in _STATEMENTS and len(ratios):
                 yield (

@@ -136,15 +136,15 @@ class DepthMixing(ShortProbe):
         with frozen(context.model), torch.enable_grad():
             with intercept(points, change, roots=[context.base]):
                 forward(context.base, context.on_device(inputs))
-            found: dict[tuple[int, int], float] = {}
+            stretches: dict[tuple[int, int], float] = {}
             last = max(states)
             for layer in sorted(states)[1:]:
                 before = [leaves[index] for index in range(ends[layer] + 1)]
                 read = reads.get(layer, states[layer])
-                found |= {(layer, index): value for index, value in enumerate(_stretches(read, before))}
+                stretches |= {(layer, index): value for index, value in enumerate(_stretches(read, before))}
             end = states[last] if states[last].ndim > 3 else reads.get(last, states[last])
             gains = _stretches(end, [states[layer] for layer in range(last)])
-            return found | {(layer, -1): value for layer, value in enumerate(gains)}
+            return stretches | {(layer, -1): value for layer, value in enumerate(gains)}
 
 
 def _stretches(state: torch.Tensor, sources: list[torch.Tensor]) -> list[float]:

@@ -96,12 +96,12 @@ def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]
             yield layer, sublayer, norm.role, norm.path, gain
     for site in structure.layers:  # its own parameters of one value or one per channel: no norm's, no bias of a matrix
         for path, module in site.module.named_modules(prefix=site.path):
-            own = dict(module.named_parameters(recurse=False))
+            parameters = dict(module.named_parameters(recurse=False))
             if id(module) in modules or isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
                 continue
-            if any(p.squeeze().ndim >= 2 for p in own.values()):
+            if any(p.squeeze().ndim >= 2 for p in parameters.values()):
                 continue
-            for name, parameter in own.items():
+            for name, parameter in parameters.items():
                 if parameter.numel() in (1, structure.hidden_size) and "bias" not in name:
                     yield site.index, _sublayer_of(site, path), name, path, parameter.detach()
 

@@ -240,8 +240,8 @@ def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
         module = model.get_submodule(module_path)
         (layer, sublayer, role), path = owners.get(id(module), ((-1, "model", name), ""))
         if not role:
-            own = last if last not in ("weight", "bias") else path.rpartition(".")[2]
-            known = ROLES.get(f"{sublayer}.{own}") or ROLES.get(own)
+            last_name = last if last not in ("weight", "bias") else path.rpartition(".")[2]
+            known = ROLES.get(f"{sublayer}.{last_name}") or ROLES.get(last_name)
             inside = ".".join(filter(None, (path, last))).removesuffix(".weight")
             role = inside if known is None else f"{known}_bias" if last == "bias" else known
         elif last != "weight" and layer >= 0:

@@ -126,8 +126,8 @@ class HiddenStates(Probe):
             tokens = as_tokens(value, inputs)
             magnitude = None
             if totals.magnitudes:  # |x| in reused memory: fresh pages cost more than the arithmetic
-                known = (self._buffer.shape, self._buffer.dtype, self._buffer.device)
-                if known != (tokens.x.shape, tokens.x.dtype, tokens.x.device):
+                buffered = (self._buffer.shape, self._buffer.dtype, self._buffer.device)
+                if buffered != (tokens.x.shape, tokens.x.dtype, tokens.x.device):
                     self._buffer = torch.empty_like(tokens.x)
                 magnitude = torch.abs(tokens.x, out=self._buffer)
             if result is None:
@@ -473,9 +473,11 @@ class StateTotals(Totals):
         row, channel = ((magnitude > MASSIVE) & (magnitude >= least[sequence].unsqueeze(1))).nonzero(as_tuple=True)
         values = rows[row, channel].cpu().numpy()
         sequence, token = sequence[row], token[row]
-        place = token if tokens.valid is None else (tokens.valid.cumsum(1) - 1)[sequence, token]
+        token_index = token if tokens.valid is None else (tokens.valid.cumsum(1) - 1)[sequence, token]
         width = tokens.x.shape[-1]
-        code, inverse, counts = np.unique((place * width + channel).cpu(), return_inverse=True, return_counts=True)
+        code, inverse, counts = np.unique(
+            (token_index * width + channel).cpu(), return_inverse=True, return_counts=True
+        )
         best = np.zeros(len(code), dtype=np.int64)
         order = np.argsort(np.abs(values), kind="stable")
         best[inverse[order]] = order  # the largest is written last

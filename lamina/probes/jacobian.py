@@ -216,9 +216,9 @@ class JacobianProbe(ShortProbe):
 
     def _add(self, layer: int, sublayer: str, role: str, metric: str, values: torch.Tensor, index: int = 0) -> None:
         """Add a row's values, one per sequence."""
-        place = (layer, sublayer, role, index, metric)
-        self._values.setdefault((*place, self._added[place]), []).append(values)
-        self._added[place] += 1  # a layer may have several feed-forwards
+        key = (layer, sublayer, role, index, metric)
+        self._values.setdefault((*key, self._added[key]), []).append(values)
+        self._added[key] += 1  # a layer may have several feed-forwards
 
     def _search(self, layer: int, sublayer: str, role: str, norm: SpectralNorm, index: int = 0) -> None:
         self._unfinished += not norm.converged

@@ -526,8 +526,10 @@ class HarnessTask:
         results = output["results"][self.name]
         key = next((k for k in results if k.split(",")[0] == self.metric), None)
         if key is None:
-            known = sorted({k.split(",")[0] for k, v in results.items() if isinstance(v, float) and "stderr" not in k})
-            raise UserError(f"task_metric: {self.name!r} has no {self.metric!r} (allowed: {', '.join(known)})")
+            metrics = sorted(
+                {k.split(",")[0] for k, v in results.items() if isinstance(v, float) and "stderr" not in k}
+            )
+            raise UserError(f"task_metric: {self.name!r} has no {self.metric!r} (allowed: {', '.join(metrics)})")
         self.higher_is_better = bool(output.get("higher_is_better", {}).get(self.name, {}).get(self.metric, True))
         error = results.get(f"{self.metric}_stderr,{key.partition(',')[2]}")
         return float(results[key]), float(error) if isinstance(error, int | float) else math.nan

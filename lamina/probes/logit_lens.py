@@ -169,10 +169,10 @@ class LogitLens(Probe):
             f"Read off the states, the loss goes from {loss.iloc[0]:.2f} nats (state 0) to {loss.iloc[-1]:.2f} (state "
             f"{last}); uniform guessing has {uniform:.2f}."
         )
-        known = agreement.index[agreement >= 0.5]
+        agreeing = agreement.index[agreement >= 0.5]
         yield (
-            f"From state {known[0]} of {last} on the final prediction is first for at least half of the tokens."
-            if len(known) and (agreement.loc[known[0] :] >= 0.5).all()
+            f"From state {agreeing[0]} of {last} on the final prediction is first for at least half of the tokens."
+            if len(agreeing) and (agreement.loc[agreeing[0] :] >= 0.5).all()
             else f"The final prediction is first for {agreement.iloc[-2]:.0%} of the tokens at state {table.index[-2]}."
         )
         worse = table.index[loss > uniform]

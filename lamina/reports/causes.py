@@ -478,8 +478,8 @@ class Learned:
         record: Json = read_json(HISTORIES)["views"][view] if view else {"signatures": calibration()["signatures"]}
         signatures = record["signatures"]
         return cls(
-            runs=Counter({cause: one["runs"] for cause, one in signatures.items()}),
-            seen={cause: Counter(one["signs"]) for cause, one in signatures.items()},
+            runs=Counter({cause: signature["runs"] for cause, signature in signatures.items()}),
+            seen={cause: Counter(signature["signs"]) for cause, signature in signatures.items()},
             temper=record.get("temper", TEMPER),
             sharp=record.get("sharp", 1.0),
             added=record.get("added", 1.0),
@@ -535,11 +535,11 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
     """Return the first alarm's likely causes with odds: at most two, or "not known" alone; none without an alarm."""
     if signs.first is None:
         return []
-    found = signature(signs)
-    odds = (Learned.read(signs.view) if learned is None else learned).odds(found)
-    if found["rate"] == "jumped":  # the record says so, whatever was counted
-        odds = {cause: 0.0 for cause, one in CAUSES.items() if "rate: jumped" in one.proofs} | odds
-    seen = {f"{name}: {value}" for name, value in found.items()}
+    factors = signature(signs)
+    odds = (Learned.read(signs.view) if learned is None else learned).odds(factors)
+    if factors["rate"] == "jumped":  # the record says so, whatever was counted
+        odds = {cause: 0.0 for cause, evidence_of in CAUSES.items() if "rate: jumped" in evidence_of.proofs} | odds
+    seen = {f"{name}: {value}" for name, value in factors.items()}
     proved = {cause for cause in odds if cause != NOT_KNOWN and seen & {*CAUSES[cause].proofs}}
     possible = {
         cause: part
@@ -547,13 +547,13 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
         if (cause in proved if proved else cause == NOT_KNOWN or not seen & {*CAUSES[cause].unlike})
     }
     total = sum(possible.values())
-    (best, share), *others = ((cause, part / total if total else 1.0) for cause, part in possible.items())
+    (best, share), *runners_up = ((cause, part / total if total else 1.0) for cause, part in possible.items())
     if signs.half is not False and best != NOT_KNOWN and (same := CAUSES[best].in_half):
         pair = [(same, share / 2), (best, share / 2)]  # the record does not tell them apart
         return pair if signs.half else pair[::-1]
     if best == NOT_KNOWN or (signs.view and share < LEAST):
         return [(NOT_KNOWN, share)]
-    second = [(cause, part) for cause, part in others if cause != NOT_KNOWN and part >= SECOND]
+    second = [(cause, part) for cause, part in runners_up if cause != NOT_KNOWN and part >= SECOND]
     return [(best, share), *second[:1]]
 
 

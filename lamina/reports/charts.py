@@ -93,8 +93,8 @@ def band(figure: go.Figure, x: Values, low: Values, high: Values, color: str, **
 
 def line_of(item: Shown, x: Values, y: Values, **more: Any) -> Line:
     """Return a line in the look of a placement, with its name, hidden with it; ``more``: other fields of ``Line``."""
-    own = {"color": item.color, "dash": item.dash, "name": item.label, "group": item.label}
-    return Line(x=x, y=y, **(own | more))
+    look = {"color": item.color, "dash": item.dash, "name": item.label, "group": item.label}
+    return Line(x=x, y=y, **(look | more))
 
 
 @dataclass(frozen=True)

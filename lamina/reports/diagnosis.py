@@ -154,23 +154,23 @@ def wander_of(losses: Sequence[float]) -> float:
 
     Returns 0 where neighbors differ as much as losses that are 16 records apart: their noise says it all.
     """
-    known = [loss for loss in losses[-4 * BEFORE :] if math.isfinite(loss)]
-    if len(known) < 2 * BEFORE:
+    finite = [loss for loss in losses[-4 * BEFORE :] if math.isfinite(loss)]
+    if len(finite) < 2 * BEFORE:
         return 0.0
-    moved = [later - earlier for earlier, later in zip(known, known[BEFORE:], strict=False)]
+    moved = [later - earlier for earlier, later in zip(finite, finite[BEFORE:], strict=False)]
     middle = statistics.median(moved)
     spread = 1.4826 * statistics.median(abs(each - middle) for each in moved) / math.sqrt(2)
-    return _WANDERS * spread if spread > 1.5 * noise_of(known) else 0.0
+    return _WANDERS * spread if spread > 1.5 * noise_of(finite) else 0.0
 
 
 def restarts(rates: Mapping[int, float]) -> list[int]:
     """Return the steps at which the learning rate starts anew at a level that it had before, as cosines do."""
-    steps, found, highest = sorted(rates), [], 0.0
+    steps, jumps, highest = sorted(rates), [], 0.0
     for before, step in pairwise(steps):
         highest = max(highest, rates[before])
         if 1.5 * rates[before] < rates[step] <= 1.1 * highest and 2.0 * rates[before] < highest:
-            found.append(step)
-    return found
+            jumps.append(step)
+    return jumps
 
 
 def loss_rise(
@@ -270,8 +270,8 @@ def headline(evidence: Evidence) -> str:
         return "No problem found" if evidence.rose is None else f"The loss rose at step {evidence.rose}"
     (cause, _), *_ = causes_of(evidence)
     if cause != NOT_KNOWN:
-        found = _filled(CAUSES[cause].finding, evidence)
-        return found[0].upper() + found[1:]
+        finding = _filled(CAUSES[cause].finding, evidence)
+        return finding[0].upper() + finding[1:]
     return f"Anomaly at {describe(first)}"
 
 
@@ -279,15 +279,15 @@ def answer(evidence: Evidence) -> Answer:
     """Diagnose a run from the evidence in its records."""
     first, rose, course = evidence.first, evidence.rose, [_course(evidence), *_falls(evidence), *_notable(evidence)]
     if first is None:
-        found = "Lamina found no anomaly in the record." if evidence.imported else "No layer has an anomaly."
+        finding = "Lamina found no anomaly in the record." if evidence.imported else "No layer has an anomaly."
         more = f"Record {_more(evidence)}, to see what happens between two records."
-        return Answer(cause=[], evidence=[*course, found], changes=[more] if rose is not None else [])
+        return Answer(cause=[], evidence=[*course, finding], changes=[more] if rose is not None else [])
     causes, texts = causes_of(evidence), [_course(evidence), f"The first anomaly is at {_described(evidence, first)}."]
-    place, everywhere = evidence.place or first, _everywhere(evidence, first)
-    inside = place.layer >= 0 or place.role != "all"
-    if _place(place) != _place(first) and says_where(place) and inside and not everywhere:
-        texts.append(f"The first one that shows the location is at {_described(evidence, place)}.")
-    texts += [*_early(evidence, first), *_next(evidence, first, place), *everywhere, *course[1:]]
+    location, everywhere = evidence.place or first, _everywhere(evidence, first)
+    inside = location.layer >= 0 or location.role != "all"
+    if _place(location) != _place(first) and says_where(location) and inside and not everywhere:
+        texts.append(f"The first one that shows the location is at {_described(evidence, location)}.")
+    texts += [*_early(evidence, first), *_next(evidence, first, location), *everywhere, *course[1:]]
     if causes[0][0] == NOT_KNOWN:
         none = f"{_RECORDED[evidence.view]} several failures, or none that Lamina knows" if evidence.imported else ""
         cause = f"The cause is not known: {none or 'the signs fit no failure that Lamina knows'}."
@@ -452,7 +452,7 @@ def epoch_stairs(evidence: Evidence) -> dict[int, int]:
     """Return the steps at which epochs begin with a fall of the loss, by epoch; empty without such stairs."""
     steps = sorted(step for step in evidence.losses if step in evidence.epochs)
     values = [evidence.losses[step] for step in steps]
-    found = {}
+    epochs = {}
     for at in range(_STAIR, len(steps) - _STAIR + 1):
         epoch = int(evidence.epochs[steps[at]] + 1e-6)
         if epoch > int(evidence.epochs[steps[at - 1]] + 1e-6):
@@ -461,8 +461,8 @@ def epoch_stairs(evidence: Evidence) -> dict[int, int]:
             noise = max(noise_of(before), noise_of(after))
             trend = abs(statistics.median(before[: len(before) // 2]) - statistics.median(before[len(before) // 2 :]))
             if fell > max(0.02, noise, 2 * trend):
-                found[epoch] = steps[at]
-    return found
+                epochs[epoch] = steps[at]
+    return epochs
 
 
 def _stairs(stairs: Mapping[int, int]) -> str:

@@ -90,8 +90,8 @@ def _status_text(statuses: Frame) -> str:
     if len(counts) == 1:
         return str(counts.index[0])
     order = sorted(counts.index, key=severity)
-    first, *others = (f"{counts[s]}/{len(statuses)} {s}" if s == order[0] else f"{counts[s]} {s}" for s in order)
-    return ", ".join([first, *others])
+    first, *rest = (f"{counts[s]}/{len(statuses)} {s}" if s == order[0] else f"{counts[s]} {s}" for s in order)
+    return ", ".join([first, *rest])
 
 
 def _loss(row: Json) -> float:
@@ -141,12 +141,12 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
             f"The initializers differ ({groups}), so this comparison is not paired: an effect of the initializer may "
             "look like one of the placement. To give all the same one, add --init same:small_scaled"
         )
-    others = [(name, recommended[name]) for names in users.values() for name in names if name in recommended]
-    others = [f"{name} ({own})" for name, own in others if own not in users]
-    if not others:
+    inits = [(name, recommended[name]) for names in users.values() for name in names if name in recommended]
+    inits = [f"{name} ({initializer})" for name, initializer in inits if initializer not in users]
+    if not inits:
         return ""
     return (
-        f"All placements have one initializer, {next(iter(users))}. The sources of {listed(others)} use another, at "
+        f"All placements have one initializer, {next(iter(users))}. The sources of {listed(inits)} use another, at "
         "their own widths. To compare each placement with its own, add --init recommended"
     )
 

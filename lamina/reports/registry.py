@@ -107,7 +107,7 @@ def report(folder: Path) -> Path:
     """
     folder = Path(folder)
     refuse_special("folder", folder)
-    pages, kind = {known: _pages[known] for known in kinds()}, kind_of(folder)
+    pages, kind = {page_kind: _pages[page_kind] for page_kind in kinds()}, kind_of(folder)
     if kind is None or kind not in pages:
         raise UserError(
             f"folder: {str(folder)!r} holds {'no job' if kind is None else f'a {kind}'}, so there is no page to write "
@@ -160,11 +160,11 @@ def has_ended(folder: Path) -> bool:
 def _state(folder: Path) -> list[tuple[str, int, int]]:
     """Return the names, sizes and times of the record files, also of a study's trials."""
     files = []
-    for place in (folder, *sorted(folder.glob("trials/*"))):
+    for run in (folder, *sorted(folder.glob("trials/*"))):
         for name in _RECORDS:
             try:
-                stat = os.stat(place / name)
+                stat = os.stat(run / name)
             except OSError:
                 continue
-            files.append((str(place / name), stat.st_size, stat.st_mtime_ns))
+            files.append((str(run / name), stat.st_size, stat.st_mtime_ns))
     return files

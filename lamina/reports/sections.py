@@ -104,8 +104,8 @@ def settings(study: Study) -> Section:
 
 
 def settings_of(settings: object, environment: object) -> Section:
-    known = {name: of for name, of in (("Settings", settings), ("Environment", environment)) if of}
-    html = "".join(details(name, tables.settings_table(cast("Json", of))) for name, of in known.items())
+    sections = {name: of for name, of in (("Settings", settings), ("Environment", environment)) if of}
+    html = "".join(details(name, tables.settings_table(cast("Json", of))) for name, of in sections.items())
     return Section("Settings", "Settings and environment", html)
 
 

@@ -96,8 +96,8 @@ def _lead(summary: Frame) -> str:
         alone = "has beaten a bigram table" if len(ended) > 1 else "finished"
         return f"{lead}; it is the only one of {len(summary)} placements that {alone}."
     baseline = [row for row in finished[2:] if row["placement"] == "pre_ln"]
-    others = [finished[1], *(baseline or finished[2:][-1:])]
-    return f"{lead}, {listed([_gap(first, other) for other in others])}{_noise(first, others[0])}."
+    rivals = [finished[1], *(baseline or finished[2:][-1:])]
+    return f"{lead}, {listed([_gap(first, other) for other in rivals])}{_noise(first, rivals[0])}."
 
 
 def _nobody(rows: list[Json]) -> str:
@@ -161,15 +161,15 @@ def _above_bigram(summary: Frame) -> list[str]:
 def _end(row: Json) -> str:
     """Name the fate of a placement that did not finish; placements with the same fate share a sentence."""
     entropy, loss, guess = row["unigram_entropy"], row["eval_loss"], Guess.of(row)
-    known = f" of {entropy:.2f} nats" if math.isfinite(entropy) else ""
+    nats = f" of {entropy:.2f} nats" if math.isfinite(entropy) else ""
     if row["status"] == "short":
-        return f"ran too short to tell: {{at}} not clearly below the {guess.name}{known} yet, but still {{fall}}"
+        return f"ran too short to tell: {{at}} not clearly below the {guess.name}{nats} yet, but still {{fall}}"
     if row["status"] == "stuck" and loss > entropy + _MARGIN:
-        return f"{{is}} stuck: {{at}} above the {guess.name}{known} and hardly {{fall}} any more"
+        return f"{{is}} stuck: {{at}} above the {guess.name}{nats} and hardly {{fall}} any more"
     if row["status"] == "stuck" and math.isfinite(loss):
         close = "hardly better than" if loss < entropy else "no better than"
         return (
-            f"{{is}} stuck: {{at}} {close} the {guess.name}{known}, so {{it}} learned how often each {guess.target} "
+            f"{{is}} stuck: {{at}} {close} the {guess.name}{nats}, so {{it}} learned how often each {guess.target} "
             f"occurs and next to nothing of the {guess.source}"
         )
     reason = f" ({shorten(row['reason'], 160, placeholder=' …').rstrip('.')})" if row["reason"].strip() else ""

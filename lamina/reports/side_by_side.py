@@ -40,8 +40,8 @@ class Parting:
 
     def __str__(self) -> str:
         layer, sublayer, role, metric = self.place
-        place = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
-        alarm = Alarm(step=self.step, rule="rise", value=1.0, usual=1.0, **place)
+        location = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
+        alarm = Alarm(step=self.step, rule="rise", value=1.0, usual=1.0, **location)
         where = describe(alarm).partition(": ")[0]
         name = {LOSS: "the loss", NORM: "gradient norm"}.get(metric, metric.replace("_", " "))
         return f"{where}: {name} {self.first:.4g} and {self.second:.4g}"
@@ -69,7 +69,9 @@ class SideBySide:
     @property
     def first(self) -> Parting | None:
         """The earlier one of both."""
-        return min((one for one in (self.whole, self.layer) if one is not None), key=lambda one: one.step, default=None)
+        return min(
+            (part for part in (self.whole, self.layer) if part is not None), key=lambda one: one.step, default=None
+        )
 
     @property
     def title(self) -> str:
@@ -92,7 +94,7 @@ class SideBySide:
             texts.append(f"The whole model parts at {self.whole}.")
         if self.layer is not None:
             texts.append(f"The first layer to part is at {self.layer}.")
-        elif not any(place[0] >= 0 for place in self.series):
+        elif not any(location[0] >= 0 for location in self.series):
             texts.append("Neither records its layers. Run both under lamina.watch to see which one parts first.")
         if self.rate is not None:
             earlier = self.rate.step <= self.first.step
@@ -107,26 +109,26 @@ def side_by_side(first: Path, second: Path) -> SideBySide:
     """
     courses = [_courses(path) for path in (first, second)]
     shared: dict[Place, tuple[Course, Course]] = {}
-    for place in courses[0].keys() & courses[1].keys():
-        steps = sorted(courses[0][place].keys() & courses[1][place].keys())
+    for location in courses[0].keys() & courses[1].keys():
+        steps = sorted(courses[0][location].keys() & courses[1][location].keys())
         if steps:
-            first_course, second_course = ({step: course[place][step] for step in steps} for course in courses)
-            shared[place] = first_course, second_course
+            first_course, second_course = ({step: course[location][step] for step in steps} for course in courses)
+            shared[location] = first_course, second_course
     if not shared:
         raise UserError(
             f"against: {str(second)!r} has no series at the steps of {str(first)!r} (allowed: two records of the same "
             "steps, each with a loss or gradient norms)"
         )
-    parted = [one for place, pair in shared.items() if (one := parting(place, *pair)) is not None]
-    whole = [one for one in parted if one.place[3] in (LOSS, NORM)]
-    layers = [one for one in parted if one.place[3] not in (LOSS, NORM, RATE)]
+    parted = [part for location, pair in shared.items() if (part := parting(location, *pair)) is not None]
+    whole = [part for part in parted if part.place[3] in (LOSS, NORM)]
+    layers = [part for part in parted if part.place[3] not in (LOSS, NORM, RATE)]
     return SideBySide(
         names=(str(first), str(second)),
         series=shared,
         same_until=_same_until(shared),
         whole=min(whole, key=lambda one: (one.step, one.place[3] == LOSS), default=None),
         layer=min(layers, key=_order, default=None),
-        rate=next((one for one in parted if one.place[3] == RATE), None),
+        rate=next((part for part in parted if part.place[3] == RATE), None),
     )
 
 
@@ -134,11 +136,11 @@ def _courses(path: Path) -> dict[Place, dict[int, float]]:
     rows: list[Row] = [*read_history(path).rows] if is_history(path) else read_rows(path, _METRICS)
     if not rows:
         raise UserError(f"run: {str(path)!r} holds no records . Give the folder of a run, or another tool's record.")
-    found: dict[Place, dict[int, float]] = {}
+    courses: dict[Place, dict[int, float]] = {}
     for step, layer, sublayer, role, index, metric, value in rows:
         if metric in _METRICS and not index:
-            found.setdefault((layer, sublayer, role, metric), {})[step] = value
-    return found
+            courses.setdefault((layer, sublayer, role, metric), {})[step] = value
+    return courses
 
 
 def parting(place: Place, first: Course, second: Course) -> Parting | None:
@@ -155,8 +157,8 @@ def parting(place: Place, first: Course, second: Course) -> Parting | None:
             return Parting(step=step, place=place, first=first[step], second=second[step])
         if len(after) < min(_STAY, len(steps)) or not all(map(math.isfinite, after)):
             continue
-        known = [each for each in distances[max(0, at - _PAST) : at + _STAY] if math.isfinite(each)]
-        limit = max(least, _NOISES * noise_of(known))
+        finite = [each for each in distances[max(0, at - _PAST) : at + _STAY] if math.isfinite(each)]
+        limit = max(least, _NOISES * noise_of(finite))
         if all(each > limit for each in after) or all(each < -limit for each in after):
             return Parting(step=step, place=place, first=first[step], second=second[step])
     return None

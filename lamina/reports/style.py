@@ -86,15 +86,15 @@ def looks(placements: Iterable[str]) -> dict[str, Look]:
     """Return a look for each placement of a page; unknown ones get looks that the page does not use."""
     names = list(dict.fromkeys(placements))
     needed = {name.partition("(")[0].strip() for name in names}
-    known = [*list(_LOOKS)[_PAPERS_OWN:], *list(_LOOKS)[:_PAPERS_OWN]]
-    free = [_LOOKS[name] for name in known if name not in needed] or list(_LOOKS.values())
+    styles = [*list(_LOOKS)[_PAPERS_OWN:], *list(_LOOKS)[:_PAPERS_OWN]]
+    free = [_LOOKS[name] for name in styles if name not in needed] or list(_LOOKS.values())
     assigned: dict[str, Look] = {}
-    others = 0
+    taken = 0
     for name in names:
-        own = look(name)
-        if own is None or own in assigned.values():
-            own, others = free[others % len(free)], others + 1
-        assigned[name] = own
+        chosen = look(name)
+        if chosen is None or chosen in assigned.values():
+            chosen, taken = free[taken % len(free)], taken + 1
+        assigned[name] = chosen
     return assigned
 
 
@@ -121,14 +121,14 @@ class Shown:
     @property
     def dash(self) -> str | None:
         """The pattern of its lines; None for a solid one."""
-        own = look(self.placement)
-        return None if own is None or own.dash == "solid" else own.dash
+        placement_look = look(self.placement)
+        return None if placement_look is None or placement_look.dash == "solid" else placement_look.dash
 
     @property
     def marker(self) -> str | None:
         """The form of its points; None for plotly's own."""
-        own = look(self.placement)
-        return own.marker if own else None
+        placement_look = look(self.placement)
+        return placement_look.marker if placement_look else None
 
 
 def rgba(color: str, alpha: float) -> str:
@@ -248,12 +248,12 @@ def _uncover(figure: go.Figure) -> bool:
         drawn = [_heights(line.y, log=axis.type == "log") for line in lines]
         finite = np.concatenate(drawn)[np.isfinite(np.concatenate(drawn))]
         near = 0.012 * float(np.ptp(axis.range or (finite if len(finite) else [0])))
-        for number, (line, own) in enumerate(zip(lines, drawn, strict=True)):
+        for number, (line, shown) in enumerate(zip(lines, drawn, strict=True)):
             hides = [
-                len(own) > 2
+                len(shown) > 2
                 and np.array_equal(line.x, other.x)
                 and line.line.color != other.line.color
-                and np.mean(np.abs(own - heights) <= near) >= 0.5
+                and np.mean(np.abs(shown - heights) <= near) >= 0.5
                 for other, heights in zip(lines, drawn, strict=True)
             ]
             if below := sum(hides[:number]):  # what they show stays free

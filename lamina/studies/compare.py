@@ -130,9 +130,9 @@ def run_missing(
     run = {"command": settings.command(), "version": environment(0)["versions"].get("lamina"), "created": created}
     write_study(folder, {**header, **run, "settings": complete.to_dict()})
     results: dict[str, Json] = {}
-    for trial, one in trials.items():
-        result = read_result(Path(one.output))
-        if result is not None and result["status"] in ENDED and not is_model_damaged(Path(one.output)):
+    for trial, settings_of_trial in trials.items():
+        result = read_result(Path(settings_of_trial.output))
+        if result is not None and result["status"] in ENDED and not is_model_damaged(Path(settings_of_trial.output)):
             results[trial] = result
     tasks = {trial: Task(settings=s, job=of_trial) for trial, s in trials.items() if trial not in results}
     names = list(dict.fromkeys([*columns.names(), *keys]))

@@ -146,10 +146,10 @@ def measure(
         for name, value in outputs.items():
             match = _LAYER.fullmatch(name)
             assert match is not None
-            place = step, -1 if match[1] is None else int(match[1]), match[2] or "block"
-            measurements.append((*place, "size", value.abs().mean().item()))
+            location = step, -1 if match[1] is None else int(match[1]), match[2] or "block"
+            measurements.append((*location, "size", value.abs().mean().item()))
             if step:
-                measurements.append((*place, "change", (value - first[name]).abs().mean().item()))
+                measurements.append((*location, "change", (value - first[name]).abs().mean().item()))
         tick()
 
     def after_step(done: int) -> bool:

@@ -51,12 +51,12 @@ def stored_study(folder: Path) -> Json:
 def refuse_another_trial(trial: PretrainSettings, plan: Plan) -> None:
     """Raise UserError if a trial's plan has changed, or if it ended with other settings than the study now has."""
     folder = Path(trial.output)
-    known = json.loads(json.dumps(plan.to_dict()))
+    recorded = json.loads(json.dumps(plan.to_dict()))
     try:
         stored = read_json(folder / PLAN)
     except (OSError, ValueError):
-        stored = known
-    if stored != known:
+        stored = recorded
+    if stored != recorded:
         raise UserError(
             f"placements: {trial.placement!r} has changed since its trial in {str(folder)!r} was trained (allowed with "
             "--resume: the same; else another --output, or --overwrite)"

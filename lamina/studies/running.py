@@ -105,7 +105,7 @@ def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: 
                     trial = waiting.pop(0)
                     seen = {}
                     if devices:
-                        uses[trial] = min(devices, key=Counter(uses[one] for one in running).__getitem__)
+                        uses[trial] = min(devices, key=Counter(uses[worker] for worker in running).__getitem__)
                         seen = {"CUDA_VISIBLE_DEVICES": uses[trial]}
                     running[trial] = processes.start(trials[trial], seen)
                 for trial in _reap(running, trials, ended):

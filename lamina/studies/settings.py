@@ -100,13 +100,17 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     def check(self) -> None:
         """Raise UserError for rates of a placement that is not compared; normalizes the text of the rates."""
         super().check()
-        own = self._own_rates()
-        object.__setattr__(self, "learning_rates_of", "; ".join(f"{spec}={rates}" for spec, rates in own.items()))
+        rates_by_placement = self._own_rates()
+        object.__setattr__(
+            self, "learning_rates_of", "; ".join(f"{spec}={rates}" for spec, rates in rates_by_placement.items())
+        )
 
     def rates(self, spec: str) -> list[float]:
         """Return a placement's learning rates: its own, or the common ones."""
-        own = self._own_rates().get(spec)
-        return numbers("learning_rates" if own is None else "learning_rates_of", own or self.learning_rates, float)
+        rates_text = self._own_rates().get(spec)
+        return numbers(
+            "learning_rates" if rates_text is None else "learning_rates_of", rates_text or self.learning_rates, float
+        )
 
     def _own_rates(self) -> dict[str, str]:
         """Read the rates by placement. Raises UserError for invalid ones, or a placement that is not compared."""
@@ -120,13 +124,13 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
                 raise UserError(f"learning_rates_of: {rates_of!r} names a placement twice")
         else:
             by_name = rates_of
-        own = {}
+        rates_by_placement = {}
         for name, rates in by_name.items():
             if name not in self.specs:
                 raise unknown("placement in learning_rates_of", name, self.specs)
-            own[name] = rates.strip()
-            rate_list("learning_rates_of", own[name])
-        return own
+            rates_by_placement[name] = rates.strip()
+            rate_list("learning_rates_of", rates_by_placement[name])
+        return rates_by_placement
 
     def trials(self) -> dict[str, PretrainSettings]:
         """Return the trials by id, which is also the folder's name. Raises UserError for an invalid value in one."""

@@ -88,7 +88,7 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
     """Return the content of transfer.json: rates by width, intervals, the target's rates by role, and the risk."""
     narrow = judged(results[results["hidden_size"] == settings.proxy_width], settings.best_margin)
     wide = sorted(set(results["hidden_size"]) - {settings.proxy_width})
-    others = {int(w): judged(results[results["hidden_size"] == w], settings.best_margin) for w in wide}
+    best_by_width = {int(w): judged(results[results["hidden_size"] == w], settings.best_margin) for w in wide}
     stable, best = _stable(narrow), [rate for rate in narrow if rate.best]
     proxy = min(best, key=lambda rate: rate.eval_loss, default=None)
     above = [r for r in narrow if stable and r.learning_rate > stable[-1].learning_rate]
@@ -118,7 +118,7 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
                 {**asdict(rate), "agrees": _agrees(narrow, rate), "proxy": _status(narrow, rate.learning_rate)}
                 for rate in rates
             ]
-            for width, rates in others.items()
+            for width, rates in best_by_width.items()
         },
     }
 

@@ -75,9 +75,9 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
         raise UserError(f"model: {type(old).__name__}. Choose a decoder.")
     before = Plan.from_dict(old.config.plan or {})
     plan = resolve(placement, before.num_layers)
-    for which, name, one in (("model", source, before), ("placement", placement, plan)):
-        if one.streams > 1 or one.has_memory:
-            more = "earlier states" if one.has_memory else "several streams"
+    for which, name, plan_of in (("model", source, before), ("placement", placement, plan)):
+        if plan_of.streams > 1 or plan_of.has_memory:
+            more = "earlier states" if plan_of.has_memory else "several streams"
             raise UserError(f"{which}: {name!r} passes on {more}. Choose a placement with one stream.")
     blocks = torch.cat([batch["input_ids"] for batch in context.batches])
     if len(blocks) < 2:
@@ -126,17 +126,19 @@ def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[Lami
     except ValueError as error:  # a norm on queries where the attention has one of its own
         raise UserError(f"placement: {error}") from error
     assert isinstance(new, LaminaForCausalLM)
-    tensors, own = old.state_dict(), new.state_dict()
+    tensors, new_tensors = old.state_dict(), new.state_dict()
     both = {
-        name: tensors[name] for name, tensor in own.items() if name in tensors and tensors[name].shape == tensor.shape
+        name: tensors[name]
+        for name, tensor in new_tensors.items()
+        if name in tensors and tensors[name].shape == tensor.shape
     }
-    new.load_state_dict({**own, **both})
+    new.load_state_dict({**new_tensors, **both})
     _keep_values(old, new)
     copy_buffers({name: name for name, _ in old.named_buffers()}, old, new)
     nn.Module.to(new, old.device)
     new.tie_weights()
     new.generation_config = copy.deepcopy(old.generation_config)
-    told: Told = {"fitted": [], "folded": [], "lost": sorted(tensors.keys() - own.keys())}
+    told: Told = {"fitted": [], "folded": [], "lost": sorted(tensors.keys() - new_tensors.keys())}
     _Matching(old, new.eval(), told).run(ids)
     for names in (told["fitted"], told["folded"]):  # a norm in a module that runs again is fitted again
         names[:] = dict.fromkeys(names)
@@ -145,9 +147,9 @@ def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[Lami
 
 def _keep_values(old: LaminaForCausalLM, new: LaminaForCausalLM) -> None:
     """Copy the old scales' values into learned scales, and convert gains to the form in which they are stored."""
-    known = dict(old.named_modules())
+    modules = dict(old.named_modules())
     for name, module in new.named_modules():
-        before = known.get(name)
+        before = modules.get(name)
         if isinstance(module, Residual) and isinstance(before, Residual) and module.coupling == "none":
             values = {
                 "skip_scale": before.skip_factor(),
@@ -232,14 +234,14 @@ class _Matching:
         old, new = body_of(self.old), body_of(self.new)
         seen = _Old()
         pairs = zip(seen.run(self.old, ids), sublayers(old), sublayers(new), strict=True)
-        steps = {b: _Step(self, a, b, one, seen.read[0]) for one, (_, _, a), (_, _, b) in pairs}
+        steps = {b: _Step(self, a, b, module_name, seen.read[0]) for module_name, (_, _, a), (_, _, b) in pairs}
         last = list(steps.values())[-1]
         last.is_last = True
-        known = dict(self.old.named_modules())
+        modules = dict(self.old.named_modules())
         placed = {norm for step in steps for norm in (step.pre_norm, step.out_norm, step.post_norm)}
         with temporary_hooks() as hooks, forwards({residual: step.forward for residual, step in steps.items()}):
             for name, norm in self.new.named_modules():
-                if not isinstance(norm, LaminaNorm) or norm in placed or not _is_new(norm, known.get(name)):
+                if not isinstance(norm, LaminaNorm) or norm in placed or not _is_new(norm, modules.get(name)):
                     continue
                 # inside a module it is to change as little as it can; at the ends it is to give what the old model has
                 wanted = {new.embedding_norm: seen.first[0], new.norm: seen.read[0]}.get(norm)
@@ -363,16 +365,16 @@ class _Step:
         self, hidden: torch.Tensor, kwargs: Kwargs, belongs: Callable[[torch.Tensor, torch.Tensor], bool]
     ) -> list[nn.Linear]:
         """Return the module's linear layers whose input and output satisfy ``belongs``."""
-        found: list[nn.Linear] = []
+        linears: list[nn.Linear] = []
 
         def see(linear: nn.Linear, args: Args, output: torch.Tensor) -> None:
-            if belongs(args[0], output) and linear not in found:
-                found.append(linear)
+            if belongs(args[0], output) and linear not in linears:
+                linears.append(linear)
 
         with temporary_hooks() as hooks:
             hooks += [m.register_forward_hook(see) for m in self.new.module.modules() if isinstance(m, nn.Linear)]
             self.new.module(hidden, **kwargs)
-        return found
+        return linears
 
     def _check(self, expected: torch.Tensor, actual: torch.Tensor) -> None:
         name = self.matching.names[self.new.module]

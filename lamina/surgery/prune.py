@@ -52,13 +52,13 @@ class Pruning(TypedDict):
 
 def layers_of(text: str) -> list[int]:
     """Parse "3,5-7" as layers counted from 0. Raises UserError for any other text."""
-    found: list[int] = []
+    layers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or not int(first) <= int(last or first) < _MOST:
             raise UserError(f"layers: {shortened(repr(text), 80)} (allowed: layers from 0, as in 3,5-7)")
-        found += range(int(first), int(last or first) + 1)
-    return refuse_twice(found)
+        layers += range(int(first), int(last or first) + 1)
+    return refuse_twice(layers)
 
 
 def refuse_twice(layers: Sequence[int]) -> list[int]:
@@ -148,14 +148,14 @@ def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict
         raise UserError(f"by: {by!r} is more than one probe (allowed: {ANGLE}, {HARM}, or PROBE.METRIC)")
     name = probes[0].name
     frame = run(context, probes)[name]
-    known = sorted(set(frame["metric"])) if "metric" in frame else []
-    rows = cast(pd.DataFrame, frame[frame["metric"] == metric] if metric in known else frame[:0])
+    metrics = sorted(set(frame["metric"])) if "metric" in frame else []
+    rows = cast(pd.DataFrame, frame[frame["metric"] == metric] if metric in metrics else frame[:0])
     if by == ANGLE:
         values = cast(pd.Series, rows.query("size == @drop").set_index("start")["value"])
         start = int(cast(int, values.idxmin()))
         return list(range(start, start + drop)), _by_layer(values)
     if not len(rows) or "layer" not in rows:
-        raise unknown("metric", f"{name}.{metric}", [f"{name}.{one}" for one in known])
+        raise unknown("metric", f"{name}.{metric}", [f"{name}.{measured}" for measured in metrics])
     values = cast(pd.Series, rows.query("0 <= layer < @count").set_index("layer")["value"])
     if values.index.has_duplicates or len(values) != count or values.isna().any():
         raise UserError(
@@ -204,7 +204,7 @@ def _by_index(cls: type[PreTrainedModel], config: PreTrainedConfig, holder: str,
             for layer in layers
         ]
 
-    text, found = backbone_of(config), list[str]()
+    text, fields = backbone_of(config), list[str]()
     usual = kinds(config)
     for name, value in list(vars(text).items()):
         index = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= count
@@ -217,8 +217,8 @@ def _by_index(cls: type[PreTrainedModel], config: PreTrainedConfig, holder: str,
         except Exception:  # a value that the model does not take says nothing
             continue
         if not all(same) and any(same):
-            found.append(f"{name}: {value}")
-    return f"config.json describes layers by their index ({', '.join(found)})" if found else ""
+            fields.append(f"{name}: {value}")
+    return f"config.json describes layers by their index ({', '.join(fields)})" if fields else ""
 
 
 def _difference(

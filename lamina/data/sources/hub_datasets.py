@@ -68,10 +68,10 @@ def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
     """
     loaded = _loaded(source)
     first = cast("Dataset", _one_split(source, loaded))
-    others = [name for name in held_out if isinstance(loaded, dict) and name in loaded]
-    if source.split or not others or str(first.split) in held_out:
+    splits = [name for name in held_out if isinstance(loaded, dict) and name in loaded]
+    if source.split or not splits or str(first.split) in held_out:
         return [first]
-    return [first, cast("Dataset", loaded[others[0]])]
+    return [first, cast("Dataset", loaded[splits[0]])]
 
 
 def stream(source: HubSource) -> tuple[IterableDataset, str]:

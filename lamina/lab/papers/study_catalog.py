@@ -88,8 +88,8 @@ def find(study: str) -> Path:
         if not path.is_file():
             raise UserError(f"study: {study!r} is not a file (allowed: a YAML file, or a name of `lamina study list`)")
         return path.resolve()
-    if study not in (known := names()):
-        raise unknown("study", study, known)
+    if study not in (studies := names()):
+        raise unknown("study", study, studies)
     return catalog_folder() / f"{study}.yaml"
 
 
@@ -300,9 +300,9 @@ class _Entries:
     def mappings(self, key: str) -> tuple[Json, ...]:
         """Return an entry that is a list of mappings; an empty one if it is missing."""
         value = self.data.get(key, ())
-        if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
+        if not isinstance(value, list | tuple) or not all(isinstance(entry, Mapping) for entry in value):
             raise self.refused(key, value, "a list of mappings")
-        return tuple(dict(one) for one in value)
+        return tuple(dict(entry) for entry in value)
 
     def whole(self, key: str, default: int, low: int) -> int:
         """Return an entry that is a whole number of at least ``low``; ``default`` if it is missing."""
@@ -374,7 +374,7 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     axes = dict(entries.mapping("axes"))
     rates, tuning = _read_rates(entries, axes.pop("learning_rate", None))
     seeds = entries.seeds("seed", axes.pop("seed", 1))
-    own, base = entries.mapping("settings"), _base(entries, entries.data.get("base"), folder)
+    scale_settings, base = entries.mapping("settings"), _base(entries, entries.data.get("base"), folder)
     points = {axis: _points(entries, axis, values, TRIAL_JOBS[job]) for axis, values in axes.items()}
     tuned_with: Json = {} if tuning is None else tuning.settings
     if tuning is not None:
@@ -383,16 +383,16 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     decided = {**ENGINE, "seed": "an axis 'seed'"}
     if rates or tuning:
         decided["learning_rate"] = "the axis 'learning_rate' alone"
-    given = [("settings", own), ("learning_rate: settings", tuned_with)]
-    for place, settings in [*given, *((f"{a}: {p}", points[a][p]) for a in points for p in points[a])]:
+    given = [("settings", scale_settings), ("learning_rate: settings", tuned_with)]
+    for where_in_file, settings in [*given, *((f"{a}: {p}", points[a][p]) for a in points for p in points[a])]:
         for setting in settings:
             if setting in decided:
-                place = f"{where}: {place}: {setting}"
-                raise UserError(f"{place}: the trials say it themselves (allowed: {decided[setting]})")
+                where_in_file = f"{where}: {where_in_file}: {setting}"
+                raise UserError(f"{where_in_file}: the trials say it themselves (allowed: {decided[setting]})")
     scale = Scale(
         name=name,
         job=job,
-        settings={**base, **own},
+        settings={**base, **scale_settings},
         axes=points,
         rates=rates,
         tuning=tuning,
@@ -415,8 +415,8 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
 def _base(entries: _Entries, name: object, folder: Path) -> Json:
     if name is None:
         return {}
-    own = folder / BASES
-    file = own if own.is_file() else catalog_folder() / BASES
+    bases_file = folder / BASES
+    file = bases_file if bases_file.is_file() else catalog_folder() / BASES
     bases = _bases(file, file.stat().st_mtime_ns if file.is_file() else 0)
     entries.among("base", [name], bases)
     settings = dict(bases[str(name)])
@@ -487,8 +487,8 @@ def _points(entries: _Entries, axis: str, values: object, job: TrialJob) -> dict
     """Read an axis's values by label: a list of a setting's values, or labels with settings."""
     names = job.settings_class().names()
     if axis in TAKEN and axis not in names:
-        place = f"{entries.where}: {axis}"
-        raise UserError(f"{place}: is a column of the study's tables already. Choose another name.")
+        where_in_file = f"{entries.where}: {axis}"
+        raise UserError(f"{where_in_file}: is a column of the study's tables already. Choose another name.")
     if isinstance(values, Mapping) and values:
         for label, settings in values.items():
             if not isinstance(settings, Mapping):
@@ -545,17 +545,17 @@ def _read_stage(entries: _Entries, name: str, earlier: Sequence[str], axes: Axes
     of = {str(axis): str(label) for axis, label in entries.mapping("of").items()}
     for axis, label in of.items():
         if axis not in axes or label not in axes[axis]:
-            place = f"{entries.where}: of: {axis}: {label!r}"
-            raise UserError(f"{place} is not in any arm (allowed: values of {', '.join(axes)})")
+            where_in_file = f"{entries.where}: of: {axis}: {label!r}"
+            raise UserError(f"{where_in_file} is not in any arm (allowed: values of {', '.join(axes)})")
     records = entries.data.get("records", ())
     records = records if isinstance(records, Sequence) else (records,)
     entries.among("record", records, RECORDS)
-    given, known = entries.data.get("from", earlier[0]), TRIAL_JOBS[job].inputs
-    inputs = dict(given) if isinstance(given, Mapping) else {known[0]: given}  # one name is of the main input
-    entries.among("setting", inputs, known, "from")
+    given, inputs_taken = entries.data.get("from", earlier[0]), TRIAL_JOBS[job].inputs
+    inputs = dict(given) if isinstance(given, Mapping) else {inputs_taken[0]: given}  # one name is of the main input
+    entries.among("setting", inputs, inputs_taken, "from")
     entries.among("stage", inputs.values(), earlier, "from")
-    if known[0] not in inputs:
-        raise UserError(f"{entries.where}: from: {given!r} (needed: {known[0]})")
+    if inputs_taken[0] not in inputs:
+        raise UserError(f"{entries.where}: from: {given!r} (needed: {inputs_taken[0]})")
     stage = Stage(
         name=name,
         job=job,

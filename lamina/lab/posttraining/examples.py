@@ -258,10 +258,10 @@ def prompts(rows: Dataset, *, turns: bool) -> Dataset:
     text = not turns and isinstance(rows.features.get("prompt"), datasets.Value)
 
     def prompted(row: Json) -> Json:
-        known = {name: value for name, value in row.items() if value is not None}
-        prompt = _prompt_of(known)
+        fields = {name: value for name, value in row.items() if value is not None}
+        prompt = _prompt_of(fields)
         prompt = [_turn("user", prompt)] if isinstance(prompt, str) and not text else prompt
-        return {"prompt": prompt, "row": json.dumps(known, default=str)}
+        return {"prompt": prompt, "row": json.dumps(fields, default=str)}
 
     kind = datasets.Value("string") if text else datasets.List(datasets.Json())
     types = datasets.Features({"prompt": kind, "row": datasets.Value("string")})
@@ -313,16 +313,16 @@ def prepare(
     Raises:
         UserError: for a row of no use, with its number, unless ``skip_bad``; and if no other is left.
     """
-    kept, found = list(range(len(rows))), dict[int, str]()
+    kept, reasons = list(range(len(rows))), dict[int, str]()
 
     def leave_out(more: Iterator[tuple[int, str]]) -> None:
-        for place, why in more:
+        for row, why in more:
             if not skip_bad:
-                raise UserError(f"{where}, row {place + 1}: {why} (--skip-bad leaves such rows out)")
-            found[place] = why
-        kept[:] = [place for place in kept if place not in found]
+                raise UserError(f"{where}, row {row + 1}: {why} (--skip-bad leaves such rows out)")
+            reasons[row] = why
+        kept[:] = [row for row in kept if row not in reasons]
         if not kept:
-            raise UserError(f"{where} has no usable row (row {min(found) + 1}: {found[min(found)]})")
+            raise UserError(f"{where} has no usable row (row {min(reasons) + 1}: {reasons[min(reasons)]})")
 
     leave_out((at, why) for at, row in enumerate(_each(rows)) if (why := unfit(row, form)))
     try:
@@ -334,9 +334,9 @@ def prepare(
         encoded = by_trl(rows.select(kept))
     places = list(kept)
     leave_out((places[at], why) for at, row in enumerate(_each(encoded)) if (why := wrong(row)))
-    if found:
-        logger.warning("%s: %d of %d rows left out", where, len(found), len(rows))
-    return encoded.select([at for at, place in enumerate(places) if place not in found]), len(found)
+    if reasons:
+        logger.warning("%s: %d of %d rows left out", where, len(reasons), len(rows))
+    return encoded.select([at for at, place in enumerate(places) if place not in reasons]), len(reasons)
 
 
 def _each(rows: Dataset) -> Iterator[Json]:
@@ -407,17 +407,17 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
     ``default`` names the template that ``auto`` stands for if the tokenizer has none. Raises UserError for an unknown
     name, a file that can't be read, and a tokenizer without a template.
     """
-    known: object = tokenizer.chat_template  # of several, one may be the default
-    found = known.get("default") if isinstance(known, dict) else known
-    own = found if isinstance(found, str) else None
+    templates: object = tokenizer.chat_template  # of several, one may be the default
+    template_text = templates.get("default") if isinstance(templates, dict) else templates
+    template = template_text if isinstance(template_text, str) else None
     if choice == "auto":
-        return own or TEMPLATES.get(str(default))
-    if choice == "tokenizer" and own is None:
+        return template or TEMPLATES.get(str(default))
+    if choice == "tokenizer" and template is None:
         raise UserError(
             f"template: 'tokenizer', but the model's tokenizer has no chat template (allowed: {', '.join(CHOICES)})"
         )
     if choice in CHOICES:
-        return {"none": None, "tokenizer": own, **TEMPLATES}[choice]
+        return {"none": None, "tokenizer": template, **TEMPLATES}[choice]
     path = Path(choice)
     if path.is_dir():  # as TRL's chat_template_path
         return read_template("tokenizer", load_tokenizer(choice), default=None)
@@ -440,11 +440,11 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a chat template that marks the answers: of Lamina's own, or TRL's of another; None if it marks them."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-    known = str(tokenizer.chat_template)
-    if known in TEMPLATES.values():
-        marked = known.replace("{%- else -%}", "{%- else -%}{% generation %}")
+    template = str(tokenizer.chat_template)
+    if template in TEMPLATES.values():
+        marked = template.replace("{%- else -%}", "{%- else -%}{% generation %}")
         return marked.replace("{%- endif -%}{%- endfor", "{% endgeneration %}{%- endif -%}{%- endfor")
-    return None if has_generation_markers(known) else get_training_chat_template(tokenizer)
+    return None if has_generation_markers(template) else get_training_chat_template(tokenizer)
 
 
 def template_end(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -85,14 +85,14 @@ def _write(kind: Kind, folder: Path) -> Path:
     status, reason = str(result.get("status") or "unfinished"), str(result.get("reason") or "")
     counts = [f"{result[name]:,} {noun}" for name, noun in _COUNTS.items() if isinstance(result.get(name), int)]
     origin = f"from {result['from']}" if result.get("from") else ""
-    found = chip(status) + (callouts([reason]) if reason else "") + _numbers(result)
+    body = chip(status) + (callouts([reason]) if reason else "") + _numbers(result)
     return write_page(
         folder,
         title=f"{_TITLES[kind]} with {study.results['placement'].iloc[0]}",
         facts=[f"status: {status}", origin, *counts, *sections.facts(study)],
         command=study.header.get("command"),
         sections=[
-            Section("Result", "Result", found),
+            Section("Result", "Result", body),
             Section("Curves", "Over the steps", "".join(_curve(*curve, records) for curve in CURVES)),
             Section("Kept", "What the model still knows", sections.forgetting(items)),
             Section("Frontier", "Reward against KL", figure(_frontier(records), _FRONTIER)),
@@ -114,8 +114,8 @@ def _numbers(result: Json) -> str:
         return table([text("name", "", "name"), text("value", "", "number")], rows, "trials") if rows else ""
 
     numbers = {name: v for name, v in result.items() if is_number(v) and not isinstance(v, bool)}
-    others = {name: value for name, value in numbers.items() if name not in _NAMES}
-    return shown({name: numbers[name] for name in numbers if name in _NAMES}) + details("All numbers", shown(others))
+    unnamed = {name: value for name, value in numbers.items() if name not in _NAMES}
+    return shown({name: numbers[name] for name in numbers if name in _NAMES}) + details("All numbers", shown(unnamed))
 
 
 def _curve(title: str, trained: str, held_out: str, quantity: str, caption: str, records: Sequence[Json]) -> str:

@@ -187,8 +187,8 @@ class DpoTrainer(PairTrainer, DPOTrainer):
         batches = self.held_out_batches(measure, len(dataset), options.precompute_ref_batch_size)
         everyones = self.processes.everyones([row for batch in batches for row in batch])
         rows = sorted(row for part in everyones for row in part)
-        for place, column in enumerate(("ref_chosen_logps", "ref_rejected_logps"), start=1):
-            dataset = dataset.add_column(column, [row[place] for row in rows])
+        for index, column in enumerate(("ref_chosen_logps", "ref_rejected_logps"), start=1):
+            dataset = dataset.add_column(column, [row[index] for row in rows])
         return dataset
 
     def _prepare_dataset(self, dataset: Passed, *args: object, **kwargs: object) -> Passed:

@@ -384,8 +384,10 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
             self.made_by = RlooTrainer
         elif job.settings.algorithm == "grpo":
             self.made_by, self.configured_by = GrpoTrainer, GRPOConfig
-        elif others := set(job.settings.trl) - SAMPLING:  # its loss is Lamina's, its greedy answers are transformers'
-            raise UserError(f"trl.{min(others)}: no effect on remax (allowed: {', '.join(sorted(SAMPLING))})")
+        elif (
+            unsupported := set(job.settings.trl) - SAMPLING
+        ):  # its loss is Lamina's, its greedy answers are transformers'
+            raise UserError(f"trl.{min(unsupported)}: no effect on remax (allowed: {', '.join(sorted(SAMPLING))})")
         mapping("trl.chat_template_kwargs", job.settings.trl.get("chat_template_kwargs") or {})
         for name in REUSE & job.settings.trl.keys():
             at_least(1)(f"trl.{name}", job.settings.trl[name])

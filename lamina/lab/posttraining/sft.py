@@ -65,8 +65,8 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
         answers = self.config.completion_only_loss
         template = training_template(self.start.tokenizer) if self.config.assistant_only_loss else None
-        own = {"completion_only_loss": len(form) == 2 if answers is None else answers, "chat_template": template}
-        return by_trl(SFTTrainer, rows, self.config, self.start.tokenizer, False, None, "data", **own)
+        options = {"completion_only_loss": len(form) == 2 if answers is None else answers, "chat_template": template}
+        return by_trl(SFTTrainer, rows, self.config, self.start.tokenizer, False, None, "data", **options)
 
     def wrong(self, row: Fields) -> str:
         labels, longest = row["labels"], self.start.longest

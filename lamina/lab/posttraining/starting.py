@@ -92,9 +92,9 @@ class Start:
         model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
         if generation.pad_token_id is None:
             generation.pad_token_id = self.tokenizer.pad_token_id
-        own = generation.eos_token_id
-        own = [] if own is None else own if isinstance(own, list) else [own]
-        every = list(dict.fromkeys([*own, self.tokenizer.eos_token_id, *ends]))
+        eos_ids = generation.eos_token_id
+        eos_ids = [] if eos_ids is None else eos_ids if isinstance(eos_ids, list) else [eos_ids]
+        every = list(dict.fromkeys([*eos_ids, self.tokenizer.eos_token_id, *ends]))
         generation.eos_token_id = every if len(every) > 1 else every[0]
         return self._attending(model)
 
@@ -132,9 +132,9 @@ class Start:
     def _attending(self, model: PreTrainedModel) -> PreTrainedModel:
         """Set the attention kernel. Raises UserError for one that transformers or this machine lacks."""
         if self.attention != "auto":
-            known = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
-            if self.attention not in known and "/" not in self.attention:  # a kernel of the hub
-                raise unknown("attn_implementation", self.attention, known)
+            kernels = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
+            if self.attention not in kernels and "/" not in self.attention:  # a kernel of the hub
+                raise unknown("attn_implementation", self.attention, kernels)
             try:
                 with quiet():
                     model.set_attn_implementation(self.attention)
@@ -148,10 +148,10 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
     path = str(settings.from_model)
     refuse_as_output(str(settings.output), path)
     folder = model_folder(path)
-    place = folder if folder.is_dir() else path
+    checkpoint = folder if folder.is_dir() else path
     try:
         with local_when_unreachable():
-            outer = read_config(place, "from")
+            outer = read_config(checkpoint, "from")
         refuse_scores(outer, f"from: {path!r}")
         plan, config = None, outer
         if outer.model_type in _PLACED:
@@ -159,7 +159,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
         _check_writes(config, plan, path, head)
         if plan is None and folder.is_dir():
             stored_tensors(folder, "from")
-        tokenizer = load_tokenizer(str(place))
+        tokenizer = load_tokenizer(str(checkpoint))
         if (end := settings.trl.get("eos_token")) is not None:
             if not isinstance(end, str) or end not in tokenizer.get_vocab():
                 raise UserError(f"trl.eos_token: {end!r} is no token of the tokenizer (allowed: one that is)")
@@ -194,8 +194,8 @@ def _check_liger(start: Start, settings: TuningSettings) -> None:
         raise UserError(f"{name}: liger-kernel is not installed. Run: pip install liger-kernel")
     if device_of(settings.device) != "cuda":
         raise UserError(f"{name}: its kernels need a GPU (allowed here: leave it out)")
-    known = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
-    if start.config.model_type not in known:
+    patches = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    if start.config.model_type not in patches:
         raise UserError(f"{name}: Liger has no layers for {start.config.model_type} models. Leave it out.")
 
 
@@ -280,8 +280,8 @@ def lora_of(settings: TuningSettings) -> LoraConfig:
     from peft import LoraConfig
 
     named, given = settings.lora_targets, {name: value for name, value in settings.lora.items() if name in LORA}
-    if others := settings.lora.keys() - {*LORA, "use_peft", "task_type"}:
-        raise unknown("lora argument", min(others), LORA)
+    if unsupported := settings.lora.keys() - {*LORA, "use_peft", "task_type"}:
+        raise unknown("lora argument", min(unsupported), LORA)
     names = {name: given[name] for name in ("modules_to_save", "target_parameters") if name in given}
     given |= {name: entries(value) if isinstance(value, str) else value for name, value in names.items()}
     try:
@@ -362,6 +362,6 @@ def _save_adapter(tuner: PeftModel, folder: Path) -> None:
         tuner.peft_config["default"].save_pretrained(apart)
         fields = json.loads(Path(apart, "adapter_config.json").read_text(encoding="utf-8"))
         for name, value in fields.items():  # peft keeps names in sets, whose order changes by the process
-            if isinstance(value, list) and all(isinstance(one, str) for one in value):
+            if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
                 fields[name] = sorted(value)
         temporary.write_text(json.dumps(fields, indent=2, sort_keys=True), encoding="utf-8")

@@ -48,20 +48,22 @@ def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
         UserError: for an option that it lacks, or that Lamina decides.
     """
     offered = set(offered)
-    own = {entry.name for entry in fields(TrainingArguments)}
+    trainer_fields = {entry.name for entry in fields(TrainingArguments)}
     names = {entry.name for entry in fields(kind)}
     refused = {name: why for pattern, why in _REFUSED.items() for name in names if re.fullmatch(pattern, name)}
     for name in options:
         flag = name if name in offered - {"epsilon"} else meaning(name, offered, near=True)  # TRL's epsilon is a clip
-        if name in own or (name in names and flag is not None):
+        if name in trainer_fields or (name in names and flag is not None):
             flag = f"trainer.{name}" if flag in (None, "trainer") else flag.replace("_", "-")
             raise UserError(f"trl.{name}: set by --{flag}. Use that flag.")
         if name in refused:
             raise UserError(f"trl.{name}: {refused[name]}. Leave it out.")
         if name not in names:
-            raise unknown("trl argument", name, names - own - refused.keys())
+            raise unknown("trl argument", name, names - trainer_fields - refused.keys())
     try:
-        checkpointing = "activation" if "activation_checkpointing" in own else "gradient"  # before transformers 5.23
+        checkpointing = (
+            "activation" if "activation_checkpointing" in trainer_fields else "gradient"
+        )  # before transformers 5.23
         fixed = {"output_dir": "none", "use_cpu": True, "bf16": False, "report_to": "none"}
         fixed |= {"max_length": None} if "max_length" in names else {}
         return kind(**fixed, **{f"{checkpointing}_checkpointing": False}, **options)

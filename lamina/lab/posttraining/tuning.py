@@ -243,8 +243,8 @@ class Watched:
     def _find_tasks(self, best_by: str) -> None:
         self.tasks = task_measure(self.run)
         scored = () if self.tasks is None else dict.fromkeys(column.unit for column in self.tasks.columns)
-        if best_by not in (known := ("last", "loss", *scored)):
-            raise unknown("best_by", best_by, known)
+        if best_by not in (measures := ("last", "loss", *scored)):
+            raise unknown("best_by", best_by, measures)
 
     def measure(self, trainer: TunedTrainer) -> LastEvaluation:
         """Return the loss on the text, in nats per token, and the tasks' scores; all processes call it."""
@@ -253,7 +253,7 @@ class Watched:
             chosen, blocks = spread(len(self.blocks), self.run.eval_blocks), self.blocks
 
             def loss(places: list[int]) -> float:
-                ids = torch.stack([blocks[chosen[place]]["input_ids"] for place in places]).to(trainer.args.device)
+                ids = torch.stack([blocks[chosen[index]]["input_ids"] for index in places]).to(trainer.args.device)
                 return float(trainer.in_precision(input_ids=ids, labels=ids).loss) * len(places)
 
             second = trainer.processes.mean(sum(trainer.held_out_batches(loss, len(chosen))))

@@ -207,7 +207,7 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
         raise UserError(f"corpus: {str(splits[0])!r} has no subfolders, so no classes (allowed: {ALLOWED})")
     paths: list[Path] = []
     labels: list[int] = []
-    others: list[Path] = []
+    strays: list[Path] = []
     for part in splits:
         if (differing := set(_subfolders(part)) ^ set(classes)) and part != splits[0]:
             named = sorted(differing)[0]
@@ -215,16 +215,16 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
         for label, name in enumerate(classes):
             files = walk(part / name)
             pictures = [path for path in files if path.suffix.lower() in _SUFFIXES]
-            others += [path for path in files if path.suffix.lower() not in _SUFFIXES]
+            strays += [path for path in files if path.suffix.lower() not in _SUFFIXES]
             if not pictures:
                 raise UserError(f"corpus: the class folder {str(part / name)!r} has no images; fill or remove it")
             paths += pictures
             labels += [label] * len(pictures)
-    if others:
-        names = ", ".join(path.relative_to(root).as_posix() for path in others[:3])
+    if strays:
+        names = ", ".join(path.relative_to(root).as_posix() for path in strays[:3])
         logger.warning(
             "%s: %d files skipped that are not images (%s%s; read are %s)",
-            *(root, len(others), names, ", ..." * (len(others) > 3), ", ".join(sorted(_SUFFIXES))),
+            *(root, len(strays), names, ", ..." * (len(strays) > 3), ", ".join(sorted(_SUFFIXES))),
         )
     first = len(paths) if len(splits) == 1 else sum(splits[0] in path.parents for path in paths)
     return ImageFiles(

@@ -199,7 +199,7 @@ def from_transformers(
     outer._attn_implementation = config._attn_implementation  # the outer one decides for both
     with init.no_init_weights():
         converted = LaminaForCausalLM._from_config(outer, dtype=dtype)
-    gains = {f"{name}.weight" for name, one in converted.named_modules() if isinstance(one, LaminaNorm)}
+    gains = {f"{name}.weight" for name, module in converted.named_modules() if isinstance(module, LaminaNorm)}
     tensors = {}
     for key, value in model.state_dict().items():  # norms inside an attention belong to it, and stay as they are
         name = lamina_name(key, model, conversion.norms)
@@ -263,9 +263,13 @@ def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> N
     W (g n + b) + c is (W g) n + (W b + c): a norm's gain g [width] scales columns, its bias b [width] moves the bias c.
     """
     for index, block in enumerate(model.model.layers):
-        place = f"model.backbone.{adapter_of(backbone_of(model.config)).layers}.{index}"
+        layer_path = f"model.backbone.{adapter_of(backbone_of(model.config)).layers}.{index}"
         first, second = (
-            {name: ours[f"{place}{half}{name}"] for name in ("weight", "bias") if f"{place}{half}{name}" in ours}
+            {
+                name: ours[f"{layer_path}{half}{name}"]
+                for name in ("weight", "bias")
+                if f"{layer_path}{half}{name}" in ours
+            }
             for half in (_FIRST, _SECOND)
         )
         if all(torch.equal(first[name], second[name]) for name in first):
@@ -274,7 +278,7 @@ def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> N
             for name, module in getattr(block, half).module.named_modules():
                 role = ROLES.get(f"{half}.{name}") or ROLES.get(name)
                 if role in _READING and isinstance(module, nn.Linear):
-                    weight, bias = (f"{place}.{half}.module.{name}.{kind}" for kind in ("weight", "bias"))
+                    weight, bias = (f"{layer_path}.{half}.module.{name}.{kind}" for kind in ("weight", "bias"))
                     if "bias" in norm and bias not in ours:
                         raise UserError(
                             f"plan: the norms of layer {index}'s branches have biases of their own, and {name!r} none "
@@ -284,24 +288,29 @@ def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> N
                         ours[bias] = ours[bias] + ours[weight] @ norm["bias"]
                     ours[weight] = ours[weight] * norm["weight"]
         for half in (_FIRST, _SECOND):
-            ours[f"{place}{half}weight"] = torch.ones_like(first["weight"])
+            ours[f"{layer_path}{half}weight"] = torch.ones_like(first["weight"])
             if "bias" in first:
-                ours[f"{place}{half}bias"] = torch.zeros_like(first["bias"])
+                ours[f"{layer_path}{half}bias"] = torch.zeros_like(first["bias"])
 
 
 def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
     """Return the configuration of the equivalent transformers model, and how that model stores its tensors."""
     backbone, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
-    own = conversions().get(backbone.model_type)
-    if own is not None and computed(plan) == computed(own_plan(backbone)):
+    conversion = conversions().get(backbone.model_type)
+    if conversion is not None and computed(plan) == computed(own_plan(backbone)):
         fields = backbone.to_dict()
         for name in ("transformers_version", "tie_last_hidden_states"):  # the second is Lamina's own switch
             fields.pop(name, None)
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         # The backbone's own: Gemma 2 runs on the eager kernel only, whatever the outer model was asked for.
         config._attn_implementation = model.model.backbone.config._attn_implementation
-        row = Equivalent(placement=own.placement, norms=own.norms, gain_offset=own.gain_offset, scales_branches=True)
-        return config, replace(row, one_norm=_has_one_norm(own, plan))
+        row = Equivalent(
+            placement=conversion.placement,
+            norms=conversion.norms,
+            gain_offset=conversion.gain_offset,
+            scales_branches=True,
+        )
+        return config, replace(row, one_norm=_has_one_norm(conversion, plan))
     model_type = _find(model, plan, backbone)
     row = EQUIVALENTS[model_type]
     changed = plan.embedding_norm is not None or plan.embedding_scale != 1.0  # the table's rows, not the readout's

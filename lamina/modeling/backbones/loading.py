@@ -98,20 +98,20 @@ def read_config(
         UserError: if the folder is damaged, there is no configuration, its model type is unknown, a field is invalid,
             or a field or a tensor asks for what is never done unasked.
     """
-    name, place = str(path), Path(path)
+    name, folder = str(path), Path(path)
     source = f"{field} {name!r}: config.json"
     refuse_special(field, name)
     if not name.strip():
         raise UserError(f"{field}: '' is not a path (allowed: a folder with config.json)")
-    if place.is_file():
+    if folder.is_file():
         raise UserError(f"{field}: {name!r} is a file (allowed: a folder with config.json and model.safetensors)")
-    if weights and place.is_dir():
-        refuse_damaged(place)
+    if weights and folder.is_dir():
+        refuse_damaged(folder)
     if not more:
         data = _read_fields(path, field, source)
         if not trust_remote_code:
             refuse_fetched(data, source)
-            if (adapter := place / ADAPTER_CONFIG_NAME).is_file():  # transformers loads it with the model
+            if (adapter := folder / ADAPTER_CONFIG_NAME).is_file():  # transformers loads it with the model
                 beside = f"{field} {name!r}: {adapter.name}"
                 refuse_fetched(read_json(adapter, beside), beside)
         _check_type(data, source, trust_remote_code)
@@ -129,8 +129,8 @@ def read_config(
         raise UserError(f"{source}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}")
     check_adapter(backbone_of(config), f"{source}: ")
     _check_quantization(getattr(config, "quantization_config", None), source)
-    if weights and any((place / file).is_file() for file in (WEIGHTS, INDEX)):
-        refuse_foreign_dtypes(stored_tensors(place, field) or {}, config, f"{field} {name!r}:")
+    if weights and any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
+        refuse_foreign_dtypes(stored_tensors(folder, field) or {}, config, f"{field} {name!r}:")
     if isinstance(config, LaminaConfig) and weights:
         if config.plan is None:
             raise UserError(f"{source} has no plan. Choose a whole Lamina checkpoint.")
@@ -159,11 +159,11 @@ def refuse_scores(config: PreTrainedConfig, source: str) -> None:
 
 
 def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]:
-    name, place = str(path), Path(path)
-    if place.is_dir():
-        if not (place / "config.json").is_file():
+    name, folder = str(path), Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
             raise UserError(f"{field}: {name!r} holds no saved model (config.json is missing)")
-        return read_json(place / "config.json", source)
+        return read_json(folder / "config.json", source)
     try:
         return PreTrainedConfig.get_config_dict(name)[0]
     except Exception as error:
@@ -200,8 +200,8 @@ def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool
     model_type, code = data.get("model_type"), data.get("auto_map")
     if isinstance(model_type, str) and model_type not in transformers.CONFIG_MAPPING:
         _PACKAGES.names()
-    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
-    if not known and code:
+    registered = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
+    if not registered and code:
         if trust_remote_code:
             return
         requested = code.get("AutoConfig") if isinstance(code, Mapping) else code
@@ -211,7 +211,7 @@ def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool
         )
     if not isinstance(model_type, str):
         raise UserError(f"{source}: model_type is {model_type!r} (allowed: the name of a model of transformers)")
-    if not known:
+    if not registered:
         raise UserError(f"{source}: {unknown('model_type', model_type, transformers.CONFIG_MAPPING)}")
     if model_type == LaminaConfig.model_type:
         inner = data.get("backbone_config")
@@ -295,9 +295,9 @@ def load_weights(
         UserError: naming the first tensor that is missing, extra, of another shape or kind of number, of a layer that
             the configuration does not have or not finite; the file that cannot be read; or the error of transformers.
     """
-    name, place = str(path), Path(path)
+    name, folder = str(path), Path(path)
     source = f"{field} {name!r}"
-    stored = stored_tensors(place, field, pickles=pickles) if place.is_dir() and not more else None
+    stored = stored_tensors(folder, field, pickles=pickles) if folder.is_dir() and not more else None
     if stored is not None:
         _check_room(config, cls, stored, f"{source}: config.json")
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True, **more}
@@ -317,7 +317,7 @@ def load_weights(
     missing = sorted(info["missing_keys"])
     refuse_tensors(f"{source}: missing", [k for k in missing if not (optional and optional(model, k))], NOT_STORED)
     if stored is None:  # of a name on the hub, the files are in its cache by now
-        stored = {} if more else pickled_tensors(place) if place.is_dir() else _cached_tensors(name, field)
+        stored = {} if more else pickled_tensors(folder) if folder.is_dir() else _cached_tensors(name, field)
     refuse_foreign(model, stored, info["unexpected_keys"], source)
     if not extra:
         refuse_tensors(
@@ -387,9 +387,9 @@ def load_tokenizer(
     path: str | Path, config: PreTrainedConfig, field: str, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer beside a model. Raises UserError if there is none or it has more tokens than the model."""
-    name, place = str(path), Path(path)
-    if place.is_dir():
-        present = [file for file in TOKENIZER_FILES if (place / file).is_file()]
+    name, folder = str(path), Path(path)
+    if folder.is_dir():
+        present = [file for file in TOKENIZER_FILES if (folder / file).is_file()]
         if not present or present == ["tokenizer_config.json"]:
             raise UserError(f"{field}: {name!r} holds no tokenizer (allowed: a folder with tokenizer.json)")
     with quiet():

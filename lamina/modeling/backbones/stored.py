@@ -100,7 +100,7 @@ def _header(file: Path, source: str) -> Tensors:
         file.open("rb").close()  # safetensors gives a file that may not be read no error of its own
         with safe_open(file, framework="pt") as opened:
             slices = {key: opened.get_slice(key) for key in list(opened.keys())}
-            return {key: Stored(tuple(one.get_shape()), str(one.get_dtype())) for key, one in slices.items()}
+            return {key: Stored(tuple(part.get_shape()), str(part.get_dtype())) for key, part in slices.items()}
     except OSError as error:
         raise UserError(f"{source} {file.name}: {error.strerror or one_line(error)}") from None
     except (SafetensorError, ValueError) as error:
@@ -153,9 +153,9 @@ def refuse_foreign(
     if left:
         others = _tensors_of_heads(model)
         refuse_tensors(f"{source}: extra", [key for key in left if key not in others], _why(model))
-    own: Mapping[str, torch.Tensor] = model.state_dict()
+    tensors: Mapping[str, torch.Tensor] = model.state_dict()
     for key, tensor in stored.items():
-        expected = own.get(key, own.get(f"{model.base_model_prefix}.{key}"))
+        expected = tensors.get(key, tensors.get(f"{model.base_model_prefix}.{key}"))
         # transformers may have renamed it
         is_float = key.endswith(_VALUES) if expected is None else expected.is_floating_point()
         if tensor.dtype in _WHOLE and is_float and not _is_mask(key, tensor):
@@ -200,7 +200,7 @@ def _tensors_of_heads(model: PreTrainedModel) -> set[str]:
 
 def pickled_tensors(path: Path) -> Tensors:
     """Return what the .bin files of a folder hold, as far as it can be seen without reading the values."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     names = {dtype: name for name, dtype in _TORCH.items()}
     for file in sorted(path.glob("pytorch_model*.bin")):
         try:
@@ -209,8 +209,8 @@ def pickled_tensors(path: Path) -> Tensors:
             continue
         for key, value in loaded.items() if isinstance(loaded, Mapping) else ():
             if isinstance(value, torch.Tensor):
-                found[str(key)] = Stored(tuple(value.shape), names.get(value.dtype, str(value.dtype)))
-    return found
+                tensors[str(key)] = Stored(tuple(value.shape), names.get(value.dtype, str(value.dtype)))
+    return tensors
 
 
 _TORCH = {
@@ -233,7 +233,7 @@ def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], source: str
     def kind(key: str) -> str:
         return ".".join("#" if part.isdigit() else part for part in key.split("."))
 
-    known = {kind(key) for key, _ in model.named_parameters()}
-    more = sorted(key for key in unexpected if any(p.isdigit() for p in key.split(".")) and kind(key) in known)
+    kinds = {kind(key) for key, _ in model.named_parameters()}
+    more = sorted(key for key in unexpected if any(p.isdigit() for p in key.split(".")) and kind(key) in kinds)
     if more:
         raise UserError(f"{source}: the weights have {one_line(repr(more[0]))}, a layer that config.json does not have")

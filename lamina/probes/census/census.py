@@ -104,8 +104,8 @@ class Census:
         if self.match is None:
             return f"not known: {self.unknown}"
         if not self.match.differences:
-            others = f" (the same as {', '.join(self.match.others)})" if self.match.others else ""
-            return f"{self.match.placement}{others}"
+            synonyms = f" (the same as {', '.join(self.match.others)})" if self.match.others else ""
+            return f"{self.match.placement}{synonyms}"
         return f"none of Lamina's; nearest is {self.match.placement}, differs: {'; '.join(self.match.differences)}"
 
     def __str__(self) -> str:
@@ -122,8 +122,8 @@ class Census:
             lines += [f"  {total.text()}    (to {total.error:.1g} of the largest value)" for total in sums]
             lines += [f"  {n.path}: {n.kind} on {n.on or 'something inside'}, {n.scope}" for n in group.inner]
         if self.groups:
-            known = {name: value for name, value in self.ends.items() if value is not None}
-            lines += ["", *(f"{name.replace('_', ' ')}: {value}" for name, value in known.items())]
+            facts = {name: value for name, value in self.ends.items() if value is not None}
+            lines += ["", *(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items())]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self) -> Json:
@@ -167,8 +167,8 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     notes += structure.notes
     bare = [
         site.index
-        for site, found in zip(structure.layers, sums, strict=True)
-        if not all(s.skip for s in found) or not found
+        for site, layer_sums in zip(structure.layers, sums, strict=True)
+        if not all(s.skip for s in layer_sums) or not layer_sums
     ]
     if bare:
         raise UserError(
@@ -192,7 +192,7 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
         match=best,
         groups=tuple(groups),
         ends=ends,
-        error=max(total.error for found in sums for total in found),
+        error=max(total.error for layer_sums in sums for total in layer_sums),
         notes=tuple(dict.fromkeys([*notes, *best.notes])),
     )
 
@@ -200,7 +200,7 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
 def _with_kinds(site: LayerSite, proved: LayerSite) -> LayerSite:
     """Return the layer with the kinds of the proved sub-layers, if these were found."""
     pairs = zip(site.sublayers, proved.sublayers or site.sublayers, strict=True)
-    return replace(site, sublayers=tuple(replace(sublayer, kind=one.kind) for sublayer, one in pairs))
+    return replace(site, sublayers=tuple(replace(sublayer, kind=part.kind) for sublayer, part in pairs))
 
 
 def _several_streams(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> StreamLayers | None:
@@ -219,26 +219,31 @@ def _of_streams(
     streams: StreamLayers, model: nn.Module, inputs: Mapping[str, torch.Tensor], kind: str, notes: list[str]
 ) -> Census:
     sums, structure = streams.sums(), streams.structure()
-    if bare := [index for index, found in enumerate(sums) if not found]:
+    if bare := [index for index, layer_sums in enumerate(sums) if not layer_sums]:
         raise UserError(
             f"{type(streams.layers[0]).__name__} hands on {streams.n} streams, and those of layer {ranges(bare)} are "
             "no sum of streams and a branch, each times a number of the token's"
         )
     groups: dict[object, LayerGroup] = {}
-    for index, found in enumerate(sums):
-        sites = [_site(streams, streams.entries[one.path], model, inputs) for one in found]
-        found[:] = [replace(one, kind=site.kind) for one, site in zip(found, sites, strict=True)]
-        key = str([(one.kind, one.form(), one.norms, one.skip, one.skip_scale, one.pre_scale) for one in found])
+    for index, layer_sums in enumerate(sums):
+        sites = [_site(streams, streams.entries[total.path], model, inputs) for total in layer_sums]
+        layer_sums[:] = [replace(total, kind=site.kind) for total, site in zip(layer_sums, sites, strict=True)]
+        key = str(
+            [
+                (total.kind, total.form(), total.norms, total.skip, total.skip_scale, total.pre_scale)
+                for total in layer_sums
+            ]
+        )
         if key in groups:
             groups[key] = replace(groups[key], layers=(*groups[key].layers, index))
         else:
             inner = tuple(norm for site in sites for norm in inner_norms(site, model, inputs))
-            groups[key] = LayerGroup(layers=(index,), sums=(), inner=inner, streams=tuple(found))
-    kinds = [norm for found in sums for one in found for norm in one.norms.values()]
+            groups[key] = LayerGroup(layers=(index,), sums=(), inner=inner, streams=tuple(layer_sums))
+    kinds = [norm for layer_sums in sums for total in layer_sums for norm in total.norms.values()]
     norm = max(("rms", "layer"), key=kinds.count)
     ends = _ends(structure, [*groups.values()], model, inputs, notes)
     around = {name: _as_fact(value, norm) for name, value in ends.items() if value is not None}
-    facts = [_stream_facts(found, norm, scalar) for found, scalar in zip(sums, streams.scalars, strict=True)]
+    facts = [_stream_facts(layer_sums, norm, scalar) for layer_sums, scalar in zip(sums, streams.scalars, strict=True)]
     for group in groups.values():
         for index in group.layers:
             facts[index] |= _inner_facts(group, norm)
@@ -250,7 +255,7 @@ def _of_streams(
         match=best,
         groups=tuple(groups.values()),
         ends=ends,
-        error=max(one.error for found in sums for one in found),
+        error=max(total.error for layer_sums in sums for total in layer_sums),
         notes=tuple(dict.fromkeys([*notes, *best.notes])),
     )
 
@@ -258,12 +263,12 @@ def _of_streams(
 def _wired(best: Match, wirings: Callable[[str], list[str]], otherwise: str) -> Match:
     """Return the match with a wiring added to each placement that has one, or with the difference that none has."""
     exact = [] if best.differences else [best.placement, *best.others, *best.here]
-    found = {spec: wired for spec in exact or [best.placement] if (wired := wirings(spec))}
-    if not found:
+    wired_as = {spec: wired for spec in exact or [best.placement] if (wired := wirings(spec))}
+    if not wired_as:
         return replace(best, differences=(*best.differences, otherwise), others=(), here=())
-    (spec, *same), *_ = found.values()
+    (spec, *same), *_ = wired_as.values()
     alike = {
-        name: [spec for one in group for spec in found.get(one, ())]
+        name: [spec for one in group for spec in wired_as.get(one, ())]
         for name, group in {"others": best.others, "here": best.here}.items()
     }
     return replace(best, placement=spec, others=(*same, *alike["others"]), here=tuple(alike["here"]))
@@ -278,17 +283,17 @@ def _site(streams: StreamLayers, entry: Point, model: nn.Module, inputs: Mapping
 
 
 def _stream_facts(sums: Sequence[StreamSum], usual: str, scalar: bool) -> dict[str, object]:
-    kinds = tuple(one.kind for one in sums)
-    found: dict[str, object] = {"order": SEQUENTIAL if kinds == SUBLAYERS else ", then ".join(kinds)}
-    for part, one in zip(SUBLAYERS, (sums[0], sums[-1]), strict=True):
-        scales = {"skip_scale": one.skip_scale, "pre_scale": one.pre_scale}
-        found |= {f"{part}.{name}": scale.value for name, scale in scales.items() if abs(scale.value - 1) > _SINKHORN}
-        if one.mix in ("", "free"):  # a factor of all streams is a part of M
-            found[f"{part}.skip_scale"] = UNSEEN_NUMBER
-        found[f"{part}.out_scale"] = learned_fact("scalar") if scalar else UNSEEN_NUMBER  # a part of w
-        found |= {f"{part}.{name}": _as_fact(kind, usual) for name, kind in one.norms.items()}
-        found[f"{part}.skip"] = one.skip
-    return found
+    kinds = tuple(total.kind for total in sums)
+    facts: dict[str, object] = {"order": SEQUENTIAL if kinds == SUBLAYERS else ", then ".join(kinds)}
+    for part, total in zip(SUBLAYERS, (sums[0], sums[-1]), strict=True):
+        scales = {"skip_scale": total.skip_scale, "pre_scale": total.pre_scale}
+        facts |= {f"{part}.{name}": scale.value for name, scale in scales.items() if abs(scale.value - 1) > _SINKHORN}
+        if total.mix in ("", "free"):  # a factor of all streams is a part of M
+            facts[f"{part}.skip_scale"] = UNSEEN_NUMBER
+        facts[f"{part}.out_scale"] = learned_fact("scalar") if scalar else UNSEEN_NUMBER  # a part of w
+        facts |= {f"{part}.{name}": _as_fact(kind, usual) for name, kind in total.norms.items()}
+        facts[f"{part}.skip"] = total.skip
+    return facts
 
 
 def _with_norms_before(layers: list[dict[str, object]], ends: dict[str, object]) -> tuple[list[Facts], Facts]:
@@ -319,7 +324,7 @@ def _grouped(
 ) -> list[LayerGroup]:
     """Group the layers that compute the same; the norms inside are measured in the first layer of each group."""
     indices: dict[object, list[int]] = {}
-    for site, found in zip(structure.layers, sums, strict=True):
+    for site, layer_sums in zip(structure.layers, sums, strict=True):
         inner = tuple(norm.role for sub in site.sublayers for norm in sub.norms if norm.role == "inner_norm")
         same = tuple(
             (
@@ -331,9 +336,9 @@ def _grouped(
                 total.post_norm,
                 total.coupling,
             )
-            for total in found
+            for total in layer_sums
         )
-        read = tuple(replace(one, error=0.0) for one in reads[site.index]) if reads else ()
+        read = tuple(replace(reading, error=0.0) for reading in reads[site.index]) if reads else ()
         indices.setdefault((same, inner, read), []).append(site.index)
     groups = []
     for members in indices.values():
@@ -370,9 +375,11 @@ def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
         middle = [_sublayer_facts(total, branch, usual) for total, branch in terms[1:-1]]
         if any(facts != _sublayer_facts(*terms[0], usual) for facts in middle):
             found["order"] = f"{len(terms)} sub-layers, which differ"
-    others = [found.pop(f"attention.{name}", "none") for name in NORMS_OF_WAYS[1:]]
-    if any(norm != found.get("attention.pre_norm", "none") for norm in others) and any(map("none".__ne__, others)):
-        found["attention.pre_norm"] = " and ".join(map(str, others))
+    way_norms = [found.pop(f"attention.{name}", "none") for name in NORMS_OF_WAYS[1:]]
+    if any(norm != found.get("attention.pre_norm", "none") for norm in way_norms) and any(
+        map("none".__ne__, way_norms)
+    ):
+        found["attention.pre_norm"] = " and ".join(map(str, way_norms))
     if (
         any(read.into == "attention" for read in group.reads)
         and abs(places["attention"][0].skip[STREAM].value) < _CLOSE
@@ -391,25 +398,25 @@ def _sublayer_facts(total: Sum, branch: BranchTerm, usual: str) -> dict[str, obj
     names = tuple(total.skip)
     carries = {(STREAM,): STREAM, (BLOCK_INPUT,): BLOCK_INPUT, (STREAM, BLOCK_INPUT): "both"}
     factors = list(total.skip.values())
-    found: dict[str, object] = {"skip": carries.get(names, " and ".join(names))}
+    facts: dict[str, object] = {"skip": carries.get(names, " and ".join(names))}
     scales = {"skip_scale": factors[0], "out_scale": branch.scale, "pre_scale": branch.pre_scale}
     if len({_alike(factor) for factor in factors}) > 1:
-        found["skip"] = " + ".join(f"{factor}{name}" for name, factor in total.skip.items())
+        facts["skip"] = " + ".join(f"{factor}{name}" for name, factor in total.skip.items())
         del scales["skip_scale"]
     if total.coupling != "none":
-        found["coupling"] = total.coupling
+        facts["coupling"] = total.coupling
         del scales["skip_scale"]
     for name, factor in scales.items():
         if factor is None:
-            found[name] = "another tensor"
+            facts[name] = "another tensor"
         elif factor.learned != "no":
-            found[name] = learned_fact(factor.learned)
+            facts[name] = learned_fact(factor.learned)
         elif factor.by_channel:
-            found[name] = "by channel"
+            facts[name] = "by channel"
         elif abs(factor.value - 1.0) > _CLOSE:
-            found[name] = factor.value
+            facts[name] = factor.value
     norms = {**branch.norms, **({"post_norm": total.post_norm} if total.post_norm else {})}
-    return found | {position: _as_fact(kind, usual) for position, kind in norms.items()}
+    return facts | {position: _as_fact(kind, usual) for position, kind in norms.items()}
 
 
 def _usual_kind(groups: Sequence[LayerGroup]) -> str:
@@ -441,7 +448,7 @@ def _ends(
     notes: list[str],
 ) -> dict[str, object]:
     """Measure the norms and scales around the layers; a scale is None if x^0 is more than a row of the embedding."""
-    found: dict[str, object] = {"embedding_norm": "none", "embedding_scale": None, "final_norm": "none"}
+    facts: dict[str, object] = {"embedding_norm": "none", "embedding_scale": None, "final_norm": "none"}
     points = {("x0", ""): structure.layers[0].input}
     sites = {"embedding_norm": structure.embedding_norm, "final_norm": structure.final_norm}
     for name, site in sites.items():
@@ -457,7 +464,7 @@ def _ends(
     for name, site in sites.items():
         if site is not None:
             x, y = (tensors.get((name, side)) for side in ("input", "output"))
-            found[name] = "norm" if x is None or y is None else norm_kind(site.module, x, y)
+            facts[name] = "norm" if x is None or y is None else norm_kind(site.module, x, y)
     first = tensors.get(("embedding_norm", "input"), tensors["x0", ""])
     table = getattr(structure.embedding, "weight", None)
     if isinstance(table, torch.Tensor) and "input_ids" in inputs and table.shape[-1] == first.shape[-1]:
@@ -465,12 +472,12 @@ def _ends(
         (factor,), error = combination(first, [rows], by_channel=False)
         if error <= 1e-4:
             scale, root_of_width = float(factor), math.sqrt(structure.hidden_size)
-            found["embedding_scale"] = 1.0 if abs(scale - 1.0) <= _CLOSE else float(f"{scale:.6g}")
+            facts["embedding_scale"] = 1.0 if abs(scale - 1.0) <= _CLOSE else float(f"{scale:.6g}")
             if abs(scale / root_of_width - 1.0) <= 1e-3:
-                found["embedding_scale"] = "sqrt_hidden_size"
+                facts["embedding_scale"] = "sqrt_hidden_size"
         else:
             notes.append("x^0 is more than a row of the embedding's table times a number (positions, for example)")
-    return found | _head_norms([norm for group in groups for norm in group.inner], notes)
+    return facts | _head_norms([norm for group in groups for norm in group.inner], notes)
 
 
 def _head_norms(inner: Iterable[InnerNorm], notes: list[str]) -> dict[str, object]:
@@ -481,7 +488,7 @@ def _head_norms(inner: Iterable[InnerNorm], notes: list[str]) -> dict[str, objec
     for norm in inner:
         if norm.scope == "latent" and norm.on in scopes:
             notes.append("a norm stands on a low-rank state inside the attention; it belongs to the module")
-    q, k, v = (next(iter(found)) if len(found) == 1 else "several" if found else "off" for found in scopes.values())
+    q, k, v = (next(iter(norms)) if len(norms) == 1 else "several" if norms else "off" for norms in scopes.values())
     if q != k:
         notes.append(f"the norm on queries is {q!r}, that on keys {k!r}")
     return {"qk_norm": q if q == k else "several", "v_norm": v}
@@ -524,22 +531,24 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
         return given, []
     if isinstance(given, PreTrainedConfig):
         return _random_model(given)
-    place = Path(given).expanduser()
-    if not place.exists():
-        if len(place.parts) > 1:
+    folder = Path(given).expanduser()
+    if not folder.exists():
+        if len(folder.parts) > 1:
             raise UserError(
                 f"model: {str(given)!r}: no such folder (allowed: one with config.json, or a type of transformers)"
             )
         if str(given) not in transformers.CONFIG_MAPPING:
-            known = unknown("model", str(given), transformers.CONFIG_MAPPING)
-            raise UserError(f"{known}; or a folder with config.json")
+            refusal = unknown("model", str(given), transformers.CONFIG_MAPPING)
+            raise UserError(f"{refusal}; or a folder with config.json")
         return _random_model(transformers.CONFIG_MAPPING[str(given)]())
     weights = (
-        [file for kind in ("*.safetensors*", "*.bin*", "*.gguf") for file in place.glob(kind)] if place.is_dir() else []
+        [file for kind in ("*.safetensors*", "*.bin*", "*.gguf") for file in folder.glob(kind)]
+        if folder.is_dir()
+        else []
     )
-    if place.is_dir() and (place / "config.json").is_file() and not weights:
-        return _random_model(read_config(place, "model", weights=False))
-    loaded = load(place)
+    if folder.is_dir() and (folder / "config.json").is_file() and not weights:
+        return _random_model(read_config(folder, "model", weights=False))
+    loaded = load(folder)
     return loaded.model, list(loaded.notes)
 
 

@@ -107,18 +107,18 @@ def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()
     points = {key: point for site, found in zip(structure.layers, groups, strict=True) for key, point in _points(site)}
     tensors = watch(points)
     embedding = tensors[0, "input"]
-    own = [_own_parameters(site, others) for site in structure.layers]
+    parameters_by_layer = [_own_parameters(site, others) for site in structure.layers]
     moved = None
-    if any(own):
-        with changed([parameter for parameters in own for parameter in parameters]):
+    if any(parameters_by_layer):
+        with changed([parameter for parameters in parameters_by_layer for parameter in parameters]):
             moved = watch(points)
     layers = []
-    for site, found, parameters in zip(structure.layers, groups, own, strict=True):
+    for site, found, parameters in zip(structure.layers, groups, parameters_by_layer, strict=True):
         fitted = [_Fit(site, group, tensors, embedding) for group in found]
         sums = [fit.sum() for fit in fitted]
         if moved is not None and parameters:
             again = [_Fit(site, group, moved, moved[0, "input"]) for group in found]
-            sums = [_learned(a, b, one) for a, b, one in zip(fitted, again, sums, strict=True)]
+            sums = [_learned(a, b, total) for a, b, total in zip(fitted, again, sums, strict=True)]
         layers.append(sums)
     return layers
 
@@ -273,14 +273,14 @@ class _Fit:
         return None if entry is None or entry.shape != source.shape else ratio(entry, source)
 
     def _norms(self, number: int, norms: Sequence[NormSite], post: bool = False) -> dict[str, str]:
-        found: dict[str, str] = {}
+        kinds: dict[str, str] = {}
         for norm in norms:
             if norm.role == "inner_norm" or (norm.role == "post_norm") is not post:
                 continue
             x, y = (self.tensors.get((self.site.index, number, norm.role, side)) for side in ("input", "output"))
             kind = "norm" if x is None or y is None else norm_kind(norm.module, x, y)
-            found[norm.role] = f"{found[norm.role]} of {kind}" if norm.role in found else kind
-        return found
+            kinds[norm.role] = f"{kinds[norm.role]} of {kind}" if norm.role in kinds else kind
+        return kinds
 
 
 def ratio(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
@@ -330,8 +330,8 @@ def _learned(before: _Fit, after: _Fit, found: Sum) -> Sum:
     }
     branches = []
     for i, ((number, sublayer), branch) in enumerate(zip(before.group, found.branches, strict=True)):
-        place = len(before.names) + i
-        scale = _marked(branch.scale, before.factors[place], after.factors[place])
+        column = len(before.names) + i
+        scale = _marked(branch.scale, before.factors[column], after.factors[column])
         pre, again = (fit.pre_factor(number, sublayer) for fit in (before, after))
         pre_scale = branch.pre_scale
         if pre is not None and again is not None and pre_scale is not None:

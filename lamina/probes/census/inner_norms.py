@@ -34,7 +34,7 @@ class InnerNorm:
 
 def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[InnerNorm]:
     """Measure the norms inside one sub-layer, with three passes for each."""
-    found = []
+    norms = []
     for norm in sublayer.norms:
         if norm.role != "inner_norm" or sublayer.entry is None:
             continue
@@ -42,8 +42,8 @@ def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, to
         inside = (
             "mixer" if sublayer.kind == "feed_forward" and mixes(sublayer.entry, out, root, inputs) else sublayer.kind
         )
-        found.append(replace(_inner_norm(norm, out, root, inputs), inside=inside))
-    return found
+        norms.append(replace(_inner_norm(norm, out, root, inputs), inside=inside))
+    return norms
 
 
 def mixes(entry: Point, out: Point, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
@@ -110,11 +110,11 @@ def _moved(tensor: torch.Tensor, token: int, inputs: Mapping[str, torch.Tensor])
     axis = next((i for i, size in enumerate(tensor.shape) if i and size == length), None)
     changed = tensor.clone()
     if axis is not None:
-        place = changed.select(axis, token)
+        token_output = changed.select(axis, token)
     elif tensor.shape[0] == sequences * length:
-        place = changed.unflatten(0, (sequences, length)).select(1, token)
+        token_output = changed.unflatten(0, (sequences, length)).select(1, token)
     else:
         return changed
     generator = torch.Generator().manual_seed(1)
-    place += torch.randn(place.shape, generator=generator).to(place) * place.abs().mean()
+    token_output += torch.randn(token_output.shape, generator=generator).to(token_output) * token_output.abs().mean()
     return changed

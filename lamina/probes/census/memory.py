@@ -81,8 +81,8 @@ class MemoryLayers:
         with self._noted():
             tensors = dict(watched_rows(self.root, self.inputs, points))
         width = self.structure.hidden_size
-        for place, reader in enumerate(self.readers):
-            parts = [*self.made[place]]
+        for index, reader in enumerate(self.readers):
+            parts = [*self.made[index]]
             for into, part in zip(reader.into, parts, strict=True):
                 if into == THE_STREAM and reader.layer < self.structure.num_layers:
                     tensors[reader.layer, "input"] = part
@@ -115,17 +115,17 @@ class MemoryLayers:
         Every state gets random numbers of its own, by which the weights are certain; in a second pass the readers'
         parameters have changed, which shows what is learned, and what differs from token to token.
         """
-        own = [parameter for reader in self.readers for parameter in reader.module.parameters()]
+        parameters = [parameter for reader in self.readers for parameter in reader.module.parameters()]
         with self._noted(noise=True) as before:
             forward(self.root, self.inputs)
-        with changed(own), self._noted(noise=True) as after:
+        with changed(parameters), self._noted(noise=True) as after:
             forward(self.root, self.inputs)
-        found: list[list[StateRead]] = [[] for _ in range(self.structure.num_layers + 1)]
-        for place, reader in enumerate(self.readers):
+        reads_by_layer: list[list[StateRead]] = [[] for _ in range(self.structure.num_layers + 1)]
+        for index, reader in enumerate(self.readers):
             for number, into in enumerate(reader.into):
-                fits = [_Fit(place, number, *noted) for noted in (before, after)]
-                found[reader.layer].append(_judged(into, *fits))
-        return found
+                fits = [_Fit(index, number, *noted) for noted in (before, after)]
+                reads_by_layer[reader.layer].append(_judged(into, *fits))
+        return reads_by_layer
 
     @contextmanager
     def _noted(self, noise: bool = False) -> Iterator[tuple[_Given, _Made]]:
@@ -177,7 +177,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def _mapped(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
     if isinstance(value, tuple):
-        return tuple(_mapped(one, change) for one in value)
+        return tuple(_mapped(entry, change) for entry in value)
     return change(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -215,15 +215,15 @@ def _judged(into: str, before: _Fit, after: _Fit) -> StateRead:
 
 def _with_entries(site: LayerSite) -> LayerSite:
     """Give each sub-layer what its module reads, and its norms that stand inside the module."""
-    found = []
+    entries = []
     for sublayer in site.sublayers:
         (path, half), *_ = sublayer.modules
         module = half.get_submodule("module")
         entry = Point(module, f"{path}.module", "input")
         inside = {id(part) for part in module.modules()}
         norms = tuple(norm for norm in sublayer.norms if norm.role != "inner_norm" or id(norm.module) in inside)
-        found.append(replace(sublayer, entry=entry, modules=((entry.path, module),), norms=norms))
-    return replace(site, sublayers=tuple(found))
+        entries.append(replace(sublayer, entry=entry, modules=((entry.path, module),), norms=norms))
+    return replace(site, sublayers=tuple(entries))
 
 
 def _readers(structure: Structure) -> Iterator[_Reader]:
@@ -242,14 +242,14 @@ def _readers(structure: Structure) -> Iterator[_Reader]:
 
 def memories_of(spec: str, reads: Sequence[Sequence[StateRead]]) -> list[str]:
     """Return a placement's spec with each wiring that reads the measured states, the simplest first."""
-    found: dict[str, str] = {}
+    specs: dict[str, str] = {}
     layers = len(reads) - 1
     for more in ({}, *({"size": size} for size in range(1, layers + 1))):
         for name in WIRINGS.names():
             plan = resolved(spec, layers, wiring=name, **more)
-            if name not in found and plan is not None and plan.has_memory and _reads_of(plan) == [*map(_form, reads)]:
-                found[name] = with_options(spec, [f"{key}={value}" for key, value in {"wiring": name, **more}.items()])
-    return [*found.values()]
+            if name not in specs and plan is not None and plan.has_memory and _reads_of(plan) == [*map(_form, reads)]:
+                specs[name] = with_options(spec, [f"{key}={value}" for key, value in {"wiring": name, **more}.items()])
+    return [*specs.values()]
 
 
 Form: TypeAlias = list[tuple[str, tuple[int, ...], str, bool]]

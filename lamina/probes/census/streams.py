@@ -83,21 +83,21 @@ class StreamSum:
 
 def wirings_of(spec: str, layers: Sequence[Sequence[StreamSum]], n: int) -> list[str]:
     """Return a placement's spec with each wiring that gives the measured streams."""
-    found: dict[str, str] = {}
+    specs: dict[str, str] = {}
     for name, more in product(WIRINGS.names(), ({}, {"size": n})):
         plan = resolved(spec, len(layers), wiring=name, **more)
-        if name in found or plan is None or plan.streams != n or any(len(sums) != len(SUBLAYERS) for sums in layers):
+        if name in specs or plan is None or plan.streams != n or any(len(sums) != len(SUBLAYERS) for sums in layers):
             continue
         forms = [_form(getattr(layer, half)) for layer in plan.layers for half in SUBLAYERS]
-        measured = [one.form() for sums in layers for one in sums]
+        measured = [total.form() for sums in layers for total in sums]
         written = all(
-            _writes(getattr(plan.layers[index], half), one)
+            _writes(getattr(plan.layers[index], half), total)
             for index, sums in enumerate(layers)
-            for half, one in zip(SUBLAYERS, sums, strict=True)
+            for half, total in zip(SUBLAYERS, sums, strict=True)
         )
         if written and all(a == b if a[-1] else a[:2] == b[:2] for a, b in zip(measured, forms, strict=True)):
-            found[name] = with_options(spec, [f"{key}={value}" for key, value in {"wiring": name, **more}.items()])
-    return [*found.values()]
+            specs[name] = with_options(spec, [f"{key}={value}" for key, value in {"wiring": name, **more}.items()])
+    return [*specs.values()]
 
 
 def _form(sublayer: Sublayer) -> tuple[object, ...]:
@@ -148,9 +148,13 @@ class StreamLayers:
             parts = [point.module for point in self.entries.values()]
             parts += [call.module for call in self.record.calls if call.is_norm]
             others = {id(parameter) for part in parts for parameter in part.parameters()}
-            own = [[one for one in layer.parameters() if id(one) not in others] for layer in self.layers]
-            self.scalars = [any(parameter.numel() == 1 for parameter in parameters) for parameters in own]
-            with changed([parameter for parameters in own for parameter in parameters]):
+            parameters_by_layer = [
+                [one for one in layer.parameters() if id(one) not in others] for layer in self.layers
+            ]
+            self.scalars = [
+                any(parameter.numel() == 1 for parameter in parameters) for parameters in parameters_by_layer
+            ]
+            with changed([parameter for parameters in parameters_by_layer for parameter in parameters]):
                 self.record = self.run()
                 after = [self._layer(call, stirred) for call in self._calls()]
         pairs = zip(before, after, strict=True)
@@ -217,17 +221,17 @@ class StreamLayers:
         def reads(call: Call) -> bool:
             return call is layer or any(self._widths(value) == self.n for value in call.inputs.values())
 
-        found: list[Call] = []
+        calls_found: list[Call] = []
         for call in self.record.calls:
             outer, inside = call.parent, call is not layer and call.within(layer) and reads(call)
             while inside and outer is not layer and outer is not None:
-                inside, outer = reads(outer) and outer not in found, outer.parent
+                inside, outer = reads(outer) and outer not in calls_found, outer.parent
             if inside and not call.is_norm and call.output >= 0 and self._widths(call.output) != self.n:
-                found.append(call)
-        return found
+                calls_found.append(call)
+        return calls_found
 
     def _layer(self, layer: Call, stirred: Mapping[int, torch.Tensor]) -> list[tuple[StreamSum, Weights]]:
-        readers, found = self._readers(layer), list[tuple[StreamSum, Weights]]()
+        readers, totals = self._readers(layer), list[tuple[StreamSum, Weights]]()
         state = stirred[id(layer.module)].detach().double().cpu().reshape(self.size.numel(), -1, self.width)
         block = state
         for reader, following in zip(readers, [*readers[1:], None], strict=True):
@@ -238,13 +242,13 @@ class StreamLayers:
             after = [call.output for call in calls] + ([] if following is None else [*following.inputs.values()])
             sources = {STREAM: read, BLOCK_INPUT: block.expand_as(read), "both": read + block}
             for x in self._of(after, self.n):
-                if own is not None and (one := self._sum(x, sources, own, calls)) is not None:
-                    found.append(one)
+                if own is not None and (total := self._sum(x, sources, own, calls)) is not None:
+                    totals.append(total)
                     state = x
                     break
         last = self._of([layer.output], self.n)
-        whole = len(found) == len(readers) > 0 and len(last) > 0 and torch.equal(last[0], state)
-        return found if whole else []
+        whole = len(totals) == len(readers) > 0 and len(last) > 0 and torch.equal(last[0], state)
+        return totals if whole else []
 
     def _sum(
         self, x: torch.Tensor, sources: Mapping[str, torch.Tensor], own: tuple[str, ...], calls: Sequence[Call]
@@ -284,10 +288,10 @@ class StreamLayers:
             sizes = torch.linalg.svdvals(source)
             alike = bool((sizes[:, -1] < _SAME * sizes[:, 0]).any())
             mix, path = "" if alike else "free", module.path
-            one = StreamSum(
+            stream_sum = StreamSum(
                 path=path, norms=norms, pre_scale=pre_scale, skip=skip, mix=mix, own=own, normed=some, error=error
             )
-            return one, (read, weights[:, -1], weights[:, :-1])
+            return stream_sum, (read, weights[:, -1], weights[:, :-1])
         return None
 
 
@@ -307,13 +311,13 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
     """Tell which streams of y [tokens, n, width] are x's after a norm; None if one is neither x's nor its norm."""
-    found = []
+    norms = []
     for before, after in zip(x.unbind(1), y.unbind(1), strict=True):
         same = torch.equal(before, after)
         if not same and combination(after, [_unit(before)], by_channel=True)[1] > _SAME:
             return None
-        found.append("" if same else "stream")
-    return tuple(found)
+        norms.append("" if same else "stream")
+    return tuple(norms)
 
 
 def _read(

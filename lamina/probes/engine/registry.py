@@ -223,14 +223,14 @@ def check_probes(chosen: str) -> None:
 def check_probe(spec: str) -> None:
     """Raise UserError, with the nearest name, for a probe or an option that does not exist."""
     name, options = specs.parse(spec, "probe")
-    known = listed()
-    if name not in known:  # one of the user's own, or none
+    listed_probes = listed()
+    if name not in listed_probes:  # one of the user's own, or none
         if Path(name).suffix == ".py" or REGISTRY.registered(name) is not None:
             return
-        raise unknown("probe", name, known)
+        raise unknown("probe", name, listed_probes)
     for option in options:
-        if option not in known[name].options:
-            raise unknown(f"option of the probe {name}", option, known[name].options)
+        if option not in listed_probes[name].options:
+            raise unknown(f"option of the probe {name}", option, listed_probes[name].options)
 
 
 def read(path: Path) -> Iterator[Listed]:

@@ -221,10 +221,10 @@ class TracedLayer:
     def _add(self, op: Op, a: _Tag | None, b: _Tag | None) -> None:
         out = op.outputs[0]
         if a is None or b is None:
-            known = a or b
-            if known is not None and known.kind != "branch":
+            group = a or b
+            if group is not None and group.kind != "branch":
                 # the stream plus something that no module returns: it cannot be watched
-                self.sums[out] = _Sum(op, (known,), None, all(self._fits(v) for v in op.inputs))
+                self.sums[out] = _Sum(op, (group,), None, all(self._fits(v) for v in op.inputs))
                 self.tags[out] = _Tag("stream", sum=out)
             return
         streams = tuple(t for t in (a, b) if t.kind != "branch")
@@ -250,8 +250,8 @@ class TracedLayer:
                 if len(addition.branches) == 1:  # other calls before it, unless they are another branch's
                     calls = [c for c in units if c in calls or (id(c) not in claimed and begin < c.began < end)]
                 calls = calls or [branch.source]
-                others = [c for c in units if id(c) in claimed and claimed[id(c)] is not branch]
-                self._fill(branch, calls, [o for o in self.ops if _mine(o, calls, others, begin, end)])
+                claimed_elsewhere = [c for c in units if id(c) in claimed and claimed[id(c)] is not branch]
+                self._fill(branch, calls, [o for o in self.ops if _mine(o, calls, claimed_elsewhere, begin, end)])
         for number, addition in enumerate(self.additions):  # once all modules are known: two may read one norm (Cohere)
             addition.after = self._after(addition.op.outputs[0])
             self._give_norms(number, addition, max((m for m in marks if m < addition.op.time), default=self.call.began))
@@ -455,16 +455,18 @@ def _declared_layer(index: int, path: str, block: nn.Module) -> LayerSite:
     halves = {kind: block.get_submodule(kind) for kind in ("attention", "feed_forward")}
     sublayers: list[SublayerSite] = []
     for kind, half in halves.items():
-        place = f"{path}.{kind}"
+        path_of_kind = f"{path}.{kind}"
         last = "module" if half.out_norm is None else "out_norm"
         norms = [(name, part) for name, part in half.named_modules() if is_norm(part)]
         sublayers.append(
             SublayerSite(
                 kind,
-                contribution=Point(half.get_submodule(last), f"{place}.{last}", "output"),
-                after=Point(half, place, "output", collapse=True),
-                norms=tuple(NormSite("inner_norm" if "." in n else n, norm, f"{place}.{n}") for n, norm in norms),
-                modules=((place, half),),
+                contribution=Point(half.get_submodule(last), f"{path_of_kind}.{last}", "output"),
+                after=Point(half, path_of_kind, "output", collapse=True),
+                norms=tuple(
+                    NormSite("inner_norm" if "." in n else n, norm, f"{path_of_kind}.{n}") for n, norm in norms
+                ),
+                modules=((path_of_kind, half),),
             )
         )
     parts = {**dict(block.named_children()), **dict(halves["attention"].named_children())}
@@ -525,8 +527,8 @@ def _outside_chains(chains: list[list[Call]], calls: list[Call]) -> list[list[Ca
     """Return the outermost chains of layers outside the chosen ones (a hierarchy of stages, a second tower)."""
     began, ended = calls[0].began, calls[-1].ended
     outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
-    others = [call for chain in outside for call in chain]
-    return [c for c in outside if not any(o.began < c[0].began and c[-1].ended < o.ended for o in others)]
+    calls_outside = [call for chain in outside for call in chain]
+    return [c for c in outside if not any(o.began < c[0].began and c[-1].ended < o.ended for o in calls_outside)]
 
 
 def _named(model: nn.Module, record: Trace, path: str) -> list[Call]:

@@ -49,9 +49,9 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
     _check_axes(structure, tensors, next(iter(few.values())))
     again = watched(root, states, few)
     _check_same(structure, tensors, again, "two passes over the same input differ at {}: " + _RANDOM)
-    for one in range(SEQUENCES):  # under a causal mask on the wrong axis, the first depends on no other
-        among = {state: tensors[state][one : one + 1] for state in states}
-        alone = watched(root, states, {name: tensor[one : one + 1] for name, tensor in few.items()})
+    for number in range(SEQUENCES):  # under a causal mask on the wrong axis, the first depends on no other
+        among = {state: tensors[state][number : number + 1] for state in states}
+        alone = watched(root, states, {name: tensor[number : number + 1] for name, tensor in few.items()})
         _check_same(
             structure, among, alone, f"a sequence's stream at {{}} depends on the other sequences of its {_BATCH}"
         )

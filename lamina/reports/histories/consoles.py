@@ -112,15 +112,15 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
         if record:
             yield record
         groups = match.groupdict()
-        place = int(groups["step"].replace(",", "")) if groups.get("step") else None
-        if place is not None and groups.get("of") and groups.get("epoch"):
-            place += int(groups["epoch"]) * int(groups["of"])
-        record = {} if place is None else {"step": place}
+        step = int(groups["step"].replace(",", "")) if groups.get("step") else None
+        if step is not None and groups.get("of") and groups.get("epoch"):
+            step += int(groups["epoch"]) * int(groups["of"])
+        record = {} if step is None else {"step": step}
         if not form.more:
-            record = {**{one["name"].strip(): one["value"] for one in pair.finditer(line)}, **record}
-            if place is None and (seen := _BAR.search(line) or None) is not None:
+            record = {**{part["name"].strip(): part["value"] for part in pair.finditer(line)}, **record}
+            if step is None and (seen := _BAR.search(line) or None) is not None:
                 bar = seen["step"]
-            record |= {"progress bar": bar} if place is None and bar else {}
+            record |= {"progress bar": bar} if step is None and bar else {}
             if _ENDS in record:
                 record = None
     if record:

@@ -119,11 +119,13 @@ def read_history(path: Path, run: str = "") -> History:
     """
     source = (recorded_in(path) or path) if path.is_dir() else path
     runs = read_runs(source)
-    useful = {name: one for name, one in runs.items() if any(whole(each) or parameter_of(each) for each in one.series)}
+    useful = {
+        name: kept for name, kept in runs.items() if any(whole(each) or parameter_of(each) for each in kept.series)
+    }
     if run and run not in runs:
         raise UserError(f"run: {run!r} is none of the runs in {str(source)!r} (allowed: {', '.join(map(repr, runs))})")
     if len(useful) > 1 and not run:
-        told = ", ".join(f"{name!r} ({_span(one)})" for name, one in list(useful.items())[:20])
+        told = ", ".join(f"{name!r} ({_span(kept)})" for name, kept in list(useful.items())[:20])
         raise UserError(
             f"run: {str(source)!r} holds {len(useful)} runs: {told}. Choose one. Run: lamina diagnose {path} --run "
             f"{next(reversed(useful))!r}"
@@ -147,15 +149,15 @@ def _span(recording: Recording) -> str:
 def _placed(recording: Recording, source: Path) -> History:
     """Place the series of a run."""
     history = History(form=recording.form, clock=recording.clock, notes=list(recording.notes))
-    wholes = {name: found for name in recording.series if (found := whole(name)) is not None}
+    wholes = {name: owner for name in recording.series if (owner := whole(name)) is not None}
     named = {
-        name: found for name in recording.series if name not in wholes and (found := parameter_of(name)) is not None
+        name: owner for name in recording.series if name not in wholes and (owner := parameter_of(name)) is not None
     }
     places = places_of([inner for _, inner in named.values()])
-    named = {name: found for name, found in named.items() if found[1] in places.owners}
+    named = {name: owner for name, owner in named.items() if owner[1] in places.owners}
     for metric in _WORDS:
         names = {
-            name: (found, len(recording.series[name][0])) for name, found in wholes.items() if found.metric == metric
+            name: (owner, len(recording.series[name][0])) for name, owner in wholes.items() if owner.metric == metric
         }
         if names:
             history.read[metric] = best(names)
@@ -212,7 +214,7 @@ def _summed(metric: str, own: Mapping[str, Series], places: Places, *, has_total
         owners += [_MODEL] if metric == "gradient_norm" and not has_total else []
         for each in owners:
             parts.setdefault(each, []).append(series)
-    found: dict[Key, Series] = {}
+    summed: dict[Key, Series] = {}
     for owner, several in parts.items():
         steps = several[0][0]
         if any(len(one) != len(steps) or not np.array_equal(one, steps) for one, _ in several[1:]):
@@ -222,8 +224,8 @@ def _summed(metric: str, own: Mapping[str, Series], places: Places, *, has_total
         for _, values in several:
             squares += np.square(values)
         if len(steps):
-            found[owner, NORM if owner == _MODEL else metric] = (steps, np.sqrt(squares))
-    return found
+            summed[owner, NORM if owner == _MODEL else metric] = (steps, np.sqrt(squares))
+    return summed
 
 
 def _read_filtered_losses(history: History) -> None:
@@ -268,14 +270,14 @@ def judge(history: History) -> tuple[list[Alarm], list[int]]:
     rows: dict[int, list[Row]] = {}
     for key, (steps, values) in history.series.items():
         places = np.searchsorted(judged, steps)
-        known = (places < len(judged)) & (np.take(judged, np.minimum(places, len(judged) - 1)) == steps)
+        judged_here = (places < len(judged)) & (np.take(judged, np.minimum(places, len(judged) - 1)) == steps)
         if key[1] == "gradient_norm":
-            known &= wanted[np.minimum(places, len(judged) - 1)]
-        chosen = np.flatnonzero(known)
-        for place, value in zip(places[chosen].tolist(), values[chosen].tolist(), strict=True):
-            rows.setdefault(place, []).append((place + 1, *key[0], 0, key[1], value))
-    for place in range(len(judged)):
-        alarms.see(rows.pop(place, []))
+            judged_here &= wanted[np.minimum(places, len(judged) - 1)]
+        chosen = np.flatnonzero(judged_here)
+        for row, value in zip(places[chosen].tolist(), values[chosen].tolist(), strict=True):
+            rows.setdefault(row, []).append((row + 1, *key[0], 0, key[1], value))
+    for row in range(len(judged)):
+        alarms.see(rows.pop(row, []))
     alarms.close()
     told = [
         replace(alarm, step=judged[alarm.step - 1])
@@ -321,11 +323,11 @@ def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bool
         if len(logs) > 2 and apart.shape[1] == len(judged):
             odd[np.flatnonzero((apart[:, 1:] & ~apart[:, :-1]).any(axis=0)) + 1] = True
     wanted, filling = np.zeros(len(judged), bool), np.zeros(len(judged), bool)
-    for place in np.flatnonzero(odd).tolist():
-        begin = max(0, place - 2 * WINDOW)
-        filling[begin : max(begin, place - WINDOW // 2)] |= ~wanted[begin : max(begin, place - WINDOW // 2)]
-        filling[max(begin, place - WINDOW // 2) : place + WINDOW] = False
-        wanted[begin : place + WINDOW] = True
+    for row in np.flatnonzero(odd).tolist():
+        begin = max(0, row - 2 * WINDOW)
+        filling[begin : max(begin, row - WINDOW // 2)] |= ~wanted[begin : max(begin, row - WINDOW // 2)]
+        filling[max(begin, row - WINDOW // 2) : row + WINDOW] = False
+        wanted[begin : row + WINDOW] = True
     filling[: 2 * WINDOW] = False
     return wanted, filling
 

@@ -96,7 +96,7 @@ def places_of(names: Iterable[str]) -> Places:
         beside = (kinds[path + inside[:at]] for at in range(len(inside) - 1, 0, -1))
         kind = (
             _first_kind(inside)
-            or next((next(iter(one)) for one in beside if len(one) == 1), None)
+            or next((next(iter(neighbor)) for neighbor in beside if len(neighbor) == 1), None)
             or _first_kind(path[-2:-1])
             or next((_WEAK[part.lower()] for part in inside if part.lower() in _WEAK), None)
         )
@@ -136,14 +136,14 @@ def _layer(parts: Parts, layers: Container[Parts], lists: Collection[Parts], aro
 
 def _counted(paths: Iterable[Parts]) -> dict[Parts, int]:
     """Number layers from 0, stack after stack: by their own numbers, or in order where stages have numbers, too."""
-    found: dict[Parts, int] = {}
+    numbers: dict[Parts, int] = {}
     begin = 0
     for _, stack in groupby(sorted(paths, key=_order), key=lambda path: _order(path)[:2]):
         layers = list(stack)
         alone = all(len(_numbers(path)) == 1 for path in layers)
-        found |= {path: begin + (int(path[-1]) if alone else at) for at, path in enumerate(layers)}
-        begin = 1 + max(found.values())
-    return found
+        numbers |= {path: begin + (int(path[-1]) if alone else at) for at, path in enumerate(layers)}
+        begin = 1 + max(numbers.values())
+    return numbers
 
 
 def _order(path: Parts) -> tuple[tuple[bool, bool], tuple[str, ...], list[int]]:

@@ -93,20 +93,20 @@ def _norm_of_bins(histogram: Mapping[str, Bins]) -> float | None:
 
 def of_lines(lines: Iterable[Mapping[str, object]], form: str) -> Columns:
     """Collect the columns of lines: what is no number is left out, and what tells runs apart is kept."""
-    found = Columns(form=form)
+    columns = Columns(form=form)
     places: dict[str, tuple[array[int], array[float]]] = {}
     for line in lines:
         for column, value in line.items():
             name = str(column)
             if plain(name) in RUNS and value not in (None, ""):
-                found.runs.setdefault(name, {})[found.rows] = str(value)
+                columns.runs.setdefault(name, {})[columns.rows] = str(value)
             elif (number := number_of(_step_of(value) if plain(name) in STEPS else value)) is not None:
                 at, of = places.setdefault(name, (array("q"), array("d")))
-                at.append(found.rows)
+                at.append(columns.rows)
                 of.append(number)
-        found.rows += 1
-    found.values = {name: (np.array(at, np.int64), np.array(of, np.float64)) for name, (at, of) in places.items()}
-    return found
+        columns.rows += 1
+    columns.values = {name: (np.array(at, np.int64), np.array(of, np.float64)) for name, (at, of) in places.items()}
+    return columns
 
 
 def _step_of(value: object) -> object:
@@ -131,11 +131,11 @@ def runs_of(columns: Columns) -> dict[str, Recording]:
 
     Raises UserError for steps that are too large.
     """
-    found: dict[str, Recording] = {}
+    recordings: dict[str, Recording] = {}
     for name, part in _by_id(columns).items():
-        for number, one in enumerate(runs := _by_start(part), start=1):
-            found[" ".join(filter(None, (name, f"{number}" if len(runs) > 1 or not name else "")))] = one
-    return found
+        for number, run in enumerate(runs := _by_start(part), start=1):
+            recordings[" ".join(filter(None, (name, f"{number}" if len(runs) > 1 or not name else "")))] = run
+    return recordings
 
 
 def _by_id(columns: Columns) -> dict[str, Columns]:
@@ -201,11 +201,11 @@ def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first:
             continue
         if id(at) not in orders:
             inside = slice(*np.searchsorted(at, (first, last)))
-            own = steps[at[inside]]
-            kept = _latest(own)
-            order = np.argsort(own[kept], kind="stable")
-            left = int((~kept).sum()) if (np.diff(own) < 0).any() else 0
-            orders[id(at)] = inside, kept, order, own[kept][order], left
+            steps_inside = steps[at[inside]]
+            kept = _latest(steps_inside)
+            order = np.argsort(steps_inside[kept], kind="stable")
+            left = int((~kept).sum()) if (np.diff(steps_inside) < 0).any() else 0
+            orders[id(at)] = inside, kept, order, steps_inside[kept][order], left
         inside, kept, order, ordered, left = orders[id(at)]
         if left > gone and (whole(name) or parameter_of(name)):
             gone = left
@@ -241,9 +241,9 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
         if np.isfinite(of).all() and (of == np.round(of)).all() and len(np.unique(of)) > min(1, len(lines) - 1):
             covered = float(np.isin(lines, at).mean()) if len(lines) else 0.0
             candidates.append((covered, name, _carried((at, of), columns.rows).astype(np.int64)))
-    usable = [one for one in candidates if one[0] >= _COVERED * max(each[0] for each in candidates)]
-    ordered = [one for one in usable if not _starts(one[2][lines])] or [
-        one for one in usable if plain(one[1]) != "progress_bar"
+    usable = [candidate for candidate in candidates if candidate[0] >= _COVERED * max(each[0] for each in candidates)]
+    ordered = [candidate for candidate in usable if not _starts(candidate[2][lines])] or [
+        candidate for candidate in usable if plain(candidate[1]) != "progress_bar"
     ]
     if ordered:
         return ordered[0][1], ordered[0][2]

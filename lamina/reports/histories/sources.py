@@ -57,8 +57,8 @@ def recorded_in(folder: Path) -> Path | None:
     if (folder / CONFIG).exists() and (folder / "layers").exists():
         return None
     for pattern in _FILES:
-        if found := [path for path in folder.glob(pattern) if path.is_file()]:
-            return max(found, key=lambda path: (_step_in(path), path.stat().st_mtime))
+        if files := [path for path in folder.glob(pattern) if path.is_file()]:
+            return max(files, key=lambda path: (_step_in(path), path.stat().st_mtime))
     databases = list(folder.glob("*.db"))
     if len(databases) == 1:
         return databases[0]
@@ -112,8 +112,8 @@ def _of_folder(folder: Path) -> dict[str, Recording]:
     points = (
         (name, step, value)
         for run in runs
-        for one in run.values()
-        for name, (steps, values) in one.series.items()
+        for series in run.values()
+        for name, (steps, values) in series.series.items()
         for step, value in zip(steps.tolist(), values.tolist(), strict=True)
     )
     return {"1": of_points(points, f"TensorBoard's event files ({len(files)})")}
@@ -146,11 +146,11 @@ def _of_text(data: bytes, name: str) -> Columns:
         return of_lines(records_of(form, lines), form.name)
     if whole is not None:
         raise whole
-    known = ", ".join(form.name for form in FORMS[:-2])
+    forms = ", ".join(form.name for form in FORMS[:-2])
     raise UserError(
         "neither JSON, nor a table with a header, nor lines with a loss or a gradient norm (allowed: a run of "
         f"Lamina's, trainer_state.json, a history as CSV or JSON, files of TensorBoard, W&B or trackio, or a log: "
-        f"{known}, "
+        f"{forms}, "
         'or lines such as "step 10 loss 2.3 grad_norm 0.5")'
     )
 
@@ -159,11 +159,15 @@ def _json_lines(text: str) -> Iterator[Mapping[str, object]]:
     for line in text.split("\n"):
         if line.strip():
             try:
-                one = json.loads(line)
+                record = json.loads(line)
             except json.JSONDecodeError:
                 continue  # a line that a kill cut short, or of something else
-            if isinstance(one, Mapping):
-                yield {**one, **inside} if isinstance(inside := one.get("data") or one.get("metrics"), Mapping) else one
+            if isinstance(record, Mapping):
+                yield (
+                    {**record, **inside}
+                    if isinstance(inside := record.get("data") or record.get("metrics"), Mapping)
+                    else record
+                )
 
 
 def _records(data: object, name: str) -> Iterator[Mapping[str, object]]:
@@ -191,9 +195,9 @@ def _records(data: object, name: str) -> Iterator[Mapping[str, object]]:
                 if isinstance(value, Mapping) and at < len(value)
             }
     elif isinstance(data, list):
-        if data and all(isinstance(one, list) and len(one) == 3 for one in data):
+        if data and all(isinstance(record, list) and len(record) == 3 for record in data):
             yield from ({"wall_time": wall, "step": step, name: value} for wall, step, value in data)
-        yield from (one for one in data if isinstance(one, Mapping))
+        yield from (record for record in data if isinstance(record, Mapping))
     else:
         raise ValueError(f"a {type(data).__name__} in place of records")
 
@@ -244,7 +248,7 @@ def _wide(path: Path) -> Columns:
     if (header := _header(first)) is None:
         return _of_text(path.read_bytes(), path.stem)
     separator, names = header
-    found, parts = Columns(form="CSV"), {}
+    columns, parts = Columns(form="CSV"), {}
     told = _Reading(path)
     with path.open("rb") as file:
         pieces: Proto = pd.read_csv(
@@ -257,29 +261,29 @@ def _wide(path: Path) -> Columns:
         )
         for piece in pieces:
             for name, column in piece.items():
-                known = column.notna().to_numpy()
+                present = column.notna().to_numpy()
                 if plain(str(name)) in RUNS:
-                    of = found.runs.setdefault(str(name), {})
-                    of.update({found.rows + at: str(column.iloc[at]) for at in np.flatnonzero(known).tolist()})
+                    of = columns.runs.setdefault(str(name), {})
+                    of.update({columns.rows + at: str(column.iloc[at]) for at in np.flatnonzero(present).tolist()})
                     continue
                 if column.dtype.kind not in "fiu":
                     words = column.astype(str).str.strip()
                     first = words.str.partition("/")[0] if plain(str(name)) in STEPS else words
                     numbers: Proto = pd.to_numeric(first, errors="coerce")
                     column = numbers
-                    known = known & (column.notna().to_numpy() | words.str.lower().isin(["nan", "-nan"]).to_numpy())
-                if known.any():
-                    at = None if known.all() else np.flatnonzero(known) + found.rows
-                    parts.setdefault(str(name), []).append((found.rows, at, column.to_numpy(np.float64)[known]))
-            found.rows += len(piece)
+                    present = present & (column.notna().to_numpy() | words.str.lower().isin(["nan", "-nan"]).to_numpy())
+                if present.any():
+                    at = None if present.all() else np.flatnonzero(present) + columns.rows
+                    parts.setdefault(str(name), []).append((columns.rows, at, column.to_numpy(np.float64)[present]))
+            columns.rows += len(piece)
             told.say(file.tell())
-    every = np.arange(found.rows)
+    every = np.arange(columns.rows)
     for name in list(parts):
-        own = parts.pop(name)
-        values = np.concatenate([of for _, _, of in own])
-        lines = [np.arange(begun, begun + len(of)) if at is None else at for begun, at, of in own]
-        found.values[name] = (every if len(values) == found.rows else np.concatenate(lines), values)
-    return found
+        part = parts.pop(name)
+        values = np.concatenate([of for _, _, of in part])
+        lines = [np.arange(begun, begun + len(of)) if at is None else at for begun, at, of in part]
+        columns.values[name] = (every if len(values) == columns.rows else np.concatenate(lines), values)
+    return columns
 
 
 class _Reading:

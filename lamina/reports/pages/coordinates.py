@@ -80,13 +80,13 @@ def _figure(sizes: Frame, axis: str) -> go.Figure:
     means = sizes.groupby(["step", "module", axis])["value"].mean()
     lines = []
     for column, step in enumerate(steps, start=1):
-        for place, module in enumerate(dict.fromkeys(sizes["module"])):
+        for index, module in enumerate(dict.fromkeys(sizes["module"])):
             values = means.loc[step, module]
             line = Line(
                 x=list(values.index),
                 y=list(values),
-                color=PALETTE[place % len(PALETTE)],
-                dash=("solid", "dot", "dash")[place // len(PALETTE) % 3],
+                color=PALETTE[index % len(PALETTE)],
+                dash=("solid", "dot", "dash")[index // len(PALETTE) % 3],
                 width=None,
                 name=escape(module),
                 group=module,
@@ -108,9 +108,9 @@ def _table(slopes: Frame, axis: str) -> str:
     last = int(slopes["step"].max())
     rows = []
     for module in dict.fromkeys(slopes["module"]):
-        own = slopes[slopes["module"] == module]
-        sizes = own[own["metric"] == "size"].set_index("step")
-        change = own[(own["metric"] == "change") & (own["step"] == last)]["slope"]
+        module_rows = slopes[slopes["module"] == module]
+        sizes = module_rows[module_rows["metric"] == "size"].set_index("step")
+        change = module_rows[(module_rows["metric"] == "change") & (module_rows["step"] == last)]["slope"]
         rows.append(
             {
                 "module": module,

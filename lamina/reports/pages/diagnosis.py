@@ -98,12 +98,14 @@ def _paragraphs(texts: Iterable[str]) -> str:
 def write_comparison(path: Path, compared: SideBySide) -> Path:
     """Write the page of two runs side by side to ``path``."""
     texts = _paragraphs(compared.sentences())
-    parted = [one for one in (compared.whole, compared.layer) if one is not None]
-    places = [(-1, "model", "all", LOSS), *(one.place for one in parted)]
+    parted = [part for part in (compared.whole, compared.layer) if part is not None]
+    places = [(-1, "model", "all", LOSS), *(part.place for part in parted)]
     html = "".join(
-        figure(_pair(compared, place), f"{sentence(place[3].replace('_', ' '))} of both runs; red: where they part.")
-        for place in dict.fromkeys(places)
-        if place in compared.series
+        figure(
+            _pair(compared, location), f"{sentence(location[3].replace('_', ' '))} of both runs; red: where they part."
+        )
+        for location in dict.fromkeys(places)
+        if location in compared.series
     )
     return write_page(
         path.parent,

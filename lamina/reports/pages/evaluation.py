@@ -139,7 +139,7 @@ def _paired(rows: list[Json]) -> str:
 
 
 def _scores(printed: Json, color: dict[str, str]) -> str:
-    rows = [{**line, "place": place} for place, line in enumerate(printed["lines"])]
+    rows = [{**line, "place": index} for index, line in enumerate(printed["lines"])]
     chance = printed.get("chance") or []
     if any(map(is_number, chance)):
         nothing = {"runs": "", "left_out": {}, "std": [None] * len(chance)}

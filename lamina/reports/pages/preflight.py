@@ -156,10 +156,10 @@ def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, color: Map
     """Draw a metric of the blocks by layer, before the first step and at the last measurement, side by side."""
     chosen = layers[(layers["metric"] == metric) & (layers["sublayer"] == "block") & (layers["role"] == "all")]
     lines = []
-    for key, own in chosen.groupby(["placement", "learning_rate"], sort=False):
+    for key, run_rows in chosen.groupby(["placement", "learning_rate"], sort=False):
         label = label_of(*cast("tuple[str, float]", key), rows)
-        for panel, step in ((1, own["step"].min()), (2, own["step"].max())):
-            points = own[own["step"] == step].sort_values("layer")
+        for panel, step in ((1, run_rows["step"].min()), (2, run_rows["step"].max())):
+            points = run_rows[run_rows["step"] == step].sort_values("layer")
             values = points["value"].to_numpy(dtype=float)
             line = Line(
                 x=points["layer"],

@@ -76,8 +76,8 @@ class Checkpoints:
             if broken is not None:
                 logger.warning("%s: %s; resuming from the one before", path, broken)
             elif allowed(run_state(path)):
-                if others := strays(path):
-                    logger.warning("%s: not one of its files, so not read: %s", path, ", ".join(others[:3]))
+                if stray_files := strays(path):
+                    logger.warning("%s: not one of its files, so not read: %s", path, ", ".join(stray_files[:3]))
                 return path
         return None
 

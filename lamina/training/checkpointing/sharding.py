@@ -214,13 +214,13 @@ def own_class(model: nn.Module) -> Iterator[None]:
 
 def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Copy tensors to the CPU, of a sharded tensor this process's part; a tensor with two names is copied once."""
-    known: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    copied: dict[tuple[int, torch.Size], torch.Tensor] = {}
     made: Tensors = {}
     for name, tensor in tensors.items():
         key = (local_part(tensor).data_ptr(), tensor.shape)
-        if key not in known or not tensor.numel():
-            known[key] = tensor.detach().to("cpu", copy=True)
-        made[name] = known[key]
+        if key not in copied or not tensor.numel():
+            copied[key] = tensor.detach().to("cpu", copy=True)
+        made[name] = copied[key]
     return made
 
 

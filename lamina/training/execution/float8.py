@@ -47,14 +47,14 @@ def to_float8(model: nn.Module, device: str) -> None:
 
     def chosen(layer: nn.Module, name: str) -> bool:
         sizes = (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else (1,)
-        found.append(not any(size % _MULTIPLE for size in sizes) and name.rpartition(".")[2] != "gate")
-        return found[-1]
+        converted.append(not any(size % _MULTIPLE for size in sizes) and name.rpartition(".")[2] != "gate")
+        return converted[-1]
 
-    found: list[bool] = []
+    converted: list[bool] = []
     for block in [module for module in model.modules() if isinstance(module, Block)]:
         config = torchao.Float8LinearConfig(emulate=device == "cpu")
         torchao.convert_to_float8_training(block, module_filter_fn=chosen, config=config)
-    if not any(found):
+    if not any(converted):
         raise UserError(f"precision: 'float8' finds no layer whose sizes are multiples of {_MULTIPLE} (allowed: bf16)")
     if device == "cpu":
         logger.warning("precision: float8 is emulated on a CPU, slower than fp32")

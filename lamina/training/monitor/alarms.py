@@ -81,10 +81,10 @@ class Alarm:
         Of values that are not finite, the one at their origin explains most: states spread to later layers, gradients
         to earlier ones.
         """
-        place = 2 * self.layer + (self.sublayer == "feed_forward")
+        rank = 2 * self.layer + (self.sublayer == "feed_forward")
         forward = self.metric.startswith(("hidden", "attention"))  # these come before the gradients
         weights = self.metric == "weight_norm"  # they were so before the step
-        arose = [not weights, self.layer < 0, self.sublayer == "block", not forward, place if forward else -place]
+        arose = [not weights, self.layer < 0, self.sublayer == "block", not forward, rank if forward else -rank]
         late = self.metric == LOSS  # the loss shows a problem last
         return self.step, late, ORDER.index(self.rule), *(arose if self.rule == "not_finite" else ()), -self.distance
 
@@ -123,10 +123,10 @@ class Alarms(Rules):
         alarms: list[Alarm] = []
         self.marked = set()
         for step, group in sorted(by_step.items()):
-            found = [alarm for one in self.judge(step, group, rate) for alarm in self._once(one)]
-            soft = [alarm.step for alarm in found if not is_hard(alarm)]
-            self._done_at = max([alarm.step for alarm in found if is_hard(alarm)], default=self._done_at)
-            alarms += [*self._followed(step, begun=min(soft, default=math.inf)), *found]
+            told = [alarm for candidate in self.judge(step, group, rate) for alarm in self._once(candidate)]
+            soft = [alarm.step for alarm in told if not is_hard(alarm)]
+            self._done_at = max([alarm.step for alarm in told if is_hard(alarm)], default=self._done_at)
+            alarms += [*self._followed(step, begun=min(soft, default=math.inf)), *told]
         return self._tell(alarms)
 
     def first(self, rose: float) -> Alarm | None:
@@ -146,8 +146,8 @@ class Alarms(Rules):
         last = max((alarm.step for alarm in self.told if alarm.rule != NOTABLE), default=-math.inf)
         self.news = describe(told[0]) if told and told[0].step > last + EVENT else ""
         self.marked |= {alarm.step for alarm in told}
-        known = {(alarm.step, _key(alarm)) for alarm in self.told}  # a resumed run tells what it had told
-        if new := [alarm for alarm in alarms if (alarm.step, _key(alarm)) not in known]:
+        told_keys = {(alarm.step, _key(alarm)) for alarm in self.told}  # a resumed run tells what it had told
+        if new := [alarm for alarm in alarms if (alarm.step, _key(alarm)) not in told_keys]:
             self.told = sorted([*self.told, *new], key=lambda alarm: alarm.step)
             self._write()
         return told
@@ -224,9 +224,9 @@ class Alarms(Rules):
             self._out.discard(key)
             self._single += [alarm for alarm in self._high.pop(key, []) if alarm.excess > MARKED]
         elif key not in self._out:
-            place = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
+            location = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
             high = self._high.setdefault(key, [])
-            high.append(Alarm(step=step, rule=rule, **place, value=value, usual=usual))
+            high.append(Alarm(step=step, rule=rule, **location, value=value, usual=usual))
             if high[-1].excess > MARKED or not waits:
                 self.marked.add(step)
             if not waits or (len(high) > self.limits[found.name] if lasts else len(high) == STAYS):
@@ -359,8 +359,10 @@ def read_alarms(folder: Path) -> list[Alarm]:
     lines, names = sorted(lines, key=lambda line: line["step"]), {each.name for each in fields(Alarm)}
     for line in lines:
         line |= {name: math.nan for name in ("value", "usual") if line.get(name, 0.0) is None}  # JSON has no NaN
-    known = [line for line in lines if line.get("rule") in ORDER and line.keys() == names]
-    if others := [str(line.get("rule")) for line in lines if line not in known]:
-        words = ", ".join(repr(rule) for rule in sorted(set(others)))
-        logger.warning("%s: alarms left out that this version does not know: %d (%s)", ALARMS, len(others), words)
-    return [Alarm(**line) for line in known]
+    alarm_lines = [line for line in lines if line.get("rule") in ORDER and line.keys() == names]
+    if unknown_rules := [str(line.get("rule")) for line in lines if line not in alarm_lines]:
+        words = ", ".join(repr(rule) for rule in sorted(set(unknown_rules)))
+        logger.warning(
+            "%s: alarms left out that this version does not know: %d (%s)", ALARMS, len(unknown_rules), words
+        )
+    return [Alarm(**line) for line in alarm_lines]

@@ -109,12 +109,12 @@ class BeforeTraining:
     @cached_property
     def groups(self) -> dict[int, list[Mapping[str, Output]]]:
         """The groups of the optimizers that have a parameter, by its id."""
-        found: dict[int, list[Mapping[str, Output]]] = {}
+        outputs: dict[int, list[Mapping[str, Output]]] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    found.setdefault(id(parameter), []).append(group)
-        return found
+                    outputs.setdefault(id(parameter), []).append(group)
+        return outputs
 
     @cached_property
     def blocks(self) -> list[tuple[str, list[nn.Module]]]:
@@ -127,8 +127,8 @@ class BeforeTraining:
     @cached_property
     def tokens(self) -> torch.Tensor | None:
         """The batch's token ids [batch, tokens]."""
-        others = (value for name, value in self.batch.items() if "label" not in name and "target" not in name)
-        return next((value for value in others if value.ndim == 2 and not value.is_floating_point()), None)
+        inputs = (value for name, value in self.batch.items() if "label" not in name and "target" not in name)
+        return next((value for value in inputs if value.ndim == 2 and not value.is_floating_point()), None)
 
     @cached_property
     def labels(self) -> torch.Tensor | None:
@@ -183,8 +183,8 @@ def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
 def of_another_model(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find parameters of the optimizer that the model does not have."""
     every = [p for optimizer in setup.optimizers for group in optimizer.param_groups for p in group["params"]]
-    own = {id(p) for p in setup.model.parameters()}
-    foreign = sum(id(p) not in own for p in every)
+    parameter_ids = {id(p) for p in setup.model.parameters()}
+    foreign = sum(id(p) not in parameter_ids for p in every)
     if foreign and foreign < len(every) and any(id(p) not in setup.groups for p in setup.trained):
         yield Mistake(
             name="of_another_model",
@@ -210,7 +210,7 @@ def in_two_optimizers(setup: BeforeTraining) -> Iterator[Mistake]:
 @checks
 def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find norms' gains and biases that weight decay pulls to 0; gains stored as a difference from 1 may be."""
-    found: list[nn.Parameter] = []
+    gains: list[nn.Parameter] = []
     decay = 0.0
     for module in setup.model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -219,12 +219,12 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
             )
             values = [float(group.get("weight_decay") or 0.0) for group in setup.groups.get(id(parameter), ())]
             if (gain or name == "bias") and parameter.requires_grad and max(values, default=0.0) >= DECAY:
-                found.append(parameter)
+                gains.append(parameter)
                 decay = max(decay, *values)
-    if any(p.ndim == 1 for p in found) and found:
+    if any(p.ndim == 1 for p in gains) and gains:
         yield Mistake(
             name="decayed_gains",
-            what=f"{len(found)} norms' gains or biases have a weight decay of {decay:g} ({setup.listed(found)})",
+            what=f"{len(gains)} norms' gains or biases have a weight decay of {decay:g} ({setup.listed(gains)})",
             why="decay pulls a gain toward 0, and with it what its layer contributes",
             do="Put them into a group with weight_decay=0.0",
         )
@@ -366,11 +366,11 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find norms whose gain starts at 0 or at 2; a norm at the end of a branch may start at 0."""
     sites = list(setup.structure.norms()) if setup.structure is not None else []
     ends = {id(site.module) for _, _, site in sites if site.role == "out_norm"}
-    known = {id(site.module) for _, _, site in sites}
+    norm_ids = {id(site.module) for _, _, site in sites}
     norms = [module for module in setup.model.modules() if is_norm(module)]
     gains = {module: gain for module in norms if (gain := _gain(module)) is not None and gain.numel() > 1}
     off = [module for module, gain in gains.items() if float(gain.abs().max()) < NEAR_ZERO and id(module) not in ends]
-    off = [module for module in off if id(module) in known] if len(off) < len(gains) else off
+    off = [module for module in off if id(module) in norm_ids] if len(off) < len(gains) else off
     off = [module for module in off if not _is_as_made(module)]
     flat = {m: float(gain.mean()) for m, gain in gains.items() if float(gain.std()) < 1e-3 and not _is_as_made(m)}
     double = [module for module, mean in flat.items() if TWICE[0] < mean < TWICE[1]]
@@ -409,7 +409,7 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
         middle = statistics.median(of.values())
         apart = [n for n, s in of.items() if s > 0 and middle > 0 and not 1 / SOLE < s / middle < SOLE]
         odd += apart if len(of) > 3 and len(apart) <= len(of) / 4 else []
-    for found, what, why in (
+    for paths, what, why in (
         (wide, f"a standard deviation of more than {WIDE:g}/sqrt(inputs)", "the stream's variance explodes with depth"),
         (
             [*flat] if usual < NARROW else [],
@@ -422,10 +422,10 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
             "one layer will dominate, or not count",
         ),
     ):
-        if found:
+        if paths:
             yield Mistake(
                 name="weight_scales",
-                what=f"{len(found)} matrices have {what} ({', '.join(found[:_SHOWN])}{' ...' * (len(found) > _SHOWN)})",
+                what=f"{len(paths)} matrices have {what} ({', '.join(paths[:_SHOWN])}{' ...' * (len(paths) > _SHOWN)})",
                 why=why,
                 do="Draw them with 0.02, or 1/sqrt(inputs); divide output projections by sqrt(2 layers)",
             )
@@ -504,10 +504,10 @@ def _loss_shifts(setup: BeforeTraining) -> bool | None:
     if trial is None or trial.logits is None or setup.labels is None:
         named = bool(re.search(r"ForCausalLM|LMHeadModel", type(setup.model).__name__)) and "labels" in setup.batch
         return True if named else None
-    found = _cross_entropies(trial.logits, setup.labels)
-    if len(found) < 2 or not trial.causal or not all(map(math.isfinite, found)):
+    losses = _cross_entropies(trial.logits, setup.labels)
+    if len(losses) < 2 or not trial.causal or not all(map(math.isfinite, losses)):
         return None
-    plain, shifted = (abs(value - trial.loss) for value in found)
+    plain, shifted = (abs(value - trial.loss) for value in losses)
     near, far = sorted((plain, shifted))
     if near > 0.01 * abs(trial.loss) or far < max(3 * near, 1e-5 * abs(trial.loss)):
         return None
@@ -529,8 +529,8 @@ def _parts(output: Output) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
         return get("loss"), get("logits")
     tensors = [x for x in (output if isinstance(output, list | tuple) else (output,)) if isinstance(x, torch.Tensor)]
-    scalars, others = [x for x in tensors if x.numel() == 1], [x for x in tensors if x.ndim > 1]
-    return next(iter(scalars), None), next(iter(others), None)
+    scalars, matrices = [x for x in tensors if x.numel() == 1], [x for x in tensors if x.ndim > 1]
+    return next(iter(scalars), None), next(iter(matrices), None)
 
 
 def _tried(model: nn.Module, batch: object, loss_of: LossOf | None, tokens: torch.Tensor | None) -> FirstPass | None:
@@ -624,20 +624,20 @@ def check(
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} (allowed: a torch.nn.Module)")
     given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    optimizers, (own, _) = [stepping(each) for each in given], bare(model)
-    args, kwargs = _arguments(own, batch) if batch is not None else ((), {})
-    inner, inputs = called(own, args, kwargs)
-    device = next((p.device for p in own.parameters()), torch.device("cpu"))
+    optimizers, (model_itself, _) = [stepping(each) for each in given], bare(model)
+    args, kwargs = _arguments(model_itself, batch) if batch is not None else ((), {})
+    inner, inputs = called(model_itself, args, kwargs)
+    device = next((p.device for p in model_itself.parameters()), torch.device("cpu"))
     unchecked = ["optimizers: none was given"] if not given else []
-    setup = BeforeTraining(model=own, optimizers=optimizers, batch=inputs, half=in_half(device.type))
+    setup = BeforeTraining(model=model_itself, optimizers=optimizers, batch=inputs, half=in_half(device.type))
     setup.scaler = scaler is not None and bool(getattr(scaler, "is_enabled", lambda: True)())
-    first = next(iter(inspect.signature(own.forward).parameters), "input_ids")
-    made_up = {str(getattr(own, "main_input_name", first)): torch.arange(1, 9, device=device)[None]}
+    first = next(iter(inspect.signature(model_itself.forward).parameters), "input_ids")
+    made_up = {str(getattr(model_itself, "main_input_name", first)): torch.arange(1, 9, device=device)[None]}
     setup.structure = follow(inner, inputs or made_up).structure
     if batch is None:
         unchecked.append("first loss, labels, masks and gradients, which need batch=")
     else:
-        setup.trial = _tried(own, batch, loss, setup.tokens)
+        setup.trial = _tried(model_itself, batch, loss, setup.tokens)
         if setup.trial is None:
             unchecked.append(
                 "first loss and gradients: the model returns no loss; pass loss=a function of model and batch"

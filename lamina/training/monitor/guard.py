@@ -138,8 +138,8 @@ class OutlierRule:
         seen = self._seen.setdefault(name, deque(maxlen=self.window))
         if not math.isfinite(value):
             return True
-        known = len(seen) >= self.window // 2
-        outlier = known and value > statistics.fmean(seen) + self.sigmas * statistics.pstdev(seen)
+        enough = len(seen) >= self.window // 2
+        outlier = enough and value > statistics.fmean(seen) + self.sigmas * statistics.pstdev(seen)
         seen.append(value)
         return outlier
 

@@ -67,10 +67,10 @@ class LoopSigns:
                     self._handles.append(module.register_forward_pre_hook(self._marking(site.index, sublayer.kind)))
 
     def _marking(self, layer: int, kind: str) -> Callable[[nn.Module, tuple], None]:
-        place, called = (layer, kind), self._called
+        location, called = (layer, kind), self._called
 
         def mark(module: nn.Module, args: tuple) -> None:
-            called.add(place)
+            called.add(location)
 
         return mark
 
@@ -98,11 +98,16 @@ class LoopSigns:
         changed = dict.fromkeys(self._replaced, 1)
         self._replaced = set()
         if self._mask and mask != self._mask:
-            places = [place for place, (now, was) in enumerate(zip(mask, self._mask, strict=True)) if now != was]
-            for place in places:
-                owner = self.norms.keys[self.norms.groups[place]]
+            places = [location for location, (now, was) in enumerate(zip(mask, self._mask, strict=True)) if now != was]
+            for location in places:
+                owner = self.norms.keys[self.norms.groups[location]]
                 changed[owner] = changed.get(owner, 0) + 1
-            self._tell(step, sum(mask[place] for place in places), sum(not mask[place] for place in places), changed)
+            self._tell(
+                step,
+                sum(mask[location] for location in places),
+                sum(not mask[location] for location in places),
+                changed,
+            )
         self._mask = mask
         if mask not in self._trained:
             self._trained = {mask: frozenset(self.norms.trained())}

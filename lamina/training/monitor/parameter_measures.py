@@ -270,7 +270,7 @@ class Samples:
         """Choose the parameters whose moments are compared: of each owner the largest that is trained."""
         parameters, groups = self.groups.parameters, self.groups.groups
         by_size = sorted(range(len(groups)), key=lambda at: (parameters[at].requires_grad, parameters[at].numel()))
-        self._seen = sorted({groups[place]: place for place in by_size}.values())
+        self._seen = sorted({groups[index]: index for index in by_size}.values())
 
     def before_step(self, optimizers: Optimizers) -> None:
         """Compare the sample with the end of the last step."""
@@ -278,7 +278,7 @@ class Samples:
         if self._last is None:
             self.resumed &= not any(len(optimizer.state) for optimizer in optimizers)
             return
-        now = self._take({(place, key): value for place, key, value in self._moments(optimizers)})
+        now = self._take({(index, key): value for index, key, value in self._moments(optimizers)})
         if now is None or now.shape != self._last.shape:
             return
         if now.device.type != "cpu" or not torch.equal(now, self._last):  # comparing on a GPU would wait for it
@@ -294,7 +294,7 @@ class Samples:
         """Keep the sample as the optimizers leave it, if they took the step."""
         if not self._begun:
             return
-        moments = {(place, key): value for place, key, value in self._moments(optimizers)}
+        moments = {(index, key): value for index, key, value in self._moments(optimizers)}
         self._drift = self._drift if [*moments] == self._keys else None
         self._keys, self._begun = [*moments], False
         self._last = self._take(moments)
@@ -310,12 +310,12 @@ class Samples:
         return sum(map(len, self._views[: len(self._sizes)]))
 
     def _moments(self, optimizers: Optimizers) -> Iterator[tuple[int, str, torch.Tensor]]:
-        for place in self._seen:
-            parameter = self.groups.parameters[place]
-            state = next((one.state[parameter] for one in optimizers if parameter in one.state), {})
+        for index in self._seen:
+            parameter = self.groups.parameters[index]
+            state = next((optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state), {})
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    yield place, key, local_part(value)
+                    yield index, key, local_part(value)
 
     def _take(self, moments: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor | None:
         """Read the sample, with zeros for lost moments; None if the tensors are on several devices."""
@@ -341,7 +341,7 @@ class Samples:
             return []
         both = [torch.zeros_like(last) if drift is None else drift, last]
         lengths = [len(view) for view in self._views]
-        norms = torch.stack([part.double().norm() for one in both for part in one.split(lengths)]).view(2, -1)
+        norms = torch.stack([part.double().norm() for share in both for part in share.split(lengths)]).view(2, -1)
         scale = [tensor.numel() / max(1, length) for tensor, length in zip(self._tensors, lengths, strict=True)]
         squares = (norms**2 * torch.tensor(scale, device=norms.device))[:, :count]
         moved = last.new_zeros(self._count) if moved is None else moved
@@ -425,7 +425,7 @@ class UpdateRatios(TrainerCallback):
         self.samples.before_step(optimizers)
         if not recorded:
             return
-        self._frozen = {place for place, p in enumerate(self.groups.parameters) if not p.requires_grad}
+        self._frozen = {index for index, p in enumerate(self.groups.parameters) if not p.requires_grad}
         self._before = [local_part(p).clone() if p.requires_grad else local_part(p) for p in self.groups.parameters]
 
     @torch.no_grad()
@@ -437,7 +437,7 @@ class UpdateRatios(TrainerCallback):
         before, self._before = self._before, []
         self.rate, self._ratios = largest_rate(optimizers), self._rate_ratios(optimizers)
         sums = {"weight_norm": self.groups.local_sums(before)}
-        moved = [None if place in self._frozen else old for place, old in enumerate(before)]
+        moved = [None if index in self._frozen else old for index, old in enumerate(before)]
         pairs = [(old, local_part(p)) for old, p in zip(moved, self.groups.parameters, strict=True) if old is not None]
         if pairs:
             torch._foreach_sub_(*map(list, zip(*pairs, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
@@ -468,11 +468,11 @@ class UpdateRatios(TrainerCallback):
         gradients = [None if old is None else p.grad for old, p in zip(moved, self.groups.parameters, strict=True)]
         device = local_part(self.groups.parameters[0]).device
         largest = torch.zeros(2, len(moved), device=device)
-        for place, tensors in enumerate((moved, gradients)):
+        for index, tensors in enumerate((moved, gradients)):
             there = [at for at, x in enumerate(tensors) if x is not None and not x.is_sparse and local_part(x).numel()]
             parts = [local_part(cast(torch.Tensor, tensors[at])) for at in there]
             if parts and all(part.device == device for part in parts):
-                largest[place, there] = torch.stack(
+                largest[index, there] = torch.stack(
                     [torch.linalg.vector_norm(part, math.inf).float() for part in parts]
                 )
         if self.groups.sharded:
@@ -488,23 +488,23 @@ class UpdateRatios(TrainerCallback):
         if self._largest is None:
             return []
         updates, gradients = self._largest.tolist()
-        parameters, found = self.groups.parameters, []
+        parameters, unmoved = self.groups.parameters, []
         stepped = {
             self._group_of[id(p)][0]
             for p, size in zip(parameters, updates, strict=True)
             if size and id(p) in self._group_of
         }
-        for place, (parameter, update, gradient) in enumerate(zip(parameters, updates, gradients, strict=True)):
+        for index, (parameter, update, gradient) in enumerate(zip(parameters, updates, gradients, strict=True)):
             if update or not 0 < gradient < math.inf:
                 continue
             number, rate = self._group_of.get(id(parameter), (-1, 1.0))
             if number < 0:
-                found.append(place)
+                unmoved.append(index)
             elif number in stepped and rate:
                 size = float(local_part(parameter).abs().max()) if parameter.numel() else 0.0
                 if float(rate) * min(1.0, gradient) > _ROUNDED * size * torch.finfo(parameter.dtype).eps:
-                    found.append(place)
-        return found
+                    unmoved.append(index)
+        return unmoved
 
     def _rate_ratios(self, optimizers: Optimizers) -> dict[Owner, float]:
         owners = {id(p): self.groups.keys[g] for p, g in zip(self.groups.parameters, self.groups.groups, strict=True)}
@@ -574,18 +574,18 @@ def gains_of(structure: Structure) -> list[Gain]:
 
 def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
     """Return the largest weight [rows, width] of the embedding, and of the readout unless the two are tied."""
-    found: dict[str, nn.Parameter] = {}
+    tables: dict[str, nn.Parameter] = {}
     kinds = {"embedding": nn.Embedding, "readout": nn.Linear}
     for role, module in (("embedding", structure.embedding), ("readout", structure.head), *structure.outside):
         for part in () if module is None or role not in kinds else module.modules():
             if not isinstance(part, kinds[role]):
                 continue
             weight = cast(nn.Parameter, part.weight)
-            if role not in found or len(weight) > len(found[role]):
-                found[role] = weight
-    if found.get("readout") is found.get("embedding"):
-        found.pop("readout", None)
-    return found
+            if role not in tables or len(weight) > len(tables[role]):
+                tables[role] = weight
+    if tables.get("readout") is tables.get("embedding"):
+        tables.pop("readout", None)
+    return tables
 
 
 def _offset(norm: nn.Module) -> float:

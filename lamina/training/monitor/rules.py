@@ -257,11 +257,11 @@ class Rules:
             score /= max(1.0, (step - last) / INTERVAL) * (2.0 if self._chance and metric.startswith("hidden") else 1.0)
             if score and rule == "rise" and value <= self._calm(sublayer, metric, past):
                 score = 0.0
-            found = self._fitted(rule, row, usual * (value / scaled if scaled else 1.0), score)
+            course_now = self._fitted(rule, row, usual * (value / scaled if scaled else 1.0), score)
             if metric in COURSES and (course := self._course(rule, row, sign)) is not None:
                 self.note_score(course.name, course.score)
-                found = course if course.left and not found.left else found
-            yield found._replace(left=score > STANDS_OUT) if metric in GRADIENTS and rule == "rise" else found
+                course_now = course if course.left and not course_now.left else course_now
+            yield course_now._replace(left=score > STANDS_OUT) if metric in GRADIENTS and rule == "rise" else course_now
         recent.append(scaled)
         self._seen[series_of(row)] = last, step
 
@@ -304,9 +304,9 @@ class Rules:
             usual = statistics.median(row[6] for row in members)
             if len(members) < 3 or not usual > 0:
                 continue
-            found = [self._fitted("apart", row, usual, abs(math.log(max(row[6], 1e-30) / usual))) for row in members]
-            few = sum(one.left for one in found) <= max(1, FEW * len(members))
-            yield from (one if few else one._replace(left=False, score=0.0) for one in found)
+            courses = [self._fitted("apart", row, usual, abs(math.log(max(row[6], 1e-30) / usual))) for row in members]
+            few = sum(course.left for course in courses) <= max(1, FEW * len(members))
+            yield from (course if few else course._replace(left=False, score=0.0) for course in courses)
         groups = list(_groups(rows, "gradient_norm"))
         for members in groups:
             if len(members) > 2 and len(self._recent.get(series_of(members[0]), ())) <= STAYS:
@@ -351,9 +351,9 @@ class Rules:
 
     def _low(self, members: Sequence[Row]) -> Iterator[Found]:
         """Judge gradients by those of both neighboring layers; the last layer's by the two layers before it."""
-        for place in range(1, len(members)):
-            beside = (place - 1, place + 1) if place + 1 < len(members) else (place - 2, place - 1)
-            usual, row = min(members[at][6] for at in beside), members[place]
+        for index in range(1, len(members)):
+            beside = (index - 1, index + 1) if index + 1 < len(members) else (index - 2, index - 1)
+            usual, row = min(members[at][6] for at in beside), members[index]
             if usual > 0 and row[6] > 0:
                 yield self._fitted("low", row, usual, math.log(usual / row[6]))
 
@@ -366,9 +366,9 @@ class Rules:
                 places.setdefault((row[1], row[2], row[3]), {})[row[5]] = row
         updates = [of["update_norm"][6] for of in places.values() if "update_norm" in of]
         moving = sum(update > 0 for update in updates) > len(updates) / 2
-        for place, of in places.items():
-            before = self._weights.get(place)
-            born = 0.0 not in self._recent.get((*place, "weight_norm"), ())  # else a gain about 1, or LoRA's B
+        for location, of in places.items():
+            before = self._weights.get(location)
+            born = 0.0 not in self._recent.get((*location, "weight_norm"), ())  # else a gain about 1, or LoRA's B
             ratio = of.get("update_ratio")
             if ratio is not None and before is not None and born:  # Adam's first step is the largest
                 part = "" if ratio[1] >= 0 else "/outside"
@@ -380,7 +380,7 @@ class Rules:
                 )  # else, in most parts, it is the loop's way
                 yield Found("unmoved", update, 0.0, left="unmoved_parameters" in of and (moved or moving))
             if (weights := of.get("weight_norm")) is not None:
-                self._weights[place] = (step, weights[6], 0.0 if update is None else update[6])
+                self._weights[location] = (step, weights[6], 0.0 if update is None else update[6])
 
     def _written(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge changes to weights and moments that no optimizer made.
@@ -392,8 +392,8 @@ class Rules:
         of = {(row[1:4], row[5]): row for row in rows if row[5] in hands and math.isfinite(row[6])}
         recorded = any(row[5] == "update_norm" for row in rows)
         several = max(1, FEW * len(self._weights))
-        trained = [place for place, (_, _, update) in self._weights.items() if update > 0]
-        touched = sum((place, "written_ratio") in of for place in trained)
+        trained = [location for location, (_, _, update) in self._weights.items() if update > 0]
+        touched = sum((location, "written_ratio") in of for location in trained)
         whole_way = touched >= max(2, MEANS * len(trained))
         many = sum(row[5] == "written_ratio" and row[6] > WRITTEN for row in of.values()) > several
         lost = sorted(row[6] for row in of.values() if row[5] == "forgotten_share" and row[6] > FORGOTTEN)
@@ -405,15 +405,15 @@ class Rules:
         self._means += again
         reach = REACH if self._means <= STAYS else FAR  # momentum carries DiLoCo's steps further
         averaged = False
-        for place, (last, norm, update) in self._weights.items() if recorded or of else ():
-            written, share = (of.get((place, x), (step, *place, 0, x, 0.0)) for x in ("written_ratio", whole[5]))
+        for location, (last, norm, update) in self._weights.items() if recorded or of else ():
+            written, share = (of.get((location, x), (step, *location, 0, x, 0.0)) for x in ("written_ratio", whole[5]))
             yield Found("forgotten", share, 0.0, left=share[6] > FORGOTTEN and len(lost) <= several)
             recent = self._recent.setdefault(series_of(written), deque(maxlen=WINDOW))
             could = (step - last) * update / norm if many and norm else 0.0
             events = [value for value in recent if value > 0]
-            own = statistics.median(events if len(events) > 1 else recent or [math.inf])
-            usual = max(WRITTEN, OWN_WAY * own, could)
-            if whole_way and (back := of.get((place, "moved_ratio"))) is not None:
+            median_ratio = statistics.median(events if len(events) > 1 else recent or [math.inf])
+            usual = max(WRITTEN, OWN_WAY * median_ratio, could)
+            if whole_way and (back := of.get((location, "moved_ratio"))) is not None:
                 usual = max(usual, reach * back[6])
                 averaged |= written[6] > WRITTEN
             yield Found("written", written, usual, left=update > 0 and written[6] > usual)
@@ -463,10 +463,10 @@ class Rules:
                 usual, noise = usually[rule], max(noise, abs(level - earlier) if rule == "fall" else 0.0)
                 distance = min(LARGEST, sign * (value - usual) / noise) - SLACK[rule]
                 self._sums[rule] = max(0.0, self._sums.get(rule, 0.0) + distance)
-                found = self._fitted(rule, row, usual, self._sums[rule])
-                left = found.left or (self._sums.get(f"{rule} told", 0.0) > 0 and found.score > 0)
+                course = self._fitted(rule, row, usual, self._sums[rule])
+                left = course.left or (self._sums.get(f"{rule} told", 0.0) > 0 and course.score > 0)
                 self._sums[f"{rule} told"] = float(left)  # a chart that has told starts anew at 0
-                yield found._replace(left=left)
+                yield course._replace(left=left)
         losses.append(value)
 
     def _scaler(self, rows: Sequence[Row]) -> Iterator[Found]:
@@ -484,11 +484,11 @@ class Rules:
         return {
             "recent": [[*series, list(values)] for series, values in self._recent.items()],
             "seen": [[*series, *steps] for series, steps in self._seen.items()],
-            "weights": [[*place, list(values)] for place, values in self._weights.items()],
+            "weights": [[*location, list(values)] for location, values in self._weights.items()],
             "course": [list(self._losses), self._sums, self._skipped],
-            "changed": [[*place, step] for place, step in self._changed.items()],
+            "changed": [[*location, step] for location, step in self._changed.items()],
             "ways": [self._chance, self._means, self._total],
-            "zeros": [[*place, *counts] for place, counts in self._zeros.items()],
+            "zeros": [[*location, *counts] for location, counts in self._zeros.items()],
         }
 
     def load_state_dict(self, state: Json) -> None:

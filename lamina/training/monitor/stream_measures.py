@@ -156,8 +156,8 @@ class ForwardMeter:
 
     @torch.no_grad()
     def _see_logits(self, layer: int, largest: torch.Tensor) -> None:
-        known = self._logits.get(layer)
-        self._logits[layer] = largest if known is None else torch.maximum(known, largest)
+        logits = self._logits.get(layer)
+        self._logits[layer] = largest if logits is None else torch.maximum(logits, largest)
 
     @torch.no_grad()
     def _see_choice(self, layer: int, chosen: torch.Tensor, experts: int) -> None:

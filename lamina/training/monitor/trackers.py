@@ -34,8 +34,8 @@ def series_of(row: Row) -> str:
     _, layer, sublayer, role, index, metric, _ = row
     first = layer // SECTION * SECTION
     section = f"layers_{first:03d}-{first + SECTION - 1:03d}" if layer >= 0 else "outside"
-    place = f"{layer:03d}.{sublayer}.{role}" if layer >= 0 else f"{sublayer}.{role}"
-    return f"{metric}.{section}/{place}" + (f"{index:03d}" if role == "expert" or index else "")
+    location = f"{layer:03d}.{sublayer}.{role}" if layer >= 0 else f"{sublayer}.{role}"
+    return f"{metric}.{section}/{location}" + (f"{index:03d}" if role == "expert" or index else "")
 
 
 def installed(report_to: str) -> list[str]:

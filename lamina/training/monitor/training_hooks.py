@@ -100,8 +100,8 @@ def named_inputs(model: nn.Module, args: tuple, kwargs: Mapping[str, object]) ->
     with contextlib.suppress(TypeError, ValueError):
         signature = inspect.signature(model.forward)
         named = dict(signature.bind(*args, **kwargs).arguments)
-        for name, known in signature.parameters.items():
-            named |= named.pop(name, {}) if known.kind is known.VAR_KEYWORD else {}  # **kwargs, **batch
+        for name, parameter in signature.parameters.items():
+            named |= named.pop(name, {}) if parameter.kind is parameter.VAR_KEYWORD else {}  # **kwargs, **batch
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
 
@@ -437,8 +437,8 @@ class Instruments:
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
         """Measure gradients before torch clips them, by norm or by value (``limit`` None), if any is this model's."""
-        own = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(parameter) in own for parameter in parameters):
+        parameter_ids = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(parameter) in parameter_ids for parameter in parameters):
             return
         self._clipped_at = limit
         self._measure_gradients()
@@ -544,14 +544,14 @@ class Instruments:
         """Look for the layers again at the next forward pass if the model has other parameters than those followed."""
         if self._norms is None or self._norms.sharded:
             return
-        known = {id(parameter) for parameter in self._norms.parameters}
+        seen = {id(parameter) for parameter in self._norms.parameters}
         now = {id(parameter): parameter for parameter in self.model.parameters() if parameter.is_floating_point()}
-        if now.keys() == known:
+        if now.keys() == seen:
             return
-        new = [parameter for identity, parameter in now.items() if identity not in known]
+        new = [parameter for identity, parameter in now.items() if identity not in seen]
         names = f": {named(self.model, new)}" if new else ""
         self.note(
-            f"step {step}: the model has {len(new)} new parameters, and {len(known - now.keys())} are gone{names}; the "
+            f"step {step}: the model has {len(new)} new parameters, and {len(seen - now.keys())} are gone{names}; the "
             "layers are looked for again. An optimizer made before does not have the new ones"
         )
         self._stale = True

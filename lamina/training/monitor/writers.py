@@ -405,7 +405,7 @@ def read_about(folder: Path) -> Json:
             "lamina writes; another folder for a new run)"
         )
     for name, kind in (("layers", dict), ("notes", str), ("optimizers", str)):
-        entries, place = about.get(name, []), str(folder / WATCHED)
+        entries, file = about.get(name, []), str(folder / WATCHED)
         if not isinstance(entries, list) or not all(isinstance(entry, kind) for entry in entries):
-            raise UserError(f"{name}: {str(entries)[:60]} in {place!r} (allowed: a list, each a {kind.__name__})")
+            raise UserError(f"{name}: {str(entries)[:60]} in {file!r} (allowed: a list, each a {kind.__name__})")
     return about

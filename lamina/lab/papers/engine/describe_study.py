@@ -28,9 +28,9 @@ def description(settings: StudySettings) -> str:
     lines += [f"scale {settings.scale}: {plan.scale.needs}"] if plan.scale.needs else _trials(plan, settings)
     told = verdicts_of(study, settings.records_folder) if records_are_of(study, settings) else []
     lines.append("")
-    for one in told:
-        lines.append(f"{one['verdict']} ({one['scale']}): {one['claim']}: {one['says']}")
-        lines += [f"    {word}: {one[word]}" for word in ("ours", "paper", "note") if one.get(word)]
+    for verdict in told:
+        lines.append(f"{verdict['verdict']} ({verdict['scale']}): {verdict['claim']}: {verdict['says']}")
+        lines += [f"    {word}: {verdict[word]}" for word in ("ours", "paper", "note") if verdict.get(word)]
     return "\n".join(lines)
 
 
@@ -79,7 +79,8 @@ def dry_run_text(settings: StudySettings) -> str:
     plan = study_plan(study, settings)
     arms = {
         arm: {
-            n: one.run() if isinstance(one, MaxRateSettings) else cast(PretrainSettings, one) for n, one in each.items()
+            n: text.run() if isinstance(text, MaxRateSettings) else cast(PretrainSettings, text)
+            for n, text in each.items()
         }
         for arm, each in plan.dry().items()
     }

@@ -44,7 +44,7 @@ class Arm:
 
 def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
     """Return the arms of a scale in the order of its axes; ``changes`` replace settings of the scale."""
-    found = []
+    made = []
     for labels in product(*(scale.axes[axis] for axis in scale.axes)):
         values = dict(zip(scale.axes, labels, strict=True))
         if any(matches(values, pattern) for pattern in scale.skip):
@@ -55,22 +55,24 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
         placement = str(settings.get("placement", ""))
         if placement.startswith("./"):  # relative to the study's file
             settings["placement"] = str(scale.folder / placement[2:])
-        found.append(Arm(values=values, settings=settings))
-    if not found:
+        made.append(Arm(values=values, settings=settings))
+    if not made:
         raise UserError(f"skip: leaves no arm of the {scale.name} scale (allowed: to skip some combinations)")
-    return found
+    return made
 
 
 def refuse_without_effect(scale: Scale, changes: Json) -> None:
     """Raise UserError for a change of a setting that the arms or trials set themselves."""
-    own: dict[str, str] = {**ENGINE, "seed": "--seeds"}
+    decided: dict[str, str] = {**ENGINE, "seed": "--seeds"}
     if scale.rates or scale.tuning is not None:
-        own["learning_rate"] = "a copy of the study with other rates"
+        decided["learning_rate"] = "a copy of the study with other rates"
     every = [set.intersection(*({*point} for point in points.values())) for points in scale.axes.values()]
-    own |= {name: "a copy of the study with another axis" for names in every for name in names}
+    decided |= {name: "a copy of the study with another axis" for names in every for name in names}
     for name in changes:
-        if name in own:
-            raise UserError(f"set.{name}: has no effect: the study's trials say it themselves (allowed: {own[name]})")
+        if name in decided:
+            raise UserError(
+                f"set.{name}: has no effect: the study's trials say it themselves (allowed: {decided[name]})"
+            )
 
 
 def matches(values: Mapping[str, str], pattern: Json) -> bool:
@@ -124,9 +126,9 @@ class StudyPlan:
         every = set(range(len(self.arms)))
         arms, counts = {self.scale.job: every}, dict[str, int]()
         for stage in self.scale.stages:
-            found = {n for n in every if not any(matches(self.arms[n].values, pattern) for pattern in stage.skip)}
-            found = found.intersection(*(arms.get(source, every) for source in stage.inputs.values()))
-            one = {n for n in found if all(self.arms[n].values[axis] == value for axis, value in stage.of.items())}
+            arms_left = {n for n in every if not any(matches(self.arms[n].values, pattern) for pattern in stage.skip)}
+            arms_left = arms_left.intersection(*(arms.get(source, every) for source in stage.inputs.values()))
+            one = {n for n in arms_left if all(self.arms[n].values[axis] == value for axis, value in stage.of.items())}
             counts[stage.name] = len(one)
             arms[stage.name] = every if stage.of and one else one  # all arms' later stages take that one's model
         trials = len(self.scale.seeds) * (1 if self.scale.tuning is not None else len(self.scale.rates or (None,)))
@@ -147,11 +149,11 @@ class StudyPlan:
         swept = {number: (tried, best) for number, (tried, best) in enumerate(rates) if best is not None}
         self.at_edge = {number: best.lowest in (tried[0], tried[-1]) for number, (tried, best) in swept.items()}
         self.chosen = {number: best.chosen for number, (_, best) in swept.items()}
-        others = self._others(scale.tuning)
+        partners = self._others(scale.tuning)
         for seed in scale.seeds:
             for number, rate in self.chosen.items():
                 wanted += self._chain(number, rate, seed)
-            for number, rate in others.items():
+            for number, rate in partners.items():
                 wanted.append(self._trial(number, rate, seed, measured=False))
         return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
 
@@ -174,8 +176,8 @@ class StudyPlan:
         """Return for each arm the best rate of another arm at which it is also trained, if that is known."""
         numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
         pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
-        others = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
-        return {number: self.chosen[other] for number, other in others.items() if other in self.chosen}
+        partners = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
+        return {number: self.chosen[other] for number, other in partners.items() if other in self.chosen}
 
     def _chain(self, number: int, rate: float | None, seed: int) -> list[StudyTrial]:
         """Return an arm's first trial and the known trials of its stages."""
@@ -222,14 +224,14 @@ class StudyPlan:
         """Return the rates to try for an arm, and the best one once all of their results are known."""
         rates = sorted(tuning.rates)
         for widening in range(tuning.widen + 1):
-            known: dict[float, list[Json]] = {}
+            results_by_rate: dict[float, list[Json]] = {}
             for rate in rates:
                 results = (result(self._trial(number, rate, seed, measured=False)) for seed in seeds)
-                known[rate] = [each for each in results if each is not None]
-            if any(len(results) < len(seeds) for results in known.values()):
+                results_by_rate[rate] = [each for each in results if each is not None]
+            if any(len(results) < len(seeds) for results in results_by_rate.values()):
                 return rates, None
-            best = best_rate(known, tuning.rule)
-            nothing = all(math.isinf(_rank(results)[0]) for results in known.values())  # no trial ended
+            best = best_rate(results_by_rate, tuning.rule)
+            nothing = all(math.isinf(_rank(results)[0]) for results in results_by_rate.values())  # no trial ended
             inside = best.lowest not in (rates[0], rates[-1])
             if nothing or len(rates) == 1 or inside or widening == tuning.widen:
                 return rates, best

@@ -200,10 +200,10 @@ def _cluster(address: str | None, cpus: int) -> Iterator[Any]:
     try:
         ray.init(**options)
     except Exception as error:  # a bare one where the machine is too busy for the cluster to start in time
-        place = "engine: 'ray': no cluster could be started on this machine (allowed: local)"
+        reason = "engine: 'ray': no cluster could be started on this machine (allowed: local)"
         if address is not None:
-            place = f"address: {address!r}: the cluster cannot be reached"
-        raise UserError(f"{place}: {one_line(error)}") from None
+            reason = f"address: {address!r}: the cluster cannot be reached"
+        raise UserError(f"{reason}: {one_line(error)}") from None
     try:
         yield ray
     finally:

@@ -47,19 +47,19 @@ def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[s
 
     A trial whose result only the records have is run again if its model is needed.
     """
-    found: dict[str, StudyTrial] = {}
+    ready: dict[str, StudyTrial] = {}
 
     def visit(trial: StudyTrial) -> None:
         lacking = [source for source in trial.inputs.values() if not store.has_model(source)]
         for source in lacking:
             visit(source)
         if not lacking:
-            found[trial.key] = trial
+            ready[trial.key] = trial
 
     for trial in trials:
         if known(trial) is None:
             visit(trial)
-    return found
+    return ready
 
 
 def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
@@ -311,9 +311,14 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
         "(allowed: the study as it was; another --output; or --overwrite, which keeps all trials in the store and "
         "runs only what is new)"
     )
-    written = (one.get("scales", {}).get(plan.scale.name) or {} for one in (stored.get("definition") or {}, definition))
+    written = (
+        definition_read.get("scales", {}).get(plan.scale.name) or {}
+        for definition_read in (stored.get("definition") or {}, definition)
+    )
     told = ("notes", "figure", "figures")  # only text or figures
-    before, now = ({key: value for key, value in one.items() if key not in told} for one in written)
+    before, now = (
+        {key: value for key, value in definition_read.items() if key not in told} for definition_read in written
+    )
     ran = set(stored.get("trials", []))
 
     # A rate of which a trial failed was known to lose when the study ran here.
@@ -338,7 +343,7 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
     records = settings.records_folder / record_name(settings)
     if not whole and (records / CLAIMS).is_file():
         return
-    known = environment(0)  # before the records change: they are part of the repository
+    machine = environment(0)  # before the records change: they are part of the repository
     looks = verdicts.looks_of(records, recorded_keys(folder)) if whole else []
     trained = _trained(records, recorded_keys(folder), store)
     (records / SEALED).unlink(missing_ok=True)
@@ -359,9 +364,9 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
                 "changes": settings.changes,
             },
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "revision": known["git_revision"],
-            "versions": known["versions"],
-            "machine": known["machine"],
+            "revision": machine["git_revision"],
+            "versions": machine["versions"],
+            "machine": machine["machine"],
             "trained": trained,
             **({"looks": looks} if looks else {}),  # the trials at each recording of verdicts
             "definition": read_mapping(study.file),
@@ -375,10 +380,10 @@ def _trained(records: Path, keys: Sequence[str], store: Store) -> list[Json]:
 
     If the records know it of more trials than the store, whose trials may be gone, the records count.
     """
-    found = [store.machines(keys)]
+    machines = [store.machines(keys)]
     if (records / STUDY).is_file() and set(recorded_keys(records)) <= set(keys):
-        found.append(read_mapping(records / STUDY).get("trained", []))
-    return max(found, key=lambda ones: sum(one["trials"] for one in ones))
+        machines.append(read_mapping(records / STUDY).get("trained", []))
+    return max(machines, key=lambda ones: sum(machine["trials"] for machine in ones))
 
 
 _NOTES = {*columns.BESIDES, "rollbacks", "key", "tuned", "at_edge"}
@@ -421,8 +426,8 @@ def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **
     numbers = TRIAL_JOBS[trial.job].numbers(result)
     scalars = {n: value for n, value in numbers.items() if n not in left_out and not isinstance(value, dict | list)}
     placement = re.sub(r"^[^(]*/", "", trial.placement)  # without the folder of a file that only this machine has
-    own: Json = {"key": trial.key, "placement": placement, **values, "seed": trial.seed}
-    return {**scalars, **own, "learning_rate": trial.learning_rate, **places}
+    row: Json = {"key": trial.key, "placement": placement, **values, "seed": trial.seed}
+    return {**scalars, **row, "learning_rate": trial.learning_rate, **places}
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:

@@ -39,7 +39,7 @@ def judge_study(
     """
     if not study.claims_file.is_file():
         return []
-    claims, known = _load(study), environment(0)
+    claims, machine = _load(study), environment(0)
     if scale.needs:
         judged = [_unjudged(claim, Verdict.NEEDS_SCALE, scale.needs) for claim in claims]
     elif missing:
@@ -51,16 +51,16 @@ def judge_study(
         axes = list(scale.axis_names)
         rows = judgeable(results, axes, scale.tuning_seeds, scale.seeds)
         trials = Trials(rows, axes=axes, scale=scale.name, measures=_reader(scale, store))
-        judged = [one.record() for one in judge(claims, trials, looks=max(looks, scale.looks))]
+        judged = [verdict.record() for verdict in judge(claims, trials, looks=max(looks, scale.looks))]
     provenance: Json = {
         "study": study.name,
         "scale": scale.name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "revision": known["git_revision"],
-        "machine": known["machine"]["processor"],
-        "versions": known["versions"],
+        "revision": machine["git_revision"],
+        "machine": machine["machine"]["processor"],
+        "versions": machine["versions"],
     }
-    return [{**one, **provenance} for one in judged]
+    return [{**verdict, **provenance} for verdict in judged]
 
 
 def _reader(scale: Scale, store: Store) -> Reader:
@@ -68,7 +68,7 @@ def _reader(scale: Scale, store: Store) -> Reader:
 
     def read(key: str, name: str, at: str) -> Frame | None:
         listed = scale.all_measures.get(at, ())
-        fits = [one for one in listed if name in (one, specs.parse(one, "probe")[0])]
+        fits = [measure for measure in listed if name in (measure, specs.parse(measure, "probe")[0])]
         return store.table(key, f"{at}/{fits[0]}") if fits else None
 
     return read
@@ -96,7 +96,7 @@ def all_verdicts(records: Path | None = None) -> list[Json]:
     Raises UserError for a file of the catalog that can't be read.
     """
     folder = records_folder() if records is None else records
-    return [one for name in names() for one in verdicts_of(read_study(name), folder)]
+    return [verdict for name in names() for verdict in verdicts_of(read_study(name), folder)]
 
 
 def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
@@ -114,13 +114,13 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
             note, labels = f"lamina study run {study.name} --scale {scale}", {"study": study.name, "scale": scale}
             claims = _load(study) if study.claims_file.is_file() else []
             verdicts += [{**_unjudged(claim, Verdict.NOT_RUN, note), **labels, "date": None} for claim in claims]
-        for one in stored or ():
-            if (own := (one.get("study"), one.get("scale"))) != (study.name, scale):  # the folder was exchanged
+        for entry in stored or ():
+            if (owner := (entry.get("study"), entry.get("scale"))) != (study.name, scale):  # the folder was exchanged
                 raise UserError(
-                    f"records: {str(folder)!r} holds a verdict of {own[0]}-{own[1]} (allowed: each study's record "
+                    f"records: {str(folder)!r} holds a verdict of {owner[0]}-{owner[1]} (allowed: each study's record "
                     "under its own name)"
                 )
-            verdicts.append(one)
+            verdicts.append(entry)
     return verdicts
 
 

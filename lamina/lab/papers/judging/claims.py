@@ -124,8 +124,10 @@ def _badly_tuned(rows: Frame, beyond: Frame, arms: Sequence[str], reads: Reads) 
     if reads.chose_rate or ("tuned_on" in rows and rows["tuned_on"].fillna(False).astype(bool).any()):
         yield "its rates were chosen by seeds that it tests"
     if "at_edge" in beyond:
-        own = beyond[beyond["tuned"].astype(bool) & beyond["status"].isin(TRAINED)]
-        if edges := [name for name, part in _each(own, arms) if part["at_edge"].fillna(False).astype(bool).any()]:
+        tuned_rows = beyond[beyond["tuned"].astype(bool) & beyond["status"].isin(TRAINED)]
+        if edges := [
+            name for name, part in _each(tuned_rows, arms) if part["at_edge"].fillna(False).astype(bool).any()
+        ]:
             yield f"the best rate is at the sweep's edge: {', '.join(edges)}"
 
 
@@ -183,10 +185,10 @@ class Judged(Finding):
             return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
         interval = None if self.interval is None else [plain(end) for end in self.interval]
-        found: Json = {"verdict": self.verdict.value, "ours": self.ours, "parts": list(self.parts), "paper": self.paper}
+        entry: Json = {"verdict": self.verdict.value, "ours": self.ours, "parts": list(self.parts), "paper": self.paper}
         numbers: Json = {"margin": plain(self.margin), "interval": interval, "p": plain(self.p)}
         rest: Json = {"p_holm": plain(self.p_holm), "seeds": self.seeds, "note": self.note}
-        return {"claim": self.claim, "says": self.says, **found, **numbers, **rest}
+        return {"claim": self.claim, "says": self.says, **entry, **numbers, **rest}
 
 
 _loading: list[dict[str, Claim]] = []  # of the files that are being read, the innermost last

@@ -155,10 +155,10 @@ def any_of(*findings: Finding) -> Finding:
         if deciding:
             best = min(deciding, key=lambda each: 0.0 if each.p is None else each.p)
             tested = sum(each.p is not None for each in findings)
-            own = None if best.p is None else min(1.0, best.p * tested)
-            if verdict in shown and own is not None and own >= ALPHA:
-                return _joined(findings, best, Verdict.INCONCLUSIVE, own, p_not)
-            return _joined((best,) if verdict in shown else findings, best, verdict, own, p_not)
+            corrected = None if best.p is None else min(1.0, best.p * tested)
+            if verdict in shown and corrected is not None and corrected >= ALPHA:
+                return _joined(findings, best, Verdict.INCONCLUSIVE, corrected, p_not)
+            return _joined((best,) if verdict in shown else findings, best, verdict, corrected, p_not)
     kinds = {each.verdict for each in findings}
     return _joined(findings, findings[0], findings[0].verdict if len(kinds) == 1 else Verdict.FAILS, p, p_not)
 
@@ -177,8 +177,8 @@ def _largest(ps: Sequence[float | None]) -> float | None:
 
 def _smallest(ps: Sequence[float | None]) -> float | None:
     """Return the smallest p, times how many there are."""
-    known = [p for p in ps if p is not None]
-    return min(1.0, min(known) * len(known)) if known else None
+    tested = [p for p in ps if p is not None]
+    return min(1.0, min(tested) * len(tested)) if tested else None
 
 
 def _joined(
@@ -226,10 +226,10 @@ class Region:
         doubled. With an infinite value, Wilcoxon's signed ranks and the median take the place of the t test and the
         mean.
         """
-        known, slack = all(map(math.isfinite, values)), 1e-9
+        finite, slack = all(map(math.isfinite, values)), 1e-9
         low, high = statistics.median_low(values), statistics.median_high(values)
         median = (low + high) / 2 if low != -high or math.isfinite(low) else 0.0
-        center = mean(values) if known else median
+        center = mean(values) if finite else median
         # Each side turned and shifted so that the claim is: below 0.
         sides = [(1.0, self.below)] if math.isfinite(self.below) else []
         sides += [(-1.0, self.above)] if math.isfinite(self.above) else []
@@ -245,7 +245,7 @@ class Region:
             verdict, p_not = Verdict.REVERSED if len(sides) == 1 else Verdict.FAILS, reverse
         elif exclude < ALPHA:
             verdict = Verdict.EXCLUDED
-        interval = t_interval(values) if known else None
+        interval = t_interval(values) if finite else None
         shown = p_not if verdict.failed else p
         return Finding(
             verdict=verdict,

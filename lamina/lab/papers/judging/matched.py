@@ -46,10 +46,10 @@ def better_at_equal_loss(
     tuned = trials.tuned()
     after, before = tuned.where(stage=stage), tuned.where(stage="pretrain")
     raw = higher(after, a, than=than, column=column, by=by)
-    ours, *others = (
+    ours, *rivals = (
         Budget(losses=values_of(before, arm), values=values_of(after, arm, column)) for arm in (a, than, *longer)
     )
-    return iso_loss(raw, ours, others, by=by, names=(label(a), label(than)))
+    return iso_loss(raw, ours, rivals, by=by, names=(label(a), label(than)))
 
 
 def at_other_budgets(trials: Trials, arm: Mapping[str, object]) -> list[Arm]:
@@ -89,13 +89,13 @@ def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
     A loss above all of the arm's gets the value at the highest of them: the arm is compared with what it reached at a
     lower loss, which can only favor it. A loss below all of them is left out, for nothing says what it would give.
     """
-    found: dict[int, float] = {}
+    scores: dict[int, float] = {}
     for seed, loss in losses.items():
         pairs = ((each.losses.get(seed, math.nan), each.values.get(seed, math.nan)) for each in budgets)
         points = sorted(pair for pair in pairs if all(map(math.isfinite, pair)))
         if points and loss >= points[0][0]:
-            found[seed] = interpolated(points, loss)
-    return found
+            scores[seed] = interpolated(points, loss)
+    return scores
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -63,13 +63,13 @@ def _signed_ranks(values: Sequence[float]) -> float:
     import numpy as np
     from scipy import stats
 
-    known = np.asarray([value for value in values if abs(value) > 1e-12])
-    doubled = np.rint(2 * stats.rankdata(np.abs(known))).astype(int)  # ties have half ranks
+    differences = np.asarray([value for value in values if abs(value) > 1e-12])
+    doubled = np.rint(2 * stats.rankdata(np.abs(differences))).astype(int)  # ties have half ranks
     ways = np.zeros(int(doubled.sum()) + 1)
     ways[0] = 1.0
     for rank in doubled:
         ways[rank:] = ways[rank:] + ways[:-rank]
-    return float(ways[int(doubled[known > 0].sum()) :].sum() / ways.sum())
+    return float(ways[int(doubled[differences > 0].sum()) :].sum() / ways.sum())
 
 
 def kendall(a: Sequence[float], b: Sequence[float]) -> float:
@@ -98,7 +98,7 @@ def tau_draws(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> lis
         return (float(np.mean(arm)) + error * random.standard_t(len(arm) - 1, _DRAWS)).tolist()
 
     sides = [np.transpose([drawn(arm) for arm in side]) for side in (a, b)]
-    return [kendall(one, other) for one, other in zip(*sides, strict=True)]
+    return [kendall(draw, other) for draw, other in zip(*sides, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

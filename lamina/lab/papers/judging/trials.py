@@ -183,8 +183,8 @@ class Trials:
             frame = frame.rename(columns={column: f"{name}_{column}" for column in ahead if column in frame})
             if at != "init":
                 self.reads.columns.setdefault(str(row["key"]), set()).add(f"{at}/{name}")
-            own = pd.DataFrame({column: [row[column]] * len(frame) for column in ahead}, index=frame.index)
-            frames.append(pd.concat([own, frame], axis=1))
+            columns_of_trial = pd.DataFrame({column: [row[column]] * len(frame) for column in ahead}, index=frame.index)
+            frames.append(pd.concat([columns_of_trial, frame], axis=1))
         if not frames:
             where = "as a training record" if at == "records" else f"at {at}"
             raise NotMeasured(f"{name} {where}")

@@ -126,13 +126,13 @@ def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: fl
     the tau of means that are drawn from their t distributions. An arm without a value ranks last.
     """
     arms = sorted(a.keys() & b.keys())
-    seeds = min(len(set().union(*one.values())) for one in (a, b))
+    seeds = min(len(set().union(*side.values())) for side in (a, b))
     if len(arms) < _RANKED or seeds < TOO_FEW:
         few = f"fewer than {_RANKED} arms" if len(arms) < _RANKED else f"fewer than {TOO_FEW} seeds"
         return inconclusive(f"{name} {len(arms)} arms", few, seeds)
-    means = ([mean([*one[arm].values()]) if one[arm] else math.inf for arm in arms] for one in (a, b))
+    means = ([mean([*side[arm].values()]) if side[arm] else math.inf for arm in arms] for side in (a, b))
     tau = kendall(*means)
-    draws = sorted(tau_draws(*([list(one[arm].values()) for arm in arms] for one in (a, b))))
+    draws = sorted(tau_draws(*([list(side[arm].values()) for arm in arms] for side in (a, b))))
     count = len(draws)
     low, high = draws[round(ALPHA / 2 * count)], draws[round((1 - ALPHA / 2) * count) - 1]
     p, p_not = (

@@ -69,7 +69,7 @@ class Panel:
 
 def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
     """Return the places along x of a series' marks of failed points, shifted beside those of other series."""
-    losing = [place for place, series in enumerate(panel.series) if series.lost]
+    losing = [index for index, series in enumerate(panel.series) if series.lost]
     aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
     ends = [tick for tick in axis.ticks if isinstance(tick, float)]
     reach = (max(ends) / min(ends)) ** (1 / 70) if axis.log and ends else (max(ends) - min(ends)) / 70 if ends else 0.0

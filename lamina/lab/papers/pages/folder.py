@@ -81,9 +81,9 @@ class StudyFolder:
         for name in ("max_learning_rate", "eval_loss"):
             if name in self.results and self.results[name].notna().any():
                 return name
-        known = {*columns.names(), *self.axes, "key", "tuned"}
+        taken = {*columns.names(), *self.axes, "key", "tuned"}
         numeric = self.results.select_dtypes("number")
-        return next((str(name) for name in numeric if name not in known and numeric[name].notna().any()), "eval_loss")
+        return next((str(name) for name in numeric if name not in taken and numeric[name].notna().any()), "eval_loss")
 
     @property
     def first_stage(self) -> Frame:
@@ -113,9 +113,9 @@ class StudyFolder:
         except (OSError, ValueError):
             return pd.DataFrame()
         axes = ("key", "placement", *self.arm_axes, "learning_rate", "seed", "status")
-        own = [column for column in dict.fromkeys(axes) if column in self.results]
-        rows = rows.rename(columns={name: f"{_MEASURED}{name}" for name in own if name in rows and name != "key"})
-        return self.tuned[own].merge(rows, on="key", how="inner")
+        present = [column for column in dict.fromkeys(axes) if column in self.results]
+        rows = rows.rename(columns={name: f"{_MEASURED}{name}" for name in present if name in rows and name != "key"})
+        return self.tuned[present].merge(rows, on="key", how="inner")
 
     @cached_property
     def has_sweep(self) -> bool:
@@ -195,8 +195,8 @@ def by_stage(rows: Frame) -> list[Frame]:
 
 def value_of(rows: Frame, usual: str) -> str:
     """Return the main column of a stage's trials; ``usual`` for trials without a stage."""
-    found = (name for name in _OF_A_STAGE if name in rows and rows[name].notna().any())
-    return usual if STAGE not in rows else next(found, usual)
+    columns_here = (name for name in _OF_A_STAGE if name in rows and rows[name].notna().any())
+    return usual if STAGE not in rows else next(columns_here, usual)
 
 
 def measuring(rows: Frame, column: str) -> Frame:

@@ -66,7 +66,7 @@ def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
         return {}
     values = list(dict.fromkeys(_text(value) for value in study.results[axis]))
     placements = study.results["placement"].groupby([_text(value) for value in study.results[axis]]).unique()
-    own = looks(study.results["placement"])
+    by_placement = looks(study.results["placement"])
     several = study.results["placement"].nunique() > 1 and all(len(placements[value]) == 1 for value in values)
     if axis != "placement" and not several:
         return {
@@ -75,7 +75,7 @@ def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
         }
     chosen: dict[str, Look] = {}
     for value in values:
-        look = own[value if axis == "placement" else placements[value][0]]
+        look = by_placement[value if axis == "placement" else placements[value][0]]
         same = sum(other.color == look.color for other in chosen.values())
         chosen[value] = Look(look.color, _DASHES[same % len(_DASHES)], _MARKERS[same % len(_MARKERS)]) if same else look
     return chosen
@@ -153,23 +153,23 @@ def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std", nume
     ``band``: the spread is the standard deviation ("std") or the range ("range"). ``numeric``: x stays a number even
     where it spans decades from 0, as training steps do.
     """
-    known = rows[rows["mean"].notna()]
+    points = rows[rows["mean"].notna()]
     values = sorted({float(value) for value in rows[x]}) if numeric else ordered_values(rows[x])
     order: dict[Value, int] = {value: number for number, value in enumerate(values)}
-    known = known.assign(place=[order[_key(value, order)] for value in known[x]]).sort_values("place", kind="stable")
+    points = points.assign(place=[order[_key(value, order)] for value in points[x]]).sort_values("place", kind="stable")
     lost = rows[rows["mean"].isna()]
-    if known.empty and lost.empty:
+    if points.empty and lost.empty:
         return None
-    several = bool((known["trained"] > 1).any())
-    low, high = (tuple(map(float, known[name])) for name in ("low", "high"))
+    several = bool((points["trained"] > 1).any())
+    low, high = (tuple(map(float, points[name])) for name in ("low", "high"))
     if band == "std":
-        spread = known["std"].fillna(0.0)
-        low, high = (tuple(map(float, known["mean"] + sign * spread)) for sign in (-1, 1))
+        spread = points["std"].fillna(0.0)
+        low, high = (tuple(map(float, points["mean"] + sign * spread)) for sign in (-1, 1))
     return Series(
         label=label,
         look=look,
-        x=tuple(_key(value, order) for value in known[x]),
-        y=tuple(map(float, known["mean"])),
+        x=tuple(_key(value, order) for value in points[x]),
+        y=tuple(map(float, points["mean"])),
         low=low if several else (),
         high=high if several else (),
         lost=tuple((_key(row[x], order), str(row["ended"])) for row in rows_of(lost)),

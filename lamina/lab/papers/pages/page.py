@@ -141,7 +141,9 @@ def claims_report(folder: Path) -> Path:
     study = read_folder(folder)
     definition, header = study.definition, study.header
     recorded = {"Settings": header.get("settings"), "The study": definition or None}
-    settings = [details(name, tables.settings_table(one)) for name, one in recorded.items() if isinstance(one, dict)]
+    settings = [
+        details(name, tables.settings_table(verdict)) for name, verdict in recorded.items() if isinstance(verdict, dict)
+    ]
     title = str(definition.get("title") or study.name)
     return write_page(
         folder,

@@ -98,10 +98,10 @@ def _written(study: StudyFolder) -> list[Request]:
 
 
 def _default(study: StudyFolder) -> Iterable[Request]:
-    others = [axis for axis in study.varied if axis != "placement"]
-    if "num_layers" in others:
+    axes = [axis for axis in study.varied if axis != "placement"]
+    if "num_layers" in axes:
         yield Request(kind="by_depth")
-    for other in others or [""]:
+    for other in axes or [""]:
         if other != "num_layers":
             yield Request(kind="by_axis", x=other)
     yield Request(kind="sweep")
@@ -135,8 +135,8 @@ def sweep(study: StudyFolder, request: Request) -> Drawing | None:
     arm = list(dict.fromkeys(["placement", *study.varied]))
     # The seeds that an arm has at each of its rates: more seeds at the best one are another sample.
     rates = rows.groupby(arm, dropna=False)["learning_rate"].transform("nunique")
-    own = rows.groupby([*arm, "seed"], dropna=False)["learning_rate"].transform("nunique")
-    rows = rows[own == rates] if (own == rates).any() else rows
+    rates_tried = rows.groupby([*arm, "seed"], dropna=False)["learning_rate"].transform("nunique")
+    rows = rows[rates_tried == rates] if (rates_tried == rates).any() else rows
     table = over_seeds(rows, list(dict.fromkeys([*arm, "learning_rate"])), _value(study, request))
     return _drawing(study, request, table, "learning_rate", f"{_SPREAD} {_LOST}")
 
@@ -192,15 +192,15 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
 def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
     """Draw a metric of a measure against the layer, one line per arm; before and after training are panels."""
     probe = probe_of(request.measure or next(iter(study.measures), ""))
-    known = _SHOWN.get(probe, ShownMetric(metric=request.y, rows={}))
-    metric, wanted = request.y or known.metric, request.x or known.x
-    rows_with = dict(known.rows) if metric == known.metric else {}
+    shown = _SHOWN.get(probe, ShownMetric(metric=request.y, rows={}))
+    metric, wanted = request.y or shown.metric, request.x or shown.x
+    rows_with = dict(shown.rows) if metric == shown.metric else {}
     rows_with |= {name: request.more[name] for name in ("sublayer", "role", "index", "size") if name in request.more}
     measures, drawn = [request.measure], list[Panel]()
     if request.measure not in study.measures:  # those before training first
         order = ["init", "end", "records"]
-        own = (measure for measure in study.measures if probe_of(measure) == probe)
-        measures = sorted(own, key=lambda measure: order.index(measure.split("-")[0]))
+        own_measures = (measure for measure in study.measures if probe_of(measure) == probe)
+        measures = sorted(own_measures, key=lambda measure: order.index(measure.split("-")[0]))
     for measure in measures:
         rows = _rows(study.table(measure), metric, rows_with)
         x = column_of(rows, wanted)
@@ -217,11 +217,11 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
                 drawn += _over(study, piece, request, x, ", ".join(filter(None, [name, time])))
     if not drawn:
         return None
-    of_states = metric == known.metric and known.rows == _STATE
+    of_states = metric == shown.metric and shown.rows == _STATE
     along = _STATES if of_states else _axis(wanted)
     role = str(request.more["role"]) if isinstance(request.more.get("role"), str) else ""
     table = request.measure if request.measure in study.measures else probe
-    log = bool(request.more.get("log", known.log and not metric.startswith("log10")))
+    log = bool(request.more.get("log", shown.log and not metric.startswith("log10")))
     return Drawing(
         name=_name(study, table, metric, role),
         title=f"{sentence(title_of(metric))} by {'state' if of_states else along}",
@@ -314,7 +314,7 @@ def _rows(table: Frame, metric: str, chosen: Mapping[str, object]) -> Frame:
         if name in rows:
             listed = value if isinstance(value, list) else [value]
             last = rows[name].astype(str).str.rpartition(".")[2]  # up_proj of a path
-            ends = [one.rpartition(".")[2] for one in listed if isinstance(one, str)]
+            ends = [entry.rpartition(".")[2] for entry in listed if isinstance(entry, str)]
             rows = rows[rows[name].isin(listed) | last.isin(ends)]
     if "role" in rows and "role" not in chosen and rows["role"].eq("all").any():
         rows = rows[rows["role"].eq("all")]  # a sub-layer's whole, not the mean of its parts

@@ -52,7 +52,7 @@ class Records:
         """The result of every recorded trial that ended, by its key. Raises UserError for an unreadable file."""
         import pandas as pd
 
-        tables, places, own = [], set(), {"key", *columns.names()}
+        tables, places, shared = [], set(), {"key", *columns.names()}
         for path in self._files(RESULTS):
             try:
                 table = pd.read_csv(path.absolute(), dtype={"key": str})
@@ -62,7 +62,7 @@ class Records:
                 raise UserError(f"{str(path)!r}: no record of a study ({type(error).__name__}: {error})") from None
         rows: dict[str, Json] = {}
         for table in tables:
-            kept = table.drop(columns=[name for name in table if name in places - own]).astype(object)
+            kept = table.drop(columns=[name for name in table if name in places - shared]).astype(object)
             for row in kept.where(kept.notna(), None).to_dict("records"):
                 row, other = {str(name): value for name, value in row.items()}, rows.get(str(row["key"]), {})
                 if row.get("eval_loss") == other.get("eval_loss"):  # else trained again, on another kind of machine
@@ -73,8 +73,8 @@ class Records:
     def row(self, trial: StudyTrial) -> Json | None:
         """Return the recorded result of a trial; None without one. Raises UserError if it is another trial's."""
         row = self.rows.get(trial.key)
-        own = {"seed": trial.seed, "learning_rate": trial.learning_rate, "placement": trial.placement}
-        for name, value in own.items():
+        facts = {"seed": trial.seed, "learning_rate": trial.learning_rate, "placement": trial.placement}
+        for name, value in facts.items():
             stored = None if row is None else row.get(name)
             if None in (stored, value) or stored == value or (name == "placement" and may_be(trial.first, str(stored))):
                 continue
@@ -96,11 +96,11 @@ class Records:
 
     def _files(self, name: str) -> list[Path]:
         """List the records' files of a name, the study's own last, since later ones win."""
-        own = self.folder / self.own / name
-        found = sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == own, path))
-        for path in found:
+        study_file = self.folder / self.own / name
+        paths = sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == study_file, path))
+        for path in paths:
             refuse_tables(self.folder / path.relative_to(self.folder).parts[0])
-        return found
+        return paths
 
 
 def recorded_keys(record: Path) -> list[str]:
@@ -180,15 +180,15 @@ def refuse_another(folder: Path) -> None:
     if not path.is_file() and status not in ENDED and (status is None or not (folder / CONFIG).is_file()):
         return  # it has not begun, or was stopped before it began
     try:
-        own = key(json.loads(path.read_text(encoding="utf-8")))
+        held = key(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise UserError(
             f"store: {str(path)!r} is not readable ({error}), so it is not known whose results the folder holds "
             "(allowed: the file as it was; without the folder, the trial is run again)"
         ) from None
-    if own != folder.name:
+    if held != folder.name:
         raise UserError(
-            f"store: the folder {str(folder)!r} holds the trial {own}, as its {TRIAL} says (allowed: each trial in "
+            f"store: the folder {str(folder)!r} holds the trial {held}, as its {TRIAL} says (allowed: each trial in "
             "the folder of its name; without the folder, the trial is run again)"
         )
 
@@ -228,8 +228,11 @@ class Store:
         """Return what the trials here were trained on, with counts: machine, torch, and revision, the most first."""
         counts = Counter[str]()
         for name in keys:
-            if machine := (known := noted(self.folder / name / ENVIRONMENT)).get("machine"):
-                versions = {"torch": known.get("versions", {}).get("torch"), "revision": known.get("git_revision")}
+            if machine := (noted_there := noted(self.folder / name / ENVIRONMENT)).get("machine"):
+                versions = {
+                    "torch": noted_there.get("versions", {}).get("torch"),
+                    "revision": noted_there.get("git_revision"),
+                }
                 counts[json.dumps({**machine, **versions}, sort_keys=True)] += 1
         return [{"trials": count, **json.loads(text)} for text, count in counts.most_common()]
 
@@ -292,14 +295,14 @@ class Store:
 
     def complete(self, trial: StudyTrial) -> Json | None:
         """Return the result of a trial that has ended and has all its measures; None for any other."""
-        result, place = self.result(trial), (trial.key, trial.measures)
-        if result is None or not trial.measures or place in self._complete or self._inherited(trial) is not None:
+        result, trial_id = self.result(trial), (trial.key, trial.measures)
+        if result is None or not trial.measures or trial_id in self._complete or self._inherited(trial) is not None:
             return result
         lacking = measures.missing(self.place(trial.key), trial.measures)
         model = result["status"] != "diverged" or "key" not in result  # training again gives none of a recorded one
         if model and any(self.records.table(trial.key, measure) is None for measure in lacking):
             return None
-        self._complete.add(place)
+        self._complete.add(trial_id)
         return result
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:

@@ -107,8 +107,8 @@ def key(identity: Json) -> str:
 
 def read_again() -> None:
     """Forget cached texts and placement files, which may have changed."""
-    for known in (_plan, _text, _depth, _files):
-        known.cache_clear()
+    for cached in (_plan, _text, _depth, _files):
+        cached.cache_clear()
 
 
 def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json:
@@ -156,7 +156,7 @@ def _changed(value: object) -> Json:
         if held == (entry.default if entry.default_factory is MISSING else entry.default_factory()):
             continue
         if isinstance(held, tuple):
-            changed[entry.name] = [_changed(one) if is_dataclass(one) else one for one in held]
+            changed[entry.name] = [_changed(file) if is_dataclass(file) else file for file in held]
         else:
             changed[entry.name] = _changed(held) if is_dataclass(held) else held
     return changed
@@ -261,6 +261,8 @@ def make_chained(
     root: StudyTrial,
 ) -> StudyTrial:
     """Make a trial that starts from other trials' models. Raises UserError for unreadable data."""
-    own = chained(TRIAL_JOBS[job], settings, {name: trial.key for name, trial in inputs.items()})
-    made = StudyTrial(job=job, values=values, settings=settings, measures=measures, identity=own, key=key(own))
+    identity_here = chained(TRIAL_JOBS[job], settings, {name: trial.key for name, trial in inputs.items()})
+    made = StudyTrial(
+        job=job, values=values, settings=settings, measures=measures, identity=identity_here, key=key(identity_here)
+    )
     return replace(made, inputs=inputs, root=root)
