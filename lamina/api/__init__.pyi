@@ -160,10 +160,8 @@ def preflight(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Before a run: take its first steps at full depth, measure the layers, and say whether it will train, why, and
-    what to change. "fine" and "risky" runs learned in these steps; an "undecided" one did not yet, and its line
-    "change" says how many steps should decide; a "will not train" one is not expected to learn. The exit code is
-    0 whatever the verdict; with --strict it is 1 if any verdict is "will not train".
+    """Check a run before you start it. Lamina takes its first steps at full depth, measures the layers, and reports
+    whether the run will train, why, and what to change. The verdicts:
 
     As `lamina preflight` does; the keywords are its settings. Returns one row per planned run: its verdict, the
     reason, what to change, and the numbers behind them (docs/evidence/preflight.md). With ``output``, it also
@@ -609,8 +607,8 @@ def coord_check(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Comparison:
-    """Train several widths, or depths, for a few steps on one batch and see whether any module's output grows with
-    the size. Prints the exponent e of mean |x| ~ size^e: 0 is right; above 0, a wide or deep model will blow up.
+    """Check whether a module's output grows with the width or the depth. Lamina trains several sizes for a few steps
+    on one batch and prints the exponent e of mean |x| ~ size^e. 0 is right. Above 0, a large model will blow up.
 
     As `lamina coord-check` does; the keywords are its settings. Returns the rows of slopes.csv and the page;
     OUTPUT/result.json has the verdict.
@@ -705,8 +703,9 @@ def transfer(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Comparison:
-    """Try learning rates on a narrow proxy. Prints those that are stable and best there, and each role's rates at
-    the target's width. A rate that fails on the proxy fails on the target (FuseNorm Figure 4).
+    """Find learning rates for a wide model by trying them on a narrow proxy. Lamina prints the rates that are stable
+    and best on the proxy, and the rates of each role at the target's width. If a rate fails on the proxy, it
+    fails on the target (FuseNorm Figure 4).
 
     As `lamina transfer` does; the keywords are its settings. Returns the rows of results.csv and the page;
     OUTPUT/transfer.json holds the interval, the target's rates and the risk.
@@ -798,12 +797,9 @@ def max_lr(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Comparison:
-    """Find how high a learning rate each placement tolerates. Each placement and seed has one run, with one linear
-    warm-up from 0 to --max-learning-rate over all --steps (Keel's protocol). A run ends at the first of: a loss
-    or gradient that is not finite; a spike, a loss that stays --spike-margin nats above its low for
-    --spike-patience; a plateau, a loss that does not fall by --plateau-margin nats while the rate grows by
-    --plateau-factor ("stuck" if it never got below the corpus's unigram entropy). Reports the rate just before:
-    the last at which the loss was at its low, or still fell.
+    """Find the largest learning rate that each placement tolerates. Each placement and seed has one run, whose
+    learning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). The run ends at the first of
+    these:
 
     As `lamina max-lr` does; the keywords are its settings. Returns the rows of results.csv
     (``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of every placement and seed) and the page.
@@ -905,10 +901,9 @@ def evaluate(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Evaluate trained models: the perplexity of any text per token, word and byte (--corpus), and the tasks of
-    lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, a run's folder, or a study's,
-    whose runs become a mean and a standard deviation over the seeds. OUTPUT/report.html is the page; table.csv,
-    table.md and table.tex hold the table as the papers print it, results.csv every number, items/ every question.
+    """Evaluate trained models: perplexity of a text per token, word and byte (--corpus), and tasks of
+    lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, the folder of a run, or the
+    folder of a study. Lamina averages a study's runs over the seeds, with a standard deviation.
 
     As `lamina eval` does; the keywords are its settings. ``models`` (paths of checkpoints, runs and studies) and
     ``tasks`` may also be lists. Returns what result.json holds.
