@@ -13,7 +13,7 @@ from types import ModuleType
 from lamina.errors import UserError, shortened
 
 logger = logging.getLogger(__name__)
-_SAID = "LAMINA_PYTHON_FILES"  # an environment variable: the processes that a study starts say it no second time
+_SAID = "LAMINA_PYTHON_FILES"  # set so that a study's worker processes do not repeat the warning
 
 
 def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:

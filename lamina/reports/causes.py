@@ -27,20 +27,20 @@ VIEWS = ("loss", "norm", "layers")
 HISTORIES = Path(__file__).parent / "assets" / "history_signs.json"
 """How often each cause made each sign in histories, by view; tools/calibration/history_odds.py writes it."""
 TELLING = ("not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated")
-"""Rules that say much by themselves, at any step of an event."""
-STEPS = 60  # after the first alarm, in which others belong to it
+"""Rules whose alarm is strong evidence by itself, at any step of an event."""
+STEPS = 60  # an alarm belongs to the event of the first one if it comes within so many steps
 _THEN = "then "
-AFTER = "after"  # no sign: whether what has not come yet may still come
-START = 3  # steps in which what differs was so from the start
-GROWN = 1.3  # times the learning rate of one of the two records before
-JUMPED = 3.0  # times the learning rate of the record before, at once: no schedule does that in the middle of a run
-HARD = ("not_finite", "dead", "written", "unmoved")  # rules whose sign is the failure itself
-NOISES, NATS = 4.0, 0.1  # by which a loss has moved
-TEMPER = 2.0  # by which the evidence of signs that hang together is divided,
-ALONE = ("first", "telling", "where", "rate", "half", "jump")  # all but these
-LEAST = 0.7  # odds of a cause that is told from another tool's record
-SECOND = 0.2  # odds from which a second cause is told
-_AROUND = (16, 5)  # losses before the first alarm, and from it on
+AFTER = "after"  # not a sign: whether the record ends too early for later signs
+START = 3  # alarms within so many steps are at once; an alarm within the first so many is at the start
+GROWN = 1.3  # a learning rate has grown if it is so many times the rate of one of the two records before
+JUMPED = 3.0  # a rate has jumped if it is so many times the record before's: no schedule does that in mid-run
+HARD = ("not_finite", "dead", "written", "unmoved")  # the alarms of these rules are the failure itself
+NOISES, NATS = 4.0, 0.1  # a loss has moved if it differs by so many noises and so many nats
+TEMPER = 2.0  # divides the log-likelihood of correlated signs
+ALONE = ("first", "telling", "where", "rate", "half", "jump")  # signs that are independent, so not divided
+LEAST = 0.7  # a cause in another tool's record is reported from this probability
+SECOND = 0.2  # a second cause is reported from this probability
+_AROUND = (16, 5)  # how many losses are compared: before the first alarm, and from it on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,22 +25,22 @@ logger = logging.getLogger(__name__)
 Key: TypeAlias = tuple[str, Series]
 """rule, series"""
 
-HELD = 8  # steps for which a gradient that stood out once waits for what follows it,
-FOLLOWS = 4  # and how many of them later that must have begun
-MARKED = 6.0  # times its usual value, at which a gradient of one step is worth a word
-EVENT = 20  # steps without an alarm, after which the next one is another event
-NOTABLE = "notable"  # no alarm: a batch whose gradient stood out, and that nothing followed
+HELD = 8  # steps for which an isolated gradient outlier is held back
+FOLLOWS = 4  # another alarm follows the outlier if it begins within so many steps
+MARKED = 6.0  # one step's gradient is reported from this multiple of its usual value
+EVENT = 20  # after so many steps without an alarm, the next alarm begins another event
+NOTABLE = "notable"  # not an alarm: the batch of an isolated gradient outlier
 ORDER = (
     "not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "fall", "fp16",
     "apart", "low", "rewritten", "logit", "rise", NOTABLE,
 )  # fmt: skip
-"""Rules; of one step the one that explains most first."""
+"""The rules; of several in one step, the one that explains most is first."""
 HARD = ("skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated")
 PLACED = ("not_finite", "guess", "dead", "unmoved", "written", "low")
 PARAMETERS = (
     "weight_norm", "update_ratio", "rate_ratio", "gain_abs_max", "gain_mean", "row_norm_abs_max", "row_norm_mean"
 )  # fmt: skip
-"""Rules, and metrics of other ones, that say where a failure is; a stream or a gradient leaves elsewhere, too."""
+"""Rules and metrics that locate a failure; an outlier in the stream or gradient spreads to other layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

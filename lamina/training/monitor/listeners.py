@@ -32,7 +32,7 @@ _INNER = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
 
 
 Telling: TypeAlias = Callable[[Callable[..., object]], Callable[..., object]]
-"""Makes of a function of torch's one that tells the listeners first."""
+"""Wraps a torch function so that listeners are notified before it runs."""
 _LISTENERS: list[Listener] = []
 _PATCHED = ExitStack()  # while there are listeners
 

@@ -26,30 +26,34 @@ Place: TypeAlias = tuple[int, str, str]
 """layer, sub-layer, role"""
 
 LIMITS = Path(__file__).parent / "limits.json"
-WINDOW = 32  # of a series' latest values
-DEVIATIONS = 5.0  # robust ones, by which a value must leave its series' past, beside the factor
-EVERY_STEP, RECORDS = 8, 4  # values that a series needs to be judged: of every step, and of records
-INTERVAL = 20  # steps between two records; where they are more, a series may go as much further
-LEAST = 0.15  # of a score (the logarithm of a factor): less is not looked at
-LOGIT = 50.0  # an attention logit beside which others no longer count
+WINDOW = 32  # a series is judged by so many of its latest values
+DEVIATIONS = 5.0  # a value leaves its past if it is so many robust deviations away, and beyond the factor
+EVERY_STEP, RECORDS = 8, 4  # values that a series needs before it is judged: one per step, or one per record
+INTERVAL = 20  # usual steps between two records; if there are more, a series may move further in proportion
+LEAST = 0.15  # a score, the logarithm of a factor, below this is ignored
+LOGIT = 50.0  # an attention logit of this size makes all others negligible
 FP16_MAX = 65504.0
-FEW = 0.25  # of the layers that may be apart in their weights: more of them are another kind, not an exception
-WRITTEN, OWN_WAY = 0.02, 3.0  # of the weights, and times what is usual: a loop may normalize or average weights
-MEANS, REACH, FAR = 0.8, 1.5, 8.0  # of the trained parts, and times the way since the last time: a mean or a way back
-JUMP = 0.1  # of the weights, written as a mean, from which on series start anew
-CERTAIN, ZEROS = 1e-7, 5  # that zero gradients in a row are no chance, and how many there must be
-KEPT = 0.1  # of a gradient, left by the steps before
-RECENT, SAME_WAY = 10, 5  # records of a course, and how many of them it needs
-FORGOTTEN = 0.5  # of an optimizer's moments
-HIGHER = 16.0  # times the others' rate: muP and LoRA+ (Hayou et al. 2024, arXiv 2402.12354) have up to this on purpose
-MATCH, NO_MATCH = 0.99, 0.95  # of the labels with the batch's own tokens: always, and no longer
-REPEATS = 6  # of a batch: GRPO and PPO take fewer steps with the same one
-LAG, CALM_LOSSES = 8, 16  # the latest losses, which are judged, and how many before them must be known
-LARGEST = 8.0  # noises that a single loss may add: no single batch is a rise
-SLACK = {"rise": 1.0, "fall": 3.0}  # noises a step: a healthy loss falls
-LEAST_NOISE = 0.02  # nats
-STAYS = 3  # values in a row at which a gradient must stand apart; of the first ones, those of the start
-STANDS_OUT = math.log(2.0)  # of a gradient, whose limit is how many times in a row it may
+FEW = 0.25  # share of the layers whose weights may stand apart; more of them are another kind of layer
+# Share of the weights, and multiple of the usual change. Below both, a change of weights between two steps may be the
+# loop's own normalization or averaging.
+WRITTEN, OWN_WAY = 0.02, 3.0
+# Share of the trained parts that must change together, and multiples of the distance since the last change, for a
+# change to count as averaged weights or as a way back to earlier ones.
+MEANS, REACH, FAR = 0.8, 1.5, 8.0
+JUMP = 0.1  # series start again after an averaging that changes this share of the weights
+CERTAIN, ZEROS = 1e-7, 5  # zero gradients are no chance below this probability, with at least so many in a row
+KEPT = 0.1  # share of a gradient that earlier steps left in it
+RECENT, SAME_WAY = 10, 5  # a course is judged by so many records, so many of which must go the same way
+FORGOTTEN = 0.5  # share of an optimizer's moments that is lost when it counts as reset
+HIGHER = 16.0  # multiple of the others' rate; muP and LoRA+ (arXiv 2402.12354) use up to this on purpose
+MATCH, NO_MATCH = 0.99, 0.95  # share of labels that equal the batch's tokens: while they fit, and once they do not
+REPEATS = 6  # steps with the same batch that are too many: GRPO and PPO take fewer
+LAG, CALM_LOSSES = 8, 16  # how many of the latest losses are judged, and how many before them are needed
+LARGEST = 8.0  # a single loss adds at most so many noises, so that no single batch counts as a rise
+SLACK = {"rise": 1.0, "fall": 3.0}  # noises that each step may add: more for a fall, as a healthy loss falls
+LEAST_NOISE = 0.02  # a loss's noise counts as at least so many nats
+STAYS = 3  # a gradient must stand apart for so many values in a row; the first so many values are the start
+STANDS_OUT = math.log(2.0)  # a gradient stands out from this score; its limit is how often in a row it may
 GRADIENTS = ("gradient_norm", "step_gradient_norm", "first_moment")
 
 
