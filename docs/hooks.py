@@ -30,6 +30,7 @@ DOCS = ROOT / "docs"
 PLOTLY = "assets/plotly.min.js"
 _PLOTLY = f'<script src="../{PLOTLY}"></script>'  # from a folder below the site's
 PACKED = ROOT / "lamina" / "reports" / "assets" / "plotly-cartesian.min.js.gz"
+RECORDS = "benchmarks/results/"  # in the site under records/, as the pages link what they rest on
 RESULTS = "results/"  # the pages of claims: found by links, not by the navigation or the search
 _SEARCH = 'data-md-component="search" role="dialog" aria-label="Search"'
 _OPTIONS = '{responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]]}'
@@ -46,6 +47,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from the root of the repository, those that are generated, and what draws the figures."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for record in sorted((ROOT / RECORDS).glob("*.json")):
+        files.append(File.generated(config, f"records/{record.name}", abs_src_path=str(record)))
     files.append(File.generated(config, PLOTLY, content=gzip.decompress(PACKED.read_bytes()).decode()))
     notebooks = {f"notebooks/{path.stem}.md": notebook_page(path) for path in (DOCS / "notebooks").glob("*.ipynb")}
     for page, text in (_reference() | notebooks).items():
@@ -169,4 +172,6 @@ def with_figures(markdown: str, page: File) -> str:
 
 def _page_of(path: str) -> str:
     """A file's place in the site, by its path from the root; "" for what is not in the site."""
+    if path.startswith(RECORDS):
+        return f"records/{path.removeprefix(RECORDS)}"
     return PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else "")

@@ -167,6 +167,7 @@ def files_of(hooks, *paths):
         ("README.md", "[a](docs/compare.md#x)", "[a](compare.md#x)"),
         ("docs/results/mix.md", "[a](../compare.md)", "[a](../compare.md)"),
         ("docs/compare.md", "[a](notebooks/mine.ipynb)", "[a](notebooks/mine.md)"),
+        ("docs/compare.md", "[a](../benchmarks/results/mine.json)", "[a](records/mine.json)"),
         ("docs/compare.md", "[a](../README.md)", "[a](index.md)"),
         ("docs/compare.md", "[`rules`](../pyproject.toml)", "`rules`"),
         ("README.md", "[a](LICENSE) [b](https://x.org/issues)", "a [b](https://x.org/issues)"),
@@ -175,7 +176,7 @@ def files_of(hooks, *paths):
     ],
 )
 def test_links_of_the_repository_become_links_of_the_site(hooks, caplog, source, markdown, expected):
-    files = files_of(hooks, "index.md", "compare.md", "results/mix.md", "notebooks/mine.md")
+    files = files_of(hooks, "index.md", "compare.md", "results/mix.md", "notebooks/mine.md", "records/mine.json")
     assert hooks.site_links(markdown, source, files) == (expected or markdown)
     assert not caplog.records
 
