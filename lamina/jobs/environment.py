@@ -26,13 +26,15 @@ def environment(seed: int, kind: str = "") -> Json:
         except metadata.PackageNotFoundError:
             continue
     gpus = {"gpus": names} if (names := gpu_names()) else {}
+    program = Path(sys.argv[0])
+    program = program.parent if program.name == "__main__.py" else program  # python -m lamina
     return {
         **({"kind": str(kind)} if kind else {}),
         "versions": {"python": platform.python_version(), **versions},
         "machine": {"platform": platform.platform(), "processor": _processor(), "cores": os.cpu_count(), **gpus},
         "seed": seed,
         "git_revision": git_revision(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([program.name, *sys.argv[1:]]),
     }
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from importlib import metadata
 
 import pytest
@@ -266,3 +267,9 @@ def test_there_is_no_revision_outside_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "lamina" / "jobs" / "environment.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert environment.git_revision() is None
+
+
+@pytest.mark.parametrize("program", ["bin/lamina", "site-packages/lamina/__main__.py"])
+def test_a_page_shows_a_command_that_can_be_typed(monkeypatch, program):
+    monkeypatch.setattr(sys, "argv", [program, "compare", "--output", "runs/mine"])
+    assert environment.environment(0)["command"] == "lamina compare --output runs/mine"
