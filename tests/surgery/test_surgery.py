@@ -241,7 +241,7 @@ def test_layers_are_read_as_they_are_typed():
     ("words", "message"),
     [
         (["prune", "{run}"], "layers: name them, or give by and drop"),
-        (["prune", "{run}", "--layers", "9"], "layers: 9 of 4 (allowed: some of 0-3, not all)"),
+        (["prune", "{run}", "--layers", "9"], "layers: 9 of 4. Choose some of 0-3, not all."),
         (["prune", "{run}", "--by", "angle", "--drop", "1"], "unknown probe 'angle'"),
         (["prune", "{run}", "--by", "all", "--drop", "1"], "by: 'all' is more than one probe"),
         (["prune", "{run}", "--by", "layer_drop", "--drop", "4"], "drop: 4 of 4 layers (allowed: 1 to 3)"),
