@@ -100,7 +100,9 @@ def weights_cut(folder: Path, draw: random.Random) -> str:
 def header_flipped(folder: Path, draw: random.Random) -> str:
     file = _weight_file(folder, draw)
     whole = bytearray(file.read_bytes())
-    place = draw.randrange(8 + struct.unpack("<Q", whole[:8])[0])
+    size = 8 + struct.unpack("<Q", whole[:8])[0]
+    told = whole.index(b"}") + 1 if whole[9:].startswith(b'"__metadata__"') else 8  # which no reader needs
+    place = draw.choice([*range(8), *range(told, size)])
     whole[place] ^= 1 << draw.randrange(8)
     file.write_bytes(whole)
     return f"{file.name}: a bit of byte {place} (header) flipped"
