@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from spread import rotated
 from tiny import LATENT, OF_TEXT, token_ids
 from training.tiny_runs import llama_of
 from transformers import (
@@ -56,8 +57,7 @@ def expected_rate(scheme, kind, m):
     return m ** float((none if rest else full)[index] - a[index])
 
 
-@pytest.mark.parametrize("placement", names())
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("placement", "scheme"), rotated(names(), SCHEMES, every=4))
 def test_every_weight_has_its_roles_factor(placement, scheme):
     with torch.device("meta"):
         model = lamina.build(llama_of(64), placement, init="normal")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from peers import GPT2, LAYERS, SINGLE_STREAM, VOCABULARY, gpt2, llama, on_nanogpt, on_pytorch, ours
+from spread import spread
 from torch.nn import functional as F
 
 import lamina
@@ -52,14 +53,14 @@ def check(model, theirs, target, close=CLOSE):
     assert worst[0] < close, worst
 
 
-@pytest.mark.parametrize("spec", SINGLE_STREAM)
+@pytest.mark.parametrize("spec", spread(SINGLE_STREAM))
 def test_on_pytorch(spec):
     config = llama()
     model = ours(spec, config)
     check(model, on_pytorch(spec, config)[1], "pytorch")
 
 
-@pytest.mark.parametrize("spec", SINGLE_STREAM)
+@pytest.mark.parametrize("spec", spread(SINGLE_STREAM))
 def test_on_nanogpt(spec):
     config = gpt2()
     model = ours(spec, config)
