@@ -121,7 +121,7 @@ def bad(field: str, kind: Any, drawn: random.Random, *, optional: bool) -> list[
         lists = ["a,b", "1,1", "nan", "-1", "inf", "1;2", "1e400", ",,", word(drawn)]
         if LISTS.get(field) is int:
             lists += ["1.5", str(drawn.randint(2**33, 2**80)), "0x1"]
-        return lists + ([] if field == "verify_rates" else [""])
+        return lists + ([] if field in ("verify_rates", "depths") else [""])  # of these, an empty text is the default
     if field == "prompt":
         return []  # every text has a meaning
     texts = ["a\0b"]
