@@ -121,7 +121,7 @@ def bad(field: str, kind: Any, drawn: random.Random, *, optional: bool) -> list[
         lists = ["a,b", "1,1", "nan", "-1", "inf", "1;2", "1e400", ",,", word(drawn)]
         if LISTS.get(field) is int:
             lists += ["1.5", str(drawn.randint(2**33, 2**80)), "0x1"]
-        return lists + ([] if field in ("verify_rates", "depths") else [""])  # of these, an empty text is the default
+        return lists + ([] if field == "verify_rates" else [""])
     if field == "prompt":
         return []  # every text has a meaning
     texts = ["a\0b"]
@@ -130,7 +130,8 @@ def bad(field: str, kind: Any, drawn: random.Random, *, optional: bool) -> list[
     texts += [word(drawn), "\x1b]0;owned\x07", "\u202egnp.exe", "名前", "x" * 6000, "a b", "~nouser/x", "((", "/"]
     if field == "corpus":
         texts.remove("/")  # a folder of texts as any other
-    return texts if optional or field in ("to", "report_to", "verify_rates", "learning_rates_of") else [*texts, ""]
+    defaults = ("to", "report_to", "verify_rates", "learning_rates_of", "depths")  # of which an empty text is one
+    return texts if optional or field in defaults else [*texts, ""]
 
 
 def word(drawn: random.Random) -> str:
