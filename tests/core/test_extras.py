@@ -51,7 +51,8 @@ def test_nothing_says_to_install_a_name_that_is_on_no_index():
     files = [path for room in rooms for path in (ROOT / room).rglob("*") if path.suffix in kinds]
     files += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "mkdocs.yml")]
     known = {Path(__file__)}
-    wrong = re.compile(r"pip install (?:-\S+ )*[\"']?lamina|[\"'`]lamina\[")
+    there = r"(?!\S* @ )"  # an address says from where
+    wrong = re.compile(rf"pip install (?:-\S+ )*[\"']?lamina{there}|[\"'`]lamina\[{there}")
     read = [path for path in files if path.is_file() and path not in known and path.stat().st_size < 2_000_000]
     texts = {path: path.read_bytes().decode(errors="replace") for path in read}
     assert len(texts) > 500
