@@ -10,8 +10,8 @@ from training.tiny_runs import flags
 
 import lamina
 from lamina.cli import main
-from lamina.placements.registry import get
 from lamina.errors import UserError
+from lamina.placements.registry import get
 from lamina.preflights.planned_runs import burn_in_steps
 from lamina.preflights.settings import PreflightSettings
 
