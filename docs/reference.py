@@ -94,7 +94,8 @@ def _fenced(argv: list[str]) -> str:
 def settings_page() -> str:
     """Each group of settings with its fields, and which commands take it."""
     records = sorted(
-        {record for record in _records() if record.command_name}, key=lambda r: list(COMMANDS).index(_command(r))
+        {record for record in _records() if record.command_name and _command(record) in COMMANDS},
+        key=lambda r: list(COMMANDS).index(_command(r)),
     )
     groups: dict[type[Settings], list[type[Settings]]] = {}
     for record in records:

@@ -7,6 +7,7 @@ changed on purpose, ``python tests/test_refusals.py`` writes the file again, and
 
 import contextlib
 import io
+import re
 import shlex
 import tempfile
 import types
@@ -73,7 +74,7 @@ def said(words: list[str]) -> str:
     assert code == 2, words
     assert len(lines) == 1, lines
     assert lines[0].startswith("lamina: ")
-    return lines[0].removeprefix("lamina: ")
+    return re.sub(r"one of \d{3,} names", "one of N names", lines[0].removeprefix("lamina: "))  # own ones count, too
 
 
 def settings():

@@ -72,9 +72,9 @@ def test_a_table_of_few_rows_is_measured(rows):
 
 
 def test_ids_that_an_own_table_lacks_are_refused_by_name():
-    with pytest.raises(UserError, match=r"tokens: the id 97 is outside .* of 97 \(allowed: 0 to 96\)"):
+    with pytest.raises(UserError, match=r"tokens: the id 97 is outside .* of 97\. Give ids from 0 to 96"):
         batches_of(torch.tensor([[1, 97]]), OfInputIds(97), None)
-    with pytest.raises(UserError, match="--tokenizer names the one that the model was trained with"):
+    with pytest.raises(UserError, match="Name the tokenizer that the model was trained with: --tokenizer"):
         batches_of(["To be, or not to be"] * 9, OfInputIds(97), load_tokenizer("bytes"), sequence_length=8)
 
 

@@ -139,11 +139,14 @@ class MemoryLayers:
 
         def enter(place: int, args: tuple[object, ...]) -> tuple[object, ...]:
             given[place] = {}
+            inside: list[torch.Tensor] = []
 
             def drawn(tensor: torch.Tensor) -> torch.Tensor:
                 index = next((index for index, state in states.items() if state is tensor), SO_FAR)
-                if index in given[place]:
-                    raise UserError("it reads several states from inside its layers, and the census tells one apart")
+                if index == SO_FAR:
+                    inside.append(tensor)
+                    if tensor is not inside[0]:
+                        raise UserError("it reads several states from inside its layers; the census can follow one")
                 generator = torch.Generator().manual_seed(index + 2)
                 random = torch.randn(tensor.shape, generator=generator).to(tensor)
                 given[place][index] = _rows(random)

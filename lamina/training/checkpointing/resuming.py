@@ -254,7 +254,7 @@ def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
         elif missing:
             raise UserError(f"{folder}: the model is missing")
     except UserError as error:
-        logger.warning("%s; it is written again from the last checkpoint", str(error).partition(" (allowed")[0])
+        logger.warning("%s; it is written again from the last checkpoint", str(error).partition(". Restore")[0])
         return True
     return False
 

@@ -74,7 +74,7 @@ def light(tmp_path_factory):
 @pytest.mark.parametrize("name", ["loop", "trainer"])
 def test_recording_and_diagnosing_need_no_heavy_package(light, name):
     run, (out, err) = light[0] / name, light[1][name]
-    assert f"the page: {NEEDED}." in out
+    assert f"the page: {NEEDED}" in out
     assert "codes [0, 2, 2, 2]" in out
     said = [line for line in err.splitlines() if line.startswith("lamina: ")]
     assert [re.findall(r"pip install '.*\[(\w+)\]'", line) for line in said] == [
