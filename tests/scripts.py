@@ -14,9 +14,10 @@ def loaded(script: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
+    before = list(sys.path)
     sys.path.append(str(path.parent))  # scripts of a folder import each other
     try:
         spec.loader.exec_module(module)
     finally:
-        sys.path.remove(str(path.parent))
+        sys.path[:] = before  # what a script puts in front would hide packages of the tests
     return module

@@ -35,9 +35,10 @@ SMOKE = {"size": "smoke", "batch_size": 2, "sequence_length": 16, "threads": 1}
 
 @pytest.fixture(scope="module")
 def common():
+    before = list(sys.path)
     sys.path.insert(0, str(ROOT / "benchmarks"))
     yield importlib.import_module("common")
-    sys.path.remove(str(ROOT / "benchmarks"))
+    sys.path[:] = before  # the scripts put themselves in front, too
 
 
 def answers(**task):

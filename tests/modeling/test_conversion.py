@@ -88,9 +88,9 @@ def test_there_and_back_without_a_difference(model_type, tied, tmp_path):
 
 @pytest.mark.parametrize("model_type", spread(conversions(), [*ROUNDING, "llama", "deepseek_v3", "granite", "olmo2"]))
 def test_a_checkpoint_in_half_precision_stays_in_it(model_type, tmp_path):
-    torch.manual_seed(0)  # a tie between experts would fall either way
     tiny(model_type).bfloat16().save_pretrained(tmp_path)
     theirs, ours = load(tmp_path), from_transformers(tmp_path)
+    theirs.set_experts_implementation("eager")  # as ours: grouped products round elsewhere
     assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
     difference, largest = largest_difference(theirs, ours)
     if model_type in ROUNDING:
