@@ -419,6 +419,8 @@ def damaged_corpus(bench: Bench, harm: Callable[..., None], draw: random.Random)
     finally:
         if path.is_dir():
             path.rmdir()
+        elif path.is_fifo():  # to write into it would wait for a reader
+            path.unlink()
         for other in bench.texts.iterdir():
             if other.name not in ("rows.jsonl", "rows.parquet", "words.txt.gz", "words.txt"):
                 other.unlink()
