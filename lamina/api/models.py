@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast, get_args
 from lamina.api.results import Diagnosis
 from lamina.core.architectures import Target
 from lamina.core.extras import require
-from lamina.core.values import DTYPES, number, one_of, path, seed_number, switch, text, whole_number
+from lamina.core.values import DTYPES, number, one_of, path, real_path, seed_number, switch, text, whole_number
 from lamina.errors import UserError, shortened
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
 
     folder, read = Path(path("run", run)), []
     if is_history(folder):
-        source, whole = folder, Path("pipe").resolve() if str(folder) == "-" else folder.resolve()  # "." has no name
+        source, whole = folder, real_path("pipe" if str(folder) == "-" else folder)  # "." has no name
         folder = whole.with_name(f"{whole.name}-lamina")
         read = [f"Read from {source}: {import_history(source, folder, which)}."]
     elif which:
@@ -344,7 +344,7 @@ def _compared(run: Path, against: Path) -> Diagnosis:
     from lamina.reports.side_by_side import side_by_side
 
     compared = side_by_side(run, against)
-    texts, whole = compared.sentences(), run.resolve()
+    texts, whole = compared.sentences(), real_path(run)
     try:
         require("the page", "report")
     except UserError as error:

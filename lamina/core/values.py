@@ -137,6 +137,11 @@ def is_special(place: str | Path) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
+def real_path(place: str | Path) -> Path:
+    """Return the absolute path without links. ``Path.resolve`` raises RuntimeError where links lead in a circle."""
+    return Path(os.path.realpath(place))
+
+
 _LEVELS, _ENTRIES = 3, 20_000  # of a folder that is given as an input
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from lamina.core.values import refuse_special, writable_folder
+from lamina.core.values import real_path, refuse_special, writable_folder
 from lamina.errors import UserError
 from lamina.jobs.files import disk_full, noted, read_json, read_sealed
 from lamina.jobs.names import CONFIG, COORDINATES, ENVIRONMENT, MANIFEST, RESULT, STUDY
@@ -89,7 +89,7 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
     old = old_content(folder)
     if overwrite and os.path.lexists(old) and not (folder / REPLACES).is_file():
         raise UserError(f"output: {str(old)!r} is in the way of --overwrite. Move it, or choose another folder.")
-    if overwrite and Path.cwd().is_relative_to(folder.resolve()):
+    if overwrite and Path.cwd().is_relative_to(real_path(folder)):
         raise UserError(f"output: {str(folder)!r} holds the current folder. Run the command from outside of it.")
 
 
@@ -131,7 +131,7 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
 
 def old_content(folder: Path) -> Path:
     """Return where --overwrite keeps a folder's old content until there is a new result: NAME.old."""
-    folder = folder.resolve()
+    folder = real_path(folder)
     return folder.with_name(f"{folder.name}.old")
 
 
@@ -151,7 +151,7 @@ def _set_aside(folder: Path) -> None:
             return
         drop_old(folder)
     try:
-        folder.resolve().rename(old)
+        real_path(folder).rename(old)
     except OSError as error:
         raise UserError(
             f"output: {str(folder)!r} can't be renamed to {old.name!r}: {error.strerror}. Choose another folder."

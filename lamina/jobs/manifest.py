@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from lamina.core.values import SPECIAL, is_special
+from lamina.core.values import SPECIAL, is_special, real_path
 from lamina.errors import UserError
 from lamina.jobs.names import MANIFEST, RESULT
 
@@ -160,6 +160,6 @@ def content_hash(path: str | Path) -> str:
 
 def refuse_as_output(output: str, model: str) -> None:
     """Raise UserError if the output folder is or contains a saved model that the job reads."""
-    target, held = Path(output).resolve(), model_folder(model)
-    if held.exists() and target in (held.resolve(), *held.resolve().parents):
+    target, held = real_path(output), model_folder(model)
+    if held.exists() and target in (real_path(held), *real_path(held).parents):
         raise UserError(f"output: {output!r} holds the model to read. Choose another folder.")

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
 from lamina.core.json_types import Json
-from lamina.core.values import entries, mapping, one_of, switch
+from lamina.core.values import entries, mapping, one_of, real_path, switch
 from lamina.errors import UserError, unknown
 from lamina.jobs.aliases import meaning
 from lamina.jobs.settings import Check, Settings, at_least, between
@@ -238,7 +238,7 @@ def _values(settings: PretrainSettings, processes: int) -> Json:
         # TensorBoard's callback gets its own writer later: it would take its folder from the environment
         "report_to": [r for r in entries(settings.report_to) if r not in ("none", "tensorboard")] or "none",
         "logging_dir": None,
-        "run_name": Path(settings.output).resolve().name,
+        "run_name": real_path(settings.output).name,
         "project": "lamina",
         "optim": "adamw_torch_fused",
         "bf16": settings.precision in ("bf16", "float8"),

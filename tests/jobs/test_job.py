@@ -8,6 +8,7 @@ from importlib import metadata
 
 import pytest
 
+from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs import environment
 from lamina.jobs.files import write_json, write_text, write_yaml, writing
@@ -273,3 +274,12 @@ def test_there_is_no_revision_outside_a_checkout(tmp_path, monkeypatch):
 def test_a_page_shows_a_command_that_can_be_typed(monkeypatch, program):
     monkeypatch.setattr(sys, "argv", [program, "compare", "--output", "runs/mine"])
     assert environment.environment(0)["command"] == "lamina compare --output runs/mine"
+
+
+def test_links_that_lead_in_a_circle_are_one_line(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "model").mkdir()
+    for words in (["probe", str(tmp_path / "model")], ["eval", str(tmp_path / "model")], ["pretrain"]):
+        assert main([*words, "--output", str(tmp_path / "loop" / "out")]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["diagnose", str(tmp_path / "loop" / "run")]) == 2

@@ -448,7 +448,7 @@ def damaged_config(bench: Bench, harm: Callable[..., None], draw: random.Random)
     )
     shutil.rmtree(place, ignore_errors=True)
     for left in bench.root.glob("config-*.yaml"):
-        left.unlink() if left.is_file() else left.rmdir()
+        left.rmdir() if left.is_dir() else left.unlink()
     return found
 
 

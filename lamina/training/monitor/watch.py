@@ -24,6 +24,7 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 
 from lamina.core.json_types import Json
+from lamina.core.values import real_path
 from lamina.errors import UserError, one_line
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_config, read_result, write_json, write_sealed
@@ -595,7 +596,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
     ) -> None:
         assert model is not None
         assert optimizer is not None
-        if (stale := _OPEN.get(Path(self.settings.output).resolve())) is not None:
+        if (stale := _OPEN.get(real_path(self.settings.output))) is not None:
             stale._end(Status.INTERRUPTED)  # its training failed, else it would have ended it
         self._begin(model, [optimizer], state.global_step)
         if self.monitor is None:
@@ -604,7 +605,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         self.monitor.instruments.scales_losses = bool(args.fp16)
         self._take_losses(_calling_trainer())
         atexit.register(self._end, Status.INTERRUPTED)  # Trainer tells nobody of an error
-        _OPEN[Path(self.settings.output).resolve()] = self
+        _OPEN[real_path(self.settings.output)] = self
 
     def on_step_end(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         if self.monitor is None:
@@ -659,7 +660,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
             self._release()
             self._release = None
         atexit.unregister(self._end)
-        _OPEN.pop(Path(self.settings.output).resolve(), None)
+        _OPEN.pop(real_path(self.settings.output), None)
         super()._end(status)
 
 
