@@ -58,7 +58,9 @@ def check(model, folder, rules, **more):
     """Compare an engine's logits with the model's; return the engine."""
     model.save_pretrained(folder)
     ids, served = token_ids(batch=1), Engine(folder, rules, **more).load(model)
-    torch.testing.assert_close(served.logits(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
+    logits = model(ids).logits
+    largest = float(logits.abs().max())  # an engine's merged products round elsewhere; a lost norm is no rounding
+    torch.testing.assert_close(served.logits(ids), logits, rtol=0, atol=1e-5 * max(1.0, largest))
     return served
 
 
