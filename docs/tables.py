@@ -39,11 +39,14 @@ PAGES = tuple(
 SUITES = {  # tools/reliability/NAME.py: what each of its cases does, and what is right
     "command_lines": ("calls a command with an invalid value, file or pipe", "one line names the mistake, exit code 2"),
     "damaged_files": (
-        "cuts, edits, deletes or exchanges a file of a run, study, checkpoint or cache",
+        "cuts, edits, deletes or exchanges a file of a run, study, preflight, probe, checkpoint or cache",
         "one line names the file, or the result is bit-identical",
     ),
     "models": ("loads a saved model with broken files", "one line names the fault, and no code of the model runs"),
-    "kills": ("kills a run at a random moment and resumes it", "losses, layers and weights are bit-identical"),
+    "kills": (
+        "kills a run or a watched loop at a random moment and resumes it",
+        "losses, layers and weights are bit-identical; a watched loop's rows before the kill are there",
+    ),
     "families": (
         "probes a small random model of a model family of transformers",
         "every number equals independent code's, or one line says why not",
