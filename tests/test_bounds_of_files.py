@@ -1,12 +1,14 @@
 """A user's YAML and Python files: bounded in size, depth and time, and whatever they raise is one line."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.placements import registry, resolve
+from lamina.placements.matching import resolved
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +110,17 @@ def test_what_a_python_file_raises_is_a_mistake_that_names_it(file, text, said):
     with pytest.raises(UserError, match="mine") as error:
         resolve(str(file(text, "mine.py")), 2)
     assert said in str(error.value)
+
+
+def test_so_is_what_a_registered_placement_raises_and_the_census_leaves_it_out(monkeypatch):
+    def make(num_layers):
+        return 1 / 0
+
+    broken = replace(registry.get("pre_ln"), name="mine", make=make)
+    monkeypatch.setitem(registry.PLACEMENTS._entries, "mine", (broken, "a notebook"))
+    with pytest.raises(UserError, match="'mine': its function raised ZeroDivisionError"):
+        resolve("mine", 2)
+    assert resolved("mine", 2) is None
 
 
 def test_the_first_use_of_a_python_file_says_that_it_runs_as_code(file, caplog):

@@ -353,7 +353,7 @@ def _compared(run: Path, against: Path) -> Diagnosis:
 
     folder = whole.with_name(f"{whole.name}-lamina") if is_history(run) else whole
     folder.mkdir(exist_ok=True)
-    name = f"against-{against.resolve().name}.html"
+    name = f"against-{real_path(against).name}.html"
     return Diagnosis(sentences=texts, page=write_comparison(folder / name, compared))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lamina.core.values import real_path
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.evaluation.settings import EvalSettings
@@ -95,7 +96,7 @@ def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
 
 def _single(path: str) -> Candidate:
     folder, seed, status = Path(path).expanduser(), None, str(Status.FINISHED)
-    name = folder.resolve().parent.name if folder.name == "model" else folder.name or str(folder)
+    name = real_path(folder).parent.name if folder.name == "model" else folder.name or str(folder)
     if (folder / RESULT).is_file() and model_folder(folder) == folder:  # a run without a model
         refuse_altered(folder)
         status = str((read_result(folder) or {}).get("status"))

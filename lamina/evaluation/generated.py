@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from lamina.core.values import real_path
 from lamina.data.cache import cache_root, is_whole, publish
 from lamina.data.corpus import EmbeddedCorpus
 from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
@@ -249,7 +250,7 @@ def write(folder: Path, *, train: int = TRAIN, test: int = TEST, seed: int = 0, 
                 row = {"question": item.question, "choices": item.choices, "answer": item.answer, **tuning}
                 lines.append(json.dumps(row) + "\n")
             (folder / task / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
-            files[split] = str((path or folder).resolve() / task / f"{split}.jsonl")
+            files[split] = str(real_path(path or folder) / task / f"{split}.jsonl")
         config = {
             "task": task,
             "tag": "lamina_generated",
@@ -274,7 +275,7 @@ def version() -> str:
 
 def cached(cache_dir: Path | str | None = None) -> Path:
     """Return the folder of the generated tasks, generating them on the first call. Raises as ``publish`` does."""
-    folder = cache_root(cache_dir).resolve() / "tasks" / version()
+    folder = real_path(cache_root(cache_dir)) / "tasks" / version()
     if not is_whole(folder):
         publish(folder, lambda draft: write(draft, path=folder))
     return folder

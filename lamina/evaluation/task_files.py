@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from lamina.core.extras import install
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
-from lamina.core.values import home
+from lamina.core.values import home, real_path
 from lamina.errors import UserError, nearest, one_line, shortened
 from lamina.evaluation.harness import quiet_harness
 from lamina.jobs.files import disk_full
@@ -73,10 +73,10 @@ class Tasks:
             raise UserError(f"tasks: lm-evaluation-harness is not installed. Run: {install('eval')}")
         from lm_eval.tasks import TaskManager
 
-        data = home("data_dir", data_dir).resolve() if data_dir is not None else None
+        data = real_path(home("data_dir", data_dir)) if data_dir is not None else None
         if data is not None and not data.is_dir():
             raise UserError(f"data_dir: {data_dir!r} is not a folder (allowed: a folder with NAME/CONFIG/SPLIT.jsonl)")
-        users = [folder.resolve() for folder in folders] + ([data / TASKS] if data is not None else [])
+        users = [real_path(folder) for folder in folders] + ([data / TASKS] if data is not None else [])
         with quiet_harness():
             added = TaskManager(
                 include_path=[*([generated] if generated is not None else []), *users], include_defaults=False
@@ -217,7 +217,7 @@ def local_fields(config: Json, task: str, data: Path) -> Json:
     wanted = f"{name}/{config.get('dataset_name') or DEFAULT}"
     folder = data / wanted
     files: dict[str, Path] = {}
-    if folder.is_dir() and data in folder.resolve().parents:
+    if folder.is_dir() and data in real_path(folder).parents:
         files = {file.stem: file for file in sorted(folder.iterdir()) if file.suffix in READERS}
     if not files:
         held = [file for kind in READERS for file in data.rglob(f"*{kind}") if data / TASKS not in file.parents]

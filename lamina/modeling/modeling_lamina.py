@@ -153,8 +153,8 @@ ADAPTERS: dict[str, Adapter] = {
 
 def adapter_of(config: PreTrainedConfig) -> Adapter:
     """Return a configuration's adapter: its ``lamina_adapter``, its model type's, or the default for decoders."""
-    adapter_name = getattr(config, "lamina_adapter", None)
-    return ADAPTERS.get(config.model_type, DECODER) if adapter_name is None else Adapter.of(adapter_name)
+    names = getattr(config, "lamina_adapter", None)
+    return ADAPTERS.get(config.model_type, DECODER) if names is None else Adapter.of(names)
 
 
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:

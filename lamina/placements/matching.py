@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, get_args, get_origin
 
 from lamina.core.text import ranges
+from lamina.errors import UserError
 from lamina.placements.plan import SUBLAYERS, Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import get, names
 from lamina.placements.resolution import resolve
@@ -176,11 +177,11 @@ def _silenced() -> Iterator[None]:
 
 
 def resolved(name: str, num_layers: int, **options: object) -> Plan | None:
-    """Return a placement's plan; None if the placement refuses the options, or is a user's whose code fails."""
+    """Return a placement's plan; None if the placement refuses the options."""
     try:
         with _silenced():
             return resolve(name, num_layers, **options)
-    except Exception:
+    except UserError:
         return None
 
 

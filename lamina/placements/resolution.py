@@ -237,7 +237,8 @@ def resolve(name: str, num_layers: int, **options: object) -> Plan:
     scheme, options = _scheme_and_options(text("placement", name), **options)
     _check_options(scheme, options)
     names = {option.name for option in scheme.options}
-    plan = scheme.make(num_layers, **{k: v for k, v in options.items() if k in names})
+    with guarded(f"placement {scheme.name!r}: its function"):
+        plan = scheme.make(num_layers, **{k: v for k, v in options.items() if k in names})
     if not isinstance(plan, Plan):
         raise UserError(f"placement {scheme.name!r}: it makes {shortened(repr(plan), 200)} (allowed: a Plan)")
     if plan.num_layers != num_layers:

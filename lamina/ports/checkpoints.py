@@ -223,9 +223,9 @@ def _read_torchtitan(folder: Path) -> ForeignCheckpoint:
         raise UserError(f"config.json: model_type is {fields.get('model_type')!r} (allowed here: 'llama')")
     config = LlamaConfig.from_dict(fields)
     weights = distributed(folder, "tok_embeddings.", "layers.", "norm.", "lm_head.")
-    if config.tie_word_embeddings:
-        weights.setdefault("tok_embeddings.weight", weights.get("lm_head.weight", torch.empty(0)))
-        weights.setdefault("lm_head.weight", weights["tok_embeddings.weight"])
+    tied = ("tok_embeddings.weight", "lm_head.weight")
+    if config.tie_word_embeddings and (stored := [weights[name] for name in tied if name in weights]):
+        weights |= dict.fromkeys(tied, stored[0])
     options: dict[str, object] = {
         "final_norm": "norm.weight" in weights,
         "embedding_norm": "layers.0.embedding_norm.weight" in weights,

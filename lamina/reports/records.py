@@ -18,6 +18,7 @@ import yaml
 
 from lamina.core.frames import Frame
 from lamina.core.json_types import Json
+from lamina.core.values import real_path
 from lamina.errors import UserError, one_line
 from lamina.jobs.columns import NUMBERS, TEXTS
 from lamina.jobs.files import DIGEST, SEAL, disk_full
@@ -244,7 +245,7 @@ def by_depth(rows: Frame) -> Frame:
 def _inside(parent: Path, name: str) -> Path:
     """Return the trial's folder, or a missing one for a name that leads out of the study's folder."""
     path = parent / name
-    return path if name and path.resolve().is_relative_to(parent.resolve()) else parent / "no-such-trial"
+    return path if name and real_path(path).is_relative_to(real_path(parent)) else parent / "no-such-trial"
 
 
 def lenient_mapping(path: Path) -> Json:

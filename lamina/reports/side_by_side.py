@@ -135,7 +135,7 @@ def side_by_side(first: Path, second: Path) -> SideBySide:
 def _courses(path: Path) -> dict[Place, dict[int, float]]:
     rows: list[Row] = [*read_history(path).rows] if is_history(path) else read_rows(path, _METRICS)
     if not rows:
-        raise UserError(f"run: {str(path)!r} holds no records . Give the folder of a run, or another tool's record.")
+        raise UserError(f"run: {str(path)!r} holds no records. Give the folder of a run, or another tool's record.")
     courses: dict[Place, dict[int, float]] = {}
     for step, layer, sublayer, role, index, metric, value in rows:
         if metric in _METRICS and not index:

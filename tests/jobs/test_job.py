@@ -279,7 +279,10 @@ def test_a_page_shows_a_command_that_can_be_typed(monkeypatch, program):
 def test_links_that_lead_in_a_circle_are_one_line(tmp_path, capsys):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "model").mkdir()
-    for words in (["probe", str(tmp_path / "model")], ["eval", str(tmp_path / "model")], ["pretrain"]):
-        assert main([*words, "--output", str(tmp_path / "loop" / "out")]) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
-    assert main(["diagnose", str(tmp_path / "loop" / "run")]) == 2
+    model, place = str(tmp_path / "model"), str(tmp_path / "loop" / "out")
+    outputs = (["probe", model], ["eval", model], ["prune", model, "--layers", "1"], ["pretrain"], ["compare"])
+    given = (["convert", model, place], ["diagnose", place], ["diagnose", model, place])
+    data = ["eval", model, "--tasks", "generated", "--data-dir", place, "--output", str(tmp_path / "scores")]
+    for words in (*([*each, "--output", place] for each in outputs), *given, data):
+        assert main(words) == 2, words
+        assert len(capsys.readouterr().err.splitlines()) == 1, words

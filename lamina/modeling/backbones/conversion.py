@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from lamina.core.architectures import ROLES, UNCONVERTED, Conversion, Target, conversions
+from lamina.core.values import real_path
 from lamina.errors import UserError
 from lamina.jobs import folder as job_folder
 from lamina.jobs.environment import environment
@@ -604,7 +605,7 @@ def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
     """Return the source model's folder. Raises UserError for an output folder in use or one that holds the source."""
     job_folder.refuse(output, resume=False, overwrite=overwrite, resumes=False)
     source = str(model_folder(source))
-    if Path(source).exists() and output.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
+    if Path(source).exists() and real_path(output) in (real_path(source), *real_path(source).parents):
         raise UserError(f"output: {str(output)!r} holds the source {source!r}. Choose another folder.")
     return source
 

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 import plotly.io
 
 from lamina.core.json_types import Json
+from lamina.core.values import real_path
 from lamina.errors import UserError
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
@@ -216,6 +217,6 @@ def _cell(name: str, row: Row) -> str:
 def _inside(folder: Path, name: str) -> Path:
     """Return a file of the folder. Raises ValueError for a name that leads out of it."""
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
+    if not real_path(path).is_relative_to(real_path(folder)):
         raise ValueError(f"{name!r} leads out of the folder")
     return path
