@@ -217,6 +217,9 @@ def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     while name in globals() and base not in globals()[name].__mro__:  # another class of the name, or one of Lamina's
         name += "_"
     if name not in globals():
+        # Transformers reads off a class's own file what it may choose, and keeps the answer for its subclasses.
+        for may_choose in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
+            getattr(base, may_choose, bool)()
         record = {**(getattr(base, "_can_record_outputs", None) or {}), "hidden_states": Block}
         attributes = {"_can_record_outputs": record, "_no_split_modules": ["Block"], "__module__": __name__}
         globals()[name] = type(name, (InitializesPlan, base), attributes)

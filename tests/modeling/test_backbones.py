@@ -11,7 +11,14 @@ import lamina
 from lamina.cli import main
 from lamina.core.architectures import ARCHITECTURES
 from lamina.errors import UserError
-from lamina.modeling import LaminaConfig, LaminaForCausalLM, LaminaForImageClassification, backbones, building
+from lamina.modeling import (
+    LaminaConfig,
+    LaminaForCausalLM,
+    LaminaForImageClassification,
+    backbones,
+    building,
+    modeling_lamina,
+)
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import ADAPTERS, HEADS
@@ -324,3 +331,14 @@ def test_a_model_that_is_not_there_is_one_line(capsys, tmp_path):
     assert main(command) == 2
     assert "backbone: 'nobody/nothing'" in capsys.readouterr().err
     assert not (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "granitemoe"])
+def test_experts_run_as_in_the_familys_own_model(model_type, monkeypatch):
+    """Whatever was built before: transformers reads it off a class's own file and keeps the answer."""
+    config = configuration(model_type)
+    base = transformers.MODEL_MAPPING[type(config)]
+    monkeypatch.delattr(base, "_can_set_experts_implementation_cached_value", raising=False)
+    monkeypatch.delattr(modeling_lamina, f"Lamina{base.__name__}", raising=False)
+    ours = lamina.build(config, "pre_ln").model.backbone
+    assert ours.config._experts_implementation == base(configuration(model_type)).config._experts_implementation
