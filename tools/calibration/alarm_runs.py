@@ -31,7 +31,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import transformers
-from alarm_habits import FITTED, HABITS
 from torch import nn
 from torch.nn import functional
 
@@ -40,6 +39,7 @@ from lamina.core.json_types import Json
 from lamina.data.corpus import single_corpus
 from lamina.data.tokenizers import load_tokenizer
 from lamina.training.monitor.parameter_measures import tables_of
+from tools.calibration.alarm_habits import FITTED, HABITS
 
 STEPS, BREAKS, RATE = 200, 100, 2e-3
 LATER = 7  # steps by which the next seed's break comes later: most lie between two records

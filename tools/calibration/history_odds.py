@@ -1,7 +1,7 @@
 """Are the odds right that `lamina diagnose` tells for other tools' histories? Fitted and judged on derived histories.
 
-    python tools/calibration/alarm_runs.py RUNS --only +0.parquet     # and +1, as many minutes as there are
-    python tools/calibration/history_odds.py RUNS                     # writes lamina/reports/assets/history_signs.json
+    python -m tools.calibration.alarm_runs RUNS --only +0.parquet     # and +1, as many minutes as there are
+    python -m tools.calibration.history_odds RUNS                     # writes lamina/reports/assets/history_signs.json
 
 Each broken run of the corpus of `alarm_runs.py` becomes histories that hold less: the loss alone, the loss and the
 model's gradient norm, or gradient norms by layer too; each at every step, and with records 5, 10 and 20 steps apart
@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from alarm_runs import KINDS
-from alarms import Recorded
 
 from lamina.reports.causes import HISTORIES, NOT_KNOWN, VIEWS, Learned, Signs, causes_of, signature
 from lamina.reports.causes import LEAST as LEAST_TOLD
 from lamina.reports.diagnosis import loss_rise
 from lamina.reports.histories.importing import History, judge
 from lamina.training.monitor.writers import LOSS, NORM
+from tools.calibration.alarm_runs import KINDS
+from tools.calibration.alarms import Recorded
 
 APART = (1, 5, 10, 20)
 RATE = "learning_rate"
