@@ -1,6 +1,6 @@
 """Are parameters of transformers' families placed right by their names?
 
-    python tools/calibration/parameter_names.py
+    python -m tools.calibration.parameter_names
 
 Builds every family that transformers can build from its default configuration, on the meta device and with few layers,
 reads what a module is from its class (FooAttention, FooMLP), and prints in how many families `owners.py` reads all of
