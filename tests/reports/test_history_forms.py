@@ -51,13 +51,16 @@ CONSOLES = {
     "torchtitan's lines": "[titan] 2026-01-01 10:00:00,123 - root - INFO - \x1b[31mstep: {s:2}  \x1b[32mloss: {l:8.5f}  "
     "\x1b[38;2;180;60;0mgrad_norm: {g:7.4f}  \x1b[36mmemory: 10.00GiB(12.00%)  \x1b[34mtps: 8,000  \x1b[39m",
     "DeepSpeed's lines": "steps: {s} loss: {l:0.4f} iter time (s): 0.512 samples/sec: 62.500",
+    "timm's lines": "Train: 0 [{s:>4d}/1251 (  4%)]  Loss: {l:#.5g} ({l:#.3g})  Time: 0.361s, 2836.45/s  (0.361s, 2836.45/s)  "
+    "LR: {r:.3e}  Data: 0.010 (0.012)",
+    "llama2.c's lines": "{s} | loss {l:.4f} | lr {r:e} | 120.12ms | mfu 12.30%",
     "a progress bar's lines": "Epoch 0:  10%|#         | {s}/600 [00:10<01:30,  9.90it/s, v_num=0, train_loss={l:.4f}, grad_norm={g:.3f}]",
     "lines with a step": "Step {s}, Loss = {l:.4f}, grad norm = {g:.4f}",
     "lines with a loss": "loss {l:.4f} grad_norm {g:.4f}",
 }
 NO_STEP = ("printed dictionaries", "lines with a loss")
 """Forms without a step: records are counted."""
-NO_NORM = ("litgpt's lines", "DeepSpeed's lines")
+NO_NORM = ("litgpt's lines", "DeepSpeed's lines", "timm's lines", "llama2.c's lines")
 
 
 def written(form):
@@ -121,6 +124,8 @@ FILES = {
     "semicolon.csv": table(";", ","),
     "tab.tsv": table("\t"),
     "comma.txt": table(","),
+    "bars.md": table(" | ").replace("\n", "\n--- | :---: | ---\n", 1),
+    "markdown.md": "\n".join(f"| {line} |" for line in table(" | ").replace("\n", "\n---|---|---:\n", 1).splitlines()),
     "maxtext.jsonl": lines({**row, "learning/moe_lb_loss": 0.1, "run_name": "one"} for row in rows("step", "learning/loss", "learning/raw_grad_norm", "learning/current_learning_rate")),
     "levanter.jsonl": lines({**row, "grad/norm/transformer.layers.0.mlp.up_proj.weight": 0.1} for row in rows("step", "train/loss", "grad/norm/total", "optim/learning_rate")),
     "cut.jsonl": lines(rows()) + '{"step": 61, "lo',

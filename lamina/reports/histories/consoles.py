@@ -61,6 +61,8 @@ FORMS = (
     Form("MaxText's lines", r"completed step: (?P<step>\d+),", _SIGNED),
     Form("torchtitan's lines", r"\bstep:\s*(?P<step>[\d,]+)\s.*?\bloss:", _SIGNED),
     Form("DeepSpeed's lines", r"\bsteps: (?P<step>\d+) loss:", _SIGNED),
+    Form("timm's lines", r"\bTrain: (?P<epoch>\d+) \[\s*(?P<step>\d+)/(?P<of>\d+) ", _SIGNED),
+    Form("llama2.c's lines", r"^(?P<step>\d+) \| loss ", _SPACED),
     Form("a progress bar's lines", r"(?:Epoch (?P<epoch>\d+).*?)?\b(?P<step>\d+)/(?P<of>\d+) \[.*=", _SIGNED),
     Form(
         "lines with a step",

@@ -214,6 +214,8 @@ def _header(first: str) -> tuple[str, list[str]] | None:
 
 
 def _table(text: str) -> Columns | None:
+    if "|" in text.partition("\n")[0]:  # Markdown has bars around, too, and a line of dashes below the names
+        text = "\n".join(line.strip().strip("|") for line in text.splitlines() if re.search(r"\w", line))
     lines = text.split("\n", 3)
     if (header := _header(lines[0].strip("\r"))) is None:
         return None
