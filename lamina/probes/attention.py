@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pandas as pd
 import torch
@@ -50,6 +51,7 @@ class Attention(Probe):
     title = "Attention"
     summary = "entropy of the attention weights, largest logit and share on the first token, by layer and head"
     source = "attention sinks: Xiao et al. 2023; entropy collapse: Zhai et al. 2023; logit growth: Dehghani et al. 2023"
+    of_streams = True
     over_steps = ("entropy_share", "max_logit", "first_token_share")
 
     def __init__(self, sequences: int | None = None):
@@ -85,13 +87,17 @@ class Attention(Probe):
         batch = next(iter(inputs.values()))
         mask = inputs.get("attention_mask")
         pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        layers = [  # mixing streams takes a softmax, too
+            replace(site, module=site.module.get_submodule("attention.module")) if site.carries_more else site
+            for site in context.structure.layers
+        ]
 
         def see(layer: int, logits: torch.Tensor, weights: torch.Tensor) -> None:
             by_batch = _by_sequence(logits, weights, len(batch))
             if by_batch is not None:
                 pairs.setdefault(layer, []).append(of_heads(*by_batch, mask))
 
-        with torch.no_grad(), eager_attention(context.model), softmaxes(context.structure.layers, see):
+        with torch.no_grad(), eager_attention(context.model), softmaxes(layers, see):
             context.forward(inputs, head=False)
         for layer, parts in pairs.items():
             samples = torch.cat([samples for samples, _ in parts], dim=1)  # of every softmax that the layer takes

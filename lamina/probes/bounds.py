@@ -27,7 +27,7 @@ from lamina.probes.engine.jacobians import (
 from lamina.probes.engine.layer_calls import LayerCall, ShortProbe, frozen, record_layer_calls, rows_of
 from lamina.probes.engine.registry import COLUMNS, probe
 from lamina.probes.engine.statistics import mean_and_error
-from lamina.probes.structure.hooks import eager_attention, intercept
+from lamina.probes.structure.hooks import eager_attention, intercept, observe
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, SublayerSite
 
 _TOLD = 0.5  # the largest standard error with which an exponent says something
@@ -228,6 +228,8 @@ class Bounds(ShortProbe):
         "Peri-LN (arXiv 2502.02732) Prop 3.1, C.1-C.3; FuseNorm (SpanNorm, arXiv 2601.22580) Thm 1, Eq 9, 13, 19-21"
     )
 
+    of_streams = True
+
     def __init__(
         self, sequences: int | None = None, tokens: int | None = None, constant: float = 1.0, tolerance: float = 1e-2
     ):
@@ -243,6 +245,11 @@ class Bounds(ShortProbe):
         """Measure both sides on the first tokens of the first texts."""
         self._rows = []
         self.take(context)
+        if context.structure.carries_more:
+            context.notes.append("bounds: only FuseNorm's Eq 21: the other statements are of one stream.")
+            with frozen(context.model):
+                self._add_all([self._branches(context, inputs) for inputs in self.inputs])
+            return pd.DataFrame(self._rows, columns=COLUMNS)
         try:
             self._last_layer(context)
         except UserError as error:  # no dense feed-forward, or no head with a loss: FuseNorm's statements need neither
@@ -280,6 +287,24 @@ class Bounds(ShortProbe):
                 measured[-1] += [identity_sides(block, self.tolerance)] if unnormed(block) else []
                 done = batch * len(blocks) + block.site.index + 1
                 context.progress(done, len(self.inputs) * len(blocks), "bounds")
+        self._add_all(measured)
+
+    def _branches(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> list[Sides]:
+        """Return Eq 13 and 21's sides in one pass of the model, whatever its layers pass on besides the stream."""
+        sublayers = [(site.index, part) for site in context.structure.layers for part in site.sublayers]
+        found: dict[int, torch.Tensor] = {}
+        points = {at: part.contribution for at, (_, part) in enumerate(sublayers)}
+        with torch.no_grad(), observe(points, found.__setitem__, root=context.base):
+            context.forward(context.on_device(inputs), head=False)
+        sides = []
+        for at, (layer, part) in enumerate(sublayers):
+            left = _variance(found[at])
+            right = torch.full_like(left, self.constant / context.structure.num_layers)
+            sides.append(Sides(layer, part.kind, "fusenorm_eq_21", left, right))
+        return sides
+
+    def _add_all(self, measured: list[list[Sides]]) -> None:
+        """Add the rows of all statements, from the sides by batch."""
         by_role: dict[tuple[str, str], list[Sides]] = {}
         for parts in zip(*measured, strict=True):
             left, right = (torch.cat([getattr(part, side) for part in parts]) for side in ("left", "right"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -41,7 +41,8 @@ class Gradients(Probe):
     - ``gradient_variance``: of its elements, mean of squares minus square of the mean (Peri-LN Fig 7).
     - The same with sublayer ``block``, role ``state``: of the gradient with respect to x^l, the stream before layer l
       (l = N: after the last layer, before the final norm), over all tokens of all batches. It falls with the number
-      of tokens, since the loss is their mean: compare layers, and models on the same text.
+      of tokens, since the loss is their mean: compare layers, and models on the same text. Several streams count
+      jointly.
     - ``spike_score`` (layer -1, role loss or grad_norm): if the model is a run's, the share of logged values at
       least 7 standard deviations above the mean of the 1,000 before (OLMo 2's measure, see ``spikes``).
 
@@ -55,6 +56,7 @@ class Gradients(Probe):
     summary = "gradient norm and variance by layer, sub-layer and role, and of the states; the spike score of a run"
     needs = frozenset({"tokens"})
     source = "Peri-LN Fig 4, 5, 7; Mix-LN Fig 3, 6a; FuseNorm Fig 7; OLMo 2 Sec 3.1 (spike score)"
+    of_streams = True
     over_steps = ("gradient_norm", "gradient_variance")
 
     def __init__(self, sequences: int | None = None):
@@ -196,11 +198,12 @@ def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapp
         if state.requires_grad:
             state.register_hook(lambda gradient: states[index].add(gradient, gradient.numel()))
 
+    points = {index: replace(point, collapse=False) for index, point in context.structure.states().items()}
     sequences = sum(len(batch["input_ids"]) for batch in batches)
     predicted = expected = 0
     for number, batch in enumerate(batches):
         context.progress(number, len(batches), "gradients")
-        with observe(context.structure.states(), see, root=context.model):
+        with observe(points, see, root=context.model):
             losses = context.token_losses(context.on_device(batch))
         expected = expected or sequences * losses.shape[1]
         predicted += losses.numel()

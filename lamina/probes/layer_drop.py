@@ -381,7 +381,7 @@ class PassesWithoutLayers(ExitStack):
         super().__init__()
         self.context, self.run = context, run
         self.sites = {(id(site.module), site.call): site for site in context.structure.layers}
-        self.chained = not any(site.carries_more for site in context.structure.layers)
+        self.chained = not context.structure.carries_more
         self._mode, self._start, self._size = "full", 0, 1
         self._calls: dict[int, int] = {}
         self._refill: dict[int, Callable[[torch.Tensor], Output]] = {}

@@ -86,6 +86,7 @@ class LowPrecision(Probe):
     title = "Low precision"
     summary = "relative error of FP16, BF16, FP8 and INT8 round trips of the stream and of the feed-forward, by layer"
     source = "OCP 8-bit floating point (e4m3, e5m2); absmax INT8: Dettmers et al. 2022; Peri-LN Fig 11 (FP16's limit)"
+    of_streams = True
     over_steps = ("token_error",)
 
     def __init__(
@@ -107,8 +108,10 @@ class LowPrecision(Probe):
         self._context, self._batch, self._sequences = context, 0, 0
         self._most = context.most(self.sequences, _SEQUENCES)
         self._places: dict[tuple, Point] = {}
-        for state, point in context.structure.states().items():
-            self._places[state, "block", "state", 0] = point
+        if context.structure.carries_more:
+            context.notes.append("low_precision: the states and their loss are left out: they are not one stream.")
+        else:
+            self._places = {(i, "block", "state", 0): point for i, point in context.structure.states().items()}
         for site in context.structure.layers:
             for sublayer in site.sublayers:
                 index = sum(1 for key in self._places if key[:3] == (site.index, sublayer.kind, "contribution"))
@@ -182,7 +185,7 @@ class LowPrecision(Probe):
             rows.append((*key, kind, "share_lost", lost, math.nan))
             if kind == "fp16" or (kind in _FP8_EDGE and not self.scaled):
                 rows.append((*key, kind, "overflow_share", overflowed, math.nan))
-        if self.loss:
+        if self.loss and not context.structure.carries_more:
             rows += _losses(context, self._batches(context), self.scaled)
         return pd.DataFrame(rows, columns=[*COLUMNS[:4], "format", *COLUMNS[4:]])
 
@@ -200,6 +203,8 @@ class LowPrecision(Probe):
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
+        if states.empty:
+            return
         errors = states[states["metric"] == "token_error"]
         largest = [
             f"{kind} {part['value'].max():.2g} (state {part.loc[part['value'].idxmax(), 'layer']})"

@@ -64,6 +64,7 @@ class Spectra(Probe):
     name = "spectra"
     title = "Spectra"
     summary = "eigenvalues of the embedding, condition numbers of the feed-forward's weights, ranks of its activations"
+    of_streams = True
     source = "FuseNorm (SpanNorm, arXiv 2601.22580) Fig 8, 10, 11; Jha & Reagen (arXiv 2510.00537)"
 
     def __init__(self, few_tokens: str = "refuse", memory: float = 1.0, tokens_per_channel: int | None = None):

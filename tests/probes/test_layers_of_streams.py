@@ -10,8 +10,14 @@ from tiny_contexts import context_of, jacobian_matrix, lamina_model, measured, v
 
 from lamina.errors import UserError
 from lamina.modeling.streams_lamina import State
+from lamina.probes.attention import Attention
+from lamina.probes.bounds import Bounds
+from lamina.probes.engine import registry
 from lamina.probes.engine.measure import probe
+from lamina.probes.gradients import Gradients
 from lamina.probes.jacobian import JacobianProbe
+from lamina.probes.low_precision import LowPrecision
+from lamina.probes.spectra import Spectra
 from lamina.probes.structure.hooks import eager_attention
 
 
@@ -66,6 +72,111 @@ def test_of_streams_the_norms_are_joint_of_each_and_of_their_mean(name):
 def test_earlier_states_are_refused():
     with pytest.raises(UserError, match="jacobian: a layer reads earlier states"):
         measured(exact(), context_of(lamina_model("pre_ln(wiring=attn_res,size=1)"), sequences=1))
+
+
+MORE = ["pre_ln(wiring=mhc,size=2)", "pre_ln(wiring=attn_res,size=1)", "peri_ln(wiring=denseformer)"]
+
+
+def seen(modules, run):
+    """The first argument and the output of each module in one pass, by its number."""
+    found, hooks = {}, []
+    for number, module in enumerate(modules):
+        hooks.append(
+            module.register_forward_hook(
+                lambda _, args, kwargs, output, number=number: found.__setitem__(
+                    number, (next(iter((*args, *kwargs.values()))), output)
+                ),
+                with_kwargs=True,
+            )
+        )
+    run()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_what_needs_no_single_stream_is_measured_of_every_model(name):
+    model = lamina_model(name)
+    context = context_of(model, sequences=6, tokens=9)
+    ids = torch.cat([batch["input_ids"] for batch in context.batches])
+    halves = [half for block in model.model.layers for half in (block.attention, block.feed_forward)]
+    with torch.no_grad(), eager_attention(model):
+        inside = seen([half.module for half in halves], lambda: model(input_ids=ids, use_cache=False))
+
+    frame = measured(Attention(), context)
+    for layer in range(2):
+        weights = inside[2 * layer][1][1].double()
+        entropy = torch.special.entr(weights).sum(-1).mean()
+        assert value(frame, "entropy", "all", layer) == pytest.approx(float(entropy), rel=1e-5)
+    assert set(frame.layer) == {0, 1}
+
+    frame = measured(Spectra(), context)
+    for layer in range(2):
+        ffn = model.model.layers[layer].feed_forward.module
+        with torch.no_grad():
+            y = inside[2 * layer + 1][0]
+            pre = ffn.gate_proj(y)
+            post = torch.nn.functional.silu(pre) * ffn.up_proj(y)
+        for role, x in (("pre", pre), ("post", post)):
+            values = torch.linalg.eigvalsh(torch.cov(x.flatten(0, 1).double().T)).clamp(min=1e-12)
+            hard = values.sum() ** 2 / values.square().sum() / len(values)
+            assert value(frame, "hard_rank", role, layer) == pytest.approx(float(hard), rel=1e-4)
+        singular = torch.linalg.svdvals(ffn.up_proj.weight.detach().double())
+        role = "feed_forward.module.up_proj"
+        assert value(frame, "condition_number", role, layer) == pytest.approx(
+            float(singular[0] / singular[-1]), rel=1e-4
+        )
+
+    context.notes.clear()
+    frame = measured(Bounds(sequences=6, tokens=9), context)
+    assert set(frame.role) == {"fusenorm_eq_21"}
+    frame = measured(LowPrecision(sequences=0), context)
+    assert set(frame.role) == {"contribution", "activation"}
+    assert [note.split(":")[0] for note in context.notes] == ["bounds", "low_precision"]
+    with torch.no_grad():
+        last = seen([half.module if half.out_norm is None else half.out_norm for half in halves], lambda: model(ids))
+    for number in range(4):
+        added = last[number][1][0] if isinstance(last[number][1], tuple) else last[number][1]
+        kind, layer = ("attention", "feed_forward")[number % 2], number // 2
+        rows = frame[(frame.format == "bf16") & (frame.sublayer == kind)]
+        error = (added - added.bfloat16().float()).norm(dim=(1, 2)) / added.norm(dim=(1, 2))
+        assert value(rows, "relative_error", "contribution", layer) == pytest.approx(float(error.mean()), rel=1e-4)
+        bounds = measured(Bounds(sequences=6, tokens=9), context)
+        variance = added.var(-1, correction=0).mean()
+        assert value(bounds[bounds.sublayer == kind], "left", "fusenorm_eq_21", layer) == pytest.approx(
+            float(variance), rel=1e-4
+        )
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_the_gradient_of_all_streams_is_autograds(name):
+    model = lamina_model(name)
+    context = context_of(model, sequences=3, tokens=7)
+    frame = measured(Gradients(), context)
+    states = []
+
+    def keep(module, args, kwargs, output):
+        states.extend([args[0], output])
+
+    hooks = [block.register_forward_hook(keep, with_kwargs=True) for block in model.model.layers]
+    loss = causal_loss(model, torch.cat([batch["input_ids"] for batch in context.batches]))
+    for hook in hooks:
+        hook.remove()
+    states = [state.stream if isinstance(state, State) else state for state in (states[0], states[1], states[3])]
+    weight = model.model.layers[1].feed_forward.module.up_proj.weight
+    for state, gradient in enumerate(torch.autograd.grad(loss, [*states, weight])):
+        role, kind = ("state", "block") if state < 3 else ("feed_forward_in", "feed_forward")
+        row = frame[frame.sublayer == kind]
+        found = value(row, "gradient_norm", role, state if state < 3 else 1)
+        assert found == pytest.approx(float(gradient.norm()), rel=1e-4)
+
+
+def test_only_the_logit_lens_refuses_several_streams():
+    frames = probe(lamina_model(MORE[0]), "all", torch.randint(3, 40, (8, 9)))
+    assert set(registry.names()) - set(frames) == {"logit_lens"}
+    with pytest.raises(UserError, match="logit_lens: follows one stream alone"):
+        probe(lamina_model(MORE[0]), "logit_lens", torch.randint(3, 40, (8, 9)))
 
 
 @pytest.mark.parametrize("placement", ["keel(wiring=mhc)", "post_ln(wiring=residual)", "pre_ln(wiring=x0)"])

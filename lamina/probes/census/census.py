@@ -158,7 +158,7 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     pairs = zip(structure.layers, prove(structure, inputs, root).layers, strict=True)
     structure = replace(structure, layers=tuple(_with_kinds(site, proved) for site, proved in pairs))
     reads: list[list[StateRead]] = []
-    if any(site.carries_more for site in structure.layers):
+    if structure.carries_more:
         memory = MemoryLayers(structure, root, inputs)
         structure, reads = memory.structure, memory.reads()
         sums = sums_of(structure, memory.watch, memory.others())

@@ -19,7 +19,6 @@ from lamina.data.corpus import EMBEDDED, Corpus
 from lamina.data.tokenizers import is_trained, load_tokenizer
 from lamina.errors import UserError
 from lamina.modeling.checkpoint import Loaded, checked_device, load
-from lamina.probes.engine import registry
 from lamina.probes.engine.context import Context, RunState
 from lamina.probes.engine.inputs import NOISE, Inputs, batches_of, reads_images
 from lamina.probes.engine.losses import is_causal
@@ -74,9 +73,8 @@ def run(
         with _attempted(context, probe, broken):
             if "tokens" in probe.needs and not context.reads_tokens:
                 raise UserError(f"{probe.name}: needs a text model (allowed: other probes)")
-            if any(site.carries_more for site in context.structure.layers) and not probe.of_streams:
-                takers = [name for name in registry.names() if registry.get(name).of_streams]
-                raise UserError(f"{probe.name}: follows one stream alone (allowed: {', '.join(takers)})")
+            if context.structure.carries_more and not probe.of_streams:
+                raise UserError(f"{probe.name}: follows one stream alone (allowed: the other probes)")
             began = time.monotonic()
             probe.begin(context)
             seconds[probe] = time.monotonic() - began

@@ -63,7 +63,8 @@ class Probe(ABC):
         source: the paper and the equation or figure that define it.
         needs: what the forward passes must offer: "logits" (the whole model is run, with its head), "tokens" (the
             model reads token ids).
-        of_streams: whether it also measures a model that passes on several streams, or earlier states.
+        of_streams: whether it also measures a model that passes on several streams, or earlier states, or what of it
+            needs no single stream; a note then says what it left out.
         over_steps: the metrics that a run's page draws over its steps, if the probe is scheduled (empty: all).
     """
 

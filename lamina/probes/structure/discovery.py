@@ -251,7 +251,9 @@ class TracedLayer:
                     calls = [c for c in units if c in calls or (id(c) not in claimed and begin < c.began < end)]
                 calls = calls or [branch.source]
                 claimed_elsewhere = [c for c in units if id(c) in claimed and claimed[id(c)] is not branch]
-                self._fill(branch, calls, [o for o in self.ops if _mine(o, calls, claimed_elsewhere, begin, end)])
+                self.describe_branch(
+                    branch, calls, [o for o in self.ops if _mine(o, calls, claimed_elsewhere, begin, end)]
+                )
         for number, addition in enumerate(self.additions):  # once all modules are known: two may read one norm (Cohere)
             addition.after = self._after(addition.op.outputs[0])
             self._give_norms(number, addition, max((m for m in marks if m < addition.op.time), default=self.call.began))
@@ -259,7 +261,8 @@ class TracedLayer:
         for norm in (c for c in self.calls if c.is_norm and c.began > end and id(c) in self.post):
             self.additions[-1].branches[-1].norms.append(("post_norm", norm))
 
-    def _fill(self, branch: Branch, modules: list[Call], ops: list[Op]) -> None:
+    def describe_branch(self, branch: Branch, modules: list[Call], ops: list[Op]) -> None:
+        """Set a branch's kind, its modules and, of a dense feed-forward, its projections."""
         branch.modules = [c for c in modules if _has_parameters(c)]
         leaves = [c for m in modules for c in [m, *inside(m)] if c.is_leaf]
         linears = [c for c in leaves if _is_projection(c.module) and c.output >= 0]
@@ -379,11 +382,11 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     Raises:
         UserError: if no layers are found; the message says what was searched for and how to name them.
     """
-    if (declared := declared_structure(model)) is not None:
-        return declared
     more = {"use_cache": False} if takes_cache(type(model)) else {}
     with evaluating(model):
         record = trace(model, {**inputs, **more})
+    if (declared := declared_structure(model, record)) is not None:
+        return declared
     chains = _chains(record)
     calls = _named(model, record, layers) if layers else _choose(model, record, chains)
     resolved = [TracedLayer(call, record) for call in calls]
@@ -421,7 +424,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     )
 
 
-def declared_structure(model: nn.Module) -> Structure | None:
+def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
     """Return the structure of a Lamina model whose blocks pass on more than one stream; None for other models.
 
     The model may run any copy of Lamina's code, since a checkpoint brings its own.
@@ -439,7 +442,7 @@ def declared_structure(model: nn.Module) -> Structure | None:
     if end is not None and getattr(reader, "spec", {}).get("normed"):  # it norms some of the streams
         end = Point(last, path, "output")
     return Structure(
-        layers=tuple(_declared_layer(i, path, block) for i, (path, block) in enumerate(blocks)),
+        layers=tuple(_declared_layer(i, path, block, record) for i, (path, block) in enumerate(blocks)),
         hidden_size=int(getattr(getattr(model, "config", None), "hidden_size", 0)),
         embedding=_asked(model, "get_input_embeddings"),
         embedding_norm=None if first is None else NormSite("embedding_norm", first[1], first[0]),
@@ -450,7 +453,7 @@ def declared_structure(model: nn.Module) -> Structure | None:
     )
 
 
-def _declared_layer(index: int, path: str, block: nn.Module) -> LayerSite:
+def _declared_layer(index: int, path: str, block: nn.Module, record: Trace) -> LayerSite:
     """Describe a block of Lamina's; contributions are taken after an out_norm, before a factor or a write."""
     halves = {kind: block.get_submodule(kind) for kind in ("attention", "feed_forward")}
     sublayers: list[SublayerSite] = []
@@ -458,6 +461,7 @@ def _declared_layer(index: int, path: str, block: nn.Module) -> LayerSite:
         path_of_kind = f"{path}.{kind}"
         last = "module" if half.out_norm is None else "out_norm"
         norms = [(name, part) for name, part in half.named_modules() if is_norm(part)]
+        inner = next((call for call in record.calls if call.module is half.get_submodule("module")), None)
         sublayers.append(
             SublayerSite(
                 kind,
@@ -467,6 +471,7 @@ def _declared_layer(index: int, path: str, block: nn.Module) -> LayerSite:
                     NormSite("inner_norm" if "." in n else n, norm, f"{path_of_kind}.{n}") for n, norm in norms
                 ),
                 modules=((path_of_kind, half),),
+                feed_forward=None if kind == "attention" or inner is None else _feed_forward_within(inner, record),
             )
         )
     parts = {**dict(block.named_children()), **dict(halves["attention"].named_children())}
@@ -622,21 +627,33 @@ def _site(index: int, layer: TracedLayer) -> LayerSite:
     sublayers: list[SublayerSite] = []
     for addition in layer.additions:
         for branch in addition.branches:
-            source, down, feed_forward = branch.source, branch.down, None
-            if branch.kind == "feed_forward" and down is not None and branch.up:
-                up = tuple((c.path, c.module) for c in branch.up)
-                post = Point(down.module, down.path, "input", down.number, None, next(iter(down.inputs)))
-                feed_forward = FeedForward(up, (down.path, down.module), branch.pre, post)
+            source = branch.source
             sublayers.append(
                 SublayerSite(
                     kind=branch.kind,
                     contribution=Point(source.module, source.path, "output", source.number, branch.factor),
                     after=addition.after,
                     norms=tuple(NormSite(role, norm.module, norm.path, norm.number) for role, norm in branch.norms),
-                    feed_forward=feed_forward,
+                    feed_forward=_feed_forward(branch),
                     modules=tuple((c.path, c.module) for c in branch.modules),
                     entry=layer.entry_of(branch),
                 )
             )
     call = layer.call
     return LayerSite(index, call.module, call.path, call.number, tuple(sublayers), layer.argument)
+
+
+def _feed_forward(branch: Branch) -> FeedForward | None:
+    """Describe a branch's projections; None if it is not a dense feed-forward."""
+    if branch.kind != "feed_forward" or branch.down is None or not branch.up:
+        return None
+    down = branch.down
+    post = Point(down.module, down.path, "input", down.number, None, next(iter(down.inputs)))
+    return FeedForward(tuple((c.path, c.module) for c in branch.up), (down.path, down.module), branch.pre, post)
+
+
+def _feed_forward_within(call: Call, record: Trace) -> FeedForward | None:
+    """Describe the feed-forward whose call is known."""
+    layer, branch = TracedLayer(call, record, describe=False), Branch(call)
+    layer.describe_branch(branch, [call], layer.ops)
+    return _feed_forward(branch)

@@ -191,6 +191,11 @@ class Structure:
         """N; states run from 0 to N."""
         return len(self.layers)
 
+    @property
+    def carries_more(self) -> bool:
+        """Whether a layer passes on several streams, or earlier states."""
+        return any(site.carries_more for site in self.layers)
+
     def states(self) -> dict[int, Point]:
         """Return the points of x^0 ... x^N, the last one before the final norm."""
         points = {site.index: site.input for site in self.layers}
