@@ -82,14 +82,14 @@ class StreamMixer(LaminaWiring):
 
     def __init__(self, spec: dict, width: int, eps: float):
         super().__init__()
-        self.spec, self.width, self.eps = spec, width, eps
+        self.spec, self.width, self.eps = spec, width, spec.get("eps") or eps
         self.n, self.writes = len(spec["read"]), bool(spec["write"])
         self.mixes = spec["mix"] != "identity"
         self.norms: tuple[str, ...] = tuple(spec.get("norms", ()))
         self.begin(learned=spec["weights"] != "constant")
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """Return the initial values: projections are 0, so that the weights are the plan's."""
+        """Return the initial values: projections are 0 or small, so that the weights are the plan's."""
         n, kind = self.n, self.spec["weights"]
         if kind == "gate":
             generator = torch.Generator().manual_seed(0)  # the model's weights are drawn as without it
@@ -104,9 +104,11 @@ class StreamMixer(LaminaWiring):
         if kind == "sigmoid":
             starts = {name: torch.logit(start / tops[name]) for name, start in starts.items()}
         if self.mixes:
-            starts["mix"] = torch.eye(n) * (4.0 if kind == "sigmoid" else 1.0)
+            starts["mix"] = torch.eye(n) * (self.spec.get("diagonal", 4.0) if kind == "sigmoid" else 1.0)
         if kind == "sigmoid":
             starts["projection"] = torch.zeros(sum(start.numel() for start in starts.values()), n * self.width)
+            if noise := self.spec.get("noise"):
+                starts["projection"].normal_(std=noise, generator=torch.Generator().manual_seed(0))
         if kind == "tanh":
             starts["projection"] = torch.zeros(1 + self.writes + n * self.mixes, self.width)
         if kind in ("sigmoid", "tanh"):
@@ -136,7 +138,8 @@ class StreamMixer(LaminaWiring):
             if self.spec["weights"] == "sigmoid":
                 tops = (1.0, float(self.spec["magnitude"]))
                 weights = [top * p.sigmoid() for top, p in zip(tops, logits, strict=False)]
-                logits = [*weights, *(sinkhorn(p) for p in logits[2:])]
+                matrices = [sinkhorn(p, eps=self.spec.get("eps") or 1e-6) for p in logits[2:]]
+                logits = [*weights, *(m.mT if self.spec.get("transposed") else m for m in matrices)]
             read = mixed(logits[0].unsqueeze(-1), x).squeeze(-2)
         write = logits[1] if self.writes else None
         return read.to(streams.dtype), logits[-1] if self.mixes else None, write

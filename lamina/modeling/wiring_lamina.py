@@ -211,7 +211,7 @@ def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNo
     kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
     if kind not in NORMS:
         raise ValueError(f"norm: kind {kind!r} is not registered here (allowed: {', '.join(NORMS)})")
-    options = {"eps": style.eps, "gain": spec["initial_gain"], "learnable": spec["learnable_gain"]}
+    options = {"eps": spec.get("eps") or style.eps, "gain": spec["initial_gain"], "learnable": spec["learnable_gain"]}
     options |= {"bias": style.bias} if NORMS[kind] is LaminaLayerNorm else {}
     younger = {name: spec[name] for name in ("zero_centered", "alpha") if name in spec}
     made = NORMS[kind]

@@ -41,6 +41,7 @@ YOUNGER = frozenset(
         *("out_scale", "out_scale_learned", "coupling", "gate_temperature", "inner_norm", "streams", "read"),
         *("sources", "boundary", "readout", "final_sources", "qkv_norm", "zero_centered", "alpha", "norms"),
         *("inner_boundary", "dynamic", "multiway", "own_norms", "hidden"),
+        *("eps", "diagonal", "noise", "transposed"),
     )
 )
 _Record = TypeVar("_Record", bound="Norm | Streams | Sources | Sublayer | Layer | Plan")
@@ -55,6 +56,11 @@ def _one_of(field_name: str, value: object, literal: object) -> None:
 def _finite(field_name: str, value: object, more: str = "") -> None:
     if not is_finite(value):
         raise UserError(f"{field_name}: {value!r} is not a finite number{more}")
+
+
+def _not_negative(field_name: str, value: object) -> None:
+    if not is_finite(value) or value < 0:
+        raise UserError(f"{field_name}: {value!r} (allowed: a number of at least 0)")
 
 
 def _tuple(field_name: str, value: object) -> tuple[Any, ...]:
@@ -80,7 +86,8 @@ class Norm:
     ``kind`` "backbone" is the family that the backbone uses itself (RMSNorm in Llama, LayerNorm in ViT); "group"
     normalizes ``groups`` equal parts of each token's channels separately, so it is causal; "l2" divides by the
     length; "dyt" and "derf" have no statistics: tanh or erf of ``alpha`` (learned, here its start) times the input.
-    ``zero_centered``: the parameter is the gain's difference from 1, as in Gemma.
+    ``zero_centered``: the parameter is the gain's difference from 1, as in Gemma. ``eps``: its epsilon, 0 for the
+    backbone's.
     """
 
     kind: NormKind = "backbone"
@@ -89,13 +96,15 @@ class Norm:
     groups: int = 1
     zero_centered: bool = False
     alpha: float = 0.5
+    eps: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise UserError for a kind, gain or number of groups that is invalid."""
+        """Raise UserError for a kind, gain, epsilon or number of groups that is invalid."""
         _one_of("kind", self.kind, NormKind)
         _typed(self, learnable_gain=bool, zero_centered=bool)
         for name in ("initial_gain", "alpha"):
             _finite(name, getattr(self, name))
+        _not_negative("eps", self.eps)
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise UserError(f"groups: {self.groups!r} is not a whole number of at least 1")
         if self.groups > 1 and self.kind != "group":
@@ -126,6 +135,10 @@ class Streams:
     "gate": a share of each channel, by a projection of rank ``rank``. ``mix``: the "identity", a "free" matrix or a
     doubly stochastic one ("sinkhorn"). ``normed`` says which streams the post_norm is for; all of them if empty.
     ``norms``: an RMSNorm on each "stream", which then goes on normed, or on what is "read" of it alone; none if empty.
+
+    mHC starts with ``diagonal`` times the identity before Sinkhorn's iterations, and with projections N(0, noise^2).
+    ``transposed``: mix_ij weighs stream j for stream i. ``eps``: of its RMS and in Sinkhorn's iterations; 0 for the
+    backbone's and 1e-6.
     """
 
     weights: Weights
@@ -136,6 +149,10 @@ class Streams:
     rank: int = 0
     normed: tuple[bool, ...] = ()
     norms: tuple[StreamNorm, ...] = ()
+    diagonal: float = 4.0
+    noise: float = 0.0
+    transposed: bool = False
+    eps: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise UserError for weights that are invalid or do not fit each other."""
@@ -149,6 +166,10 @@ class Streams:
         for norm in self.norms:
             _one_of("norms", norm, StreamNorm)
         _finite("magnitude", self.magnitude)
+        _finite("diagonal", self.diagonal)
+        _typed(self, transposed=bool)
+        for name in ("noise", "eps"):
+            _not_negative(name, getattr(self, name))
         whole_number("rank", self.rank, low=int(self.weights == "gate"))
         for name, value in (*(("read", v) for v in self.read), *(("write", v) for v in self.write)):
             _finite(name, value)

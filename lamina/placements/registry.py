@@ -66,6 +66,18 @@ COMMON: tuple[Option, ...] = (
         help="with wiring: streams (4), layers in a block of depth (0: sub-layers), mudd's step",
     ),
     Option(
+        name="start",
+        type=Literal["liger"] | None,
+        default=None,
+        help="with wiring=mhc: begin with biases of 0 and projections N(0, 0.02^2), as Liger's kernels",
+    ),
+    Option(
+        name="collapse",
+        type=Literal["mean", "sum", "sum_of_norms"] | None,
+        default=None,
+        help="with wiring: make one of several streams by their mean, their sum, or the sum of each one's final norm",
+    ),
+    Option(
         name="depth_scaling",
         type=DepthScheme | None,
         default=None,

@@ -27,6 +27,7 @@ from lamina.placements.registry import PLACEMENTS, Placement, as_written, get
 from lamina.placements.wirings import named_wiring
 
 PLAN_FIELDS = ("final_norm", "embedding_norm", "embedding_scale", "qk_norm", "v_norm", "qkv_norm")  # beside the rules
+OF_WIRINGS = ("size", "start", "collapse")  # the options that need a wiring
 LONGEST_FORMULA = 200  # characters
 MOST_RULED_LAYERS = 200_000  # rules times layers: a second's work
 _RULE_FIELDS = ("layers", *SUBLAYERS)
@@ -270,11 +271,11 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
     if "wiring" in options:
         chosen = named_wiring(options["wiring"])
         try:
-            plan = chosen.apply(plan, options.get("size"))
+            plan = chosen.apply(plan, **{name: options[name] for name in OF_WIRINGS if name in options})
         except UserError as error:
             raise UserError(f"wiring: {options['wiring']!r} on {plan.placement!r}: {error}") from None
-    elif "size" in options:
-        raise UserError(f"placement {plan.placement!r}: option 'size' needs wiring")
+    elif alone := [name for name in OF_WIRINGS if name in options]:
+        raise UserError(f"placement {plan.placement!r}: option {alone[0]!r} needs wiring")
     if "groups" in options and options.get("norm") != "group":
         raise UserError(f"placement {plan.placement!r}: option 'groups' needs norm='group'")
     if "norm" in options:

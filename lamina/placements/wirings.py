@@ -1,7 +1,7 @@
 """Wirings: what a placement's residual carries besides the stream, by the option ``wiring`` of every placement.
 
 A wiring changes a plan whose sub-layers are placed already. Each is a function of the plan, and some of ``size``: the
-number of streams, or the layers of a block of depth (None: the wiring's own default).
+number of streams, or the layers of a block of depth (None: the wiring's own default); mHC's also of its ``start``.
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ class PlanWiring:
     equation: str
     source: str
 
-    def apply(self, plan: Plan, size: int | None) -> Plan:
-        """Return the wired plan. Raises UserError for a size or a plan that the wiring does not take."""
-        takes = "size" in inspect.signature(self.make).parameters
-        if size is not None and not takes:
-            raise UserError(f"size: {size!r} has no effect (allowed: none)")
-        sizes = (size if size is None else whole_number("size", size, low=0),) if takes else ()
+    def apply(
+        self, plan: Plan, *, size: int | None = None, start: str | None = None, collapse: str | None = None
+    ) -> Plan:
+        """Return the wired plan. Raises UserError for an option or a plan that the wiring does not take."""
+        takes, given = inspect.signature(self.make).parameters, {"size": size, "start": start}
+        for name, value in given.items():
+            if value is not None and name not in takes:
+                raise UserError(f"{name}: {value!r} has no effect (allowed: none)")
+        if size is not None:
+            whole_number("size", size, low=0)
         with guarded("its function"):
-            wired = self.make(plan, *sizes)
+            wired = self.make(plan, **{name: value for name, value in given.items() if name in takes})
         if not isinstance(wired, Plan) or wired.num_layers != plan.num_layers:
             made = f"{wired.num_layers} layers" if isinstance(wired, Plan) else shortened(repr(wired), 200)
             raise UserError(f"its function makes {made} (allowed: a Plan of {plan.num_layers} layers)")
-        return wired
+        return wired if collapse is None else _collapsed(wired, collapse)
 
 
 WIRINGS: Registry[PlanWiring] = Registry("wiring")
@@ -74,6 +78,15 @@ def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) ->
     return replace(plan, layers=tuple(layers), readout=readout)
 
 
+def _collapsed(plan: Plan, how: str) -> Plan:
+    """Return the plan with one stream made of all by their mean, their sum, or the sum of each one's final norm."""
+    if plan.readout is None or plan.readout.normed or plan.readout.norms:
+        raise UserError(f"collapse: {how!r} has no effect (allowed: none)")
+    n = plan.streams
+    read, normed = (1 / n if how == "mean" else 1.0,) * n, (how == "sum_of_norms",) * n
+    return replace(plan, readout=Streams(weights="constant", read=read, normed=normed if any(normed) else ()))
+
+
 def _count(size: int | None) -> int:
     return 4 if size is None else whole_number("size", size, low=2)
 
@@ -96,9 +109,20 @@ def identity_hc(plan: Plan, size: int | None) -> Plan:
 
 
 @wiring("mhc", equation="h = r S, S' = M S + w b, M doubly stochastic", source="mHC (arXiv 2512.24880); deepseek_v4")
-def mhc(plan: Plan, size: int | None) -> Plan:
-    """Add Hyper-Connections whose mixing keeps the streams' sum, by Sinkhorn's iterations in float32."""
-    return _sigmoid(plan, size, mix="sinkhorn")
+def mhc(plan: Plan, size: int | None, start: str | None = None) -> Plan:
+    """Add Hyper-Connections whose mixing keeps the streams' sum, by Sinkhorn's iterations in float32.
+
+    With ``start`` "liger" they are those of Liger's kernels: all biases are 0 and the projections N(0, 0.02^2), so that
+    each sub-layer reads all streams alike at first and mixes them fully; the readout is the streams' mean.
+    """
+    if start is None:
+        return _sigmoid(plan, size, mix="sinkhorn")
+    n = _count(size)
+    read, write = (0.5,) * n, (1.0,) * n
+    streams = Streams(
+        weights="sigmoid", read=read, write=write, mix="sinkhorn", diagonal=0.0, noise=0.02, transposed=True
+    )
+    return with_streams(plan, lambda index: streams, Streams(weights="constant", read=(1 / n,) * n))
 
 
 def _hyper(plan: Plan, size: int | None, dynamic: bool) -> Plan:

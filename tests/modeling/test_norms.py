@@ -63,6 +63,17 @@ def test_a_model_with_such_norms_is_saved_and_read_again(kind, tmp_path):
     assert torch.equal(model(token_ids()).logits, again(token_ids()).logits)
 
 
+@torch.no_grad()
+def test_a_norm_may_have_an_epsilon_of_its_own(tmp_path):
+    layer = Layer(attention=Sublayer(pre_norm=Norm(eps=1e-3)), feed_forward=Sublayer(pre_norm=Norm()))
+    model = lamina.build(llama(2), Plan(placement="mine", layers=(layer,) * 2))
+    model.save_pretrained(tmp_path)
+    block = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[1]
+    assert (block.attention.pre_norm.eps, block.feed_forward.pre_norm.eps) == (1e-3, llama(2).rms_norm_eps)
+    x = 0.02 * torch.randn(2, 3, SIZES["hidden_size"])
+    torch.testing.assert_close(block.attention.pre_norm(x), x / (x.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt())
+
+
 def test_zero_centered_gains_are_the_same_function_from_weights_of_zero():
     torch.manual_seed(0)
     ours = lamina.build(llama(), "gemma2").eval()

@@ -327,6 +327,69 @@ def test_full_attention_residuals_are_their_equation_written_out():
     torch.testing.assert_close(model(ids).logits, last @ model.lm_head.weight.T, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("collapse", [None, "mean", "sum", "sum_of_norms"])
+def test_mhc_with_ligers_start_is_its_equations_written_out(collapse):
+    """x_out[o] = sum_i h_res[o, i] x[i] + h_post[o] f, as the docstring of liger_kernel.transformers.LigerMHC says."""
+    options = {"start": "liger"} | ({"collapse": collapse} if collapse else {})
+    model, ids = built("pre_ln", "mhc", layers=3, **options), token_ids()
+    for module in model.modules():
+        if isinstance(module, StreamMixer) and module.writes:
+            assert all((value == 0).all() for value in (module.read, module.write, module.mix))
+            assert (module.scale == 0.01).all()
+            assert module.projection.std().item() == pytest.approx(0.02, rel=0.1)
+            for parameter in module.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    x, attention = states_of(model, ids)
+    streams = [x] * N
+    for block in model.model.layers:
+        for half, run in ((block.attention, lambda h, b=block: attention(b, h)), (block.feed_forward, None)):
+            mixer, flat = half.mixer, torch.cat(streams, -1)
+            y = flat @ mixer.projection.T * torch.rsqrt(flat.pow(2).mean(-1, keepdim=True) + EPS)
+            read = torch.sigmoid(y[..., :N] * mixer.scale[0] + mixer.read)
+            write = 2 * torch.sigmoid(y[..., N : 2 * N] * mixer.scale[1] + mixer.write)
+            matrix = (y[..., 2 * N :].unflatten(-1, (N, N)) * mixer.scale[2] + mixer.mix).exp()
+            for _ in range(20):
+                matrix = matrix / matrix.sum(-1, keepdim=True)
+                matrix = matrix / matrix.sum(-2, keepdim=True)
+            h = half.pre_norm(sum(read[..., i, None] * streams[i] for i in range(N)))
+            f = half.module(h) if run is None else run(h)
+            streams = [
+                sum(matrix[..., o, i, None] * streams[i] for i in range(N)) + write[..., o, None] * f for o in range(N)
+            ]
+    norm = model.model.norm.norm
+    last = (
+        sum(map(norm, streams)) if collapse == "sum_of_norms" else norm(sum(streams) / (1 if collapse == "sum" else N))
+    )
+    torch.testing.assert_close(model(ids).logits, last @ model.lm_head.weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_summed_streams_differ_from_the_mean_where_no_norm_follows():
+    ids, logits = token_ids(), {}
+    for how in ("mean", "sum", "sum_of_norms"):
+        model = built("keel", "hc", collapse=how)
+        assert [name for name, _ in model.named_parameters() if "reader" in name] == []
+        with torch.no_grad():
+            logits[how] = model(ids).logits
+    torch.testing.assert_close(logits["sum"], N * logits["mean"])
+    assert torch.equal(logits["sum"], logits["sum_of_norms"])  # Keel has no final norm
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("pre_ln(wiring=hc,start=liger)", "start: 'liger' has no effect"),
+        ("pre_ln(wiring=x0,collapse=sum)", "collapse: 'sum' has no effect"),
+        ("post_ln(wiring=residual,collapse=sum)", "collapse: 'sum' has no effect"),
+        ("pre_ln(collapse=sum)", "option 'collapse' needs wiring"),
+        ("pre_ln(wiring=mhc,collapse=most)", "option 'collapse' is 'most' .allowed: 'mean' | 'sum' | 'sum_of_norms'"),
+    ],
+)
+def test_an_option_without_effect_is_refused(spec, said):
+    with pytest.raises(UserError, match=said.replace("|", r"\|")):
+        resolve(spec, 3)
+
+
 def test_full_attention_residuals_train_and_come_back_from_a_file(tmp_path):
     model, ids = built("peri_ln", "attn_res", layers=3, size=0), token_ids()
     loss = model(input_ids=ids, labels=ids).loss

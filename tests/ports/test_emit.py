@@ -198,6 +198,12 @@ def test_what_a_block_cannot_hold_is_refused_in_one_line(spec, line):
     assert "\n" not in str(caught.value)
 
 
+def test_a_norm_with_an_epsilon_of_its_own_is_refused():
+    plan = Plan(placement="mine", layers=(Layer.of(Sublayer(pre_norm=Norm(eps=1e-3))),))
+    with pytest.raises(UserError, match=r"it has a norm with an epsilon of its own, 0.001, which a block for nanoGPT"):
+        emit(plan, "nanogpt", 1)
+
+
 def test_unequal_layers_are_told_by_conditions_and_tables_only_where_they_must():
     assert "self.skip_scale = 24.0 if layer > 0 else 1.0" in emit("keel", "pytorch", 12).code
     assert "self.pre_scale = (layer + 1) ** -0.5" in emit("layernorm_scaling", "pytorch", 12).code
