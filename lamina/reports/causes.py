@@ -287,8 +287,60 @@ CAUSES = {
             ),
             claims=("peri-init", "fuse-init", "mix-init"),
         ),
+        Cause(
+            name="equal rewards",
+            finding="all rewards of each group equal from step {step}",
+            proofs=("first: equal equal_rewards",),
+            meaning="Equal rewards make every advantage 0, so the policy cannot learn from them; no layer is at fault.",
+            check="print one group's completions with their rewards",
+            changes=(
+                "check the reward function: if it finds no answer in any completion, all get the same reward",
+                "choose prompts that the policy solves at times, or generate more completions for each prompt",
+                "leave out groups with equal rewards (DAPO's dynamic sampling, arXiv 2503.14476, Sec 3.2)",
+            ),
+        ),
+        Cause(
+            name="policy drift",
+            finding="a policy far from its reference from step {step}",
+            proofs=("then drift policy_kl: yes",),
+            meaning="The policy gives tokens that its reference hardly ever gives.",
+            check="read completions of step {step}: do they earn rewards without solving the task?",
+            changes=(
+                "lower the learning rate",
+                "raise beta, the weight of the KL",
+                "go on from a checkpoint before step {step}",
+            ),
+        ),
+        Cause(
+            name="entropy collapse",
+            finding="the policy's entropy collapsed from step {step}",
+            proofs=("first: collapse policy_entropy",),
+            meaning="The policy gives nearly the same completions each time, so that it finds nothing better.",
+            check="generate 8 completions of one prompt: how many differ?",
+            changes=(
+                "raise the upper clip limit (epsilon_high=0.28 in TRL; DAPO, arXiv 2503.14476, Sec 3.1)",
+                "add an entropy bonus (entropy_coef in TRL's GRPO) or raise the temperature",
+                "lower the learning rate",
+            ),
+        ),
+        Cause(
+            name="completions cut",
+            finding="completions at the length limit from step {step}",
+            proofs=("first: cut cut_completions",),
+            meaning="Completions do not end before max_completion_length, so most have no answer to reward.",
+            check="read completions of step {step}: do they repeat themselves, or are they only long?",
+            changes=(
+                "raise max_completion_length if the completions are sound",
+                "leave cut completions out of the loss (mask_truncated_completions=True in TRL)",
+                "make the reward fall with length near the limit (DAPO, arXiv 2503.14476, Sec 3.4)",
+            ),
+        ),
     )
 }
+
+
+OF_POLICIES = ("equal rewards", "policy drift", "entropy collapse", "completions cut")
+"""Causes that a trainer's log of a policy shows by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -537,9 +589,9 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
         return []
     factors = signature(signs)
     odds = (Learned.read(signs.view) if learned is None else learned).odds(factors)
-    if factors["rate"] == "jumped":  # the record says so, whatever was counted
-        odds = {cause: 0.0 for cause, evidence_of in CAUSES.items() if "rate: jumped" in evidence_of.proofs} | odds
     seen = {f"{name}: {value}" for name, value in factors.items()}
+    # What the record itself says needs no counts.
+    odds |= {name: 0.0 for name, cause in CAUSES.items() if name not in odds and seen & {*cause.proofs}}
     proved = {cause for cause in odds if cause != NOT_KNOWN and seen & {*CAUSES[cause].proofs}}
     possible = {
         cause: part

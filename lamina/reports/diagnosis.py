@@ -21,7 +21,17 @@ from lamina.jobs.files import read_config, read_json, read_result
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.seals import refuse_page
 from lamina.jobs.status import Status
-from lamina.reports.causes import CAUSES, NOT_KNOWN, START, Cause, Signs, causes_of, open_changes, rate_jump
+from lamina.reports.causes import (
+    CAUSES,
+    NOT_KNOWN,
+    OF_POLICIES,
+    START,
+    Cause,
+    Signs,
+    causes_of,
+    open_changes,
+    rate_jump,
+)
 from lamina.training.monitor.alarms import EVENT, NOTABLE, Alarm, describe, place_in_words, read_alarms, says_where
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import noise_of
@@ -331,6 +341,8 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
         )
     if first is None or not cause.proofs:
         return "", [], ""
+    if cause.name in OF_POLICIES:
+        return cause.meaning, [*open_changes(cause, evidence.settings)], ""
     near = [alarm for alarm in evidence.alarms if first.step <= alarm.step <= first.step + EVENT]
     for alarm in near:
         if cause.name == "labels or data" and alarm.rule == "repeated":

@@ -12,6 +12,7 @@ SECTIONS = {
     "Attention": "Largest attention logit",
     "Norm gains": "Norms' gains by layer",
     "Experts": "Load of the experts",
+    "Policy": "The policy and its rewards",
     "Every step": "Loss and gradient norm of every step",
 }
 """The titles of the sections that draw the metrics."""
@@ -142,6 +143,27 @@ METRICS = {
             "Load of each layer's busiest expert over that of a balanced one: 1 is perfect balance, the number of "
             "experts over those chosen is a router that always takes the same ones."
         ), log=False, by_index=True),
+        Metric("mean_reward", "Policy", "Mean reward", "reward", log=False, caption=(
+            "Mean reward of the completions, as the trainer logs it."
+        )),
+        Metric("reward_spread", "Policy", "Spread of the rewards", "spread", folded=True, log=False, caption=(
+            "Standard deviation of a step's rewards, as the trainer logs it."
+        )),
+        Metric("equal_rewards", "Policy", "Groups with equal rewards", "share of groups", log=False, caption=(
+            "Share of groups in which all completions have the same reward: they give the policy no gradient."
+        )),
+        Metric("policy_entropy", "Policy", "Entropy of the policy", "nats per token", log=False, caption=(
+            "Entropy of the policy's next token. Near 0, all completions of a prompt are alike."
+        )),
+        Metric("policy_kl", "Policy", "KL from the reference", "nats per token", log=False, caption=(
+            "How far the policy's tokens are from those of its reference."
+        )),
+        Metric("completion_length", "Policy", "Length of the completions", "tokens", log=False, caption=(
+            "Mean length of the completions."
+        )),
+        Metric("cut_completions", "Policy", "Completions at the length limit", "share", log=False, caption=(
+            "Share of completions that the length limit cuts."
+        )),
         Metric("step_loss", "Every step", "Loss of every step", "loss (nats per token)", caption=(
             "Training loss of every step, recorded or not; with several seeds, from the lowest to the highest. If "
             "there are too many steps to draw, the line is the largest of each few."

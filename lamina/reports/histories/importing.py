@@ -26,6 +26,8 @@ from lamina.reports.histories.owners import Owner, Places, places_of
 from lamina.reports.histories.recordings import Bools, Floats, Recording, Series
 from lamina.reports.histories.sources import read_runs, recorded_in
 from lamina.training.monitor.alarms import Alarm, Alarms, events, write_alarms
+from lamina.training.monitor.policy_signs import METRICS as POLICY
+from lamina.training.monitor.policy_signs import metrics_of
 from lamina.training.monitor.rules import DEVIATIONS, STANDS_OUT, WINDOW, limits
 from lamina.training.monitor.writers import LOSS, NORM, VERSION, WATCHED, LayersWriter, MetricsWriter, Row
 
@@ -96,7 +98,7 @@ class History:
         counted = f"{self.form}, {len(steps):,} records from {word} {steps[0]} to {steps[-1]}"
         counted += f" (steps are the column {self.clock!r})" if self.clock not in ("step", "") else ""
         counted += "" if self.clock else " (no column has the steps: they are numbers of records)"
-        said = [f"{_WORDS[metric]} {name!r}" for metric, name in self.read.items()]
+        said = [f"{_WORDS.get(metric, metric.replace('_', ' '))} {name!r}" for metric, name in self.read.items()]
         if count := self.parameters.get("gradient_norm"):
             said.append(f"gradient norms of {count} parameters in {len(self.layers)} layers")
         return "; ".join([f"{counted}: {', '.join(said)}", *self.notes])
@@ -167,6 +169,9 @@ def _placed(recording: Recording, source: Path) -> History:
         history.parameters[metric] = len(own)
         history.series |= _summed(metric, own, places, has_total=NORM in history.read)
     history.layers = places.layers
+    policy = {metric: name for name, metric in metrics_of(recording.series).items()}
+    history.series |= {(_MODEL, metric): recording.series[name] for metric, name in policy.items()}
+    history.read |= policy
     for name, series in recording.series.items():
         if plain(name) in (EPOCH, "train_epoch"):
             history.series[_MODEL, EPOCH] = series
@@ -286,13 +291,27 @@ def judge(history: History) -> tuple[list[Alarm], list[int]]:
     ]
     losses, rates = history.values(LOSS), history.values(RATE)
     calm = restarts(rates)
-    kept, falls = [], []
+    kept, falls = _of_policy(history), list[int]()
+    told = [alarm for alarm in told if alarm.metric not in POLICY]
     for alarm in told:
         if alarm.metric == LOSS and alarm.rule == "fall":
             falls.append(alarm.step)
         elif alarm.metric != LOSS or alarm.rule != "rise" or _rose(alarm, losses, calm):
             kept.append(alarm)
     return kept, falls
+
+
+def _of_policy(history: History) -> list[Alarm]:
+    """Return the alarms of a policy's numbers; they count steps, as one record may be the mean of several."""
+    rows: dict[int, list[Row]] = {}
+    for key in history.series:
+        for row in history.rows_of(key) if key[1] in POLICY else ():
+            rows.setdefault(row[0], []).append(row)
+    alarms = Alarms()
+    for step in sorted(rows):
+        alarms.see(rows[step])
+    alarms.close()
+    return alarms.told
 
 
 def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bools]:

@@ -31,11 +31,11 @@ MARKED = 6.0  # one step's gradient is reported from this multiple of its usual 
 EVENT = 20  # after so many steps without an alarm, the next alarm begins another event
 NOTABLE = "notable"  # not an alarm: the batch of an isolated gradient outlier
 ORDER = (
-    "not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "fall", "fp16",
-    "apart", "low", "rewritten", "logit", "rise", NOTABLE,
+    "not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal", "fall",
+    "fp16", "apart", "low", "rewritten", "logit", "rise", "drift", "collapse", "cut", NOTABLE,
 )  # fmt: skip
 """The rules; of several in one step, the one that explains most is first."""
-HARD = ("skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated")
+HARD = ("skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal")
 PLACED = ("not_finite", "guess", "dead", "unmoved", "written", "low")
 PARAMETERS = (
     "weight_norm", "update_ratio", "rate_ratio", "gain_abs_max", "gain_mean", "row_norm_abs_max", "row_norm_mean"
@@ -282,6 +282,10 @@ def describe(alarm: Alarm) -> str:
         "forgotten": f"{alarm.value:.0%} of its optimizer's moments changed between two steps",
         "written": f"something other than the optimizer changed its weights by {alarm.value:.0%} of their norm",
         "repeated": f"the batch is the same as in the {alarm.value:g} steps before",
+        "equal": f"for {alarm.value:g} steps all rewards of a group have been equal: they give the policy no gradient",
+        "collapse": f"the policy's entropy fell from {alarm.usual:.3g} to {alarm.value:.2g} nats: it hardly varies now",
+        "drift": f"the policy's KL from its reference went from {alarm.usual:.2g} to {alarm.value:.3g} nats per token",
+        "cut": f"{alarm.value:.0%} of the completions end at the length limit, {alarm.usual:.0%} did at first",
         "fall": f"{name} is {alarm.excess:.2g} times its recent median",
         "rise": f"{name} is {alarm.excess:.3g} times its recent median",
         "logit": f"the largest attention logit is {alarm.value:.3g} (above {alarm.usual:g}, attention saturates)",

@@ -18,6 +18,8 @@ from typing import NamedTuple, TypeAlias
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
+from lamina.training.monitor.policy_signs import METRICS as POLICY
+from lamina.training.monitor.policy_signs import PolicyCourse
 from lamina.training.monitor.writers import LOSS, NORM, Row
 
 Series: TypeAlias = tuple[int, str, str, str]
@@ -102,6 +104,7 @@ JUDGED = {*PASTS, *_KEPT}
 _UPDATES = ("update_norm", "update_ratio", "weight_norm", "unmoved_parameters")
 _IDLE = ("gradient_norm", "update_norm", "update_ratio")  # zero where a step does not call a layer
 _MOVES = ("gradient_norm", "update_norm", "first_moment", "second_moment")
+_STILL = {*_MOVES, *_IDLE, NORM, "unmoved_parameters"}  # not judged while equal rewards give no gradient
 AVERAGED = (
     "something else than the optimizer wrote to all weights, no further than they had moved: a mean or a way back "
     "(look-ahead, DiLoCo, weight averages), or a checkpoint that was loaded; such writes are no alarm"
@@ -173,11 +176,18 @@ class Rules:
     _means: int = 0  # writes to all weights,
     _total: float = 0.0  # and what was written by the last step, in all
     _changed: dict[Place, int] = field(default_factory=dict)  # the last step at which others were trained
+    _policy: PolicyCourse = field(default_factory=PolicyCourse)
     _chance: bool = False  # whether layers are left out at times, so that the stream varies more
     _zeros: dict[Place, list[int]] = field(default_factory=dict)  # zero gradients: in a row, from step, before, of all
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
         """Judge the rows of a step; ``rate`` is the learning rate that divides updates."""
+        policy = [row for row in rows if row[5] in POLICY]
+        yield from self._rewarded(step, policy)
+        if policy and len(policy) == len(rows):
+            return
+        if self._policy.idle:
+            rows = [row for row in rows if row[5] not in _STILL or not math.isfinite(row[6])]
         changed = {row[1:4] for row in rows if row[5] == "trained_changed"}
         self._changed |= dict.fromkeys(changed, step)
         self._restart(changed)
@@ -208,6 +218,17 @@ class Rules:
             if row[5] == LOSS and math.isfinite(row[6]):
                 yield from self._loss(row)
         yield from self._scaler(rows)
+
+    def _rewarded(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
+        """Judge what a trainer logged of a policy; without its rewards' gradient, series start anew."""
+        was_idle = self._policy.idle
+        for sign in self._policy.see(step, {row[5]: row[6] for row in rows}) if rows else ():
+            yield Found(sign.rule, (sign.step, -1, "model", "all", 0, sign.metric, sign.value), sign.usual, sign.left)
+        if self._policy.idle and not was_idle:
+            self._zeros = {}
+            for series in [series for series in self._recent if series[3] in _STILL]:
+                del self._recent[series]
+                self._seen.pop(series, None)
 
     def _restart(self, owners: Collection[Place]) -> None:
         """Forget the course of owners whose set of trained parameters has changed, and the whole model's."""
@@ -492,6 +513,7 @@ class Rules:
             "course": [list(self._losses), self._sums, self._skipped],
             "changed": [[*location, step] for location, step in self._changed.items()],
             "ways": [self._chance, self._means, self._total],
+            "policy": self._policy.state_dict(),
             "zeros": [[*location, *counts] for location, counts in self._zeros.items()],
         }
 
@@ -511,6 +533,7 @@ class Rules:
         self._changed = {(layer, sublayer, role): at for layer, sublayer, role, at in state.get("changed", [])}
         self._chance, self._means, self._total = state.get("ways", (False, 0, 0.0))
         self._zeros = {(layer, sublayer, role): counts for layer, sublayer, role, *counts in state.get("zeros", [])}
+        self._policy = PolicyCourse(**state.get("policy", {}))
         losses, sums, self._skipped = state.get("course", [[], {}, 0])
         self._losses, self._sums = deque(losses, maxlen=2 * WINDOW), dict(sums)
 

@@ -39,6 +39,7 @@ from lamina.training.monitor.alarms import Alarm, Alarms, events
 from lamina.training.monitor.check import BeforeTraining, findings
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.parameter_measures import tables_of
+from lamina.training.monitor.policy_signs import logged
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.training_hooks import Inputs, Instruments
 from lamina.training.monitor.writers import (
@@ -270,6 +271,12 @@ class Monitor:
                 self.guard.see_loss(step, value)
             else:
                 self.guard.see_gradient(step, value)
+
+    def take(self, rows: Sequence[Row]) -> None:
+        """Judge and record what the training code says of a step itself."""
+        if self._open:
+            self._see(rows)
+            self._add(rows)
 
     def _see(self, rows: Sequence[Row], rate: float | None = None) -> None:
         """Judge new rows; report an event's first alarm to the log, the trackers and the user."""
@@ -620,6 +627,13 @@ class LayerMonitor(WatchCallback, TrainerCallback):
     def on_save(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         if self.monitor is not None:
             self.monitor.flush()
+
+    def on_log(
+        self, args: Arguments, state: State, control: Control, logs: Json | None = None, **kwargs: object
+    ) -> None:
+        rows: list[Row] = [(state.global_step, -1, "model", "all", 0, *pair) for pair in logged(logs or {}).items()]
+        if self.monitor is not None and rows:
+            self.monitor.take(rows)
 
     def on_evaluate(
         self, args: Arguments, state: State, control: Control, metrics: Json | None = None, **kwargs: object

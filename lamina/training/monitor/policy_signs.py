@@ -1,0 +1,142 @@
+"""Signs of a policy that learns from rewards (GRPO, RLOO), in the numbers that its trainer logs.
+
+Loads neither torch nor transformers: histories are read with it, too.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+from lamina.core.json_types import Json
+
+EQUAL, ENTROPY, KL, CUT = "equal_rewards", "policy_entropy", "policy_kl", "cut_completions"
+LENGTH, REWARD, SPREAD = "completion_length", "mean_reward", "reward_spread"
+LOGGED = {
+    "frac_reward_zero_std": EQUAL,
+    "entropy": ENTROPY,
+    "kl": KL,
+    "completions/clipped_ratio": CUT,
+    "completions/mean_length": LENGTH,
+    "reward": REWARD,
+    "reward_std": SPREAD,
+    "actor/entropy": ENTROPY,
+    "actor/kl_loss": KL,
+    "response_length/clip_ratio": CUT,
+    "response_length/mean": LENGTH,
+    "critic/rewards/mean": REWARD,
+}
+"""Metrics by the names that TRL gives them, and verl."""
+METRICS = frozenset(LOGGED.values())
+
+STAYS = 3  # a value must stay outside for so many records
+EQUAL_STEPS, BY_CHANCE = 5, 1e-6  # equal rewards: at least so many steps, that chance explains so rarely
+COLLAPSED, NATS = 0.1, 0.1  # an entropy has collapsed below this share of its start, and below so many nats
+EXPLODED, FAR = 10.0, 1.0  # the KL has exploded above this multiple of its recent median, and above so many nats
+FEW, MOST = 0.75, 0.95  # share of completions at their limit at first, and later
+_RECENT = 16  # values of the KL
+
+
+class Sign(NamedTuple):
+    """A judged value: the rule, its step, the metric, the value, the usual one, and whether it is out of range."""
+
+    rule: str
+    step: int
+    metric: str
+    value: float
+    usual: float
+    left: bool
+
+
+def metrics_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the metrics of a policy by the names of logged series; none without rewards: others log entropy too."""
+    found = {name: LOGGED[plain] for name in names if (plain := name.removeprefix("train/")) in LOGGED}
+    return found if {EQUAL, REWARD} & {*found.values()} else {}
+
+
+def logged(values: Mapping[str, object]) -> dict[str, float]:
+    """Return a policy's numbers among what its trainer logged, by metric."""
+    numbers = {metric: values[name] for name, metric in metrics_of(values).items()}
+    return {
+        metric: float(number)
+        for metric, number in numbers.items()
+        if isinstance(number, int | float) and math.isfinite(number)
+    }
+
+
+@dataclass(kw_only=True)
+class PolicyCourse:
+    """The course of a policy's logged numbers.
+
+    Attributes:
+        last: the step of the last record; 0 before the first.
+        begun: the step since which all rewards of each group are equal; 0 if they are not.
+        run: the records since then.
+        records, equal: all records before, and those of them with equal rewards in each group.
+        idle: whether the rewards have given no gradient for so long that it is no chance.
+        first: the first values of each metric.
+        recent: the last values of the KL that were in its range.
+        outside: how many records in a row a metric has been outside its range.
+    """
+
+    last: int = 0
+    begun: int = 0
+    run: int = 0
+    records: int = 0
+    equal: float = 0.0
+    idle: bool = False
+    first: dict[str, list[float]] = field(default_factory=dict)
+    recent: list[float] = field(default_factory=list)
+    outside: dict[str, int] = field(default_factory=dict)
+
+    def see(self, step: int, values: Mapping[str, float]) -> Iterator[Sign]:
+        """Judge a record's values by metric."""
+        constant = values.get(SPREAD, math.inf) <= 1e-6 * (1.0 + abs(values.get(REWARD, 0.0)))
+        if constant or EQUAL in values:  # RLOO adds a KL to the rewards before it compares those of a group
+            yield self._equal(step, 1.0 if constant else values[EQUAL])
+        for metric in (ENTROPY, KL, CUT):
+            if metric in values:
+                yield self._level(step, metric, values[metric])
+        self.last = step
+
+    def _equal(self, step: int, share: float) -> Sign:
+        """Judge the share of groups with equal rewards.
+
+        A single group of two often has equal rewards; a record may be the mean of several steps. So what counts is how
+        often such a record came before.
+        """
+        if share < 1.0 - 1e-6:
+            self.records, self.equal = self.records + self.run + 1, self.equal + self.run
+            self.run = self.begun = 0
+            self.idle = False
+            return Sign("equal", step, EQUAL, 0.0, 0.0, left=False)
+        self.begun = self.begun or (self.last + 1 if self.last else step)
+        self.run += 1
+        covered = step - self.last if self.last else 1
+        chance = (self.equal + 2.0 * 0.5 ** min(covered, 30)) / (self.records + 2)
+        steps = step - self.begun + 1
+        rare = self.run * math.log(chance) < math.log(BY_CHANCE)
+        self.idle |= self.run >= STAYS and steps >= EQUAL_STEPS and rare
+        return Sign("equal", self.begun if self.idle else step, EQUAL, float(steps), 0.0, left=self.idle)
+
+    def _level(self, step: int, metric: str, value: float) -> Sign:
+        first = self.first.setdefault(metric, [])
+        if metric == KL:
+            usual = statistics.median(self.recent or [0.0])
+            outside = len(self.recent) > STAYS and value > max(FAR, EXPLODED * usual)
+            self.recent = self.recent if outside else [*self.recent, value][-_RECENT:]
+        elif len(first) < STAYS:
+            first.append(value)
+            usual, outside = value, False
+        else:
+            usual = statistics.median(first)
+            outside = value < min(NATS, COLLAPSED * usual) if metric == ENTROPY else usual <= FEW and value >= MOST
+        self.outside[metric] = self.outside.get(metric, 0) + 1 if outside else 0
+        rule = {ENTROPY: "collapse", KL: "drift", CUT: "cut"}[metric]
+        return Sign(rule, step, metric, value, usual, left=self.outside[metric] >= STAYS)
+
+    def state_dict(self) -> Json:
+        return asdict(self)
