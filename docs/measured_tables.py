@@ -49,6 +49,7 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
     healthy = [
         f"{_marked(name, counts)} {counts['alarmed_steps']} of {counts['healthy_steps']:,}"
         for name, counts in record["setups"].items()
+        if counts["alarmed_steps"]
     ]
     parts = record["parts"].items()
     names = {"seen": "seen before"}
@@ -56,7 +57,7 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
     said = [
         f"These raised an alarm before the loss rose, with the right location and cause, in all of their runs: "
         f"{', '.join(whole)}.",
-        f"Alarmed steps of healthy set-ups: {', '.join(healthy)}.",
+        *([f"Alarmed steps of healthy set-ups: {', '.join(healthy)}."] if healthy else []),
     ]
     return "\n".join([*lines, *(f"\n{line}" for line in said), "", *texts, "", where])
 
@@ -98,20 +99,21 @@ def census_table(record: dict[str, Any] | None, where: str) -> str:
     if record is None:
         return _unmeasured("census")
     layouts: dict[str, list[str]] = {}
-    reasons: dict[str, list[str]] = {}
+    unknown = 0
     for row in record["families"]:
         name = f"**{row['family']}**" if row["family"] in conversions() else row["family"]
-        found = reasons if row["match"] is None else layouts
-        found.setdefault(_reason(row["unknown"]) if row["match"] is None else _layout(row["match"]), []).append(name)
+        if row["match"] is None:
+            unknown += 1
+        else:
+            layouts.setdefault(_layout(row["match"]), []).append(name)
     lines = ["| layout | count | model types |", "|---|---|---|"]
     shared = {layout: names for layout, names in layouts.items() if len(names) > 1}
     for layout, names in sorted(shared.items(), key=lambda one: -len(one[1])):
         told = sorted(names, key=lambda name: not name.startswith("**"))  # first those that convert takes
         more = f", and {len(told) - 6} more" if len(told) > 6 else ""
         lines.append(f"| {layout} | {len(names)} | {', '.join(told[:6])}{more} |")
-    untold = "; ".join(f"{reason}: {len(names)}" for reason, names in reasons.items())
-    alone = f"{len(layouts) - len(shared)} more model types have a layout of their own"
-    return "\n".join([*lines, "", f"{alone}. Not known: {untold}.", "", where])
+    alone = f"{len(layouts) - len(shared)} more model types have their own layout"
+    return "\n".join([*lines, "", f"{alone}. Lamina does not know the layout of {unknown} types. {where}"])
 
 
 def _layout(match: dict[str, Any]) -> str:
@@ -131,27 +133,15 @@ def _layout(match: dict[str, Any]) -> str:
     return f"{shown}, but {'; '.join(dict.fromkeys(differs))}" if differs else shown
 
 
-def _reason(text: str) -> str:
-    """Why a model type is not known, in few words."""
-    words = {
-        "streams": "several streams",
-        "can't be built": "can't be built so small",
-        "alone": "does not run so small, or on tokens alone",
-        "none found": "no chain of layers found",
-    }
-    return next((reason for part, reason in words.items() if part in text), "the layers' sums are not followed")
-
-
 def watching_sentence(record: dict[str, Any] | None, where: str) -> str:
     """How much longer a watched loop takes."""
     if record is None:
         return _unmeasured("watching")
     settings, ratios = record["settings"], record["time_ratios"]
     return (
-        f"A watched loop takes {100 * (record['time_ratio'] - 1):.1f} % longer than the same loop left alone, with a "
-        f"record every {record['every']} steps (median of {len(ratios)} turns, {min(ratios):.3f} to {max(ratios):.3f} "
-        f"times; a Llama of size {settings['size']}, batch {settings['batch_size']} × {settings['sequence_length']}). "
-        + where
+        f"A watched loop takes {100 * (record['time_ratio'] - 1):.1f} % longer than the same loop alone ({len(ratios)} "
+        f"turns, {min(ratios):.3f} to {max(ratios):.3f} times; a Llama of size {settings['size']}, batch "
+        f"{settings['batch_size']} × {settings['sequence_length']}). {where}"
     )
 
 
@@ -201,16 +191,10 @@ def after_pretraining_table(record: dict[str, Any] | None, where: str) -> str:
 
 
 def studies_sentence(record: dict[str, Any] | None, where: str) -> str:
-    """What the engine of studies costs."""
+    """How long the engine of studies takes to start the next trial."""
     if record is None:
         return _unmeasured("studies")
-    overhead, start, workers = record["overhead"], record["start"], record["workers"]
-    return (
-        f"Between two trials of {overhead['trials']:.1f} s pass {overhead['between']:.2f} s "
-        f"({100 * (overhead['ratio'] - 1):.1f} % of a trial). Finding {start['ended']} ended trials takes "
-        f"{start['seconds_added']:.1f} s before the next one starts. {workers['cores']} workers with one thread each "
-        f"do {workers['throughput_ratio']:.2f} times the trials of one worker with all threads. " + where
-    )
+    return f"Starting the next trial takes {record['overhead']['between']:.1f} seconds. {where}"
 
 
 def _unmeasured(name: str) -> str:

@@ -31,18 +31,20 @@ def _section(name: str) -> Iterator[str]:
     yield f"![{placement.heading}](placements/{name}.svg)"
     yield placement.description.split("\n\n")[0]
     yield "\n".join(["```text", *placement.equation, "```"])
-    advice = f"\n- **Advice:** {placement.advice}" if placement.advice else ""
-    yield (
-        f'- **Code:** `lamina.build(config, "{name}")`{advice}\n'
-        f"- **Initializer:** `{placement.initialization}`\n"
-        f"- **Source:** {placement.source.replace('; ', ', ')}\n- **Evidence:** {_evidence(name)}"
-    )
+    facts = {
+        "Code": f'`lamina.build(config, "{name}")`',
+        "Advice": placement.advice,
+        "Initializer": f"`{placement.initialization}`" if placement.initialization != "normal" else "",
+        "Source": placement.source.replace("; ", ", "),
+        "Evidence": _evidence(name),
+    }
+    yield "\n".join(f"- **{fact}:** {text}" for fact, text in facts.items() if text)
 
 
 def _evidence(name: str) -> str:
     pages = trained().get(name, ())
     links = [f"[{page}](results/{page}.md)" for paper, (page, *_) in PAPERS.items() if paper in pages]
-    return ", ".join(links) if links else "no study of ours has trained it"
+    return ", ".join(links)
 
 
 @functools.cache

@@ -101,11 +101,10 @@ def placements_speed(name: str) -> str:
     rows = [row for row in record["results"] if row["model"] in names()]
     speeds, memory = ([row[column] for row in rows] for column in ("speed_ratio", "memory_ratio"))
     s = record["settings"]
-    dirty = " The working tree of that run had uncommitted changes." if record["revision"].endswith("-dirty") else ""
     return (
         f"Beside transformers' Llama, {len(rows)} of {len(names())} placements train at {min(speeds):.2f} to "
         f"{max(speeds):.2f} times its speed and take {min(memory):.2f} to {max(memory):.2f} times its memory (eager, "
-        f"{s['num_hidden_layers']} layers of width {s['hidden_size']}). {_where(name)}{dirty}"
+        f"{s['num_hidden_layers']} layers of width {s['hidden_size']}). {_where(name)}"
     )
 
 
@@ -121,8 +120,7 @@ def training_table(name: str) -> str:
         cells.append(f"{row['first_step_seconds']:.0f} s")
         lines.append(f"| {' | '.join(cells)} |")
     size = f"{part['size'].upper()} parameters, {part['num_hidden_layers']} layers of width {part['hidden_size']}"
-    why = "".join(f" We did not compare {name}: {reason}." for name, reason in record["left_out"].items())
-    return "\n".join([*lines, "", f"The model has {size}. {_where(name)}{why}"])
+    return "\n".join([*lines, "", f"The model has {size}. {_where(name)}"])
 
 
 def wirings_speed(*records: str) -> str:
@@ -272,14 +270,11 @@ def families_sentence() -> str:
     if record is None:
         return _no_families()
     found, faults = record["families"], {case["name"] for case in record["faults"]}
-    unrun = sum("could not be run" in why for why in found["refused"].values())
     right = len(set(found["measured"]) - faults)
     return (
-        f"We checked the probes on {right} model families of transformers {record['versions']['transformers']}, with "
-        "tiny models and random weights. Each probe's numbers equal independent formulas, or Lamina prints why the "
-        f"probe does not apply. Lamina rejects {len(found['refused'])} more families with a one-line error. {unrun} of "
-        "them do not run so small, or need more than tokens or images. "
-        "[The record](reliability/families.json) names every family."
+        f"We checked the probes on tiny random models of {right} model families of transformers. Each probe's numbers "
+        "equal independent formulas, or Lamina prints why the probe does not apply. Lamina rejects "
+        f"{len(found['refused'])} more families with a one-line error ([record](reliability/families.json))."
     )
 
 
@@ -306,7 +301,7 @@ def _label(row: dict[str, Any]) -> str:
 
 def _where(name: str, folder: str = "benchmarks/results") -> str:
     """Where a record has what a page leaves out."""
-    return f"[The record](../{folder}/{name}.json) names the machine, the versions and the date."
+    return f"See the [record](../{folder}/{name}.json)."
 
 
 @functools.cache

@@ -35,7 +35,6 @@ NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run h
     "make demo": "makes a virtual environment; its only line is lamina compare's",
     "make test": "these tests",
     "make bench-gpu": "needs a GPU",
-    "python3 benchmarks/gpu.py": "minutes; tests/test_benchmarks.py runs it in small",
     "lamina convert olmo/step1000": "needs OLMo-core's checkpoint: tests/ports/test_trainers.py saves them",
     "lamina convert runs/keel-64 models/keel-mlx": "the same file converts to it and loads it",
     "torchrun": "several processes: tests/training/test_distributed.py",
