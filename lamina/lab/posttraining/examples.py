@@ -68,60 +68,42 @@ def load(name: str, source: str) -> Dataset:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     if source.startswith(GENERATED):
         return datasets.Dataset.from_list(list(generated_rows(name, source)))
+    path = home(name, source)
+    reader = READERS.get(inner_suffix(path))
     try:
-        if hub_datasets.is_hub(source):
-            return _some(hub_datasets.load(hub_datasets.parse(source)))
-        path = home(name, source)
-        if path.is_dir() or of_hub(source):
-            return _some(hub_datasets.load(hub_datasets.parse(f"hf:{source}")))
-        if inner_suffix(path) not in READERS:
-            raise UserError(f"{name}: {source!r} ends in {inner_suffix(path) or 'nothing'} (allowed: {ALLOWED})")
-        if not path.is_file():
-            raise UserError(f"{name}: {source!r}: no such file (allowed: {ALLOWED})")
-        if not path.stat().st_size:
-            raise UserError(f"{name}: {source!r} is empty")
-        return _some(_of_file(path))
+        if hub_datasets.is_hub(source) or of_hub(source) or path.is_dir():
+            rows = hub_datasets.load(hub_datasets.parse(source if hub_datasets.is_hub(source) else f"hf:{source}"))
+        elif reader is None or not path.is_file():
+            ending = inner_suffix(path) or "nothing"
+            why = "no such file" if reader else f"it ends in {ending}"
+            raise UserError(f"{name}: {source!r}: {why} (allowed: {ALLOWED})")
+        else:
+            files = glob.escape(str(path.resolve()))
+            loaded = datasets.load_dataset(reader, data_files=files, split="train", **_options(reader, path))
+            rows = cast("Dataset", loaded)
+        if not len(rows):
+            raise ValueError("it has no rows")
     except UserError as error:  # the reader of corpora says it of a corpus
         raise UserError(str(error).replace("corpus:", f"{name}:", 1)) from None
     except Exception as error:  # of pyarrow, of pandas, of the library
         if disk_full(error):
             raise
         cause = error.__cause__ or error
-        reason = "it is cut short" if isinstance(cause, StopIteration | EOFError) else one_line(cause)
-        raise UserError(f"{name}: {source!r} can't be read: {reason}") from None
-
-
-def _some(rows: Dataset) -> Dataset:
-    if not len(rows):
-        raise ValueError("it has no rows")
+        why = "it has no rows" if isinstance(cause, StopIteration) else one_line(cause)
+        raise UserError(f"{name}: {source!r} can't be read: {why}") from None
     return rows
 
 
-def _of_file(path: Path) -> Dataset:
-    """Read a file's rows, keeping texts as they are written."""
+def _options(reader: str, path: Path) -> Json:
+    """Return how the datasets library reads a file, other than by its defaults."""
     import datasets
     import pandas as pd
 
-    reader = READERS[inner_suffix(path)]
-    options: dict[str, Any] = {}
     if reader == "csv":  # else 007 is a number, and NA is missing
         columns = pd.read_csv(path, nrows=0).columns
         types = {name: datasets.Value("float64" if name == "margin" else "string") for name in columns}
-        options = {"features": datasets.Features(types), "keep_default_na": False}
-    elif reader == "json":
-        options = {"chunksize": LARGEST}
-    files = glob.escape(str(path.resolve()))
-    rows = cast("Dataset", datasets.load_dataset(reader, data_files=files, split="train", **options))
-    if reader == "json" and "timestamp" in str(rows.features):  # a text such as 2024-01-01 is no time
-        (whole,) = cast("Dataset", datasets.load_dataset("text", data_files=files, split="train", sample_by="document"))
-        text = cast(Json, whole)["text"]
-        listed = (
-            json.loads(text) if text.lstrip().startswith("[") else map(json.loads, filter(str.strip, text.splitlines()))
-        )
-        rows = datasets.Dataset.from_list(
-            [{**dict.fromkeys(rows.column_names), **row} for row in listed], on_mixed_types="use_json"
-        )
-    return rows
+        return {"features": datasets.Features(types), "keep_default_na": False}
+    return {"chunksize": LARGEST} if reader == "json" else {}
 
 
 def generated_rows(name: str, source: str) -> Iterator[Json]:
@@ -162,40 +144,43 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
 def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
     """Bring other libraries' rows into TRL's forms, and mixed texts and turns into turns; TRL's own stay unchanged.
 
-    Alpaca's instruction and output become a prompt and its completion; ShareGPT's conversations become messages, and
-    LIMA's, texts alone, a prompt and the last answer. ``turns``: texts with an answer become turns, too.
+    Alpaca's instruction and output become a prompt and its completion; ShareGPT's conversations become messages, as do
+    LIMA's, texts alone, or a prompt and the last answer. ``turns``: texts with an answer become turns, too.
 
     Raises:
         UserError: for columns without a form among ``forms``; otherwise the first form counts, and is returned.
     """
-    import datasets
-
-    def mapped(function: Callable[[Json], Json], *names: str) -> Dataset:
-        types = datasets.Features({**rows.features, **dict.fromkeys(names, datasets.List(datasets.Json()))})
-        return rows.map(function, features=types)
-
     columns = set(rows.column_names)
     if pictures := columns & {"image", "images"}:
         raise UserError(f"the column {min(pictures)!r} has images, which no model here reads")
     if "conversations" in columns and "messages" not in columns:
         texts = isinstance(next(iter(rows[0]["conversations"] or ()), None), str)
-        rows = mapped(_of_lima, "prompt", "completion") if texts else mapped(_of_sharegpt, "messages")
+        rows = _turned(rows, _of_conversation, "messages")
+        if texts and SFT_FORMS[1] in forms:
+            rows = _turned(rows, _of_lima, *SFT_FORMS[1])
     elif "instruction" in columns and not any(columns.issuperset(form) for form in forms if form != PAIR_FORMS[1]):
         answered = ["completion"] if "output" in columns and "chosen" not in columns else []
-        rows = mapped(_of_alpaca, "prompt", *answered)
+        rows = _turned(rows, _of_alpaca, "prompt", *answered)
     form = next((form for form in forms if set(form) <= set(rows.column_names)), None)
     if form is None:
         needed = ", or ".join(" and ".join(form) for form in forms)
         raise UserError(f"no known fields (needed: {needed}; the rows have: {', '.join(columns)})")
     if form == PAIR_FORMS[1] or ("chosen" in form and len(_kinds(rows, form)) > 1):
-        only_texts, form = _kinds(rows, form) == {"Value"}, PAIR_FORMS[0]
-        texts = datasets.Features({**rows.features, "prompt": datasets.Value("string")})
-        rows = rows.map(_of_pair, features=texts) if only_texts else mapped(_of_pair, *form)
+        texts, form = _kinds(rows, form) == {"Value"}, PAIR_FORMS[0]
+        rows = rows.map(_of_pair) if texts else _turned(rows, _of_pair, *form)
     rows = rows.remove_columns([name for name in rows.column_names if name in _FORMS - {*form}])
     kinds = _kinds(rows, form)
     if len(form) > 1 and (kinds & {"Json"} or len(kinds) > 1 or (turns and kinds == {"Value"})):
-        rows = mapped(partial(_as_turns, form), *form)
+        rows = _turned(rows, partial(_as_turns, form), *form)
     return rows, form
+
+
+def _turned(rows: Dataset, function: Callable[[Json], Json], *names: str) -> Dataset:
+    """Map rows by a function whose columns ``names`` are turns."""
+    import datasets
+
+    types = datasets.Features({**rows.features, **dict.fromkeys(names, datasets.List(datasets.Json()))})
+    return rows.map(function, features=types)
 
 
 def _kinds(rows: Dataset, form: Sequence[str]) -> set[str]:
@@ -220,23 +205,22 @@ def _of_alpaca(row: Json) -> Json:
     return {"prompt": [_turn("user", asked)], **({"completion": answer} if "output" in row else {})}
 
 
-def _alternate(texts: Sequence[object]) -> list[Json]:
-    return [_turn(("user", "assistant")[at % 2], text) for at, text in enumerate(texts)]
+def _of_conversation(row: Json) -> Json:
+    from trl.data_utils import maybe_convert_to_chatml
+
+    said = row["conversations"] or ()
+    if said and isinstance(said[0], str):
+        return {"messages": [_turn(("user", "assistant")[at % 2], text) for at, text in enumerate(said)]}
+    turns = maybe_convert_to_chatml({"messages": [dict(turn) for turn in said]})["messages"]
+    names = {"human": "user", "gpt": "assistant"}
+    return {"messages": [{**turn, "role": names.get(turn.get("role"), turn.get("role"))} for turn in turns]}
 
 
 def _of_lima(row: Json) -> Json:
     """Return the turns up to the last answer, and that answer."""
-    turns = _alternate(row["conversations"] or ())
-    answered = len(turns) // 2 * 2
-    return {"prompt": turns[: max(0, answered - 1)], "completion": turns[max(0, answered - 1) : answered]}
-
-
-def _of_sharegpt(row: Json) -> Json:
-    from trl.data_utils import maybe_convert_to_chatml
-
-    turns = maybe_convert_to_chatml({"conversations": [dict(turn) for turn in row["conversations"] or ()]})["messages"]
-    names = {"human": "user", "gpt": "assistant"}
-    return {"messages": [{**turn, "role": names.get(turn.get("role"), turn.get("role"))} for turn in turns]}
+    turns = row["messages"]
+    turns = turns[: len(turns) // 2 * 2]
+    return {"prompt": turns[:-1], "completion": turns[-1:]}
 
 
 def _of_pair(row: Json) -> Json:
@@ -253,51 +237,42 @@ def _of_pair(row: Json) -> Json:
 
 def prompts(rows: Dataset, *, turns: bool) -> Dataset:
     """Return the prompts in rows of any form, without the answers, and each whole row as JSON."""
-    import datasets
+    fields = ({name: value for name, value in row.items() if value is not None} for row in _each(rows))
+    whole: Passed = [json.dumps(row, default=str) for row in fields]
+    asked, form = conform(rows, (("prompt",), ("messages",), PAIR_FORMS[1]), turns=turns)
+    if form == ("messages",):
 
-    text = not turns and isinstance(rows.features.get("prompt"), datasets.Value)
+        def up_to_the_last(row: Json) -> Json:
+            ends = [at for at, turn in enumerate(row["messages"] or (), 1) if turn["role"] == "user"]
+            return {"prompt": row["messages"][: max(ends, default=0)]}
 
-    def prompted(row: Json) -> Json:
-        fields = {name: value for name, value in row.items() if value is not None}
-        prompt = _prompt_of(fields)
-        prompt = [_turn("user", prompt)] if isinstance(prompt, str) and not text else prompt
-        return {"prompt": prompt, "row": json.dumps(fields, default=str)}
-
-    kind = datasets.Value("string") if text else datasets.List(datasets.Json())
-    types = datasets.Features({"prompt": kind, "row": datasets.Value("string")})
-    return rows.map(prompted, features=types, remove_columns=rows.column_names)
-
-
-def _prompt_of(row: Json) -> object:
-    if row.get("prompt"):
-        return row["prompt"]
-    if "instruction" in row and "messages" not in row:
-        return _of_alpaca(row)["prompt"]
-    if "conversations" in row:
-        said = row["conversations"]
-        row = {"messages": _alternate(said)} if isinstance(said[0], str) else _of_sharegpt(row)
-    turns: Messages = row.get("messages") or row.get("chosen") or ()
-    last = max((at for at, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
-    return turns[: last + 1] if last >= 0 else None
+        asked = _turned(asked, up_to_the_last, "prompt")
+    elif turns and _kinds(asked, ["prompt"]) == {"Value"}:
+        asked = _turned(asked, partial(_as_turns, ["prompt"]), "prompt")
+    return asked.select_columns(["prompt"]).add_column("row", whole)
 
 
 def unfit(row: Fields, form: Sequence[str]) -> str:
     """Say why a row in TRL's form has nothing to train on; empty if it has."""
     for name in form:
-        value, turns = row[name], row[name] if isinstance(row[name], list) else []
-        if name.endswith("_ids") and all(isinstance(token, int) for token in turns):  # tokens already
-            continue
-        if not isinstance(value, str) and not (turns and all(isinstance(t, dict) and t.get("role") for t in turns)):
-            given = "missing" if value in (None, []) else f"{one_line(repr(value))[:60]}"
+        value = row[name]
+        if isinstance(value, str):
+            fits = bool(value.strip()) or (name == "prompt" and len(form) > 1)
+        elif name.endswith("_ids"):  # tokens already
+            fits = isinstance(value, list) and all(isinstance(token, int) for token in value)
+        else:
+            fits = isinstance(value, list) and bool(value) and all(map(_is_turn, value))
+        if not fits:
+            given = "missing" if value in (None, []) else one_line(repr(value))[:60]
             return f"the field {name!r} is {given} (needed: a text, or turns with a role and a content)"
-        for at, turn in enumerate(turns):
-            if not isinstance(turn.get("content"), str | list | None):
-                return f"turn {at + 1} of {name!r} has no text"
-            if not (turn.get("content") or turn.get("tool_calls")) and turn["role"] == "assistant":
-                return f"turn {at + 1} of {name!r}, the assistant's, is empty"
-        if isinstance(value, str) and not value.strip() and (name != "prompt" or form == ("prompt",)):
-            return f"the field {name!r} is empty"
     return ""
+
+
+def _is_turn(turn: Passed) -> bool:
+    """Return whether a turn has what templates read; an assistant's may not be empty."""
+    if not isinstance(turn, dict) or not turn.get("role") or not isinstance(turn.get("content"), str | list | None):
+        return False
+    return turn["role"] != "assistant" or bool(turn.get("content") or turn.get("tool_calls"))
 
 
 def prepare(
@@ -313,30 +288,29 @@ def prepare(
     Raises:
         UserError: for a row of no use, with its number, unless ``skip_bad``; and if no other is left.
     """
-    kept, reasons = list(range(len(rows))), dict[int, str]()
+    reasons: dict[int, str] = {}
 
-    def leave_out(more: Iterator[tuple[int, str]]) -> None:
+    def without(more: Iterator[tuple[int, str]]) -> list[int]:
         for row, why in more:
             if not skip_bad:
                 raise UserError(f"{where}, row {row + 1}: {why} (--skip-bad leaves such rows out)")
             reasons[row] = why
-        kept[:] = [row for row in kept if row not in reasons]
-        if not kept:
-            raise UserError(f"{where} has no usable row (row {min(reasons) + 1}: {reasons[min(reasons)]})")
+        if len(reasons) == len(rows):
+            raise UserError(f"{where} has no usable row (row 1: {reasons[0]})")
+        return [row for row in range(len(rows)) if row not in reasons]
 
-    leave_out((at, why) for at, row in enumerate(_each(rows)) if (why := unfit(row, form)))
+    kept = without((at, why) for at, row in enumerate(_each(rows)) if (why := unfit(row, form)))
     try:
         encoded = by_trl(rows.select(kept))
     except Exception as error:
         if isinstance(error, UserError) or disk_full(error):
             raise
-        leave_out(_refused(rows, kept, by_trl))
+        kept = without(_refused(rows, kept, by_trl))
         encoded = by_trl(rows.select(kept))
-    places = list(kept)
-    leave_out((places[at], why) for at, row in enumerate(_each(encoded)) if (why := wrong(row)))
+    without((kept[at], why) for at, row in enumerate(_each(encoded)) if (why := wrong(row)))
     if reasons:
         logger.warning("%s: %d of %d rows left out", where, len(reasons), len(rows))
-    return encoded.select([at for at, place in enumerate(places) if place not in reasons]), len(reasons)
+    return encoded.select([at for at, row in enumerate(kept) if row not in reasons]), len(reasons)
 
 
 def _each(rows: Dataset) -> Iterator[Json]:
@@ -407,30 +381,26 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
     ``default`` names the template that ``auto`` stands for if the tokenizer has none. Raises UserError for an unknown
     name, a file that can't be read, and a tokenizer without a template.
     """
-    templates: object = tokenizer.chat_template  # of several, one may be the default
-    template_text = templates.get("default") if isinstance(templates, dict) else templates
-    template = template_text if isinstance(template_text, str) else None
-    if choice == "auto":
-        return template or TEMPLATES.get(str(default))
-    if choice == "tokenizer" and template is None:
-        raise UserError(
-            f"template: 'tokenizer', but the model's tokenizer has no chat template (allowed: {', '.join(CHOICES)})"
-        )
-    if choice in CHOICES:
-        return {"none": None, "tokenizer": template, **TEMPLATES}[choice]
     path = Path(choice)
-    if path.is_dir():  # as TRL's chat_template_path
-        return read_template("tokenizer", load_tokenizer(choice), default=None)
+    if choice == "none" or choice in TEMPLATES:
+        return TEMPLATES.get(choice)
+    if choice in ("auto", "tokenizer") or path.is_dir():  # a folder as TRL's chat_template_path
+        try:
+            return (load_tokenizer(choice) if path.is_dir() else tokenizer).get_chat_template()
+        except ValueError:
+            if choice == "auto":
+                return TEMPLATES.get(str(default))
+            allowed = f"(allowed: {', '.join(CHOICES)})"
+            raise UserError(f"template: {choice!r}, but the model's tokenizer has no chat template {allowed}") from None
     if path.suffix not in (".jinja", ".j2"):
         raise unknown("template", choice, (*CHOICES, "FILE.jinja"))
+    text = ""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"template: {choice!r} can't be read ({one_line(error)})") from None
-    try:
         tokenizer.apply_chat_template([_turn("user", "0")], chat_template=text, tokenize=False)
-    except TemplateSyntaxError as error:
-        raise UserError(f"template: no Jinja in its line {error.lineno} ({one_line(error)})") from None
+    except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
+        line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise UserError(f"template: {choice!r} can't be read{line} ({one_line(error)})") from None
     except Exception as error:  # of a template for other conversations
         logger.debug("template: %s", error)
     return text

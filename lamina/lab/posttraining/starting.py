@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
-import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import skip_init
 from transformers import (
@@ -27,8 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.pytorch_utils import Conv1D
+from transformers.utils.import_utils import is_liger_kernel_available
 
 from lamina.core.architectures import conversions
 from lamina.core.hub_access import local_when_unreachable
@@ -36,12 +31,10 @@ from lamina.core.values import entries
 from lamina.data.encoding import vocab_size_of
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError, one_line, unknown
-from lamina.jobs.files import writing
 from lamina.jobs.manifest import model_folder, refuse_as_output
 from lamina.lab.posttraining.settings import LORA, TuningSettings
 from lamina.modeling.backbones.loading import load_weights, quiet, read_config, refuse_scores
 from lamina.modeling.backbones.stored import stored_tensors
-from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForSequenceClassification, adapter_of
 from lamina.modeling.processes import device_of
@@ -132,9 +125,6 @@ class Start:
     def _attending(self, model: PreTrainedModel) -> PreTrainedModel:
         """Set the attention kernel. Raises UserError for one that transformers or this machine lacks."""
         if self.attention != "auto":
-            kernels = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
-            if self.attention not in kernels and "/" not in self.attention:  # a kernel of the hub
-                raise unknown("attn_implementation", self.attention, kernels)
             try:
                 with quiet():
                     model.set_attn_implementation(self.attention)
@@ -175,28 +165,15 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     rest = "bf16" if decided(settings).precision == "bf16" else "fp32"
     dtype = dtypes[rest if settings.quantized else settings.weights]
-    start = Start(
+    if settings.trainer.get("use_liger_kernel"):
+        if plan is not None:
+            raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models. Leave it out.")
+        if not is_liger_kernel_available():
+            raise UserError("trainer.use_liger_kernel: liger-kernel is not installed. Run: pip install liger-kernel")
+    return Start(
         path=path, tokenizer=tokenizer, plan=plan, config=config, longest=longest, dtype=dtype,
         attention=settings.attn_implementation,
     )  # fmt: skip
-    if settings.trainer.get("use_liger_kernel"):
-        _check_liger(start, settings)
-    _check_outline(start, settings)
-    return start
-
-
-def _check_liger(start: Start, settings: TuningSettings) -> None:
-    """Raise UserError if Liger lacks layers for a model, or can't run here."""
-    name = "trainer.use_liger_kernel"
-    if start.plan is not None:
-        raise UserError(f"{name}: Liger has no layers for Lamina's models, as {start.path!r} is. Leave it out.")
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise UserError(f"{name}: liger-kernel is not installed. Run: pip install liger-kernel")
-    if device_of(settings.device) != "cuda":
-        raise UserError(f"{name}: its kernels need a GPU (allowed here: leave it out)")
-    patches = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
-    if start.config.model_type not in patches:
-        raise UserError(f"{name}: Liger has no layers for {start.config.model_type} models. Leave it out.")
 
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
@@ -210,40 +187,8 @@ def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: 
         raise UserError(f"from: {path!r} is a {config.model_type} model, which writes no text (allowed: one that does)")
     if plan is None and getattr(config, "quantization_config", None):
         raise UserError(f"from: {path!r} has quantized weights (allowed: the original, with --weights nf4 or int8)")
-    if plan is None and head != "causal_lm" and not _has_score(config):
-        raise UserError(
-            f"from: transformers has no {config.model_type} model that gives scores (allowed: another model, or one "
-            "that lamina convert takes)"
-        )
-
-
-def _has_score(config: PreTrainedConfig) -> bool:
-    """Return whether transformers has this model with a ``score`` at the last token."""
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        return False
-    with torch.device("meta"), quiet():
-        return hasattr(AutoModelForSequenceClassification.from_config(config), "score")
-
-
-def _check_outline(start: Start, settings: TuningSettings) -> None:
-    """Check what depends on the model's modules, before its weights are read. Raises UserError."""
-    named = settings.lora_targets if settings.lora_rank else ALL_LINEAR
-    if named == ALL_LINEAR and start.attention == "auto":
-        return
-    with torch.device("meta"), quiet():
-        if start.plan is None:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(start.config)
-        else:
-            model = build(start.config, start.plan, init="normal")
-    start._attending(model)
-    if named == ALL_LINEAR:
-        return
-    kinds = (nn.Linear, nn.Embedding, Conv1D)
-    layers = [name for name, layer in model.named_modules() if isinstance(layer, kinds)]
-    targeted = [name for name in layers if name.rpartition(".")[2] not in NOT_TARGETED]
-    for target in entries(named) or [named]:  # peft passes over one that is no linear layer's, beside others
-        if not any(f".{name}".endswith(f".{target}") for name in targeted):
-            raise unknown("lora_targets", target, [ALL_LINEAR, *{name.rpartition(".")[2] for name in targeted}])
+    if plan is None and head != "causal_lm" and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise UserError(f"from: transformers has no {config.model_type} model that gives scores (allowed: another)")
 
 
 def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
@@ -315,12 +260,17 @@ def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | No
     if bits:  # how peft knows bitsandbytes' layers; to others it would say that transformers has quantized the model
         setattr(model, bits, True)
     try:
-        return PeftModel(model, config)
+        tuner = PeftModel(model, config)
     except ValueError as error:  # a name that is no module's, among others
         raise UserError(f"lora: {one_line(error)}") from None
     finally:
         if bits:
             delattr(model, bits)
+    targeted = tuner.targeted_module_names
+    for target in entries(settings.lora_targets) if settings.lora_targets != ALL_LINEAR else ():
+        if not any(f".{name}".endswith(f".{target}") for name in targeted):  # peft passes over one beside others
+            raise UserError(f"lora_targets: the model has no linear layer {target!r}")
+    return tuner
 
 
 def merged(model: PreTrainedModel, tuner: PeftModel | None, adapter: Path | None = None) -> PreTrainedModel:
@@ -352,16 +302,7 @@ def trained_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 def _save_adapter(tuner: PeftModel, folder: Path) -> None:
     """Save the LoRA matrices, and weights trained whole, in peft's form."""
-    from peft import get_peft_model_state_dict
-
-    tensors = get_peft_model_state_dict(tuner, save_embedding_layers=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    with writing(folder / "adapter_model.safetensors") as temporary:
-        save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, temporary)
-    with writing(folder / "adapter_config.json") as temporary, TemporaryDirectory() as apart:
-        tuner.peft_config["default"].save_pretrained(apart)
-        fields = json.loads(Path(apart, "adapter_config.json").read_text(encoding="utf-8"))
-        for name, value in fields.items():  # peft keeps names in sets, whose order changes by the process
-            if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-                fields[name] = sorted(value)
-        temporary.write_text(json.dumps(fields, indent=2, sort_keys=True), encoding="utf-8")
+    config: Passed = tuner.peft_config["default"]
+    for name in ("target_modules", "exclude_modules"):  # sets, whose order changes by the process
+        setattr(config, name, sorted(getattr(config, name)))
+    tuner.save_pretrained(str(folder), save_embedding_layers=False)

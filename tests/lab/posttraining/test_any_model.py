@@ -130,22 +130,13 @@ def test_a_model_that_cannot_be_tuned_is_one_line(model, tmp_path):
         AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
         with pytest.raises(UserError, match="writes no text"):
             dpo(common(tmp_path / kind, pairs, tmp_path / "run"), bar=False)
-    AutoConfig.for_model("ctrl", n_layer=1, n_embd=16, dff=16, n_head=2).save_pretrained(tmp_path / "ctrl")
-    with pytest.raises(UserError, match=r"^from: transformers has no ctrl model that gives scores"):
-        reward(common(tmp_path / "ctrl", pairs, tmp_path / "run"), bar=False)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("installed", [False, True])
-def test_ligers_layers_are_for_a_gpu_with_liger(installed, model, tmp_path, monkeypatch):
+def test_ligers_layers_need_liger(model, tmp_path):
     data = write_rows(tmp_path / "d.jsonl", sorting(12))
     given = {**common(model("nemotron"), data, tmp_path / "run"), "trainer": {"use_liger_kernel": True}}
-    if installed:
-        (tmp_path / "liger_kernel").mkdir()
-        (tmp_path / "liger_kernel" / "__init__.py").write_text("")
-        monkeypatch.syspath_prepend(tmp_path)
-    says = "its kernels need a GPU" if installed else r"liger-kernel is not installed. Run: pip"
-    with pytest.raises(UserError, match=rf"^trainer.use_liger_kernel: {says}"):
+    with pytest.raises(UserError, match=r"^trainer.use_liger_kernel: liger-kernel is not installed. Run: pip"):
         sft({**given, "device": "cpu"}, bar=False)
     run = SftSettings.from_dict(given).as_run()
     assert arguments_of(trl.SFTConfig, run).use_liger_kernel

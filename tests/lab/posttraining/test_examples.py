@@ -88,36 +88,21 @@ def test_a_name_of_the_hub_is_written_as_trls_users_write_it(source, monkeypatch
     assert load("data", source) == ["trl-lib/Capybara"]
 
 
-WRITTEN = [{"prompt": "When?", "completion": answer} for answer in ("2024-01-01", "2024-06-30")]
-NUMBERS = [{"prompt": "How many?", "completion": answer} for answer in ("007", "NA", "True", "null")]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "rows"),
-    [
-        ("dates.jsonl", "".join(json.dumps(row) + "\n" for row in WRITTEN), WRITTEN),
-        ("dates.json", json.dumps(WRITTEN), WRITTEN),
-        (
-            "numbers.csv",
-            "prompt,completion\n" + "".join(f"{r['prompt']},{r['completion']}\n" for r in NUMBERS),
-            NUMBERS,
-        ),
-    ],
-)
-def test_texts_that_look_like_dates_numbers_or_nothing_stay_texts(tmp_path, name, content, rows):
-    (tmp_path / name).write_text(content)
-    assert list(load("data", str(tmp_path / name))) == rows
+def test_texts_of_a_csv_file_that_look_like_numbers_or_nothing_stay_texts(tmp_path):
+    rows = [{"prompt": "How many?", "completion": answer} for answer in ("007", "NA", "True", "null")]
+    (tmp_path / "numbers.csv").write_text("prompt,completion\n" + "".join(f"{','.join(r.values())}\n" for r in rows))
+    assert list(load("data", str(tmp_path / "numbers.csv"))) == rows
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"x", r"ends in .txt \(allowed: a .jsonl, .json"),
-        ("a.jsonl", b"", "is empty"),
+        ("a.txt", b"x", r"it ends in .txt \(allowed: a .jsonl, .json"),
+        ("a.jsonl", b"", "can't be read: it has no rows"),
         ("a.jsonl", b"\n\n", "can't be read"),
         ("a.jsonl", b"\xff\xfe\x00", "can't be read: .*JSON parse error"),
         ("a.jsonl", LINES + b'{"prompt": "cut', "can't be read: .*JSON parse error"),
-        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-20], "can't be read: it is cut short"),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-20], "can't be read: EOFError: Compressed file ended before"),
         ("a.jsonl.gz", LINES, "can't be read"),
         ("a.parquet", LINES, "can't be read"),
     ],
@@ -237,14 +222,20 @@ GOOD = [{"prompt": f"q{n}", "completion": " a"} for n in range(4)]
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"prompt": "a", "completion": ""}, "row 5: the field 'completion' is empty"),
+        ({"prompt": "a", "completion": ""}, "row 5: the field 'completion' is ''"),
         ({"prompt": "a"}, "row 5: the field 'completion' is missing"),
-        ({"prompt": "a", "completion": 3}, "row 5: turn 1 of 'completion' has no text"),
+        ({"prompt": "a", "completion": 3}, r"row 5: the field 'completion' is \[{.*'content': 3"),
         ({"prompt": "x" * 600, "completion": "a"}, "row 5: the prompt has 600 tokens, which leaves none of 512"),
-        ({"prompt": [user("q")], "completion": [assistant("")]}, "row 5: turn 1 of 'completion', the assistant's, is"),
+        (
+            {"prompt": [user("q")], "completion": [assistant("")]},
+            r"row 5: the field 'completion' is \[{.*: ''",
+        ),
         ({"prompt": [user("q")], "completion": [{"content": "a"}]}, "row 5: the field 'completion' is "),
         ({"prompt": [], "completion": "a"}, "row 5: the field 'prompt' is missing"),
-        ({"prompt": [{"role": "user", "content": 5}], "completion": "a"}, "row 5: turn 1 of 'prompt' has no text"),
+        (
+            {"prompt": [{"role": "user", "content": 5}], "completion": "a"},
+            r"row 5: the field 'prompt' is \[{.*: 5",
+        ),
         ({"prompt": "q", "completion": "a", "tools": "[{"}, "row 5: TRL can't prepare it: JSONDecodeError: Expecting"),
     ],
 )
@@ -262,7 +253,8 @@ def test_a_row_of_no_use_is_numbered_or_left_out(bad, message, base, tmp_path):
     [
         ([{"body": "x"}], "no known fields .*the rows have: body"),
         ([{"messages": TURNS, "images": ["a.png"]}], "the column 'images' has images"),
-        ([{"text": ""}] * 2, "row 1: the field 'text' is empty"),
+        ([{"text": ""}] * 2, "row 1: the field 'text' is ''"),
+        ([{"prompt": "When?", "completion": "2024-01-01"}] * 2, "row 1: the field 'completion' is datetime"),
     ],
 )
 def test_rows_that_are_no_examples_say_why(rows, message, base, tmp_path):
