@@ -624,7 +624,7 @@ def check(
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} (allowed: a torch.nn.Module)")
     given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    optimizers, (model_itself, _) = [stepping(each) for each in given], bare(model)
+    optimizers, model_itself = [stepping(each) for each in given], bare(model)
     args, kwargs = _arguments(model_itself, batch) if batch is not None else ((), {})
     inner, inputs = called(model_itself, args, kwargs)
     device = next((p.device for p in model_itself.parameters()), torch.device("cpu"))

@@ -19,6 +19,7 @@ from lamina.modeling.parts import body_of, patched, sublayers, uncompiled
 from lamina.probes.engine.statistics import stream_figures
 from lamina.probes.structure.hooks import Args, Kwargs, Output, evaluating, layers_running, observe
 from lamina.probes.structure.sites import Point, Structure
+from lamina.training.monitor.graph_hooks import GraphHooks
 from lamina.training.monitor.writers import Row
 
 Key = TypeVar("Key", bound=Hashable)
@@ -116,12 +117,21 @@ class ForwardMeter:
         structure: the structure of a model whose attention logits and choices of experts are measured; None measures
             neither.
         top: the number of largest |x| of all states to keep.
+        graph: the hooks at the points of a compiled model, which show neither logits nor experts; None for others.
 
     Attributes:
         half: whether a pass ran under autocast to float16, which accelerate begins inside the model's call.
     """
 
-    def __init__(self, points: Mapping[Spot, Point], structure: Structure | None = None, *, top: int = 0):
+    def __init__(
+        self,
+        points: Mapping[Spot, Point],
+        structure: Structure | None = None,
+        *,
+        top: int = 0,
+        graph: GraphHooks[Spot] | None = None,
+    ):
+        self.graph, self._reset = graph, False  # whether the compiler has begun anew for the hooks
         self.points = {spot: replace(point, collapse=False) for spot, point in points.items()}
         self.structure, self.top = structure, top
         self._several = {spot for spot, point in points.items() if point.collapse}
@@ -139,8 +149,11 @@ class ForwardMeter:
         """Measure the forward pass inside the context."""
         self._states, self._streams, self._largest, self._logits, self._loads = {}, {}, [], {}, {}
         with ExitStack() as stack:
-            stack.enter_context(observe(self.points, self._see, root=root))
-            if self.structure is not None:
+            if self.graph is not None:
+                stack.enter_context(self.graph.observing(self._see))
+            else:
+                stack.enter_context(observe(self.points, self._see, root=root))
+            if self.structure is not None and self.graph is None:
                 stack.enter_context(_operations(self.structure, self._see_logits, self._see_choice))
             yield
 
@@ -169,12 +182,22 @@ class ForwardMeter:
             self._tokens[layer] = math.prod(chosen.shape[:-1])
             self._loads[layer] = counts / self._tokens[layer]
 
+    def compiled_before(self) -> list[str]:
+        """Let torch compile anew, once, if the last pass ran graphs made before the hooks came; a line for the user."""
+        if self.graph is None or self._reset or self._states.keys() == self.points.keys():
+            return []
+        self._reset = True
+        torch.compiler.reset()
+        return ["parts of the model were compiled before it was watched: torch compiles them again, with the stream"]
+
     def missing(self) -> list[str]:
         """List, a line each for the user, what the last pass should have shown and did not."""
         if self.points and not self._states:
             return ["the stream is not recorded: no forward pass of the model was seen (a compiled function hides it)"]
         layers = () if self.structure is None else self.structure.layers
         kinds = {sublayer.kind for site in layers for sublayer in site.sublayers}
+        if self._states and self.graph is not None and self.structure is not None:
+            return ["attention logits and the experts' loads are not recorded: the model is compiled"]
         if self._states and "attention" in kinds and not self._logits:
             return ["attention logits are not recorded: attention runs in a kernel of its own"]
         return []

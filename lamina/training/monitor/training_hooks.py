@@ -27,6 +27,7 @@ from lamina.probes.structure.hooks import Kwargs, Output, forward, undisturbed
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
 from lamina.training.checkpointing.sharding import local_part, reshard
+from lamina.training.monitor.graph_hooks import GraphHooks, hook, is_compiled
 from lamina.training.monitor.listeners import listening
 from lamina.training.monitor.loop_signs import LoopSigns, StepSigns, kept_square, named
 from lamina.training.monitor.parameter_measures import (
@@ -41,6 +42,7 @@ from lamina.training.monitor.parameter_measures import (
 from lamina.training.monitor.stream_measures import (
     ForwardMeter,
     PassNumbers,
+    Spot,
     in_half,
     rows_of,
     stream_points,
@@ -77,21 +79,15 @@ class Followed:
         return stream_rows(model, model, points, inputs, step) + rows_of_gains(gains_of(self.structure), step)
 
 
-def bare(model: nn.Module) -> tuple[nn.Module, str | None]:
-    """Unwrap a model (DDP, DataParallel, DeepSpeed, torch.compile); also name the wrapper that compiles it, if any."""
-    compiled = None
+def bare(model: nn.Module) -> nn.Module:
+    """Unwrap a model (DDP, DataParallel, DeepSpeed, torch.compile)."""
     while True:
         if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model, compiled = inner, "torch.compile"
+            model = inner
         elif type(model).__name__ in ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
             model = model.module  # type: ignore[assignment]
         else:
-            return model, compiled
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether a part of the model is compiled, so that hooks inside it do not run."""
-    return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
+            return model
 
 
 def named_inputs(model: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Inputs:
@@ -271,7 +267,7 @@ class Instruments:
             raise UserError(f"model: a {type(model).__name__} (allowed: a torch.nn.Module)")
         if not optimizers:
             raise UserError("optimizer: an empty list (allowed: a torch.optim.Optimizer, or a list of them)")
-        self.model, self.compiled = bare(model)
+        self.model = bare(model)
         self.optimizers = [stepping(optimizer) for optimizer in optimizers]
         self.settings = settings
         self.due = False
@@ -288,6 +284,7 @@ class Instruments:
         self._norms: GradientNorms | None = None
         self._updates: UpdateRatios | None = None
         self._meter: ForwardMeter | None = None
+        self._graph: GraphHooks[Spot] | None = None  # of a compiled model
         self._gains: list[Gain] = []
         self._squares: list[tuple[int, torch.Tensor, bool, StepSigns]] = []  # numbers; whether an optimizer took it
         self._current: torch.Tensor | None = None
@@ -328,20 +325,22 @@ class Instruments:
         base = getattr(self.model, "base_model", None)
         roots = [self.model, base] if isinstance(base, nn.Module) and base is not self.model else [self.model]
         with temporary_hooks() as hooks, listening(self), self._measuring:
+            enter, leave = (hook(act, traced=False) for act in (self._enter, self._leave))
             for root in roots:
-                hooks.append(root.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
-                hooks.append(root.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+                hooks.append(root.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+                hooks.append(root.register_forward_hook(leave, with_kwargs=True, always_call=True))
             for optimizer in self.optimizers:
                 hooks.append(optimizer.register_step_pre_hook(self._before_step))
                 hooks.append(optimizer.register_step_post_hook(self._after_step))
             try:
                 yield
             finally:
-                if self._signs is not None:
-                    self._signs.close()
+                for part in (self._signs, self._graph):
+                    if part is not None:
+                        part.close()
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: Kwargs) -> None:
-        if torch.compiler.is_compiling() or self._inside is not None or self._looking:
+        if self._inside is not None or self._looking:
             return
         if not torch.is_grad_enabled():
             return  # an evaluation, or a policy that generates; a model may be trained in evaluation mode
@@ -381,7 +380,7 @@ class Instruments:
         self._norms = GradientNorms(self.model, found_parameters(self.model, structure), exact=True)
         self._updates = UpdateRatios(self.model, self._norms)
         self._updates.samples.resumed = self.resumed
-        compiled = bool(self.compiled) or is_compiled(self.model)
+        compiled = is_compiled(self.model)
         if self._signs is not None:
             self._signs.close()
         self._signs = LoopSigns(self._norms, structure, hooks=not compiled, note=self.note)
@@ -390,12 +389,13 @@ class Instruments:
                 (g, p) for g, p in zip(self._norms.groups, self._norms.parameters, strict=True) if id(p) not in known
             ]
             self._signs.replaced(self._norms.keys[group] for group, _ in new)
-        self._meter, unseen = None, "the stream is not recorded: hooks inside a compiled model are not called"
-        if compiled:
-            self.note(unseen)
-        elif structure is not None:
+        if self._graph is not None:
+            self._graph.close()
+        self._meter = self._graph = None
+        if structure is not None:
             points = stream_points(structure) if followed.whole else {}
-            self._meter = ForwardMeter(points, structure if self.settings.attention else None)
+            self._graph = GraphHooks(points) if compiled else None
+            self._meter = ForwardMeter(points, structure if self.settings.attention else None, graph=self._graph)
         self._gains = [] if structure is None else gains_of(structure)
         self._found(dict(inputs))
 
@@ -602,8 +602,9 @@ class Instruments:
         seen = PassNumbers()
         if self._meter is not None:
             if self.due and not self._looked and self.followed is not None:
-                self.followed.notes.extend(self._meter.missing())
-                self._looked = True
+                again = self._meter.compiled_before()
+                self.followed.notes.extend(again or self._meter.missing())
+                self._looked = not again
             seen, self.half = self._meter.take(), self.half or self._meter.half
         rows = rows_of(step, processes.everyones(seen))
         if self._updates is not None:

@@ -1,0 +1,198 @@
+"""The residual stream of compiled models: the values of the eager run, without a graph break or another loss."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from training.tiny_runs import layers, llama_of
+from training.watching.loops import NanoGpt, Tokens, llama
+from transformers import Trainer, TrainingArguments
+
+import lamina
+
+STREAM = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
+BACKEND = "aot_eager"  # graphs as inductor gets them, without a compiler's seconds
+
+
+def keel():
+    torch.manual_seed(0)
+    return lamina.build(llama_of(16), "keel")
+
+
+def of_call(model, batch):
+    return model(input_ids=batch, labels=batch).loss
+
+
+def of_targets(model, batch):
+    return model(batch[:, :-1], batch[:, 1:])[1]
+
+
+class Recomputed(NanoGpt):
+    def forward(self, idx, targets=None):
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1]))
+        for layer in self.h:
+            x = checkpoint(layer, x, use_reentrant=False)
+        logits = self.lm_head(self.ln_f(x))
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def whole(model, **options):
+    return torch.compile(model, **options)
+
+
+def in_place(model, **options):
+    model.compile(**options)
+    return model
+
+
+def forward_alone(model, **options):
+    model.forward = torch.compile(model.forward, **options)
+    return model
+
+
+def blocks(model, **options):
+    for block in getattr(model, "h", None) or model.model.layers:
+        block.compile(**options)
+    return model
+
+
+def wrapped_blocks(model, **options):
+    for place, layer in enumerate(model.h):
+        model.h[place] = torch.compile(layer, **options)
+    return model
+
+
+def train(model, loss_of, folder=None, steps=4, watched=None, **options):
+    """Train, watched if there is a folder; the losses, and the monitor's notes."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    notes = []
+    context = lamina.watch(watched or model, optimizer, output=str(folder), every=2, **options) if folder else None
+    if context:
+        context.__enter__()
+    for batch in Tokens(items=2 * steps).ids.split(2):
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if context:
+            context.step(loss)
+    if context:
+        context.__exit__(None, None, None)
+        notes = context.monitor.instruments.followed.notes
+    return losses, notes
+
+
+def stream(folder):
+    rows = layers(folder)
+    rows = rows[rows["metric"].isin(STREAM)]
+    return rows.set_index(["step", "layer", "sublayer", "role", "index", "metric"])["value"].sort_index()
+
+
+def compare(tmp_path, model, loss_of, compiled):
+    """Train eager, compiled and compiled without the monitor; the same streams, no break, the same bits of the loss."""
+    train(model(), loss_of, tmp_path / "eager")
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    torch._dynamo.reset()
+    bare, _ = train(compiled(model(), backend=BACKEND, fullgraph=True), loss_of)
+    graphs = counters["stats"]["unique_graphs"]
+    counters.clear()
+    torch._dynamo.reset()
+    losses, notes = train(compiled(model(), backend=BACKEND, fullgraph=True), loss_of, tmp_path / "compiled")
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == graphs > 0
+    assert notes == ["attention logits and the experts' loads are not recorded: the model is compiled"]
+    expected, seen = stream(tmp_path / "eager"), stream(tmp_path / "compiled")
+    assert len(expected) >= 3 * 4 * 5
+    assert seen.index.tolist() == expected.index.tolist()
+    assert seen.to_numpy() == pytest.approx(expected.to_numpy(), rel=1e-5, abs=1e-7)
+    assert torch.stack(losses).equal(torch.stack(bare))
+
+
+@pytest.mark.parametrize("compiled", [whole, in_place, forward_alone, blocks, wrapped_blocks])
+def test_a_gpt_has_the_streams_of_its_eager_run(tmp_path, compiled):
+    compare(tmp_path, NanoGpt, of_targets, compiled)
+
+
+@pytest.mark.parametrize("compiled", [whole, in_place, blocks])
+@pytest.mark.parametrize("model", [llama, keel])
+def test_a_llama_and_lamina_have_the_streams_of_their_eager_run(tmp_path, model, compiled):
+    compare(tmp_path, model, of_call, compiled)
+
+
+def test_checkpointed_layers_are_seen_once(tmp_path):
+    compare(tmp_path, Recomputed, of_targets, whole)
+
+
+def test_a_model_that_others_compile_is_seen(tmp_path):
+    """Trainer and accelerate hand over the model without the wrapper that they call."""
+    train(llama(), of_call, tmp_path / "eager")
+    model = llama()
+    losses, _ = train(torch.compile(model, backend=BACKEND), of_call, tmp_path / "compiled", watched=model)
+    assert stream(tmp_path / "compiled").to_numpy() == pytest.approx(
+        stream(tmp_path / "eager").to_numpy(), rel=1e-5, abs=1e-7
+    )
+    assert layers(tmp_path / "compiled").query("metric == 'step_loss'")["value"].tolist() == pytest.approx(
+        [*map(float, losses)]
+    )
+
+
+def test_a_trainer_that_compiles(tmp_path):
+    for name, compiled in (("eager", {}), ("compiled", {"torch_compile": True, "torch_compile_backend": BACKEND})):
+        arguments = TrainingArguments(str(tmp_path / "out"), max_steps=2, report_to="none", seed=1, **compiled)
+        monitor = lamina.LayerMonitor(str(tmp_path / name), every=2)
+        Trainer(llama(), arguments, train_dataset=Tokens(), callbacks=[monitor]).train()
+    assert stream(tmp_path / "compiled").to_numpy() == pytest.approx(
+        stream(tmp_path / "eager").to_numpy(), rel=1e-5, abs=1e-7
+    )
+
+
+@pytest.mark.parametrize("compiled", [whole, blocks])
+def test_a_model_compiled_before_it_is_watched_is_compiled_once_more(tmp_path, compiled):
+    model = compiled(NanoGpt(), backend=BACKEND)
+    train(model, of_targets)
+    _, notes = train(model, of_targets, tmp_path / "run")
+    assert notes[0].startswith("parts of the model were compiled before it was watched")
+    assert len(notes) == 2
+    seen = stream(tmp_path / "run").reset_index()
+    assert set(seen.query("step == 2")["layer"]) == {-1, 0, 1}
+    assert set(seen.query("step == 2")["sublayer"]) == {"block", "attention", "feed_forward"}
+
+
+def test_nothing_stays_on_the_modules(tmp_path):
+    model = NanoGpt()
+    train(torch.compile(model, backend=BACKEND), of_targets, tmp_path / "run")
+    assert not [name for module in model.modules() for name in vars(module) if "lamina" in name]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_one_line_before_a_loop_ends_the_steps_of_a_compiled_model(tmp_path):
+    model = torch.compile(NanoGpt(), backend=BACKEND)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    context = lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=2).start()
+    losses = []
+    for batch in Tokens(items=8).ids.split(2):
+        loss = of_targets(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    context._at_exit()
+    assert layers(tmp_path / "run").query("metric == 'step_loss'")["value"].tolist() == pytest.approx(losses)
+    assert set(stream(tmp_path / "run").reset_index()["step"]) == {1, 2, 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [whole, blocks])
+def test_inductor_computes_the_same_bits(tmp_path, compiled):
+    train(NanoGpt(), of_targets, tmp_path / "eager")
+    torch._dynamo.reset()
+    bare, _ = train(compiled(NanoGpt()), of_targets)
+    torch._dynamo.reset()
+    losses, _ = train(compiled(NanoGpt()), of_targets, tmp_path / "compiled")
+    assert torch.stack(losses).equal(torch.stack(bare))
+    assert stream(tmp_path / "compiled").to_numpy() == pytest.approx(
+        stream(tmp_path / "eager").to_numpy(), rel=1e-4, abs=1e-6
+    )
