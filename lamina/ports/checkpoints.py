@@ -24,21 +24,21 @@ from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.placements import Plan
 from lamina.placements.resolution import resolve
-from lamina.ports import megatron
+from lamina.ports import depthbench, megatron
 from lamina.ports.emitting import emit
 from lamina.ports.foreign import ForeignCheckpoint, distributed
 from lamina.ports.foreign import file_of as _file
 from lamina.ports.weights import load_weights, weights_for
 
-# What its own block types are here; the names of DepthBench's, too. None of them has a norm on the embedding by itself.
+# What its own block types are here; DepthBench's, too. None of them has a norm on the embedding by itself.
 OLMO_BLOCKS = {
     "default": "pre_ln",
     "default_scaled": "layernorm_scaling",
-    "layer_norm_scaled": "layernorm_scaling",
     "reordered_norm": "out_ln",
     "peri_norm": "peri_ln",
     "keel": "keel",
     "deepnorm": "deepnorm",
+    "post_norm": "post_ln",
 }
 GPT2_ADAPTER = {
     "layers": "h",
@@ -81,7 +81,8 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
     ):
         if value != allowed:
             raise UserError(f"config.json: model.{name} is {value!r} (allowed here: {allowed!r})")
-    heads = mixer["n_heads"]
+    heads, eps = mixer["n_heads"], float(norm.get("eps") or 1e-5)
+    connections = depthbench.Connections(block, eps)
     config = LlamaConfig(
         vocab_size=model["vocab_size"],
         hidden_size=model["d_model"],
@@ -92,7 +93,7 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
         head_dim=mixer.get("head_dim") or model["d_model"] // heads,
         attention_bias=mixer.get("bias", True),
         mlp_bias=inner.get("bias", True),
-        rms_norm_eps=norm.get("eps") or 1e-5,
+        rms_norm_eps=depthbench.FUSED_EPS if connections.attends else eps,
         rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("theta", 500_000))},
         max_position_embeddings=data.get("dataset", {}).get("sequence_length") or 2048,
         tie_word_embeddings=bool(model.get("tie_word_embeddings")),
@@ -117,8 +118,10 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
                 )
         else:
             weights[re.sub(r"\.attention\.([qk])_norm\.", r".attention.w_\1.norm.", name)] = tensor
-    placement = OLMO_BLOCKS.get(str(block.get("name", "default")), "") if is_olmo else ""
-    return ForeignCheckpoint(weights=weights, config=config, placement=placement, options=options)
+    placement = connections.spec or (OLMO_BLOCKS.get(str(block.get("name", "default")), "") if is_olmo else "")
+    weights, wiring = connections.split(weights)
+    facts = {"placement": placement, "options": options, "wiring": wiring, "settled": connections.settled}
+    return ForeignCheckpoint(weights=weights, config=config, **facts)
 
 
 def _write_olmo(model: LaminaForCausalLM, folder: Path) -> None:
@@ -262,11 +265,12 @@ def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForC
     spec = placement or stored.placement
     if not spec:
         raise UserError(f"placement: the {target} checkpoint does not say it. Run: the same with --placement NAME")
-    plan = resolve(spec, stored.config.num_hidden_layers, **({} if "(" in spec else stored.options))
+    options = {} if placement and "(" in placement else stored.options
+    plan = stored.settled(resolve(spec, stored.config.num_hidden_layers, **options))
     model = build(stored.config, plan, adapter=stored.adapter)
     assert isinstance(model, LaminaForCausalLM)
     torch.nn.Module.to(model, next(iter(stored.weights.values())).dtype)
-    load_weights(model, stored.weights, target)
+    load_weights(model, stored.weights, target, stored.wiring)
     return model.eval()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from transformers import PreTrainedConfig
 
 from lamina.errors import UserError
+from lamina.placements import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class ForeignCheckpoint:
     """A trainer's checkpoint: its weights, the configuration of the same model in transformers, and its placement.
 
     ``placement`` is "" if the checkpoint does not say it; ``options`` are those of it that the checkpoint says.
+    ``wiring`` has weights by Lamina's names, which the target's table does not have; ``settled`` changes the plan.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -29,6 +31,8 @@ class ForeignCheckpoint:
     adapter: Mapping[str, object] | None = None
     placement: str = ""
     options: Mapping[str, object] = field(default_factory=dict)
+    wiring: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    settled: Callable[[Plan], Plan] = field(default=lambda plan: plan)
 
 
 class _Metadata(pickle.Unpickler):

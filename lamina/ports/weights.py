@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import LaminaForCausalLM, adapter_of
 from lamina.placements import Plan
 from lamina.placements.plan import POSITIONS
+from lamina.placements.resolution import map_norms
 from lamina.ports.port import Port, nameless
 from lamina.ports.targets import target_of
 
@@ -42,9 +44,10 @@ class _Place:
 class Names:
     """The trainer's names of the weights of one model."""
 
-    def __init__(self, model: LaminaForCausalLM, target: str):
+    def __init__(self, model: LaminaForCausalLM, target: str, *, writes: bool = True):
         self.model, self.target = model, target_of(target)
         plan = Plan.from_dict(model.config.plan or {})
+        plan = plan if writes else _without_wiring(plan)
         self.port = Port(nameless(plan), plan, self.target)
         config = backbone_of(model.config)
         self.heads = config.num_attention_heads
@@ -92,10 +95,18 @@ class Names:
             found.setdefault(place.name, {})[place.part] = value.reshape(1) if value.ndim == 0 else value
         return {name: self._stacked(name, [parts[i] for i in sorted(parts)]) for name, parts in found.items()}
 
-    def to_ours(self, theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the trainer's tensors by Lamina's names. Raises UserError for one that is missing or left over."""
-        expected, used, tensors = self.model.state_dict(), set[str](), {}
-        places = {key: self.place(key) for key in expected}
+    def to_ours(
+        self, theirs: Mapping[str, torch.Tensor], wiring: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the trainer's tensors by Lamina's names. Raises UserError for one that is missing or left over.
+
+        ``wiring`` has those with Lamina's names already.
+        """
+        expected, used, tensors = self.model.state_dict(), set[str](), dict(wiring)
+        refuse_tensors("extra", wiring.keys() - expected.keys(), "has no place in Lamina's model")
+        for key, tensor in wiring.items():
+            self._check_shape(key, tensor.shape, expected[key].shape)
+        places = {key: self.place(key) for key in expected if key not in wiring}
         refuse_tensors("missing", {p.name for p in places.values()} - theirs.keys(), "is not in the checkpoint")
         for key, place in places.items():
             tensor = theirs[place.name]
@@ -110,12 +121,16 @@ class Names:
                 tensor = in_halves(tensor, self.head_dim)
             tensor = tensor.T if place.transposed else tensor
             shape = expected[key].shape
-            if tensor.shape != shape and not tensor.numel() == shape.numel() == 1:
-                sizes = f"{list(tensor.shape)}, the configuration asks for {list(shape)}"
-                raise UserError(f"tensor {place.name!r}: its shape is {sizes}")
+            self._check_shape(place.name, tensor.shape, shape)
             tensors[key] = tensor.reshape(shape).contiguous()
         refuse_tensors("extra", theirs.keys() - used, "has no place in Lamina's model")
         return tensors
+
+    @staticmethod
+    def _check_shape(name: str, shape: torch.Size, expected: torch.Size) -> None:
+        if shape != expected and not shape.numel() == expected.numel() == 1:
+            sizes = f"{list(shape)}, the configuration asks for {list(expected)}"
+            raise UserError(f"tensor {name!r}: its shape is {sizes}")
 
     def _stacked(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(parts) == 1:
@@ -133,6 +148,14 @@ class Names:
             groups = tensor.unflatten(0, (self.key_heads, -1)).split(rows, dim=1)
             return [group.flatten(0, 1) for group in groups]
         return list(tensor.split(list(sizes)))
+
+
+def _without_wiring(plan: Plan) -> Plan:
+    """Return the plan of one stream with the same norms and scales, for their names."""
+    layers = [layer.map(lambda half: replace(half, streams=None, read="stream")) for layer in plan.layers]
+    layers = [replace(layer, boundary=False, inner_boundary=False, sources=None) for layer in layers]
+    plan = replace(plan, layers=tuple(layers), readout=None, final_sources=None)
+    return map_norms(plan, lambda norm: replace(norm, eps=0.0))
 
 
 def in_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -155,12 +178,18 @@ def weights_for(model: PreTrainedModel, target: str, *, gradients: bool = False)
 
 
 @torch.no_grad()
-def load_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], target: str) -> None:
+def load_weights(
+    model: PreTrainedModel,
+    weights: Mapping[str, torch.Tensor],
+    target: str,
+    wiring: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> None:
     """Copy the weights of ``target``'s model into a Lamina model of the same sizes and placement, in place.
 
-    Raises UserError for a tensor that is missing, left over or of another shape.
+    ``wiring`` has weights by Lamina's names, for what the target's table has no names. Raises UserError for a tensor
+    that is missing, left over or of another shape.
     """
-    ours = Names(_causal(model), target).to_ours(weights)
+    ours = Names(_causal(model), target, writes=False).to_ours(weights, wiring)
     for name, value in model.state_dict().items():
         value.copy_(ours[name])
 
