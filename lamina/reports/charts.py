@@ -17,6 +17,7 @@ from lamina.reports.style import FONT, GREY, Shown, at_least_a_decade, log_scale
 
 _ACROSS = 3  # panels or maps in a row
 _MAX_ROWS, _MAX_COLUMNS = 128, 80  # cells of a heat map
+_MAX_POINTS = 4000  # of a line over the steps
 Values = Sequence[float | None] | np.ndarray | Frame
 
 
@@ -236,6 +237,18 @@ def heat_maps(
         coloraxis={"colorscale": "Viridis", "cmin": low, "cmax": high, "colorbar": bar},
     )
     return titles_above(figure)
+
+
+def series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps and the values of a line; of very many steps, the lowest and the highest value of each few."""
+    steps = np.array(sorted(values), int)
+    heights = np.array([values[step] for step in steps.tolist()], float)
+    if len(steps) <= _MAX_POINTS:
+        return steps, heights
+    known = np.where(np.isnan(heights), 0, heights)
+    few = np.array_split(np.arange(len(steps)), _MAX_POINTS // 2)
+    at = sorted({int(part[end(known[part])]) for part in few for end in (np.argmin, np.argmax)})
+    return steps[at], heights[at]
 
 
 def color_bar(title: str) -> dict[str, object]:

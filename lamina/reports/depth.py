@@ -55,10 +55,10 @@ def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
     return [table[steps] for table in tables] if steps else tables
 
 
-def ends(items: Sequence[Shown], quantity: Quantity, failed: int | None = None) -> go.Figure | None:
+def ends(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
     """Draw a quantity against the depth at the first and at the last logged step, side by side on one scale.
 
-    Between them stands the first record from ``failed`` on, the step at which the only run went wrong.
+    Between them stands the first record from the step on at which the first run went wrong.
 
     With several seeds: their (geometric) mean, and the range from the lowest seed to the highest as a band.
     """
@@ -71,7 +71,7 @@ def ends(items: Sequence[Shown], quantity: Quantity, failed: int | None = None) 
         captions.append(
             f"{end}: step {steps.pop():.0f}" if len(steps) == 1 else f"{end}: each one's {ordinal} logged step"
         )
-    columns = [0, -1]
+    columns, failed = [0, -1], tables[0][0].trials[0].failed
     later = [at for at, step in enumerate(tables[0][1][0].columns) if failed is not None and step >= failed]
     if later and 0 < later[0] < len(tables[0][1][0].columns) - 1:
         columns.insert(1, later[0])

@@ -91,7 +91,9 @@ def gather(folder: Path) -> Evidence:
     refuse_page(folder)
     about, rows = read_about(folder), partial(read_rows, folder)
     history = about.get("history") or {}
-    every = rows([LOSS, NORM, RATE, EPOCH]) if history else rows([LOSS, NORM, RATE, "gradient_norm", "hidden_variance"])
+    every = rows([LOSS, NORM, RATE, *([EPOCH] if history else [])])
+    if not history and not any(row[5] in (LOSS, NORM) for row in every):
+        every += rows(["gradient_norm", "hidden_variance"])
     if not every:
         raise UserError(
             f"run: {str(folder)!r} has no records by layer (allowed: the folder of lamina pretrain, sft, ..., of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -11,9 +11,10 @@ import plotly.graph_objects as go
 
 from lamina.reports import charts, depth
 from lamina.reports.depth import Quantity
+from lamina.reports.layer_rows import by_depth
 from lamina.reports.metrics import METRICS, SECTIONS, Metric
 from lamina.reports.page import Section, details, figure, sentence, words
-from lamina.reports.records import Frame, Trial, by_depth, select, whole_of
+from lamina.reports.records import Frame, Trial, whole_of
 from lamina.reports.style import Shown
 
 _OPEN = ("Gradients", "Variances")  # sections whose first chart starts open
@@ -28,15 +29,15 @@ _EXPERTS = (
 _MISSING = '<p class="none">This folder has no records by layer.</p>'
 
 
-def sections(items: Sequence[Shown], failed: int | None = None) -> list[Section]:
-    """Return the sections of the metrics that these trials recorded; ``failed``: the step at which a run went wrong.
+def sections(items: Sequence[Shown]) -> list[Section]:
+    """Return the sections of the metrics that these trials recorded.
 
     The first chart of two sections is open, and all others are folded.
     """
     html, opened = dict.fromkeys(SECTIONS, ""), dict.fromkeys(SECTIONS, "")
     for metric in METRICS.values():
         known = bool(html[metric.section] or opened[metric.section])
-        first, others = _charts(items, metric, metric.title if known else "", failed)
+        first, others = _charts(items, metric, metric.title if known else "")
         if metric.section in _OPEN and not known:
             opened[metric.section], first = first, ""
         html[metric.section] += first + others
@@ -61,29 +62,24 @@ def blocks(metric: Metric) -> Quantity:
 
 def _busiest(metric: Metric, trial: Trial) -> Frame:
     """Return each layer's largest value over the mean of its values by index."""
-    rows = trial.layers[trial.layers["metric"] == metric.name]
-    values = rows.groupby(["step", "layer"], as_index=False)["value"].agg(["max", "mean"])
-    return by_depth(values.assign(value=values["max"] / values["mean"]))
+    rows = trial.layers.of(metric.name)
+    values: Frame = rows.groupby(["step", "layer"], as_index=False)["value"].agg(["max", "mean"])
+    ratio = (values["max"] / values["mean"]).to_numpy()
+    return by_depth(values["layer"].to_numpy(), values["step"].to_numpy(), ratio)
 
 
-def _part(fixed: Mapping[str, object], trial: Trial) -> Frame:
-    return by_depth(select(trial.layers[trial.layers["layer"] >= 0], fixed))
-
-
-def _charts(items: Sequence[Shown], metric: Metric, heading: str, failed: int | None) -> tuple[str, str]:
+def _charts(items: Sequence[Shown], metric: Metric, heading: str) -> tuple[str, str]:
     """Draw a metric's records: the first chart, of whole blocks; and those of their parts, and outside of them."""
-    tables = [trial.layers[trial.layers["metric"] == metric.name] for item in items for trial in item.trials]
-    rows = pd.concat(tables) if tables else pd.DataFrame()
-    if rows.empty:
+    if not any(trial.layers.has(metric.name) for item in items for trial in item.trials):
         return "", ""
     first = whole = ""
     if not metric.folded:
-        first = figure(depth.ends(items, blocks(metric), failed), metric.caption, heading)
+        first = figure(depth.ends(items, blocks(metric)), metric.caption, heading)
         whole = figure(depth.heat_maps(items, blocks(metric)), metric.over_steps, "" if heading else "Over the steps")
     if metric.by_index:
         return first, whole + details("Every expert", figure(_by_index(items, metric), _EXPERTS))
     drawn = bool(first or whole)
-    parts = _parts(items, metric, rows, _PARTS if drawn else metric.caption)
+    parts = _parts(items, metric, _PARTS if drawn else metric.caption)
     inside = bool(drawn or parts)
     outside = figure(_outside(items, metric), _OUTSIDE if inside else metric.caption, "" if inside else heading)
     if metric.folded:
@@ -92,21 +88,25 @@ def _charts(items: Sequence[Shown], metric: Metric, heading: str, failed: int | 
     return first, whole + parts + (details("Outside the blocks", outside) if inside else outside)
 
 
-def _parts(items: Sequence[Shown], metric: Metric, rows: Frame, caption: str) -> str:
+def _parts(items: Sequence[Shown], metric: Metric, caption: str) -> str:
     """Draw a metric of each sub-layer or norm by layer, at a few steps; the caption stands below the last."""
-    rows = rows[rows["layer"] >= 0]
     whole = {"block"} if metric.folded else whole_of(metric.name)
-    rows = rows[~(rows["sublayer"].isin(whole) & rows["role"].eq("all"))]
+    places = {place for item in items for trial in item.trials for place in trial.layers.places(metric.name)}
     pictures = []
-    for role, sublayer, index in sorted(set(rows[["role", "sublayer", "index"]].itertuples(index=False, name=None))):
+    for role, sublayer, index in sorted(places):
+        if role == "all" and sublayer in whole:
+            continue
         name = f"{metric.quantity}, {words(role)}" if role != "all" else metric.quantity
         label = f"{name}{f' {index + 1:g}' if index else ''} ({words(sublayer)})"
-        fixed = {"metric": metric.name, "role": role, "sublayer": sublayer, "index": index}
-        quantity = Quantity(label=label, table=partial(_part, fixed), log=metric.log)
-        if (chart := depth.by_steps(items, quantity)) is not None:
+        table = partial(_part, metric.name, role, sublayer, index)
+        if (chart := depth.by_steps(items, Quantity(label=label, table=table, log=metric.log))) is not None:
             pictures.append((chart, label))
     last = len(pictures) - 1
     return "".join(figure(chart, caption * (i == last), sentence(label)) for i, (chart, label) in enumerate(pictures))
+
+
+def _part(metric: str, role: str, sublayer: str, index: int, trial: Trial) -> Frame:
+    return trial.layers.table(metric, role, (sublayer,), index)
 
 
 def _outside(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
@@ -117,9 +117,7 @@ def _outside(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
     """
     lines, steps = [], []
     for item in items:
-        rows: Frame = pd.concat([select(trial.layers, {"metric": metric.name}) for trial in item.trials])
-        rows = rows[rows["layer"].lt(0) & np.isfinite(rows["value"].astype(float))]
-        rows = rows[~(rows["sublayer"].eq("block") & rows["role"].eq("all"))]  # the embedding: layer -1 of the blocks
+        rows: Frame = pd.concat([trial.layers.outside(metric.name) for trial in item.trials])
         for number, (role, values) in enumerate(rows.groupby("role", sort=False)):
             ends = values.groupby("step")["value"].agg(["min", "max"]).reset_index()
             ends = ends.groupby(np.arange(len(ends)) // max(1, len(ends) // _POINTS))
@@ -154,7 +152,7 @@ def _by_index(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
     """Draw a map per placement of each expert's load at the last step over its layer's mean, layers upward."""
     maps = []
     for item in items:
-        rows = select(item.trials[0].layers, {"metric": metric.name})
+        rows = item.trials[0].layers.of(metric.name)
         last = rows[rows["step"] == rows["step"].max()]
         table = last.pivot_table(index="layer", columns="index", values="value")
         maps.append((item.label, table.div(table.mean(axis=1), axis=0)))

@@ -25,23 +25,26 @@ from lamina.jobs.files import DIGEST, SEAL, disk_full
 from lamina.jobs.names import CONFIG, ENVIRONMENT, PLAN, RESULT, RESULTS
 from lamina.jobs.run_folder import RunFolder
 from lamina.placements import Plan
+from lamina.reports.layer_rows import LayerRows
 from lamina.studies.record import read_record, refuse_mixture
-from lamina.training.monitor.writers import LAYER_COLUMNS, layer_parts, read_part
 
 logger = logging.getLogger(__name__)
-
-_NUMBERS_BY_LAYER = {"step": int, "layer": int, "index": int, "value": float}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run's folder. Its tables are empty if the files are missing."""
+    """One run's folder. Its tables are empty if the files are missing.
+
+    Attributes:
+        failed: the step at which the run went wrong, which its charts show; None if it did not, or if nobody asks.
+    """
 
     name: str
     placement: str
     folder: Path
     status: str = ""
     seed: float = float("nan")
+    failed: int | None = None
 
     @cached_property
     def lines(self) -> list[Json]:
@@ -83,20 +86,19 @@ class Trial:
         return lenient_mapping(self.folder / ENVIRONMENT)
 
     @cached_property
-    def layers(self) -> Frame:
-        """The monitor's rows: step, layer (from 0; -1 outside the blocks), sublayer, role, index, metric, value."""
-        return _parts(layer_parts(self.folder), LAYER_COLUMNS, _NUMBERS_BY_LAYER)
+    def layers(self) -> LayerRows:
+        """The monitor's rows that a page may draw."""
+        return LayerRows(self.folder, self.failed)
 
     @cached_property
     def probes(self) -> dict[str, Frame]:
         """Scheduled probes' results (probes/NAME/part-*.parquet): their columns and ``step``, by probe."""
         folders = sorted(self.folder.glob("probes/*/"))
-        return {folder.name: _parts(sorted(folder.glob("part-*.parquet")), ("step", "value")) for folder in folders}
+        return {folder.name: _parts(sorted(folder.glob("part-*.parquet"))) for folder in folders}
 
     def blocks(self, metric: str) -> Frame:
         """Return a metric of whole blocks: one row per layer (-1: the embedding), one column per step."""
-        rows = select(self.layers, {"metric": metric, "role": "all"})
-        return by_depth(rows[rows["sublayer"].isin(whole_of(metric))])
+        return self.layers.table(metric, "all", whole_of(metric), embedding=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +169,8 @@ def study_header(folder: Path) -> Json:
         return {}
 
 
-def read_run(folder: Path) -> Study:
-    """Read a single run's folder as a study of one trial."""
+def read_run(folder: Path, failed: int | None = None) -> Study:
+    """Read a single run's folder as a study of one trial; ``failed``: the step at which it went wrong."""
     trial = Trial(name=folder.name, placement="", folder=folder)
     config, result, plan = lenient_mapping(folder / CONFIG), trial.result, trial.plan
     placement = str(config.get("placement") or (plan.placement if plan else "") or folder.name)
@@ -179,7 +181,7 @@ def read_run(folder: Path) -> Study:
     results = complete(pd.DataFrame([row]))
     if pd.isna(results.loc[0, "steps"]) and len(trial.metrics):
         results.loc[0, "steps"] = trial.metrics["step"].max()
-    trial = Trial(name=folder.name, placement=placement, folder=folder, status=str(row["status"]))
+    trial = Trial(name=folder.name, placement=placement, folder=folder, status=str(row["status"]), failed=failed)
     header = {"command": trial.environment.get("command") or config.get("command")}
     return Study(folder=folder, header=header, settings=config, results=results, trials=(trial,))
 
@@ -233,15 +235,6 @@ def groups(rows: Frame, columns: Sequence[str], *, dropna: bool = False) -> Iter
         yield dict(zip(columns, key if isinstance(key, tuple) else (key,), strict=True)), group
 
 
-def by_depth(rows: Frame) -> Frame:
-    """Return one quantity as a table: one row per layer (-1: the embedding), one column per step."""
-    values: Frame = pd.to_numeric(rows["value"], errors="coerce")
-    table: Frame = rows.assign(value=values, layer=rows["layer"].astype(int)).pivot_table(
-        index="layer", columns="step", values="value", aggfunc="last", dropna=False
-    )
-    return table.astype(float).dropna(how="all", axis=0).sort_index().sort_index(axis=1)
-
-
 def _inside(parent: Path, name: str) -> Path:
     """Return the trial's folder, or a missing one for a name that leads out of the study's folder."""
     path = parent / name
@@ -281,19 +274,14 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _parts(paths: Iterable[Path], needed: Sequence[str], numbers: Mapping[str, type] | None = None) -> Frame:
-    """Join the readable parts that have the columns ``needed`` to one table.
-
-    With ``numbers``, the types of some of them, other columns and rows without a value in the rest are left out.
-    """
+def _parts(paths: Iterable[Path]) -> Frame:
+    """Join the readable parts of a probe's results, which have a step and a value, to one table."""
     parts = []
     for path in paths:
         try:
-            part = pd.DataFrame(read_part(path)) if path.suffix == ".npz" else read_parquet(path)
-            rows = part.loc[:, list(needed)]
-            if numbers is not None:
-                part = rows.astype(dict(numbers)).dropna(subset=[name for name in needed if name not in numbers])
+            part = read_parquet(path)
+            part.loc[:, ["step", "value"]]
             parts.append(part)
         except (OSError, ValueError, TypeError, KeyError) as error:
             logger.warning("%s: left out of the report (%s)", path.name, error)
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(needed))
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["step", "value"])

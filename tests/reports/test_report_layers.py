@@ -12,7 +12,7 @@ from readable import readable
 from synthetic_study import write_study
 from training.tiny_experts import moe
 
-from lamina.reports import layers, report
+from lamina.reports import charts, layer_rows, layers, report
 from lamina.reports.depth import by_steps
 from lamina.reports.metrics import METRICS, Metric
 from lamina.reports.records import Trial, read_study
@@ -102,6 +102,46 @@ def test_a_series_with_too_many_steps_keeps_its_spikes(tmp_path):
     line = layers._outside([item], METRICS["step_loss"]).data[-1]
     assert len(line.y) < 500
     assert max(line.y) == 9.0
+
+
+def test_of_a_long_run_each_metric_has_few_steps_with_both_ends_and_the_one_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_rows, "MOST_STEPS", 5)
+    (tmp_path / "layers").mkdir()
+    for number in range(10):  # parts of 20 steps; attention is recorded at every 20th only
+        rows = [(step, -1, "model", "all", 0, LOSS, 1.0) for step in range(20 * number, 20 * number + 20)]
+        rows += [(row[0], at, "block", "all", 0, "gradient_norm", row[0] + at) for row in rows for at in (-1, 0)]
+        rows += [(20 * number, 0, "attention", "all", 0, "attention_logit", 7.0)]
+        columns = dict(zip(LAYER_COLUMNS, zip(*rows, strict=True), strict=True))
+        pd.DataFrame(columns).astype({"value": float}).to_parquet(tmp_path / f"layers/part-{number:05d}.parquet")
+    trial = Trial(name="t", placement="pre_ln", folder=tmp_path, failed=77)
+    norms = trial.layers.table("gradient_norm", "all", ("block",))
+    assert list(norms.columns) == [0, 50, 77, 100, 149, 199]
+    assert list(norms.loc[0]) == list(norms.columns)
+    assert list(trial.layers.table("attention_logit", "all", ("attention",)).columns) == [0, 40, 80, 140, 180]
+    assert len(trial.layers.of(LOSS)) == 200
+
+
+def test_a_part_that_cannot_be_read_is_left_out_and_said_once(tmp_path, caplog):
+    item = write_rows(tmp_path, recorded())
+    (tmp_path / "layers" / "part-00001.parquet").write_bytes(b"PAR1")
+    recorded().drop(columns="metric").to_parquet(tmp_path / "layers" / "part-00002.parquet")
+    holes = recorded().assign(metric="gradient_norm", step=9)
+    holes.loc[0, "metric"] = None
+    holes.to_parquet(tmp_path / "layers" / "part-00003.parquet")
+    assert len(item.trials[0].layers.frame) == 2 * len(recorded()) - 1
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "part-00001.parquet",
+        "part-00002.parquet",
+    ]
+
+
+def test_a_line_of_many_steps_keeps_its_lowest_and_highest_values():
+    values = dict.fromkeys(range(1, 200_001), 2.0) | {77: 9.0, 150_000: -4.0, 150_001: float("nan")}
+    steps, heights = charts.series(values)
+    assert len(steps) < 5000
+    assert (steps[heights == 9.0], steps[heights == -4.0]) == ([77], [150_000])
+    assert steps[0] == 1
+    assert list(charts.series({3: 1.0, 1: 2.0})[0]) == [1, 3]
 
 
 def test_the_busiest_experts_load_is_over_the_balanced_one(shown):

@@ -23,7 +23,7 @@ from lamina.training.monitor.alarms import Alarm, describe, events
 from lamina.training.monitor.writers import LOSS
 
 PAGE = "diagnosis.html"
-Drawn: TypeAlias = tuple[str, str, list[int], list[float]]
+Drawn: TypeAlias = tuple[str, str, Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]
 """a line's name, color, steps and values"""
 _SHOWN = 12  # alarms
 _POINTS, _NEAR = 1000, 100  # of a line, and those on each side of the first alarm
@@ -84,10 +84,10 @@ def findings(said: Answer) -> str:
 
 def loss_chart(evidence: Evidence) -> str:
     """Draw the loss of every recorded step, with marks at the rise and at the first anomaly."""
-    losses, steps = evidence.losses, sorted(evidence.losses)
+    losses = evidence.losses
     marks = " Red: where the loss rose." * (evidence.rose is not None)
     marks += " Orange: the first anomaly." * (evidence.first is not None)
-    course = _drawn(evidence, [("loss", _COLORS[2], steps, [losses[step] for step in steps])], "loss")
+    course = _drawn(evidence, [("loss", _COLORS[2], *charts.series(losses))], "loss")
     return figure(course if losses else None, f"Training loss of every recorded step.{marks}")
 
 

@@ -215,7 +215,7 @@ def loss_by_rate(study: Study, color: Mapping[str, str]) -> go.Figure | None:
 
 def curve_of(trial: Trial, settings: Mapping[str, object]) -> Frame:
     """Return a trial's smoothed loss by rate, without the first step, whose rate is 0: columns rate and loss."""
-    rows = trial.layers[trial.layers["metric"] == "step_loss"].drop_duplicates("step", keep="last").sort_values("step")
+    rows = trial.layers.of("step_loss").drop_duplicates("step", keep="last").sort_values("step")
     top, steps, window = (float(str(settings.get(name, 1))) for name in ("max_learning_rate", "steps", "window"))
     losses = smoothed(rows["value"].astype(float).to_numpy(), int(window))
     curve = rows[["step"]].assign(rate=top * (rows["step"].astype(float) - 1) / steps, loss=losses)

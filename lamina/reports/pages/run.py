@@ -16,7 +16,7 @@ from lamina.reports.sentences import headline
 @report_of(Kind.RUN)
 def run_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a single run: the sections of a study's report that apply to one."""
-    study = read_run(folder)
+    study = read_run(folder, failing_step(folder))
     summary, items, color = sections.prepare(study)
     row = rows_of(study.results)[0]
     result = sections.finding(summary, color) + tables.ranking_table(summary, color)
@@ -31,7 +31,7 @@ def run_report(folder: Path) -> Path:
             sections.loss(study, items, several=False),
             sections.course(items[0], "The gradient norm is that of all parameters together, before clipping."),
             sections.by_layer(summary, items, color),
-            *layers.sections(items, failing_step(folder)),
+            *layers.sections(items),
             *scheduled_probes.sections(items),
             sections.diagrams(study, items),
             sections.settings(study),

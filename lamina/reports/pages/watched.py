@@ -23,13 +23,14 @@ from lamina.training.monitor.writers import NORM, read_about
 @report_of(Kind.WATCHED)
 def watched_report(folder: Path) -> Path:
     """Write ``folder/report.html``: the sections of a run's page that need nothing but the layer monitor's records."""
-    about, study = read_about(folder), read_run(folder)
-    _, items, _ = sections.prepare(study)
+    about = read_about(folder)
     parameters = about.get("parameters")
     try:
         evidence = gather(folder)
     except UserError:  # there is nothing by layer
         evidence = None
+    study = read_run(folder, evidence.first.step if evidence and evidence.first else None)
+    _, items, _ = sections.prepare(study)
     title = headline(evidence) if evidence else f"A training of {about.get('model', 'a model')}"
     cause = "Cause, and what to change" if evidence and evidence.first else "What Lamina found"
     return write_page(
@@ -47,7 +48,7 @@ def watched_report(folder: Path) -> Path:
             Section("Diagnosis", cause, (findings(answer(evidence)) if evidence else "") + _summary(folder, about)),
             Section("Loss", "Training loss", loss_chart(evidence)) if evidence else sections.loss(study, items, False),
             Section("Course", "Learning rate and gradient norm", _course(evidence)),
-            *layers.sections(items, evidence.first.step if evidence and evidence.first else None),
+            *layers.sections(items),
             *scheduled_probes.sections(items),
             sections.settings(study),
         ],
@@ -61,10 +62,9 @@ def _course(evidence: Evidence | None) -> str:
     norms = {row[0]: row[6] for row in evidence.rows([NORM])}
     panels = {}
     for name, values in (("learning rate", evidence.rates), ("gradient norm", norms)):
-        steps = sorted(values)
-        if steps:
-            line = Line(x=steps, y=[values[step] for step in steps], color=PALETTE[0], width=1.6, legend=False)
-            panels[name] = [line]
+        if values:
+            steps, heights = charts.series(values)
+            panels[name] = [Line(x=steps.tolist(), y=heights.tolist(), color=PALETTE[0], width=1.6, legend=False)]
     return figure(charts.in_a_row(panels, "step", 300), "The gradient norm is before clipping.")
 
 

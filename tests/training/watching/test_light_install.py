@@ -97,7 +97,7 @@ def test_recording_and_diagnosing_need_no_heavy_package(light, name):
     assert "plotly" in found.page.read_text(encoding="utf-8")
     assert "plotly" in lamina.report(run).read_text(encoding="utf-8")
     rows = read_rows(run)
-    table = read_run(run).trials[0].layers
+    table = read_run(run).trials[0].layers.frame
     assert [tuple(row) for row in table.itertuples(index=False)] == rows
     steps = [row[0] for row in rows if row[5] == "step_loss"]
     assert steps == list(range(1, 1 + json.loads((run / "result.json").read_text())["steps"]))
