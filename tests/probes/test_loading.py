@@ -112,7 +112,11 @@ def _sizes():
 SEQUENCES, TOKENS = 70, 12  # more than any probe takes of a corpus, and than the corpus' 64 blocks
 SEARCHED = {"jacobian": 7, "bounds": 7}  # a search in each sequence
 WEIGHTS = {"gains"}
-OPTIONS = {"spectra": "spectra(few_tokens=warn)", "jacobian": "jacobian(tolerance=0.0001)"}
+OPTIONS = {
+    "spectra": "spectra(few_tokens=warn)",
+    "jacobian": "jacobian(tolerance=0.0001)",
+    "layer_use": "layer_use(metric=causal_score)",  # linear maps are measured on half of the sequences
+}
 # A mean over sequences of one length is the mean of each sequence's own value.
 AVERAGED = {
     "angular_distance": {"angular_distance"},
@@ -123,6 +127,7 @@ AVERAGED = {
     "layer_drop": {"loss", "loss_increase"},
     "logit_lens": {"cross_entropy", "kl_to_final", "top1_agreement"},
     "low_precision": {"relative_error", "token_error", "loss", "loss_increase"},
+    "ranks": {"stable_rank", "effective_rank"},
     "similarity": {"cosine", "cosine_by_distance", "block_influence"},
 }
 LARGEST = {"attention": "max_logit", "hidden_states": "abs_max", "low_precision": "max_error"}
@@ -196,6 +201,7 @@ def test_what_is_measured_is_the_mean_of_what_single_sequences_give(name, inputs
     ("spec", "sequences"),
     [
         ("layer_drop(sequences=3)", 3),
+        ("layer_use(sequences=3)", 3),
         ("gradients(sequences=5)", 5),
         ("attention(sequences=6)", 6),
         ("low_precision(sequences=5)", 8),  # whole batches

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _SEQUENCES = 64  # of the embedded corpus
 _WITHOUT_HEAD = (
     "The head is not in the checkpoint ({}: newly initialized), so the model's predictions are random. Left out: "
-    "gradients, layer_drop, logit_lens, and the losses of low_precision and bounds."
+    "gradients, layer_drop, layer_use, logit_lens, and the losses of low_precision and bounds."
 )
 
 

@@ -1,0 +1,232 @@
+"""What a layer does for later layers, whether its place matters, and whether a linear map could replace it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import pairwise
+
+import pandas as pd
+import torch
+
+from lamina.core.frames import Frame
+from lamina.core.values import one_of
+from lamina.errors import UserError
+from lamina.modeling.parts import patched, uncompiled
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, chart, heat_map
+from lamina.probes.engine.layer_calls import rows_of
+from lamina.probes.engine.registry import COLUMNS, Probe, Sample, check_most, probe, sample_of
+from lamina.probes.engine.statistics import as_tokens, mean_and_error
+from lamina.probes.gradients import shared_layers
+from lamina.probes.layer_drop import removed
+from lamina.probes.structure.hooks import intercept, observe, stream_of
+from lamina.probes.structure.sites import LayerSite, Point
+
+METRICS = ("causal_score", "permutation_score", "linear_loss_increase")
+_SEQUENCES = 4  # of a corpus, by default
+_ENOUGH = 4  # tokens per channel that a linear map is fitted on
+Inputs = Mapping[str, torch.Tensor]
+
+
+@probe
+class LayerUse(Probe):
+    """How a model uses its layers: DepthBench's three scores, on single sequences. Rows of role "block":
+
+    - causal_score: ||u - u'|| / ||u||, u = x^(l+1) - x^l the update of a later layer l (``index``) and u' the same with
+      layer ``layer`` skipped (``remove`` of layer_drop); of a token's L2 norms, averaged over tokens.
+    - permutation_score: |L' - L| / L, L the loss and L' that with layer ``layer`` and the next one in each other's
+      place. Each keeps its weights, norms, scales and kind; a mask that the model makes by place stays in its place.
+    - linear_loss_increase: L' - L in nats per token, L' with the layer's output replaced by the linear map of its input
+      that fits it best in least squares (without an intercept; several streams are one long vector). Fitted on other
+      sequences than L': on the second half of all, until it has 4 tokens per channel, and measured in the first half.
+
+    Standard errors are over sequences. With earlier states the update is of the stream alone, with several streams of
+    their mean; layers that read earlier states, or share weights, have no permutation_score.
+
+    Args:
+        metric: one of the three, or "all" (default).
+        sequences: how many are measured (0: all; by default all of your own text, 4 of a corpus).
+    """
+
+    name = "layer_use"
+    title = "Use of the layers"
+    summary = "how much each layer changes later layers' updates, and the loss with layers swapped or made linear"
+    source = "DepthBench (arXiv 2609.32534); causal score: Csordás et al. 2025 (arXiv 2505.13898)"
+    needs = frozenset({"tokens"})
+    of_streams = True
+
+    def __init__(self, metric: str = "all", sequences: int | None = None):
+        self._wants_all = one_of("metric", metric, (*METRICS, "all")) == "all"
+        self.metrics = METRICS if self._wants_all else (metric,)
+        self.sequences = check_most(self.name, "sequences", sequences)
+
+    def cost(self, context: Context) -> float:
+        tokens = context.tokens(context.most(self.sequences, _SEQUENCES))
+        return context.structure.num_layers * (3 * tokens + _ENOUGH * context.structure.hidden_size)
+
+    def begin(self, context: Context) -> None:
+        context.check_head()
+        if context.structure.num_layers < 2:
+            raise UserError("layer_use: no layer comes after its one layer (allowed: a model of 2 layers or more)")
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        sequences = [context.on_device(row) for batch in context.batches for row in rows_of(batch)]
+        with torch.no_grad(), uncompiled(context.model):
+            rows = [row for metric in self.metrics for row in self._rows(context, metric, sequences)]
+        return pd.DataFrame(rows, columns=[*COLUMNS, *Sample._fields])
+
+    def _rows(self, context: Context, metric: str, sequences: Sequence[Inputs]) -> Iterator[tuple]:
+        few = sequences[: context.most(self.sequences, _SEQUENCES) or None]
+        layers = context.structure.num_layers
+        try:
+            if metric == "causal_score":
+                scores = causal_scores(context, few)
+                found = {place: mean_and_error(torch.stack(each)) for place, each in scores.items()}
+            else:
+                fitted = metric == "linear_loss_increase"
+                few = few[: max(1, len(sequences) // 2)] if fitted else few
+                changes = linear_maps(context, sequences) if fitted else exchanges(context)
+                whole = _losses(context, few)
+                found = {}
+                for layer, change in enumerate(changes):
+                    context.progress(layer, layers, f"{metric} of layer {layer}")
+                    with change:
+                        mean, error = mean_and_error(_losses(context, few) - whole)
+                    loss = float(whole.mean())
+                    found[layer, 0] = (mean, error) if fitted else (abs(mean) / loss, error / loss)
+        except UserError as error:
+            if not self._wants_all:
+                raise
+            context.notes.append(f"layer_use: {metric} is left out: {error}")
+            return
+        for (layer, index), row in found.items():
+            yield layer, "block", "block", index, metric, *row, *sample_of(few)
+
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
+        causal, permuted, linear = (frame[frame["metric"] == metric] for metric in METRICS)
+        if len(causal):
+            axes = {"x_title": "layer skipped", "y_title": "later layer"}
+            yield (
+                heat_map(causal, "layer", "index", "value", title="Causal score", **axes),
+                "How much the update of a later layer changes, relative to its norm, when a layer is skipped.",
+            )
+        caption = "Change of the loss, relative to it, with the layer and the next one in each other's place."
+        yield from chart(permuted, "Permutation score", "share of the loss", caption, band="standard_error")
+        caption = "Loss added when the layer's best linear map takes its place; low is a layer that is nearly linear."
+        yield from chart(linear, "Loss with a linear layer", "nats per token", caption, band="standard_error")
+
+    def sentences(self, frame: Frame) -> Iterator[str]:
+        texts = {
+            METRICS[
+                0
+            ]: "Skipping layer {} changes later layers' updates least ({:.3g} of their norm), layer {} most ({:.3g}).",
+            METRICS[
+                1
+            ]: "Exchanging layer {} with the next one changes the loss least ({:.2%}), layer {} most ({:.2%}).",
+            METRICS[2]: "A linear map in the place of layer {} costs least ({:.3g} nats), of layer {} most ({:.3g}).",
+        }
+        for metric, text in texts.items():
+            values = frame[frame["metric"] == metric].groupby("layer")["value"].mean().dropna()
+            if len(values):
+                yield text.format(values.idxmin(), values.min(), values.idxmax(), values.max())
+
+
+def _losses(context: Context, sequences: Sequence[Inputs]) -> torch.Tensor:
+    return torch.stack([context.token_losses(inputs).double().mean() for inputs in sequences]).cpu()
+
+
+def causal_scores(context: Context, sequences: Sequence[Inputs]) -> dict[tuple[int, int], list[torch.Tensor]]:
+    """Return ||u_l - u_l'|| / ||u_l||, averaged over each sequence's tokens, by (layer skipped, later layer l)."""
+    layers, scores = context.structure.num_layers, {}
+    for number, inputs in enumerate(sequences):
+        whole = _updates(context, inputs)
+        for skipped in range(layers - 1):
+            context.progress(number * layers + skipped, len(sequences) * layers, f"without layer {skipped}")
+            with removed(context, [skipped]):
+                other = _updates(context, inputs)
+            for layer in range(skipped + 1, layers):
+                score = (whole[layer] - other[layer]).norm(dim=-1) / whole[layer].norm(dim=-1)
+                scores.setdefault((skipped, layer), []).append(score.mean().double().cpu())
+    return scores
+
+
+def _updates(context: Context, inputs: Inputs) -> list[torch.Tensor]:
+    """Return x^(l+1) - x^l [tokens, channels] of one sequence without its padding, by layer."""
+    states: dict[int, torch.Tensor] = {}
+
+    def see(state: int, value: torch.Tensor) -> None:
+        tokens = as_tokens(value, inputs)
+        states[state] = tokens.x[0].clone() if tokens.valid is None else tokens.x[0, tokens.valid[0]]  # else in place
+
+    with observe(context.structure.states(), see, root=context.base):
+        context.forward(inputs, head=False)
+    return [states[layer + 1] - states[layer] for layer in range(context.structure.num_layers)]
+
+
+def exchanges(context: Context) -> Iterator[AbstractContextManager]:
+    """Yield contexts in which a layer and the next one are in each other's place. Raises UserError if none can."""
+    sites = context.structure.layers
+    if any(getattr(site.module, "has_memory", False) for site in sites) or shared_layers(context.structure):
+        raise UserError("permutation_score: layers share weights, or read earlier states (allowed: other metrics)")
+    for first, second in pairwise(sites):
+        yield _exchanged(context, first, second)
+
+
+@contextmanager
+def _exchanged(context: Context, first: LayerSite, second: LayerSite) -> Iterator[None]:
+    places = [site.path.rpartition(".") for site in (first, second)]
+    holders = [(context.model.get_submodule(holder)._modules, name) for holder, _, name in places]
+    counts = [vars(site.module).get("streams") for site in (second, first)]  # Lamina's first layer makes the streams
+    with ExitStack() as stack:
+        if counts[0] is not None:
+            for site, streams in zip((first, second), counts, strict=True):
+                stack.enter_context(patched(site.module, streams=streams))
+        for (modules, name), site in zip(holders, (second, first), strict=True):
+            modules[name] = site.module
+        try:
+            yield
+        finally:
+            for (modules, name), site in zip(holders, (first, second), strict=True):
+                modules[name] = site.module
+
+
+def linear_maps(context: Context, sequences: Sequence[Inputs]) -> Iterator[AbstractContextManager]:
+    """Yield contexts in which a layer's output is the linear map of its input, fitted on the second half of sequences.
+
+    Raises UserError if there are no more tokens than channels.
+    """
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(key: str, value: torch.Tensor) -> None:
+        kept[key] = stream_of(value).clone()  # a layer may add to it in place
+
+    for site in context.structure.layers:
+        points = {"input": site.input, "output": site.output}
+        gram = product = torch.zeros(())
+        count = width = 0
+        for inputs in sequences[len(sequences) // 2 :]:
+            with intercept(points, keep, roots=context.roots):
+                context.forward(inputs, head=False)
+            real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+            x, y = (kept[key].flatten(2)[real].double() for key in points)
+            gram, product, count, width = gram + x.T @ x, product + x.T @ y, count + len(x), x.shape[1]
+            if count >= _ENOUGH * width:
+                break
+        if count <= width or len(sequences) < 2:
+            raise UserError(f"linear_loss_increase: {count} tokens for {width} channels (allowed: more --sequences)")
+        yield _linear(context, points, torch.linalg.pinv(gram, hermitian=True) @ product)
+
+
+@contextmanager
+def _linear(context: Context, points: Mapping[str, Point], weight: torch.Tensor) -> Iterator[None]:
+    kept: list[torch.Tensor] = []
+
+    def change(key: str, value: torch.Tensor) -> torch.Tensor | None:
+        if key == "input":
+            kept.append(stream_of(value).flatten(2).double() @ weight)
+            return None
+        return kept.pop().to(value).view_as(value)
+
+    with intercept(points, change, roots=context.roots):
+        yield
