@@ -177,12 +177,15 @@ def test_a_reward_model_goes_through_the_same_check(tmp_path):
     pytest.importorskip("trl")
     from lab.posttraining.tiny import write_model
 
-    from lamina.lab.posttraining.rewards import _of_model
+    from lamina.lab.posttraining.rewards import judge
+    from lamina.lab.posttraining.settings import RlhfSettings
+    from lamina.lab.posttraining.starting import find_start
 
+    start = find_start(RlhfSettings(from_model=str(write_model(tmp_path / "start"))))
     folder = write_model(tmp_path / "reward", head="sequence_classification")
     changed(folder, lambda tensors: tensors.update({"score.bias": torch.ones(1)}))
     with pytest.raises(UserError, match=r"reward_model.*extra tensor 'score\.bias'"):
-        _of_model(str(folder), torch.device("cpu"), torch.float32)
+        judge(str(folder), start)
 
 
 def test_what_may_not_be_read_is_no_damage(folder, monkeypatch):

@@ -12,18 +12,19 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias, TypeVar
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from trl.trainer.utils import pad
 
 from lamina.core.python_files import guarded, run_file
 from lamina.data.encoding import TextEncoder
 from lamina.data.tokenizers import load_tokenizer
-from lamina.errors import UserError, one_line
+from lamina.errors import UserError
 from lamina.jobs.manifest import content_hash, model_folder, sha256
 from lamina.lab.posttraining.examples import Fields
 from lamina.lab.posttraining.settings import RlhfSettings
@@ -41,28 +42,59 @@ Parts: TypeAlias = Mapping[str, Sequence[float]]
 BATCH = 32
 
 
-def check_rewards(settings: RlhfSettings, start: Start) -> str:
-    """Hash the reward models and functions. Raises UserError if one is missing or a model's vocabulary differs."""
-    models, functions, seconds = settings.reward_models(), settings.reward_functions(), settings.reward_timeout
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """The weighted sum of several rewards of an answer.
+
+    Attributes:
+        scores: each reward, by its name in the records.
+        models: the reward models among them.
+        digest: a hash of the models' and functions' files.
+    """
+
+    scores: Mapping[str, Score]
+    weights: Sequence[float]
+    models: Sequence[PreTrainedModel]
+    digest: str
+
+    def parts(self, rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> Parts:
+        """Compute each reward of each answer, by the reward's name."""
+        return {name: score(rows, answers, texts) for name, score in self.scores.items()}
+
+    def total(self, parts: Parts) -> list[float]:
+        """Compute the weighted sum of each answer's rewards."""
+        rewards = torch.tensor(list(parts.values()), dtype=torch.float64)
+        return (torch.tensor(self.weights, dtype=torch.float64) @ rewards).tolist()
+
+
+def make_rewards(settings: RlhfSettings, start: Start) -> Rewards:
+    """Load the reward models and functions. Raises UserError if one is missing or doesn't fit the starting model."""
+    named, functions, seconds = settings.reward_models(), settings.reward_functions(), settings.reward_timeout
     if seconds and threading.current_thread() is not threading.main_thread():
         raise UserError(f"reward_timeout: {seconds:g} (allowed outside a process's main thread: 0)")
-    if not models and not functions:
+    if not named and not functions:
         raise UserError("reward_model: none given (needed: a folder as lamina reward leaves it, or --reward-function)")
-    digests = [_check_model(named, start) for named in models]
-    for named in functions:
-        path, _ = _parts(named)
-        _of_function(named)
+    scores: dict[str, Score] = {}
+    models, digests = [], []
+    for path in named:
+        folder = model_folder(path)
+        models.append(judge(path, start))
+        name = folder.parent.name if folder.name == "model" else folder.name
+        scores[_unused(name, scores)] = partial(_scores, models[-1])
+        digests.append(content_hash(folder))
+    for function in functions:
+        path, name = _parts(function)
+        scores[_unused(name, scores)] = _of_function(function, seconds)
         digests.append(sha256(path))
-    return "+".join(digests)
+    return Rewards(scores=scores, weights=settings.weights_of_rewards(), models=models, digest="+".join(digests))
 
 
-def _check_model(named: str, start: Start) -> str:
+def judge(named: str, start: Start) -> PreTrainedModel:
+    """Load a reward model for the answers of the model at the start. Raises UserError if it can't judge them."""
     folder = model_folder(named)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"reward_model: {named!r} holds no saved model (config.json is missing)")
+    if not folder.is_dir():
+        raise UserError(f"reward_model: {named!r}: no such folder (allowed: one as lamina reward leaves it)")
     config = read_config(folder, "reward_model")
-    if not any("SequenceClassification" in name for name in config.architectures or ()):
-        raise UserError(f"reward_model: {named!r} gives no score (allowed: a folder as lamina reward leaves it)")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and positions < start.longest:
         raise UserError(
@@ -78,70 +110,28 @@ def _check_model(named: str, start: Start) -> str:
             f"reward_model: {named!r} has another vocabulary than the model {start.path!r} (allowed: "
             "a reward model that was trained from it or has its tokenizer)"
         )
-    return content_hash(folder)
+    model, _ = load_weights(folder, config, AutoModelForSequenceClassification, "reward_model", dtype=start.dtype)
+    if model.config.num_labels != 1:
+        raise UserError(f"reward_model: it gives {model.config.num_labels} scores (needed: one)")
+    return model.requires_grad_(False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rewards:
-    """The weighted sum of several rewards of an answer.
-
-    Attributes:
-        scores: each reward, by its name in the records.
-    """
-
-    scores: Mapping[str, Score]
-    weights: Sequence[float]
-
-    def parts(self, rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> Parts:
-        """Compute each reward of each answer, by the reward's name."""
-        return {name: score(rows, answers, texts) for name, score in self.scores.items()}
-
-    def total(self, parts: Parts) -> list[float]:
-        """Compute the weighted sum of each answer's rewards."""
-        return [
-            sum(weight * one for weight, one in zip(self.weights, each, strict=True))
-            for each in zip(*parts.values(), strict=True)
-        ]
-
-
-def make_rewards(settings: RlhfSettings, device: torch.device, dtype: torch.dtype = torch.float32) -> Rewards:
-    """Load the settings' reward models on this device, and their reward functions."""
-    made: dict[str, Score] = {}
-    for path in settings.reward_models():
-        folder = model_folder(path)
-        name = folder.parent.name if folder.name == "model" else folder.name
-        made[_unused(name, made)] = _of_model(path, device, dtype)
-    for function in settings.reward_functions():
-        made[_unused(_parts(function)[1], made)] = _of_function(
-            function, seconds=settings.reward_timeout, announced=True
-        )
-    return Rewards(scores=made, weights=settings.weights_of_rewards())
+@torch.no_grad()
+def _scores(
+    model: Passed, rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]
+) -> list[float]:
+    scores: list[float] = []
+    whole = [[*row["prompt_ids"], *answer] for row, answer in zip(rows, answers, strict=True)]
+    for first in range(0, len(whole), BATCH):
+        ids, mask = padded(whole[first : first + BATCH], 0, model.device)
+        scores += model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].float().tolist()
+    return scores
 
 
 def _unused(name: str, known: Mapping[str, object]) -> str:
     """Return a name for a reward's records; append a number if another reward has the name."""
     plain = re.sub(r"\W", "_", name)
     return plain if plain not in known else _unused(f"{plain}_{len(known) + 1}", known)
-
-
-def _of_model(named: str, device: torch.device, dtype: torch.dtype) -> Score:
-    folder = model_folder(named)
-    config = read_config(folder, "reward_model")
-    model, _ = load_weights(folder, config, AutoModelForSequenceClassification, "reward_model", dtype=dtype)
-    if model.config.num_labels != 1:
-        raise UserError(f"reward_model: it gives {model.config.num_labels} scores (needed: one)")
-    torch.nn.Module.to(model, device).requires_grad_(False)
-
-    @torch.no_grad()
-    def score(rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
-        scores: list[float] = []
-        whole = [[*row["prompt_ids"], *answer] for row, answer in zip(rows, answers, strict=True)]
-        for first in range(0, len(whole), BATCH):
-            ids, mask = padded(whole[first : first + BATCH], 0, model.device)
-            scores += model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].float().tolist()
-        return scores
-
-    return score
 
 
 def in_time(act: Callable[[], T], seconds: float) -> T | None:
@@ -173,9 +163,9 @@ def in_time(act: Callable[[], T], seconds: float) -> T | None:
     return None if rang else result
 
 
-def _of_function(named: str, *, seconds: float = 0.0, announced: bool = False) -> Score:
+def _of_function(named: str, seconds: float) -> Score:
     path, name = _parts(named)
-    function = getattr(run_file("reward_function", path, announced=announced), name, None)
+    function = getattr(run_file("reward_function", path), name, None)
     if not callable(function):
         raise UserError(f"reward_function: {str(path)!r} has no function {name!r}")
     trls = False
@@ -219,11 +209,7 @@ def _number(named: str, reward: Passed) -> float:
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # of an integer that no float can hold
         if not isinstance(reward, str | bytes) and math.isfinite(number := float(reward)):
             return number
-    try:
-        shown = one_line(repr(reward))
-    except Exception:  # of the user's object; of an integer of more than 4,300 digits, too
-        shown = f"a {type(reward).__name__} that can't be printed"
-    raise UserError(f"reward_function: {named!r} returned {shown} (allowed: a finite number)")
+    raise UserError(f"reward_function: {named!r} returned a {type(reward).__name__} (allowed: a finite number)")
 
 
 def _parts(named: str) -> tuple[Path, str]:
@@ -237,10 +223,8 @@ def _parts(named: str) -> tuple[Path, str]:
 
 
 def padded(
-    sequences: Sequence[Sequence[int]], pad: int, device: torch.device, *, left: bool = False
+    sequences: Sequence[Sequence[int]], value: int, device: torch.device, *, left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad token ids on the right, or on the left; return ids and mask, [sequences, tokens] each."""
-    side = "left" if left else "right"
-    ids = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True, padding_value=pad, padding_side=side)
-    mask = pad_sequence([torch.ones(len(s), dtype=torch.long) for s in sequences], batch_first=True, padding_side=side)
-    return ids.to(device), mask.to(device)
+    ids, side = [torch.tensor(sequence, device=device) for sequence in sequences], "left" if left else "right"
+    return pad(ids, value, side), pad([torch.ones_like(part) for part in ids], 0, side)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -34,7 +33,6 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from lamina.core.json_types import Json
-from lamina.core.values import mapping
 from lamina.errors import UserError
 from lamina.jobs.files import write_lines
 from lamina.jobs.job import Job
@@ -42,7 +40,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.run_folder import parse_lines
 from lamina.jobs.settings import at_least
 from lamina.lab.posttraining.examples import Fields, Messages, prompts
-from lamina.lab.posttraining.rewards import Rewards, check_rewards, make_rewards, padded
+from lamina.lab.posttraining.rewards import Rewards, make_rewards, padded
 from lamina.lab.posttraining.settings import HELD_OUT, RlhfSettings
 from lamina.lab.posttraining.trainer import NoReference, Passed, TunedTrainer
 from lamina.lab.posttraining.tuning import TuningStage, tune
@@ -334,6 +332,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
     made_by, configured_by = ReMaxTrainer, RLOOConfig
     forms = (("prompt",),)
     columns = ("prompt", "prompt_ids", "text", "row")
+    judges: Rewards
     guarded = False
     measure = "eval_reward"
 
@@ -341,13 +340,10 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         settings, longest = self.settings, self.start.longest
         together = {name: settings.trl[name] for name in REUSE if name in settings.trl}
         self.ordered = partial(PromptOrder, copies=settings.num_generations, **together)
-        digest = check_rewards(settings, self.start)
+        self.judges = make_rewards(settings, self.start)
         if settings.max_answer >= longest:
-            raise UserError(
-                f"max_answer: {settings.max_answer} leaves no room for a prompt in the context of {longest} tokens "
-                "(allowed: less)"
-            )
-        return digest
+            raise UserError(f"max_answer: {settings.max_answer} leaves no room for a prompt in {longest} tokens")
+        return self.judges.digest
 
     def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
         if "tools" in rows.column_names:
@@ -358,15 +354,12 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         """Add the prompts' tokens, as TRL's trainers make them at each step, and their text."""
         tokenizer, options = self.start.tokenizer, self.settings.trl.get("chat_template_kwargs") or {}
         theirs: Passed = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs=options)
-        tokens, how = (
-            RLOOTrainer._tokenize_prompts,
-            {"tokenize": False, "add_generation_prompt": True, **options},
-        )
+        how = {"tokenize": False, "add_generation_prompt": True, **options}
 
         def encoded(batch: Json) -> Json:
             asked: list[Any] = batch["prompt"]
             texts = [one if isinstance(one, str) else tokenizer.apply_chat_template(one, **how) for one in asked]
-            return {"prompt_ids": tokens(theirs, asked)[0], "text": texts}
+            return {"prompt_ids": RLOOTrainer._tokenize_prompts(theirs, asked)[0], "text": texts}
 
         return rows.map(encoded, batched=True, num_proc=self.config.dataset_num_proc)
 
@@ -384,15 +377,10 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
             self.made_by = RlooTrainer
         elif job.settings.algorithm == "grpo":
             self.made_by, self.configured_by = GrpoTrainer, GRPOConfig
-        elif (
-            unsupported := set(job.settings.trl) - SAMPLING
-        ):  # its loss is Lamina's, its greedy answers are transformers'
+        elif unsupported := set(job.settings.trl) - SAMPLING:  # its loss is Lamina's, its greedy answers transformers'
             raise UserError(f"trl.{min(unsupported)}: no effect on remax (allowed: {', '.join(sorted(SAMPLING))})")
-        mapping("trl.chat_template_kwargs", job.settings.trl.get("chat_template_kwargs") or {})
         for name in REUSE & job.settings.trl.keys():
             at_least(1)(f"trl.{name}", job.settings.trl[name])
-        if job.settings.trl.get("use_vllm") and importlib.util.find_spec("vllm") is None:
-            raise UserError("trl.use_vllm: vllm is not installed. Run: pip install vllm")
         super().check(job, processes)
 
     def fields(self, run: TrainingRun) -> Json:
@@ -408,8 +396,10 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 
     def options(self, arguments: TrainingArguments) -> Json:
         settings = self.settings
+        for model in self.judges.models:
+            torch.nn.Module.to(model, arguments.device)
         return {
-            "rewards": make_rewards(settings, arguments.device, self.start.dtype),
+            "rewards": self.judges,
             "clip": settings.reward_clip,
             "beta": settings.beta,
             "reference": self.reference(),

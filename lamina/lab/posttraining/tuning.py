@@ -507,7 +507,7 @@ class TuningStage(TrainingStage[S]):
                 **self.options(arguments),
             )
         except (ValueError, TypeError, ImportError) as error:
-            if isinstance(error, UserError) or not self.settings.trl:
+            if isinstance(error, UserError) or not (self.settings.trl or self.settings.trainer):
                 raise
             raise UserError(f"trl: {one_line(error)}") from error
 

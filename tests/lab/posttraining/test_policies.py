@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lamina.errors import UserError
 from lamina.lab.posttraining.pairs import dpo, reward
-from lamina.lab.posttraining.rewards import _number, check_rewards, in_time, make_rewards
+from lamina.lab.posttraining.rewards import _number, in_time, make_rewards
 from lamina.lab.posttraining.rlhf import ReMaxTrainer, rlhf, write_held_out
 from lamina.lab.posttraining.settings import RlhfSettings
 from lamina.reports import report
@@ -227,12 +227,10 @@ def test_a_reward_may_be_a_number_of_numpy_or_torch(policy, tmp_path):
 @pytest.mark.parametrize(
     ("returned", "shown"),
     [
-        ("None", "None"),
-        ("10**400", "1000"),
-        ("10**5000", "a int that can't be printed"),
-        ("float('nan')", "nan"),
-        ("'1'", "'1'"),
-        ("[0.5]", r"\[0\.5\]"),
+        ("None", "a NoneType"),
+        ("10**5000", "a int"),
+        ("float('nan')", "a float"),
+        ("'1'", "a str"),
         ("1 / 0", ""),
     ],
 )
@@ -252,7 +250,7 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
     ("changed", "message"),
     [
         ({"reward_model": ...}, "reward_model: none given"),
-        ({"reward_model": "no-such"}, "reward_model: 'no-such' holds no saved model"),
+        ({"reward_model": "no-such"}, "reward_model: 'no-such': no such folder"),
         ({"reward_model": ..., "reward_function": "f.py:f"}, "reward_function: 'f.py': no such file"),
         (
             {"reward_function": "f.py:f", "reward_weights": "1"},
@@ -260,7 +258,7 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
         ),
         ({"reward_weights": "1,x"}, "reward_weights: '1,x' (allowed: comma-separated numbers)"),
         ({"reward_timeout": 1.0}, "reward_timeout: 1.0 has no effect here"),
-        ({"algorithm": "grpo", "trl": {"use_vllm": True}}, "trl.use_vllm: vllm is not installed"),
+        ({"algorithm": "grpo", "trl": {"use_vllm": True}}, "trl: ImportError: vLLM is not"),
         ({"eval_tasks": "nope"}, "eval_tasks: unknown task 'nope'"),
         ({"eval_corpus": "nope.txt"}, "eval_corpus: 'nope.txt'"),
         ({"algorithm": "ppo"}, "algorithm: 'ppo'"),
@@ -274,7 +272,7 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
         ),
         ({"num_generations": 4}, "num_generations: 4 (allowed with remax: 2"),
         ({"algorithm": "grpo", "kl_per": "sequence"}, "kl_per: 'sequence' has no effect here"),
-        ({"max_answer": 128}, "max_answer: 128 leaves no room for a prompt in the context of 128"),
+        ({"max_answer": 128}, "max_answer: 128 leaves no room for a prompt in 128 tokens"),
         ({"reward_model": ..., "data": "no-such.jsonl"}, "reward_model: none given"),  # before the data are read
         ({"max_answer": 126}, "row 1: the prompt has 4 tokens and the answer up to 126, the context 128"),
     ],
@@ -309,7 +307,6 @@ def more_tokens(folder):
         (lambda f: (f / "model.safetensors").write_bytes(b"0" * 99), r"is cut short or altered \(SafetensorError"),
         (lambda f: [p.unlink() for p in f.glob("token*")], "reward_model: tokenizer: .* could not be loaded"),
         (lambda f: change_config(f, max_position_embeddings=64), r"reads 64 tokens.*allowed: --sequence-length 64"),
-        (lambda f: shutil.copy(f.parent / "base" / "config.json", f), "gives no score"),
         (more_tokens, "has another vocabulary than the model"),
     ],
 )
@@ -378,7 +375,7 @@ def test_functions_of_trls_form_are_asked_as_trl_asks(tmp_path):
     def asked(name, prompt, text, **fields):
         settings = RlhfSettings(reward_function=f"{tmp_path / 'own.py'}:{name}")
         row = {"prompt": prompt, "text": "rendered", "row": json.dumps({"prompt": prompt, **fields})}
-        rewards = make_rewards(settings, torch.device("cpu"))
+        rewards = make_rewards(settings, None)
         return rewards.total(rewards.parts([row], [[5, 6]], [text]))
 
     assert asked("letters", "p", "aab", solution="xyz") == [2.32]
@@ -423,7 +420,7 @@ def test_the_alarm_that_another_library_has_set_stands_again(seconds):
         signal.signal(signal.SIGALRM, before)
     settings = RlhfSettings(reward_function="f.py:f", reward_timeout=seconds)
     with ThreadPoolExecutor() as pool, pytest.raises(UserError, match="outside a process's main thread: 0"):
-        pool.submit(check_rewards, settings, None).result()
+        pool.submit(make_rewards, settings, None).result()
 
 
 def test_the_likeliest_token_alone_is_sampled_if_trl_is_told_so(policy, monkeypatch):
