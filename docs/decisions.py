@@ -38,16 +38,10 @@ Five placements in four set-ups. Each placement has its own best learning rate i
 <!-- front-page -->
 <!-- /front-page -->
 
-- **Branches scaled by depth** (`small_scaled`): the last matrix of each branch starts smaller, by the root of twice the
-  number of blocks. FuseNorm (SpanNorm) is below Pre-LN on both texts. Keel and Peri-LN are above it.
-- **No branch scaled** (`normal(std=0.0924)`): all four placements are below Pre-LN. Peri-LN's norms on the branches'
-  outputs undo such a scaling in the forward pass.
-- **A standard deviation of 0.02** (`scaled`), 4.5 times too small for this width: Keel is below Pre-LN. Mix-LN and
-  Peri-LN are above it. One of FuseNorm's runs got stuck.
-
-So tune the initializer and the placement together. These models train for 400 steps, so the table shows how fast they
-start to learn. After 20 tokens per parameter, in shallower models, the order is different
-([evidence](results/ours.md#ladder))."""
+A standard deviation of 0.09 suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). 0.02 is 4.5
+times too small (`scaled`), and one of FuseNorm's runs got stuck with it. So tune the initializer and the placement together.
+The table shows how fast these models start to learn. After 20 tokens per parameter, in shallower models, the order is
+different ([evidence](results/ours.md#ladder))."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 
 
@@ -69,9 +63,8 @@ Choose which placements to compare, then compare them on your own text:
 lamina compare --corpus my_texts/ --placements pre_ln,peri_ln,keel,fusenorm --learning-rates 1e-3,3e-3,1e-2
 ```
 
-Use this advice to decide what to compare, not what to ship. The evidence is small: {scale} The papers train models
-hundreds to thousands of times larger. Each sentence stays on this page only while its evidence holds
-([how we judge](methods.md))."""
+Use this advice to decide what to compare, not what to ship. The evidence is small: {scale} The papers' models are hundreds
+to thousands of times larger ([how we judge](methods.md))."""
 
 
 def _advice(question: Question, known: dict[str, Json]) -> list[str]:

@@ -223,10 +223,9 @@ def front_page_table() -> str:
         [
             *lines,
             "",
-            "Nats per byte on held-out text: Pre-LN's loss, and how far each placement's loss is from it. 32 blocks of "
-            f"width 48 (0.9M parameters), 400 steps, {first['fusenorm']['seeds']} seeds. A bigram table has "
-            f"{min(bigrams):.2f} to {max(bigrams):.2f}. Intervals, texts and dates are in the "
-            "[evidence](results/ours.md#front-page).",
+            "Nats per byte on held-out text, with 32 blocks of width 48 (0.9M parameters), 400 steps and "
+            f"{first['fusenorm']['seeds']} seeds. A bigram table has {min(bigrams):.2f} to {max(bigrams):.2f} "
+            "([evidence](results/ours.md#front-page)).",
         ]
     )
 
