@@ -79,7 +79,7 @@ class PolicyCourse:
         idle: whether the rewards have given no gradient for so long that it is no chance.
         first: the first values of each metric.
         recent: the last values of the KL that were in its range.
-        outside: how many records in a row a metric has been outside its range.
+        outside: by metric, the number of consecutive records outside its range.
     """
 
     last: int = 0
