@@ -38,10 +38,10 @@ Five placements in four set-ups. Each placement has its own best learning rate i
 <!-- front-page -->
 <!-- /front-page -->
 
-A standard deviation of 0.09 suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). 0.02 is 4.5
-times too small (`scaled`), and one of FuseNorm's runs got stuck with it. So tune the initializer and the placement together.
-The table shows how fast these models start to learn. After 20 tokens per parameter, in shallower models, the order is
-different ([evidence](results/ours.md#ladder))."""
+A standard deviation of 0.09 suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). 0.02 is
+4.5 times too small (`scaled`), and one of FuseNorm's runs got stuck with it. So tune the initializer and the placement
+together. The table shows how fast these models start to learn. After 20 tokens per parameter, in shallower models, the
+order is different ([evidence](results/ours.md#ladder))."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 
 
@@ -63,8 +63,8 @@ Choose which placements to compare, then compare them on your own text:
 lamina compare --corpus my_texts/ --placements pre_ln,peri_ln,keel,fusenorm --learning-rates 1e-3,3e-3,1e-2
 ```
 
-Use this advice to decide what to compare, not what to ship. The evidence is small: {scale} The papers' models are hundreds
-to thousands of times larger ([how we judge](methods.md))."""
+Use this advice to decide what to compare, not what to ship. The evidence is small: {scale} The papers' models are
+hundreds to thousands of times larger ([how we judge](methods.md))."""
 
 
 def _advice(question: Question, known: dict[str, Json]) -> list[str]:
