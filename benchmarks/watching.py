@@ -36,6 +36,11 @@ class Loop:
         torch.manual_seed(0)
         self.device = torch.device(arguments.device)
         self.model = LlamaForCausalLM(llama_config(arguments.size, arguments.sequence_length)).to(self.device).train()
+        if arguments.compile == "model":
+            self.model.compile()
+        elif arguments.compile == "layers":
+            for layer in self.model.model.layers:
+                layer.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         shape = (arguments.batch_size, arguments.sequence_length)
         ids = torch.randint(0, self.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
@@ -113,13 +118,15 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--compile", choices=("off", "model", "layers"), default="off", help="what torch.compile gets")
     parser.add_argument("--every", type=int, default=None, help="steps between records (default: that of lamina.watch)")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     import torch
 
-    settings = {name: getattr(arguments, name) for name in ("device", "size", "batch_size", "sequence_length", "turns")}
+    names = ("device", "size", "batch_size", "sequence_length", "turns", "compile")
+    settings = {name: getattr(arguments, name) for name in names}
     record = {
         "benchmark": "watching",
         "what": "a watched training loop against the same loop left alone",

@@ -4,16 +4,19 @@ The compiler inlines the hooks of the modules inside a compiled module. So a hoo
 call into the graph, which then calls Python with the tensor at every pass. The graph is the same at every step, whether
 the step is recorded or not. The name of the place reaches the call as a tensor on the module, not as a constant, so
 that layers compiled one by one still share a graph.
+
+The compiler does not look for hooks when it chooses among its graphs, but for the classes of modules. So a module with
+such hooks gets a class of its own, a subclass without any change: graphs made for other modules do not fit it.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Generic
 
 import torch
@@ -73,6 +76,15 @@ def show_output(module: nn.Module, args: Args, output: Output) -> None:
     _show(output, getattr(module, _OUTPUT))
 
 
+_SHOW_INPUT, _SHOW_OUTPUT = hook(show_input, traced=True), hook(show_output, traced=True)
+
+
+@functools.cache
+def class_with_hooks(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass that tells the compiler apart modules with hooks."""
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Return whether a part of the model is compiled, or the call that is under way comes from a compiled wrapper.
 
@@ -96,21 +108,23 @@ class GraphHooks(Generic[Key]):
     def __init__(self, points: Mapping[Key, Point]):
         self._handles: list[RemovableHandle] = []
         self._places: dict[int, list[tuple[Key, Point]]] = {}
-        self._marked: list[nn.Module] = []
-        by_module: dict[tuple[nn.Module, str], list[tuple[Key, Point]]] = {}
+        self._classes: dict[nn.Module, type[nn.Module]] = {}
+        groups: dict[tuple[nn.Module, str], list[tuple[Key, Point]]] = {}
         for key, point in points.items():
-            by_module.setdefault((point.module, point.side), []).append((key, point))
-        for (module, side), group in by_module.items():
+            module = getattr(point.module, "_orig_mod", point.module)
+            groups.setdefault((module, point.side), []).append((key, point))
+        for (module, side), group in groups.items():
             number = next(_NUMBERS)
             self._places[number] = group
-            self._marked.append(module)
+            if module not in self._classes:
+                self._classes[module] = type(module)
+                module.__class__ = class_with_hooks(type(module))
             setattr(module, _INPUT if side == "input" else _OUTPUT, torch.tensor(number))
             if side == "input":
                 setattr(module, _ARGUMENT, group[0][1].argument)
-                show = hook(show_input, traced=True)
-                self._handles.append(module.register_forward_pre_hook(show, with_kwargs=True))
+                self._handles.append(module.register_forward_pre_hook(_SHOW_INPUT, with_kwargs=True))
             else:
-                self._handles.append(module.register_forward_hook(hook(show_output, traced=True)))
+                self._handles.append(module.register_forward_hook(_SHOW_OUTPUT))
 
     @contextmanager
     def observing(self, see: Callable[[Key, torch.Tensor], None]) -> Iterator[None]:
@@ -123,7 +137,7 @@ class GraphHooks(Generic[Key]):
                     see(key, tensor if point.factor is None else tensor * point.factor)
             calls[number] += 1
 
-        _SEEING.update({number: partial(look, number) for number in self._places})
+        _SEEING.update({number: functools.partial(look, number) for number in self._places})
         try:
             yield
         finally:
@@ -131,9 +145,10 @@ class GraphHooks(Generic[Key]):
                 _SEEING.pop(number, None)
 
     def close(self) -> None:
-        """Remove the hooks. The compiler notices that the modules have lost their places, and compiles them anew."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-        for module in self._marked:
+        for module, cls in self._classes.items():
+            module.__class__ = cls
             for name in (_INPUT, _OUTPUT, _ARGUMENT):
                 vars(module).pop(name, None)

@@ -131,7 +131,7 @@ class ForwardMeter:
         top: int = 0,
         graph: GraphHooks[Spot] | None = None,
     ):
-        self.graph, self._reset = graph, False  # whether the compiler has begun anew for the hooks
+        self.graph = graph
         self.points = {spot: replace(point, collapse=False) for spot, point in points.items()}
         self.structure, self.top = structure, top
         self._several = {spot for spot, point in points.items() if point.collapse}
@@ -181,14 +181,6 @@ class ForwardMeter:
         if layer not in self._loads or len(self._loads[layer]) <= experts:  # groups of experts are chosen before them
             self._tokens[layer] = math.prod(chosen.shape[:-1])
             self._loads[layer] = counts / self._tokens[layer]
-
-    def compiled_before(self) -> list[str]:
-        """Let torch compile anew, once, if the last pass ran graphs made before the hooks came; a line for the user."""
-        if self.graph is None or self._reset or self._states.keys() == self.points.keys():
-            return []
-        self._reset = True
-        torch.compiler.reset()
-        return ["parts of the model were compiled before it was watched: torch compiles them again, with the stream"]
 
     def missing(self) -> list[str]:
         """List, a line each for the user, what the last pass should have shown and did not."""

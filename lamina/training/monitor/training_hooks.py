@@ -602,9 +602,8 @@ class Instruments:
         seen = PassNumbers()
         if self._meter is not None:
             if self.due and not self._looked and self.followed is not None:
-                again = self._meter.compiled_before()
-                self.followed.notes.extend(again or self._meter.missing())
-                self._looked = not again
+                self.followed.notes.extend(self._meter.missing())
+                self._looked = True
             seen, self.half = self._meter.take(), self.half or self._meter.half
         rows = rows_of(step, processes.everyones(seen))
         if self._updates is not None:

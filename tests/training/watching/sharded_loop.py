@@ -68,11 +68,15 @@ def accelerated(kind, model):
 
 
 def wrapped_by_hand(kind, model):
-    if kind == "fsdp2":
+    if kind.endswith("compiled-layers"):
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+    if kind.startswith("fsdp2"):
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
     wrapped = DistributedDataParallel(model) if kind.startswith("ddp") else model
+    wrapped = torch.compile(wrapped, backend="aot_eager") if kind == "ddp-compiled" else wrapped
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return wrapped, optimizer, torch.Tensor.backward, torch.nn.utils.clip_grad_norm_
 

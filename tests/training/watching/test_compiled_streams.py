@@ -150,20 +150,35 @@ def test_a_trainer_that_compiles(tmp_path):
 
 
 @pytest.mark.parametrize("compiled", [whole, blocks])
-def test_a_model_compiled_before_it_is_watched_is_compiled_once_more(tmp_path, compiled):
-    model = compiled(NanoGpt(), backend=BACKEND)
+def test_graphs_made_before_or_for_another_model_are_not_used(tmp_path, compiled):
+    """Two models of a class in turn, each compiled before one of them is watched; then the old graphs serve again."""
+    torch._dynamo.reset()
+    train(NanoGpt(), of_targets, tmp_path / "eager")
+    model, other = (compiled(NanoGpt(), backend=BACKEND) for _ in range(2))
+    before = [state.clone() for state in model.parameters()]
     train(model, of_targets)
-    _, notes = train(model, of_targets, tmp_path / "run")
-    assert notes[0].startswith("parts of the model were compiled before it was watched")
-    assert len(notes) == 2
-    seen = stream(tmp_path / "run").reset_index()
-    assert set(seen.query("step == 2")["layer"]) == {-1, 0, 1}
-    assert set(seen.query("step == 2")["sublayer"]) == {"block", "attention", "feed_forward"}
+    train(other, of_targets)
+    for parameter, state in zip(model.parameters(), before, strict=True):
+        parameter.data.copy_(state)
+
+    def in_turn(model, batch):
+        of_targets(other, batch)
+        return of_targets(model, batch)
+
+    train(model, in_turn, tmp_path / "run")
+    assert stream(tmp_path / "run").index.equals(stream(tmp_path / "eager").index)
+    assert stream(tmp_path / "run").to_numpy() == pytest.approx(
+        stream(tmp_path / "eager").to_numpy(), rel=1e-5, abs=1e-7
+    )
+    torch._dynamo.utils.counters.clear()
+    train(model, of_targets)
+    assert not torch._dynamo.utils.counters["stats"]
 
 
 def test_nothing_stays_on_the_modules(tmp_path):
-    model = NanoGpt()
+    model = wrapped_blocks(NanoGpt(), backend=BACKEND)
     train(torch.compile(model, backend=BACKEND), of_targets, tmp_path / "run")
+    assert {type(layer) for layer in model.modules()} == {type(layer) for layer in wrapped_blocks(NanoGpt()).modules()}
     assert not [name for module in model.modules() for name in vars(module) if "lamina" in name]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

@@ -151,7 +151,13 @@ SCRIPT = Path(__file__).with_name("sharded_loop.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "ddp-one-line", "fsdp2", "accelerate-ddp", "accelerate-fsdp2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("ddp", "ddp-one-line", "fsdp2", "accelerate-ddp", "accelerate-fsdp2"),
+        *("ddp-compiled", "ddp-compiled-layers", "fsdp2-compiled-layers"),
+    ],
+)
 def test_two_processes_are_measured_as_one(tmp_path, kind):
     roots = [str(SCRIPT.parents[2]), str(SCRIPT.parents[3])]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
