@@ -173,10 +173,10 @@ class MaxRateGuard(DivergenceGuard):
     def see_steps(self, rows: Iterable[Row]) -> None:
         self.losses += [value for _, _, _, _, _, metric, value in rows if metric == LOSS]
 
-    def see_loss(self, step: int, loss: float) -> None:
+    def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:
         """End the run at a record if a rule holds. Raises Diverged; a loss that is not finite ends it at once."""
         if not math.isfinite(loss):
-            super().see_loss(step, loss)
+            super().see_loss(step, loss, rows)
         if (stop := find_stop(self.losses, self.rules)) is not None:
             raise Diverged(step, stop.reason)
 

@@ -359,7 +359,7 @@ class Branches(TrainerCallback):
                 recorder = self.run.recorder
                 row = {"branch_steps": steps, "tokens": steps * recorder.tokens_per_step, **self._train(steps)}
                 self.rows.append(row)
-                recorder.metrics.write({"step": state.global_step, **row})
+                recorder.write({"step": state.global_step, **row})
 
     def _train(self, steps: int) -> Json:
         """Train the branch that ends after ``steps``, evaluate it, and restore the trunk's state."""

@@ -49,11 +49,12 @@ from lamina.training.checkpointing.resuming import (
 )
 from lamina.training.checkpointing.saved_model import ModelCard, push, save_model
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.monitor import Writers
 from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, found_parameters
 from lamina.training.monitor.recorder import RunRecorder, lamina_rows, stop_signals
-from lamina.training.monitor.trackers import Trackers, tensorboard
+from lamina.training.monitor.trackers import tensorboard
 from lamina.training.monitor.training_hooks import Followed
-from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter, keep_abandoned
+from lamina.training.monitor.writers import keep_abandoned
 from lamina.training.objectives.objective import Processor
 from lamina.training.optimization.optimizer import WeightAverage
 from lamina.training.optimization.order import TrainOrder
@@ -376,10 +377,10 @@ class TrainingRun:
         self.order = stage.order(self)
         owned = None if self.followed is None else found_parameters(self.model, self.followed.structure)
         self.updates = UpdateRatios(self.model, None if owned is None else GradientNorms(self.model, owned))
-        self.trackers = Trackers(self.settings.report_to, self.folder) if processes.first else None
         self.recorder = self._make_recorder()
         self._further = stage.callbacks(self)
-        self.callbacks = [self.updates, self.recorder, *tensorboard(self.trackers), *self._further]
+        trackers = None if self.recorder.records is None else self.recorder.records.trackers
+        self.callbacks = [self.updates, self.recorder, *tensorboard(trackers), *self._further]
         self.states: list[Any] = [
             self.recorder,  # first: it syncs to disk what the others refer to
             rollbacks,
@@ -391,17 +392,14 @@ class TrainingRun:
         self.trainer.load_state_dict(state)
 
     def _make_recorder(self) -> RunRecorder:
-        stage, first = self.stage, self.processes.first
-        tokens = stage.tokens_per_step
-        records = [{"rollback": r.number, "tokens": r.step * tokens, **asdict(r)} for r in self.rollbacks.done]
+        stage, tokens = self.stage, self.stage.tokens_per_step
+        rollbacks = [{"rollback": r.number, "tokens": r.step * tokens, **asdict(r)} for r in self.rollbacks.done]
         return stage.recorder(
-            metrics=MetricsWriter(self.folder, records) if first else NoWriter(),
-            layers=LayersWriter(self.folder) if first else NoWriter(),
+            records=Writers(self.folder, self.settings.report_to, rollbacks) if self.processes.first else None,
             guard=self.guard,
             monitor_inputs=stage.monitor_inputs(),
             tokens_per_step=tokens,
             derived=stage.derived,
-            trackers=self.trackers,
             show_bar=self.bar,
             processes=self.processes,
             realized=lambda steps: stage.realized(self, steps),
@@ -415,6 +413,7 @@ class TrainingRun:
         trainer = self.stage.trainer(self)
         if self.settings.async_checkpoints:
             trainer.background = Background(self.processes)
+        trainer.series = self.recorder.series
         trainer.remove_callback(PrinterCallback)  # with ``disable_tqdm``, Trainer adds no other
         for callback in (self.recorder, *self._further):
             callback.trainer = trainer  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.stream_measures import hidden_state_rows
-from lamina.training.monitor.writers import LastEvaluation, StepSeries
+from lamina.training.monitor.writers import LastEvaluation
 from lamina.training.objectives.objective import Collate
 from lamina.training.optimization.optimizer import MuonAdamW, WeightAverage, parameter_groups
 from lamina.training.optimization.order import TrainOrder
@@ -263,7 +263,6 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         super().__init__(*args, **kwargs)
         self.processes = Processes() if processes is None else processes
         self.keep_sharded()
-        self.series = StepSeries(self.processes)
         self.order, self.states, self.keep_also = order, states, keep_also
         self.rate_factor = rate_factor
         self.second, self.measure_tasks = second, measure_tasks
@@ -276,8 +275,6 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         self.experts = experts
         if experts is not None:
             self.add_callback(experts)
-        self.layer_rows = []
-        self.gradient_norms = None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create Trainer's optimizer, or Muon; with scaling, one group per learning rate."""
@@ -318,8 +315,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
             step = self.state.global_step + 1
             whole = self.processes.gathered(inputs[self.bare_model().main_input_name])
             self.layer_rows = hidden_state_rows(self.bare_model(), whole, step)
-            self.guard.alarms.see(self.layer_rows)
-            self.guard.see_loss(step, value)
+            self.guard.see_loss(step, value, self.layer_rows)
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -17,6 +17,7 @@ from lamina.training import pretrain as pretraining
 from lamina.training.execution.devices import peak_flops
 from lamina.training.monitor import recorder as recording
 from lamina.training.monitor.recorder import RunRecorder
+from lamina.training.monitor.writers import StepSeries
 from lamina.training.resolve import training_flops
 from lamina.training.trainer import LaminaTrainer
 
@@ -95,9 +96,9 @@ def clock_of(device, monkeypatch, waits=()):
     recorder = RunRecorder.__new__(RunRecorder)
     recorder.training_seconds, recorder.training_steps, recorder._since = 0.0, 0, None
     recorder.bar = recorder.interrupted = recorder.pause_step = None
-    recorder.processes = SimpleNamespace(anyone=bool)
+    recorder.processes, recorder.series = SimpleNamespace(anyone=bool), StepSeries()
     args = SimpleNamespace(device=torch.device(device))
-    recorder.trainer = SimpleNamespace(count_overflow=lambda: None, args=args)
+    recorder.trainer = SimpleNamespace(count_overflow=lambda: False, args=args)
     return recorder, args, now, waited
 
 

@@ -75,8 +75,8 @@ TIMES = {
     "seconds_per_step", "memory", "peak_memory_mb", "created", "mtime", "pid", "wall_seconds",
 }  # fmt: skip
 # of the machine, the moment or the storage; checkpoints hold the times too, and their weights are in model/
-# Words, dates and copies of the code; a study's and a probe's definitions are words.
-WORDS = {"created", "digest", "command", "caption", "definition", "summary", "title", "sentences", "version"}
+# Words, dates and copies of the code; a study's and a probe's definitions are words, and a seal is of files with times.
+WORDS = {"created", "digest", "command", "caption", "definition", "summary", "title", "sentences", "version", "seal"}
 YOUNGER = {"bigram_entropy"}  # columns that the revision before does not have
 SKIPPED = {"environment.json", "manifest.json"}
 

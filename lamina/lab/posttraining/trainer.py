@@ -21,7 +21,6 @@ from lamina.jobs.aliases import meaning
 from lamina.probes.structure.hooks import evaluating
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.recorder import MonitoredTrainer
-from lamina.training.monitor.writers import StepSeries
 from lamina.training.run import TrainingRun
 from lamina.training.trainer import CheckpointedTrainer, OrderedTrainer
 
@@ -97,8 +96,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         self.processes, self.guard, self.order, self.states = run.processes, run.guard, run.order, run.states
         stage: Passed = run.stage  # a TuningStage
         self.schedule, self.trl, self.tuner = schedule, getattr(run.settings, "trl", {}), stage.tuner
-        self.series, self.watched = StepSeries(self.processes), stage.watched
-        self.layer_rows, self.gradient_norms = [], None if run.followed is None else run.updates.groups
+        self.watched, self.gradient_norms = stage.watched, None if run.followed is None else run.updates.groups
         super().__init__(*args, **kwargs)
         self.keep_sharded()
 

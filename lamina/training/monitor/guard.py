@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -51,9 +51,10 @@ class DivergenceGuard:
     _recent: list[tuple[int, float]] = field(default_factory=list)  # steps and losses of the last ``patience`` steps
     _calm: deque[float] = field(default_factory=lambda: deque(maxlen=_CALM))  # the last losses that were not above
 
-    def see_loss(self, step: int, loss: float) -> None:
-        """Check a step's loss. Raises Diverged."""
+    def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:
+        """Check a step's loss; if it is not finite, ``rows`` of this step may name the layer. Raises Diverged."""
         if not math.isfinite(loss):
+            self.alarms.see(rows)
             raise Diverged(step, f"the loss is {loss} at step {step}; {self.first_to_leave()}")
         self._recent = [(at, value) for at, value in self._recent if at > step - self.patience] + [(step, loss)]
         level = statistics.median(value for at, value in self._recent if at > step - max(1, self.patience // 4))
@@ -77,12 +78,13 @@ class DivergenceGuard:
     def see_steps(self, rows: Iterable[Row]) -> None:
         """Read loss and gradient norm of each step since the last record; ignored here, for subclasses."""
 
-    def see_gradient(self, step: int, norm: float, first: int | None = None) -> None:
-        """Check the total gradient norm before clipping; ``first`` is the first step with a norm that is not finite.
+    def see_gradient(self, step: int, norm: float, first: int | None = None, rows: Sequence[Row] = ()) -> None:
+        """Check the total gradient norm before clipping. Raises Diverged.
 
-        Raises Diverged.
+        ``first`` is the first step with a norm that is not finite, whose ``rows`` may name the layer.
         """
         if not math.isfinite(norm):
+            self.alarms.see(rows)
             at = f"step {step}" if first in (None, step) else f"step {first}, read at step {step}"
             raise Diverged(step, f"the gradient's norm is {norm} at {at}; {self.first_to_leave()}")
 

@@ -1,12 +1,11 @@
-"""A Lamina run's measurements and records while it trains, and its reaction to Ctrl-C."""
+"""Lamina's own runs for the monitor: events from Trainer, progress, the clock, and the reaction to Ctrl-C."""
 
 from __future__ import annotations
 
-import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from transformers import TrainingArguments as Arguments
 from lamina.core.json_types import Json
 from lamina.core.progress import ProgressLines, has_bars
 from lamina.data.blocks import PartShare
-from lamina.jobs.seals import grown_records
 from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled, orphaned
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.modeling.processes import Processes
@@ -31,6 +29,7 @@ from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.checkpointing.sharding import sum_partial
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.monitor import Monitor
 from lamina.training.monitor.parameter_measures import (
     FirstFailure,
     GradientNorms,
@@ -41,11 +40,7 @@ from lamina.training.monitor.parameter_measures import (
     reading_waits,
 )
 from lamina.training.monitor.stream_measures import hidden_state_rows
-from lamina.training.monitor.trackers import Trackers
-from lamina.training.monitor.writers import LastEvaluation, LayersWriter, MetricsWriter, NoWriter, Row, StepSeries
-
-logger = logging.getLogger(__name__)
-
+from lamina.training.monitor.writers import LastEvaluation, Row, StepSeries
 
 Norm = Any
 """A gradient norm in Trainer: a tensor, a DTensor or a number, depending on the device and accelerate's version."""
@@ -60,9 +55,9 @@ class MonitoredTrainer(_Trainer):
 
     processes: Processes
     guard: DivergenceGuard
-    layer_rows: list[Row]
-    gradient_norms: GradientNorms | None
-    series: StepSeries
+    layer_rows: Sequence[Row] = ()  # of the last step's gradients, if it is recorded
+    gradient_norms: GradientNorms | None = None
+    series: StepSeries  # the monitor's
     experts: ExpertBalance | None = None
     evaluation: LastEvaluation = LastEvaluation()  # the last one; the recorder sets step and loss
     overflows: int = 0
@@ -97,12 +92,12 @@ class MonitoredTrainer(_Trainer):
         """Return the loss scaler of fp16 training; None without one."""
         return getattr(self.accelerator, "scaler", None)
 
-    def count_overflow(self) -> None:
-        """End the step in the series, and count it as an overflow if the loss scaler skipped it."""
+    def count_overflow(self) -> bool:
+        """Return whether the loss scaler skipped the step, and count it as an overflow."""
         skipped = self.scaler() is not None and bool(self.accelerator.optimizer_step_was_skipped)
         self.overflows += skipped
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
-        self.series.end_step(self.state.global_step, skipped=skipped)
+        return skipped
 
     def failed_loss(self, loss: torch.Tensor) -> float | None:
         """Add a micro-batch's loss to the series; return its mean over processes if that is not finite, else None.
@@ -144,9 +139,7 @@ class MonitoredTrainer(_Trainer):
         if not math.isfinite(value) and self.scaler() is not None and self.overflows_in_a_row < self.guard.patience:
             self.layer_rows = []  # the scaler skips the step and halves its scale: nothing has diverged yet
             return norm
-        if not math.isfinite(value):  # the run ends; else the recorder tells the rows, after the losses before them
-            self.guard.alarms.see(self.layer_rows)
-        self.guard.see_gradient(step, value, first)
+        self.guard.see_gradient(step, value, first, self.layer_rows)
         return norm
 
     def continue_records(self) -> None:
@@ -170,8 +163,8 @@ def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
 
 
 @dataclass(kw_only=True, eq=False)
-class RunRecorder(TrainerCallback):
-    """Writes metrics.jsonl, layers/ and alarms, shows progress, feeds the guard, and stops at Ctrl-C.
+class RunRecorder(Monitor, TrainerCallback):
+    """The monitor of Lamina's own runs: gets its events from Trainer, shows progress, and stops at Ctrl-C.
 
     Attributes:
         realized: returns each corpus's contribution to a mix by a step; empty for a single corpus.
@@ -179,16 +172,11 @@ class RunRecorder(TrainerCallback):
         trainer: the Trainer that calls back; set before training begins.
     """
 
-    metrics: MetricsWriter | NoWriter
-    layers: LayersWriter | NoWriter
-    guard: DivergenceGuard
     monitor_inputs: torch.Tensor
     tokens_per_step: int
     derived: Callable[[float], dict[str, float]]
     realized: Callable[[int], dict[str, PartShare]]
-    trackers: Trackers | None
     updates: UpdateRatios
-    processes: Processes
     measure: Measure
     show_bar: bool
     pause_step: int | None
@@ -196,11 +184,8 @@ class RunRecorder(TrainerCallback):
     trainer: MonitoredTrainer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bar, self.alarms = None, self.guard.alarms
-        self.alarms.folder = self.metrics.path.parent if isinstance(self.metrics, MetricsWriter) else None
-        self.lines: ProgressLines | None = None
-        self.interrupted: str | None = None
-        self.best_eval = self.metrics.best_eval
+        super().__post_init__()
+        self.bar, self.lines, self.interrupted, self.best_eval = None, None, None, math.inf
         # The clock stops during evaluations, records and checkpoints: they are not training time. Where the device
         # works behind, it goes on from step to step, since only a record waits for what was asked of the device.
         self.training_seconds, self.training_steps = 0.0, 0
@@ -215,17 +200,17 @@ class RunRecorder(TrainerCallback):
         self.trainer.continue_records()
         self.alarms.half = bool(args.fp16)
         self.alarms.vocabulary = getattr(self.trainer.bare_model().config, "vocab_size", None)
-        self._begun_at = state.global_step
+        self.step = self._begun_at = state.global_step
         self._logged_tokens = self.tokens_at(state.global_step)
         if state.global_step == 0:
-            self._monitor(0, [])
+            self._record()
 
     def on_step_begin(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         self._since = time.monotonic() if self._since is None else self._since
 
     def on_step_end(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         self.training_steps += 1
-        self.trainer.count_overflow()
+        self._end_step(state.global_step, skipped=self.trainer.count_overflow())
         if self.bar is not None:
             self.bar.update(1)
         if orphaned():
@@ -268,7 +253,7 @@ class RunRecorder(TrainerCallback):
         new, self._logged_tokens = tokens - self._logged_tokens, tokens
         speed = new / max(seconds, 1e-9)
         used = self.utilization(speed)
-        self.metrics.write({**record, "tokens_per_second": speed, **used})
+        self.write({**record, "tokens_per_second": speed, **used})
         pace = f"{speed:,.0f} tokens/s" + (f", MFU {used['mfu']:.1%}" if used else "")
         if self.lines is not None:
             rate = "-" if record["learning_rate"] is None else f"{record['learning_rate']:.2e}"
@@ -276,9 +261,16 @@ class RunRecorder(TrainerCallback):
             self.lines.see(step, {**numbers, "": pace})
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss={loss:.3f}, {pace}", refresh=False)
-        self._take_series()
-        self._monitor(step, self.trainer.layer_rows)
+        self._record()
         self.guard.see_loss(step, loss)
+
+    def _record(self) -> None:
+        """Measure the model now, and record that with the last step."""
+        model, experts = self.trainer.bare_model(), self.trainer.experts
+        inputs = self.monitor_inputs.to(next(model.parameters()).device)
+        rows = [*self.trainer.layer_rows, *self.measure(model, inputs, self.step), *self.updates.rows(self.step)]
+        rows += [] if experts is None else experts.rows(self.step)
+        self.look(rows, self.updates.rate)
 
     @property
     def evaluation(self) -> LastEvaluation:
@@ -303,37 +295,25 @@ class RunRecorder(TrainerCallback):
         self.trainer.evaluation = last = replace(self.evaluation, step=state.global_step, loss=loss)
         record: Json = {"step": last.step, "tokens": self.tokens_at(last.step), **self.evaluated(metrics or {}, loss)}
         record |= {**last.scores, **last.apart()}
-        self.metrics.write(record)
+        self.write(record)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:
         """Return the columns of an evaluation's record."""
         return {"eval_loss": loss, **self.derived(loss)}
 
     def state_dict(self) -> Json:
-        """Return the last evaluation, the best loss, and the writers' state, after a sync to disk."""
-        self._take_series()
-        self.layers.flush()
-        self.metrics.sync()
-        last, sealed = self.evaluation, self.layers.parts()
-        if isinstance(self.metrics, MetricsWriter):
-            sealed["records"] = grown_records(self.metrics.path.parent)
-        evaluations = [last.step, last.loss, self.best_eval]
+        """Return the monitor's state, the last evaluation and the best loss."""
+        last = self.evaluation
         second = {} if last.second is None else {"eval_corpus_loss": last.second}
         scores = {"scores": dict(last.scores)} if last.scores else {}
-        return {
-            "evaluations": evaluations,
-            **second,
-            **scores,
-            **self.alarms.state_dict(),
-            **sealed,
-        }
+        return {**super().state_dict(), "evaluations": [last.step, last.loss, self.best_eval], **second, **scores}
 
     def load_state_dict(self, state: RunState) -> None:
         """Restore a checkpoint's evaluations, unless metrics.jsonl holds a later one."""
-        self.metrics.load_state_dict(state)
-        self.layers.load_state_dict(state)
-        self.alarms.load_state_dict(state)
-        recorded, self.best_eval = self.metrics.evaluation, self.metrics.best_eval
+        super().load_state_dict(state)
+        recorded = LastEvaluation()
+        if self.records is not None:
+            recorded, self.best_eval = self.records.metrics.evaluation, self.records.metrics.best_eval
         if "evaluations" in state:
             step, loss, best = state["evaluations"]
             recorded = replace(
@@ -347,52 +327,25 @@ class RunRecorder(TrainerCallback):
 
     def on_train_end(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         self.stop_clock()
-        self._take_series()
-
-    def _take_series(self) -> None:
-        """Record loss and gradient norm of each step since the last call; all processes call it at the same step."""
-        rows = self.trainer.series.rows()
-        self.layers.add(rows)
-        self.alarms.see(rows)
-        self._log_news()
-        self.guard.see_steps(rows)
+        self.look(due=False)
 
     def record_divergence(self, diverged: Diverged) -> None:
         """Record the measures of the step that ended the run; the diagnosis reads them."""
-        self.trainer.series.end_step(diverged.step)  # the step that diverged was not ended
-        self._take_series()
-        self.layers.add(self.trainer.layer_rows)
-        tokens = self.tokens_at(diverged.step)
-        self.metrics.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
+        self._end_step(diverged.step)  # the step that diverged was not ended
+        self.look(due=False)
+        self._add(self.trainer.layer_rows)
+        self.write_divergence(diverged, self.tokens_at(diverged.step))
 
     def close(self) -> None:
         """Write the collected rows and close the progress bar; safe to call twice."""
         try:
-            self.layers.flush()
             self.alarms.close()
-            if self.trackers is not None:
-                self.trackers.close()
+            if self.records is not None:
+                self.records.layers.flush()
+                self.records.trackers.close()
         finally:
             if self.bar is not None:
                 self.bar.close()
-
-    def _monitor(self, step: int, gradients: list[Row]) -> None:
-        model = self.trainer.bare_model()
-        device = next(model.parameters()).device
-        rows = [*gradients, *self.measure(model, self.monitor_inputs.to(device), step)]
-        rows += self.updates.rows(step)
-        rows += self.trainer.experts.rows(step) if self.trainer.experts is not None else []
-        self.alarms.see(rows, self.updates.rate)
-        self._log_news()
-        self.layers.add(rows)
-        if self.trackers is not None:
-            self.trackers.log(step, rows)
-
-    def _log_news(self) -> None:
-        if self.processes.first and self.alarms.news:
-            logger.info("%s", self.alarms.news)
-            if self.trackers is not None:
-                self.trackers.alarm(self.trainer.state.global_step, self.alarms.news)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import torch
 from torch import distributed, nn
@@ -35,22 +35,20 @@ from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.seals import refuse_altered, write_result
 from lamina.jobs.status import Status
 from lamina.modeling.processes import Processes
-from lamina.training.monitor.alarms import Alarm, Alarms, events
+from lamina.training.monitor.alarms import Alarms, events
 from lamina.training.monitor.check import BeforeTraining, findings
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
+from lamina.training.monitor.monitor import Monitor, OnAlarm, Writers
 from lamina.training.monitor.parameter_measures import tables_of
 from lamina.training.monitor.policy_signs import logged
-from lamina.training.monitor.trackers import Trackers
+from lamina.training.monitor.trackers import installed
 from lamina.training.monitor.training_hooks import Inputs, Instruments
 from lamina.training.monitor.writers import (
     LOSS,
     NORM,
     VERSION,
     WATCHED,
-    LayersWriter,
-    MetricsWriter,
     Row,
-    StepSeries,
     WatchSettings,
     read_about,
     spike_columns,
@@ -58,11 +56,9 @@ from lamina.training.monitor.writers import (
 
 logger = logging.getLogger(__name__)
 
-OnAlarm: TypeAlias = Callable[[Alarm], object]
 
-
-class WatchedRecords:
-    """The records of a watched run: metrics.jsonl, layers/, alarms, watched.json and result.json.
+class WatchedRecords(Writers):
+    """The records of a watched training, with its settings, watched.json and result.json.
 
     Args:
         resume: whether to continue the folder's records after ``step``; "auto" continues them if there are any.
@@ -73,57 +69,52 @@ class WatchedRecords:
     """
 
     def __init__(self, settings: WatchSettings, *, resume: Resume = False, overwrite: bool = False, step: int = 0):
-        self.folder = Path(settings.output)
-        if resume and in_use(self.folder):
-            read_about(self.folder)  # refuses records of another version
-            RunFolder(self.folder).require_records()
-            refuse_altered(self.folder)
-        self.trackers = Trackers(settings.report_to, self.folder)  # refuses one that is not installed
+        folder = Path(settings.output)
+        if resume and in_use(folder):
+            read_about(folder)  # refuses records of another version
+            RunFolder(folder).require_records()
+            refuse_altered(folder)
+        installed(settings.report_to)  # refuses a tracker that is not
         with ExitStack() as held:
-            continues = held.enter_context(hold(self.folder, resume=resume, overwrite=overwrite))
-            write_json(self.folder / ENVIRONMENT, environment(0, Kind.WATCHED))
-            (self.folder / RESULT).unlink(missing_ok=True)
-            write_sealed(self.folder / CONFIG, settings.to_dict())
-            self.metrics, self.layers = MetricsWriter(self.folder), LayersWriter(self.folder)
-            self.alarms = Alarms(folder=self.folder)
+            continues = held.enter_context(hold(folder, resume=resume, overwrite=overwrite))
+            write_json(folder / ENVIRONMENT, environment(0, Kind.WATCHED))
+            (folder / RESULT).unlink(missing_ok=True)
+            write_sealed(folder / CONFIG, settings.to_dict())
+            super().__init__(folder, settings.report_to)
+            self.alarms = Alarms(folder=folder)
             for part in (self.metrics, self.layers, self.alarms):
                 part.load_state_dict({"step": step})
             if continues and (last := self.layers.last_step()) < step:
                 logger.warning(
                     "lamina.watch: the records by layer of steps %d to %d are missing in %s: what recorded them was "
                     "killed",
-                    *(last + 1, step, self.folder),
+                    *(last + 1, step, folder),
                 )
             self._held = held.pop_all()
-        self.last_loss: float | None = None
-
-    def write(self, record: Json) -> None:
-        self.metrics.write(record)
-        self.last_loss = record.get("loss", self.last_loss)
 
     def close(self, result: Json) -> None:
         """Write the collected rows and result.json, and release the folder."""
         try:
-            self.layers.flush()
-            self.metrics.sync()
+            self.sync()
             self.alarms.close()
             alarms = len(events(self.alarms.told))
-            result = {**result, "loss": self.last_loss, "alarms": alarms, **spike_columns(self.folder)}
-            write_result(self.folder, result)
+            write_result(self.folder, {**result, "alarms": alarms, **spike_columns(self.folder)})
             self.trackers.close()
         finally:
             self._held.close()
 
 
-class Monitor:
-    """Measures a training run step by step and writes its records; made by ``lamina.watch`` or ``LayerMonitor``.
+class LoopMonitor(Monitor):
+    """The monitor of other people's loops; made by ``lamina.watch`` or a callback.
 
     Args:
-        instruments: the hooks on the model and its optimizers.
+        instruments: the hooks on the model and its optimizers, which are its adapter.
         records: the writer in the first process; None in all other processes.
         step: the last earlier step; 0 for a new run.
         on_alarm: called in the first process with the first alarm of each event.
     """
+
+    says, level = "lamina.watch: ", logging.WARNING
 
     def __init__(
         self,
@@ -134,22 +125,21 @@ class Monitor:
         step: int = 0,
         on_alarm: OnAlarm | None = None,
     ):
-        self.on_alarm, self._told = on_alarm, False  # whether anybody ends the steps
         settings = instruments.settings
-        self.instruments, self.settings = instruments, settings
-        self.records, self.processes, self.step = records, processes, step
-        self.alarms = Alarms() if records is None else records.alarms
-        self.guard = DivergenceGuard(
-            margin=settings.divergence_margin, patience=settings.divergence_patience, alarms=self.alarms
+        guard = DivergenceGuard(
+            margin=settings.divergence_margin,
+            patience=settings.divergence_patience,
+            alarms=Alarms() if records is None else records.alarms,
         )
-        self.series = StepSeries(processes)
+        super().__init__(records=records, processes=processes, guard=guard, step=step, on_alarm=on_alarm)
+        self.instruments, self.settings = instruments, settings
         self.outliers = None if settings.skip_outliers is None else OutlierRule(sigmas=settings.skip_outliers)
         self.diverged: Diverged | None = None
         self.skipped = 0
+        self._told = False  # whether anybody ends the steps
         self._broken: set[str] = set()  # series of a noted divergence, until they are finite again
         self._micro: list[torch.Tensor] = []  # losses of the step's micro-batches
         self._losses: list[float] = []
-        self._flushed: list[Row] = []  # of the series: written before they were judged
         self._held = ExitStack()
         self._begun = self._since = time.monotonic()
         self._tokens_written = self.tokens
@@ -225,41 +215,36 @@ class Monitor:
             self._end()
 
     def _end(self) -> None:
-        self.step += 1
-        taken = self.instruments.end_step(self.step)
+        step = self.step + 1
+        taken = self.instruments.end_step(step)
         due = self.instruments.due or taken.measured
         losses, self._micro = self._micro, []
         if (loss := torch.stack(losses).mean() if losses else taken.loss) is not None:
             self.series.add_loss(loss)
         self.series.add_norm(taken.norm if taken.norm is not None else math.nan)
-        self.series.end_step(self.step, skipped=taken.norm is None or not taken.stepped)
+        self._end_step(step, skipped=taken.norm is None or not taken.stepped)
         try:
             if due or (self.processes.size == 1 and self.instruments.on_cpu):
-                self._look(due, taken.rate)
+                self._read(due, taken.rate)
         except Diverged as diverged:
             self._act(diverged)
         finally:
             self.instruments.due = self.is_due
 
-    def _look(self, due: bool, rate: float | None) -> None:
-        """Read and judge the steps since the last call, and record this one if it is due. Raises Diverged.
+    def _read(self, due: bool, rate: float | None) -> None:
+        """Read the steps since the last call, and record this one if it is due. Raises Diverged.
 
         ``rate`` is the learning rate of the step that has ended.
         """
-        gradients, unwritten = self.instruments.gradient_rows(), self._series_rows()
-        series, self._flushed = [*self._flushed, *unwritten], []
-        new = self.instruments.rows(self.step, self.processes) if due else self.instruments.written_rows(self.step)
-        if due:
-            new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []
+        rows = self.instruments.gradient_rows()
+        rows += self.instruments.rows(self.step, self.processes) if due else self.instruments.written_rows(self.step)
+        rows += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if due and rate is not None else []
         self.alarms.half = self.instruments.half  # autocast may have been seen
-        self._see([*series, *gradients, *new], rate)
-        if due:
-            self._describe()
-        recorded = self.alarms.marked | ({self.step} if due else set())
-        self._add([*unwritten, *(row for row in (*gradients, *new) if row[0] in recorded)])
+        series = self.look(rows, rate, due=due)
         self._losses += [row[6] for row in series if row[5] == LOSS]
         if due:
-            self._write(rate)
+            self._describe()
+            self._write_record(rate)
         for step, _, _, _, _, metric, value in series:
             if math.isfinite(value):
                 self._broken.discard(metric)
@@ -275,35 +260,20 @@ class Monitor:
     def take(self, rows: Sequence[Row]) -> None:
         """Judge and record what the training code says of a step itself."""
         if self._open:
-            self._see(rows)
+            self._judge(rows)
             self._add(rows)
 
-    def _see(self, rows: Sequence[Row], rate: float | None = None) -> None:
-        """Judge new rows; report an event's first alarm to the log, the trackers and the user."""
-        told = self.alarms.see(rows, rate)
-        if self.records is None or not self.alarms.news:
-            return
-        logger.warning("lamina.watch: %s", self.alarms.news)
-        self.records.trackers.alarm(told[0].step, self.alarms.news)
-        if self.on_alarm is not None:
-            self.on_alarm(told[0])
-
-    def _series_rows(self) -> list[Row]:
+    def new_steps(self) -> list[Row]:
         """Return each new step's loss and gradient norm; a step that a loss scaler skipped has no norm."""
         scaled = self.instruments.scales_losses
-        return [row for row in self.series.rows() if not scaled or row[5] != NORM or math.isfinite(row[6])]
+        return [row for row in super().new_steps() if not scaled or row[5] != NORM or math.isfinite(row[6])]
 
     def flush(self) -> None:
-        """Write all rows so far to disk, since a training may resume here; all processes call it."""
+        """Write all rows so far to disk while the monitor is open; all processes call it."""
         if self._open:
-            rows = self._series_rows()
-            self._flushed += rows
-            self._add(rows)
-            if self.records is not None:
-                self.records.layers.flush()
-                self.records.metrics.sync()
+            super().flush()
 
-    def _write(self, rate: float | None) -> None:
+    def _write_record(self, rate: float | None) -> None:
         now, tokens = time.monotonic(), self.tokens
         record: Json = {"step": self.step, "tokens": tokens}
         if self._losses:
@@ -312,20 +282,13 @@ class Monitor:
         record |= {"learning_rate": rate, "grad_norm": self.instruments.last_norm}
         seconds, new = max(now - self._since, 1e-9), tokens - self._tokens_written
         self._since, self._tokens_written = now, tokens
-        if self.records is not None:
-            self.records.write({**record, "tokens_per_second": new / seconds})
-
-    def _add(self, rows: Sequence[Row]) -> None:
-        if self.records is not None and rows:
-            self.records.layers.add(rows)
-            self.records.trackers.log(self.step, rows)
+        self.write({**record, "tokens_per_second": new / seconds})
 
     def _act(self, diverged: Diverged) -> None:
         """Handle a divergence as the settings say. Raises Diverged if the run should stop."""
         if self.processes.first:
             logger.warning("lamina.watch: diverged: %s", diverged)
-        if self.records is not None:
-            self.records.write({"step": diverged.step, "tokens": None, "loss": None, "diverged": diverged.reason})
+        self.write_divergence(diverged)
         self.diverged = self.diverged or diverged
         if self.settings.on_divergence == "stop":
             raise diverged
@@ -345,15 +308,13 @@ class Monitor:
         if self.diverged is not None and status in (Status.FINISHED, Status.INTERRUPTED):
             status, reason = Status.DIVERGED, self.diverged.reason
         if together:
-            rows = self._series_rows()
-            self._see([*self._flushed, *rows])
-            self._add(rows)
-        if self.records is not None:
+            self.look(due=False)
+        if isinstance(self.records, WatchedRecords):
             seconds = time.monotonic() - self._begun
             new = self.instruments.tokens * self.processes.size
             result: Json = {"status": str(status), "reason": reason, "steps": self.step, "tokens": self.tokens}
             result |= {"seconds": seconds, "tokens_per_second": new / seconds if seconds else None}
-            result |= {"parameters": self.instruments.parameters, "skipped": self.skipped}
+            result |= {"parameters": self.instruments.parameters, "skipped": self.skipped, "loss": self.last_loss}
             self.records.close(result)
 
 
@@ -378,9 +339,9 @@ class Watch:
         diverged: the guard's verdict, if there is one.
     """
 
-    def __init__(self, begin: Callable[[], Monitor | None]):
+    def __init__(self, begin: Callable[[], LoopMonitor | None]):
         self._begin, self._open = begin, False
-        self.monitor: Monitor | None = None
+        self.monitor: LoopMonitor | None = None
 
     def __enter__(self) -> Self:
         self.monitor, self._open = self._begin(), True
@@ -491,7 +452,7 @@ def open_monitor(
     overwrite: bool = False,
     step: int = 0,
     on_alarm: OnAlarm | None = None,
-) -> Monitor | None:
+) -> LoopMonitor | None:
     """Begin a monitor; all processes of a run call it.
 
     Returns None, after one line in the log, if ``resume="auto"`` finds records after ``step`` steps that can't be
@@ -519,7 +480,7 @@ def open_monitor(
         if processes.first:
             logger.warning("lamina.watch: %s; training goes on without records", error)
         return None
-    monitor = Monitor(instruments, records[0] if records else None, processes, step=step, on_alarm=on_alarm)
+    monitor = LoopMonitor(instruments, records[0] if records else None, processes, step=step, on_alarm=on_alarm)
     monitor.begin()
     return monitor
 
@@ -549,7 +510,7 @@ class WatchCallback:
         super().__init__()
         self.settings = WatchSettings.from_dict({"output": output, **settings})
         self.overwrite, self.on_alarm = overwrite, on_alarm
-        self.monitor: Monitor | None = None
+        self.monitor: LoopMonitor | None = None
 
     @property
     def diverged(self) -> Diverged | None:
@@ -639,9 +600,8 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         self, args: Arguments, state: State, control: Control, metrics: Json | None = None, **kwargs: object
     ) -> None:
         loss = float((metrics or {}).get("eval_loss", math.nan))
-        if self.monitor is not None and self.monitor.records is not None:
-            record = {"step": state.global_step, "tokens": self.monitor.tokens, "eval_loss": loss}
-            self.monitor.records.metrics.write(record)
+        if self.monitor is not None:
+            self.monitor.write({"step": state.global_step, "tokens": self.monitor.tokens, "eval_loss": loss})
 
     def on_train_end(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         self._end(Status.FINISHED if state.global_step >= state.max_steps else Status.INTERRUPTED)

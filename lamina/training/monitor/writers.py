@@ -257,26 +257,6 @@ def keep_abandoned(folder: Path, step: int, number: int) -> None:
     write_lines(folder / f"metrics-rollback-{number}.jsonl", gone)
 
 
-class NoWriter:
-    """Stands in for the writers in every process but the first."""
-
-    best_eval = math.inf
-    evaluation = LastEvaluation()
-
-    def write(self, record: Mapping[str, Any]) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def parts(self) -> Json:
-        return {}
-
-    def load_state_dict(self, state: RunState) -> None: ...
-
-    def add(self, rows: Iterable[Row]) -> None: ...
-
-    def flush(self) -> None: ...
-
-
 def _number(part: Path) -> int:
     number = part.stem.removeprefix("part-")
     return int(number) if number.isdecimal() else -1

@@ -1,0 +1,147 @@
+"""The conductor of a monitored training: it alone ends a step, feeds the alarms and writes rows.
+
+What was measured, and when, an adapter says: torch's hooks in other people's loops (``watch.LoopMonitor``), Trainer's
+callbacks in Lamina's own runs (``recorder.RunRecorder``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+from lamina.core.json_types import Json, RunState
+from lamina.jobs.seals import grown_records
+from lamina.modeling.processes import Processes
+from lamina.training.monitor.alarms import Alarm
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.trackers import Trackers
+from lamina.training.monitor.writers import LayersWriter, MetricsWriter, Row, StepSeries
+
+logger = logging.getLogger(__name__)
+
+OnAlarm: TypeAlias = Callable[[Alarm], object]
+
+
+class Writers:
+    """The records of a training: metrics.jsonl, layers/, and trackers; only the first process has them.
+
+    Args:
+        folder: the run's folder.
+        report_to: the trackers' names.
+        rollbacks: the records of the rollbacks so far.
+    """
+
+    def __init__(self, folder: Path, report_to: str, rollbacks: Iterable[Mapping[str, Any]] = ()):
+        self.folder, self.trackers = folder, Trackers(report_to, folder)
+        self.metrics, self.layers = MetricsWriter(folder, rollbacks), LayersWriter(folder)
+
+    def sync(self) -> None:
+        """Write all rows so far to disk."""
+        self.layers.flush()
+        self.metrics.sync()
+
+
+@dataclass(kw_only=True, eq=False)
+class Monitor:
+    """Ends the steps of a training, judges what its adapter measured, and writes it.
+
+    Attributes:
+        records: None in every process but the first.
+        guard: decides whether the training has diverged; its alarms judge all rows.
+        step: the last step that has ended.
+        on_alarm: called in the first process with the first alarm of each event.
+        series: each step's loss and gradient norm.
+        last_loss: the loss of the last record.
+    """
+
+    records: Writers | None
+    processes: Processes
+    guard: DivergenceGuard
+    step: int = 0
+    on_alarm: OnAlarm | None = None
+    says: ClassVar[str] = ""  # before an alarm in the log
+    level: ClassVar[int] = logging.INFO  # of an alarm in the log
+
+    def __post_init__(self) -> None:
+        self.alarms, self.series = self.guard.alarms, StepSeries(self.processes)
+        self.alarms.folder = None if self.records is None else self.records.folder
+        self.last_loss: float | None = None
+        self._unjudged: list[Row] = []  # losses and norms that are written
+
+    def _end_step(self, step: int, *, skipped: bool = False) -> None:
+        """End a step, whose loss and norm are in the series; one that was ``skipped`` has no norm."""
+        self.step = step
+        self.series.end_step(step, skipped=skipped)
+
+    def look(self, rows: Sequence[Row] = (), rate: float | None = None, *, due: bool = True) -> list[Row]:
+        """Judge the steps since the last look, with ``rows``, and write them; all processes call it at the same step.
+
+        Of ``rows``, those of a step that is ``due`` are written, and those at which something stood out.
+
+        Args:
+            rows: what was measured since the last look.
+            rate: the learning rate that divides updates.
+            due: whether the last step is recorded.
+
+        Returns the steps' losses and gradient norms.
+        """
+        unwritten = self.new_steps()
+        series, self._unjudged = [*self._unjudged, *unwritten], []
+        self._judge([*series, *rows], rate)
+        recorded = self.alarms.marked | ({self.step} if due else set())
+        self._add([*unwritten, *(row for row in rows if row[0] in recorded)])
+        self.guard.see_steps(series)
+        return series
+
+    def _judge(self, rows: Iterable[Row], rate: float | None = None) -> None:
+        """Judge rows; report an event's first alarm to the log, the trackers and the user."""
+        told = self.alarms.see(rows, rate)
+        if self.records is not None and self.alarms.news:
+            logger.log(self.level, "%s%s", self.says, self.alarms.news)
+            self.records.trackers.alarm(told[0].step, self.alarms.news)
+            if self.on_alarm is not None:
+                self.on_alarm(told[0])
+
+    def new_steps(self) -> list[Row]:
+        return self.series.rows()
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        if self.records is not None and rows:
+            self.records.layers.add(rows)
+            self.records.trackers.log(self.step, rows)
+
+    def write(self, record: Json) -> None:
+        """Write a line of metrics.jsonl."""
+        self.last_loss = record.get("loss", self.last_loss)
+        if self.records is not None:
+            self.records.metrics.write(record)
+
+    def write_divergence(self, diverged: Diverged, tokens: int | None = None) -> None:
+        self.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
+
+    def flush(self) -> None:
+        """Write all rows so far to disk, not yet judged: a training may resume here. All processes call it."""
+        rows = self.new_steps()
+        self._unjudged += rows
+        self._add(rows)
+        if self.records is not None:
+            self.records.sync()
+
+    def state_dict(self) -> Json:
+        """Return the state of alarms and files for a checkpoint, after a sync to disk; all processes call it."""
+        self.look(due=False)
+        if self.records is None:
+            return self.alarms.state_dict()
+        self.records.sync()
+        sealed = {**self.records.layers.parts(), "records": grown_records(self.records.folder)}
+        return {**self.alarms.state_dict(), **sealed}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Restore a checkpoint's alarms, and drop what was recorded after it."""
+        if self.records is not None:
+            self.records.metrics.load_state_dict(state)
+            self.records.layers.load_state_dict(state)
+        self.alarms.load_state_dict(state)
