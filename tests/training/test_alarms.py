@@ -217,6 +217,39 @@ def test_what_moves_by_nothing_or_by_more_than_its_updates_is_named(rule):
     assert said in describe(first)
 
 
+OWN_RATES = {  # learning rates of their own, by part: is it an alarm?
+    "muP's embedding and head": ([(-1, "embedding", 64.0), (-1, "readout", 64.0)], {}, []),
+    "all layers' norms": ([(layer, "all", 64.0) for layer in (1, 2, 3, 4)], {}, []),
+    "one layer": ([(1, "all", 64.0)], {}, [1]),
+    "an embedding whose rows grow": ([(-1, "embedding", 64.0)], {"metric": "row_norm_abs_max"}, [-1]),
+}
+
+
+@pytest.mark.parametrize("name", OWN_RATES)
+def test_a_rate_of_its_own_is_a_note_unless_it_is_one_layers_or_does_harm(name):
+    parts, grown, said = OWN_RATES[name]
+    alarms = Alarms()
+    for step in range(20, LATER, 20):
+        rates = [row(step, 1.0, layer=layer, metric="update_norm") for layer in (1, 2, 3, 4)]
+        for layer, role, ratio in parts:
+            place = {"layer": layer, "role": role, **({"sublayer": "block"} if layer < 0 else {})}
+            rates.append(row(step, ratio, metric="rate_ratio", **place))
+            rates += [row(step, 20.0 if step > 180 else 1.0, **place, **grown)] if grown else []
+        alarms.see(rates)
+    assert [alarm.layer for alarm in alarms.told if alarm.metric == "rate_ratio"] == said
+    assert [alarm.metric for alarm in alarms.told][:1] == ["rate_ratio"] * bool(said)  # it comes before what it did
+    assert bool(alarms.notes) == (name != "one layer")
+
+
+def test_a_head_that_starts_near_zero_may_grow_at_first():
+    for start, said in ((0.01, []), (0.5, ["row_norm_abs_max"])):
+        rows = (
+            [outside(step, start * 1.3 ** (step / 20), role="readout", metric="row_norm_abs_max")]
+            for step in range(0, 220, 20)
+        )
+        assert [alarm.metric for alarm in told(rows)] == said
+
+
 def test_what_a_loop_writes_from_the_start_on_is_its_own_way_and_so_is_a_mean_of_all_weights():
     alarms = Alarms()
     scaled = [steady(step, written_ratio=0.05) for step in range(20, LATER, 20)]  # each step's weights, to a length

@@ -47,7 +47,7 @@ CERTAIN, ZEROS = 1e-7, 5  # zero gradients are no chance below this probability,
 KEPT = 0.1  # share of a gradient that earlier steps left in it
 RECENT, SAME_WAY = 10, 5  # a course is judged by so many records, so many of which must go the same way
 FORGOTTEN = 0.5  # share of an optimizer's moments that is lost when it counts as reset
-HIGHER = 16.0  # multiple of the others' rate; muP and LoRA+ (arXiv 2402.12354) use up to this on purpose
+HIGHER = 16.0  # multiple of the others' rate; LoRA+ (arXiv 2402.12354) uses up to this on purpose
 MATCH, NO_MATCH = 0.99, 0.95  # share of labels that equal the batch's tokens: while they fit, and once they do not
 REPEATS = 6  # steps with the same batch that are too many: GRPO and PPO take fewer
 LAG, CALM_LOSSES = 8, 16  # how many of the latest losses are judged, and how many before them are needed
@@ -93,7 +93,8 @@ PASTS: Mapping[str, Past] = {
     "experts_used": Past(rises=False, falls=True),
 }
 COURSES: Mapping[str, float] = {
-    **dict.fromkeys(("gain_mean", "gain_abs_max", "row_norm_mean", "row_norm_abs_max", "weight_norm"), 0.0),
+    **dict.fromkeys(("gain_mean", "gain_abs_max", "weight_norm"), 0.0),
+    **dict.fromkeys(("row_norm_mean", "row_norm_abs_max"), 0.1),  # an output head that starts near zero
     "hidden_variance": 1.0,
     "hidden_abs_max": 1.0,
 }
@@ -109,6 +110,7 @@ AVERAGED = (
     "something else than the optimizer wrote to all weights, no further than they had moved: a mean or a way back "
     "(look-ahead, DiLoCo, weight averages), or a checkpoint that was loaded; such writes are no alarm"
 )
+RATES = "parts have a learning rate of their own, which is no alarm unless something else there leaves its range"
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
 
 
@@ -182,6 +184,11 @@ class Rules:
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
         """Judge the rows of a step; ``rate`` is the learning rate that divides updates."""
+        found = list(self._found(step, rows, rate))
+        yield from found
+        yield from self._rates(rows, found)
+
+    def _found(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
         policy = [row for row in rows if row[5] in POLICY]
         yield from self._rewarded(step, policy)
         if policy and len(policy) == len(rows):
@@ -265,8 +272,6 @@ class Rules:
             yield Found("fp16", row, FP16_MAX, left=row[6] > FP16_MAX / 4)
         if row[5] == "kept_gradient":
             yield Found("kept", row, 0.0, left=row[6] > KEPT)
-        if row[5] == "rate_ratio":
-            yield Found("apart", row, 1.0, left=row[6] > HIGHER)
 
     def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
         """Judge a value by the median of its series' past, and a record also by the trend of the last two."""
@@ -318,6 +323,21 @@ class Rules:
             if name == metric and sublayer == "block" and (layer < 0 or role == "all") and recent
         ]
         return math.hypot(*parts)
+
+    def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
+        """Judge learning rates: muP, Muon and fine-tuning have other ones outside the layers, or in all of them.
+
+        Such a rate is an alarm where its part has left its range in another way; otherwise it is a note.
+        """
+        high = [row for row in rows if row[5] == "rate_ratio" and row[6] > HIGHER]
+        layers = {row[1] for row in rows if row[5] in _MOVES and row[1] >= 0}
+        several = len({row[1] for row in high if row[1] >= 0}) > max(1, FEW * len(layers))
+        harmed = {f.row[1:4] for f in found if f.left and f.row[5] not in GRADIENTS}
+        for row in (row for row in rows if row[5] == "rate_ratio"):
+            usual = (row[1] < 0 or several) and row[1:4] not in harmed
+            yield Found("apart", row, 1.0, left=row in high and not usual)
+        if high and (several or any(row[1] < 0 for row in high)) and not any(RATES in note for note in self.notes):
+            self.notes.append(f"step {high[0][0]}: {RATES}: up to {max(row[6] for row in high):.3g} times the others'")
 
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge sub-layers by those of the same kind in other layers.
