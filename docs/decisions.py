@@ -33,7 +33,7 @@ _UNDECIDED = (  # where no sentence is decided
 )
 _FRONT_PAGE = """## What learns fastest, and how much the initializer decides
 
-Five placements in four set-ups. Each placement has its own best learning rate in each column.
+Five placements in four set-ups, each at its best learning rate.
 
 <!-- front-page -->
 <!-- /front-page -->
