@@ -54,12 +54,16 @@ def emit(placement: str | Plan, target: str, num_layers: int, *, module: str = "
     }
     environment = _environment()
     code = environment.get_template(table.template).render(used)
-    parts = {"ours": ""} | {
-        part: environment.from_string(text).render(used).strip() for part, text in table.test.items()
-    }
-    parts["imports"] = "\n".join(sorted(parts["imports"].splitlines(), key=lambda line: (line[0] == "f", line)))
+    parts = {part: environment.from_string(text).render(used).strip() for part, text in table.test.items()}
+    beside = (f"from {used['module']} ", "from model ")  # modules in the same folder
+    lines = sorted([*parts["imports"].splitlines(), *_IMPORTS], key=lambda line: (line[0] == "f", line))
+    parts["imports"] = "\n".join(line for line in lines if not line.startswith(beside))
+    parts["beside"] = "\n".join(line for line in lines if line.startswith(beside))
     test = environment.get_template("_test.py.j2").render(used, **parts)
     return Emitted(plan=plan, code=tidied(code), test=tidied(test))
+
+
+_IMPORTS = ("import lamina", "from lamina.ports.weights import weights_for")
 
 
 def _environment() -> Environment:

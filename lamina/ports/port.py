@@ -392,6 +392,19 @@ class Port:
         return re.sub(r"\W", "_", self.plan.placement) or "placement"
 
     @property
+    def numbers(self) -> str:
+        """The numbers of the placement's equations, in words."""
+        words, equations = [f"N = {self.num_layers}"], " ".join(self.placement.equation)
+        for option in self.placement.options:
+            value = self.plan.options.get(option.name, option.default)
+            if not self.plan.options and (found := re.search(r"\(default:? (\d[\d.]*)", option.help)):
+                value = float(found[1])  # a default that the scheme computes with
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and re.search(rf"\b{option.name}\b", equations):
+                words.append(f"{option.name} = {value}")
+        return " and ".join(words)
+
+    @property
     def scales_embedding(self) -> bool:
         return self.plan.embedding_scale != 1.0
 
@@ -446,13 +459,10 @@ class Initialization:
     @property
     def says(self) -> str:
         """What it draws, in words."""
-        std = f"{self.std:g}" if self.std is not None else f"sqrt({self.variance:g} / width)"
+        variance = f"{self.std:g}^2" if self.std is not None else f"{self.variance:g} / width"
         if self.gains is not None:
-            return (
-                f"Xavier's in the blocks, with gain {self.gains['value']:.4g} on values, outputs and the feed-forward"
-            )
-        words = f"N(0, std^2), std = {std}"
-        words += ", cut off at 3 std" if self.cut else ""
+            return f"Xavier's weights, with gain {self.gains['value']:.4g} on values, outputs, feed-forwards"
+        words = f"{'a truncated' if self.cut else 'all weights from'} N(0, {variance})"
         return words + (", divided by sqrt(2 N) where a branch ends" if self.out != 1.0 else "")
 
 

@@ -177,10 +177,11 @@ def test_emitted_files_need_no_formatting(target, tmp_path):
         assert not {"{{", "{%"} & set(emitted.code.split()), spec
     assert max(lines) <= 150  # OLMo-core's Admin, which profiles, and Gemma 3; the usual file has 60 to 120
     assert sorted(lines)[len(lines) // 2] <= 120
+    (tmp_path / "model.py").write_text("", "utf-8")  # nanoGPT's is beside it
     ruff = [sys.executable, "-m", "ruff"]
-    for words in (["format", "--check"], ["check", "--select", "E4,E7,E9,F,I,B,UP,RUF,SIM,C4"]):
-        command = [*ruff, words[0], "--isolated", "--target-version", "py311", *words[1:], str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True)
+    for words in (["format", "--check"], ["check", "--select", "E4,E5,E7,E9,F,I,B,UP,RUF,SIM,C4"]):
+        command = [*ruff, words[0], "--isolated", "--target-version", "py311", *words[1:], "."]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -202,6 +203,16 @@ def test_a_norm_with_an_epsilon_of_its_own_is_refused():
     plan = Plan(placement="mine", layers=(Layer.of(Sublayer(pre_norm=Norm(eps=1e-3))),))
     with pytest.raises(UserError, match=r"it has a norm with an epsilon of its own, 0.001, which a block for nanoGPT"):
         emit(plan, "nanogpt", 1)
+
+
+def test_a_file_says_the_numbers_of_its_equations_and_what_it_draws():
+    code = emit("mix_ln", "pytorch", 12).code
+    assert "Here N = 12 and alpha = 0.25;" in code
+    assert "alpha = 0.25" not in emit("mix_ln(num_post_layers=2)", "pytorch", 12).code
+    assert "Here N = 12 and alpha = 0.5;" in emit("mix_ln(alpha=0.5)", "pytorch", 12).code
+    assert "Draw all weights from N(0, 0.02^2)." in code
+    assert "s = 0.02 / 24**0.5 if ends_branch else 0.02" in emit("fusenorm", "pytorch", 12).code
+    assert "last norm" not in emit("keel", "mlx", 12).code
 
 
 def test_unequal_layers_are_told_by_conditions_and_tables_only_where_they_must():

@@ -1,15 +1,20 @@
 """Emitted files in the trainers themselves, from the folder that LAMINA_TRAINERS names; skipped without it.
 
     pip install --no-deps --target FOLDER ai2-olmo-core==3.0.0 cached-path dataclass-extensions bettermap \
-        importlib_resources boto3 botocore s3transfer jmespath einops google-cloud-storage \
+        importlib_resources boto3 botocore s3transfer jmespath einops google-cloud-storage google-api-core google-auth \
+        google-cloud-core google-resumable-media google-crc32c googleapis-common-protos proto-plus cryptography cffi \
+        pycparser pyasn1 pyasn1-modules \
         megatron-core==0.16.1 mlx==0.32.4 mlx-cpu mlx-lm==0.32.2 \
         torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring-parser typeguard torchdata torch_checkpointing triton
     LAMINA_TRAINERS=FOLDER pytest -m slow tests/ports
+
+One command, since pip adds nothing to a folder ``google`` that is there already.
 """
 
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -21,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import lamina
 from lamina.cli import main
-from lamina.ports import emit
+from lamina.ports import TARGETS, emit
 from lamina.ports.weights import weights_for
 
 FOLDER = os.environ.get("LAMINA_TRAINERS")
@@ -197,6 +202,45 @@ def test_the_test_beside_a_file_passes_as_printed(target, spec, tmp_path):
         capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("spec", ["keel", "fusenorm", "peri_ln", "mix_ln"])
+def test_emitted_files_and_their_tests_have_right_types(spec, tmp_path):
+    for target in TARGETS:
+        emitted = emit(spec, target, 12, module=f"{spec}_{target.replace('-', '_')}")
+        name = f"{spec}_{target.replace('-', '_')}.py"
+        (tmp_path / name).write_text(emitted.code, "utf-8")
+        (tmp_path / f"test_{name}").write_text(emitted.test, "utf-8")
+    shutil.copy(ROOT / "tests/ports/model_of_nanogpts_form.py", tmp_path / "model.py")
+    settings = {"extraPaths": [str(tmp_path), str(FOLDER), str(ROOT)], "ignore": ["model.py"]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "basic", **settings}), "utf-8")
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", "-p", str(tmp_path)]
+    done = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
+    assert done["summary"]["filesAnalyzed"] >= 12
+    absent = {"reportMissingImports", "reportMissingModuleSource"}
+    found = [(one["file"], one["message"]) for one in done["generalDiagnostics"] if one.get("rule") not in absent]
+    assert not found
+
+
+@pytest.mark.parametrize(("rank", "stage", "layers"), [(0, 0, [0]), (1, 0, [1]), (0, 1, [2]), (1, 1, [3])])
+def test_a_pipeline_stage_has_the_blocks_of_its_layers(rank, stage, layers, monkeypatch):
+    """Two stages of two virtual ones each: Keel's exception is for the first layer of the model alone."""
+    on_megatron("keel", llama(4), 4)  # process groups
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig, transformer_layer
+    from megatron.core.transformer.spec_utils import build_module
+
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(transformer_layer, "get_pg_rank", lambda group: rank)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    config = TransformerConfig(
+        num_layers=4, hidden_size=WIDTH, num_attention_heads=4, use_cpu_initialization=True,
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, pipeline_dtype=torch.float32,
+    )  # fmt: skip
+    specs = module_of(emit("keel", "megatron", 4).code).keel(config, vp_stage=stage).layer_specs
+    blocks = [build_module(spec, config=config, layer_number=i + 1, vp_stage=stage) for i, spec in enumerate(specs)]
+    assert [block.layer_number - 1 for block in blocks] == layers
+    assert [block.skip_scale for block in blocks] == [8.0 if layer else 1.0 for layer in layers]
 
 
 @pytest.mark.parametrize("tied", [False, True])
