@@ -111,7 +111,7 @@ def _sizes():
 
 SEQUENCES, TOKENS = 70, 12  # more than any probe takes of a corpus, and than the corpus' 64 blocks
 SEARCHED = {"jacobian": 7, "bounds": 7}  # a search in each sequence
-WEIGHTS = {"gains"}
+WEIGHTS = {"gains", "weight_change"}
 OPTIONS = {
     "spectra": "spectra(few_tokens=warn)",
     "jacobian": "jacobian(tolerance=0.0001)",
@@ -150,9 +150,11 @@ def bytes_model():
 
 
 @pytest.fixture
-def inputs():
-    ids = blocks(SEQUENCES, TOKENS)
-    return llama(layers=2), ids
+def inputs(tmp_path, monkeypatch):
+    model = llama(layers=2)
+    model.save_pretrained(tmp_path / "initial")
+    monkeypatch.setitem(OPTIONS, "weight_change", f"weight_change(reference={tmp_path / 'initial'})")
+    return model, blocks(SEQUENCES, TOKENS)
 
 
 @pytest.mark.parametrize("name", names())

@@ -192,3 +192,25 @@ def test_a_probe_that_cannot_measure_is_a_note_and_the_others_and_the_run_go_on(
     page = report(tmp_path / "run").read_text(encoding="utf-8")
     assert "Mean square during training" in page
     assert said in page
+
+
+def test_the_change_of_the_weights_is_since_before_the_first_step(trained, tmp_path, monkeypatch):
+    """FuseNorm's Eq 12 by layer and step."""
+    seen = {}
+    original = ScheduledProbes._probe
+
+    def spy(self, state):
+        original(self, state)
+        model = self.trainer.bare_model()
+        seen[state.global_step] = [p.detach().double().clone() for p in model.model.layers[1].parameters()]
+
+    monkeypatch.setattr(ScheduledProbes, "_probe", spy)
+    trained(probe_every=2, probes="weight_change")
+    start = torch.cat([x.flatten() for x in seen[0]])
+    assert list(parts(tmp_path / "run", "weight_change")) == [0, 2, 4]
+    for step, frame in parts(tmp_path / "run", "weight_change").items():
+        change = torch.cat([x.flatten() for x in seen[step]]) - start
+        rows = frame[(frame.layer == 1) & (frame.sublayer == "block") & (frame.metric == "change_ratio")]
+        ratio = float(change.norm() / start.norm())
+        assert rows.value.item() == pytest.approx(ratio, rel=1e-6)
+        assert (ratio > 0) == (step > 0)

@@ -1,0 +1,102 @@
+"""How far each layer's weights have moved from the initial ones."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+
+import pandas as pd
+import torch
+from torch import nn
+
+from lamina.core.frames import Frame
+from lamina.errors import UserError
+from lamina.modeling.checkpoint import load
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, chart
+from lamina.probes.engine.registry import COLUMNS, Probe, Sample, probe
+from lamina.probes.gradients import places
+
+Weights = dict[str, torch.Tensor]
+_first: weakref.WeakKeyDictionary[nn.Module, Weights] = weakref.WeakKeyDictionary()
+
+
+@probe
+class WeightChange(Probe):
+    """FuseNorm's Eq 12 splits weights into the initial ones and the sum of all changes: W = W_init + dW.
+
+    - change_norm: ||dW||, the L2 norm of W - W_init.
+    - change_ratio: ||dW|| / ||W_init||; none where the initial weights are all 0.
+
+    Of a role's parameters (see ``gradients``), of a sub-layer or a layer (role ``all``, sublayer ``block`` for the
+    layer), and outside of the layers (layer -1, sublayer ``model``; role ``all`` is the whole model).
+
+    Args:
+        reference: the checkpoint with the initial weights, of the same architecture. By default, while a model trains,
+            the weights before its first step, of which a copy is held.
+    """
+
+    name = "weight_change"
+    title = "Weight change"
+    summary = "the sum of all changes to the weights since the initial ones, relative to these, by layer"
+    source = "FuseNorm (SpanNorm, arXiv 2601.22580) Eq 12"
+    over_steps = ("change_ratio",)
+    of_streams = True
+
+    def __init__(self, reference: str | None = None):
+        self.reference = reference
+
+    def begin(self, context: Context) -> None:
+        """Find the initial weights. Raises UserError if they are unknown, or another model's."""
+        now: Weights = {name: p.detach() for name, p in context.model.named_parameters()}
+        if self.reference is not None:
+            self._initial = {name: p.detach() for name, p in load(self.reference).model.named_parameters()}
+        elif context.state.get("step") == 0 and "run" not in context.state:
+            self._initial = _first[context.model] = {name: p.cpu().clone() for name, p in now.items()}
+        elif context.model in _first:
+            self._initial = _first[context.model]
+        else:
+            raise UserError(
+                "weight_change: the initial weights are unknown (allowed: reference=CHECKPOINT; without it, a run that "
+                "measures from its first step on, not resumed)"
+            )
+        for name, p in now.items():
+            if name not in self._initial or self._initial[name].shape != p.shape:
+                raise UserError(f"weight_change: {name!r} is not in the reference, or of another shape")
+
+    def measured(self, context: Context) -> Sample:
+        return Sample(0, 0)  # of the weights alone
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        squares: dict[tuple[int, str, str], tuple[float, float]] = {}
+        place_by_name = places(context.model, context.structure)
+        for name, p in context.model.named_parameters():
+            layer, sublayer, role = place_by_name[name]
+            old = self._initial[name].double()
+            both = float((p.detach().cpu().double() - old).square().sum()), float(old.square().sum())
+            keys = {(layer, sublayer, role), (-1, "model", "all")}
+            keys |= {(layer, "block", "all"), (layer, sublayer, "all")} if layer >= 0 else set()
+            for key in keys:
+                before = squares.get(key, (0.0, 0.0))
+                squares[key] = before[0] + both[0], before[1] + both[1]
+        rows = []
+        for key, (change, start) in sorted(squares.items()):
+            ratio = math.sqrt(change / start) if start else math.nan
+            for metric, value in (("change_norm", math.sqrt(change)), ("change_ratio", ratio)):
+                rows.append((*key, 0, metric, value, math.nan))
+        return pd.DataFrame(rows, columns=COLUMNS)
+
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
+        rows = frame[(frame["layer"] >= 0) & (frame["role"] == "all") & (frame["metric"] == "change_ratio")]
+        caption = "Norm of the sum of all changes to a layer's weights, over the norm of its initial weights."
+        yield from chart(rows, "Weight change by layer", "|dW| / |W_init|", caption, color="sublayer")
+
+    def sentences(self, frame: Frame) -> Iterator[str]:
+        rows = frame[(frame["role"] == "all") & (frame["metric"] == "change_ratio")]
+        whole = rows.loc[rows["layer"] < 0, "value"].iloc[0]
+        layers = rows[rows["sublayer"] == "block"].set_index("layer")["value"].dropna()
+        yield f"All weights together have changed by {whole:.1%} of their initial norm."
+        if len(layers):
+            least, most = layers.idxmin(), layers.idxmax()
+            yield f"Layer {most} has changed most ({layers[most]:.1%}), layer {least} least ({layers[least]:.1%})."
