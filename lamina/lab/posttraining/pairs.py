@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -27,22 +28,14 @@ from lamina.training.run import TrainingRun
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# TRL's metrics of a batch that are no mean over its pairs
 _EXTREMES = {"min_reward": min, "max_reward": max}
-_OF_TOKENS = {
-    "entropy": "tokens",
-    "logits/chosen": "chosen",
-    "mean_token_accuracy": "chosen",
-    "logits/rejected": "rejected",
-}
 
 
 class Measured(NamedTuple):
-    """TRL's measures of a batch of held-out pairs; ``counts`` are of its ``pairs`` and its answers' ``tokens``."""
+    """TRL's loss and metrics of a batch of held-out pairs, and how much each counts: its pairs or its tokens."""
 
-    loss: float
     metrics: Mapping[str, float]
-    counts: Mapping[str, int]
+    weights: Mapping[str, int]
 
 
 class PairTrainer(TunedTrainer):
@@ -55,9 +48,13 @@ class PairTrainer(TunedTrainer):
         evaluation, before training, would also keep DDP from training the model.
         """
         batches = [batch for part in self.processes.everyones(self.measured_here()) for batch in part]
-        losses = np.repeat(np.array([b.loss for b in batches], np.float32), [b.counts["pairs"] for b in batches])
-        self._metrics["eval"].update(_overall(batches))
-        return {"eval_loss": float(losses.mean())}  # to the bit Trainer's, in one process
+        overall: dict[str, float] = {}
+        for name in batches[0].metrics:
+            values, weights = [b.metrics[name] for b in batches], [b.weights[name] for b in batches]
+            overall[name] = _EXTREMES[name](values) if name in _EXTREMES else np.average(values, weights=weights)
+        loss = float(overall.pop("loss"))
+        self._metrics["eval"].update({name: [float(value)] for name, value in overall.items()})
+        return {"eval_loss": loss}
 
     def measured_here(self) -> list[Measured]:
         """Measure this process's share of the held-out pairs, batch by batch."""
@@ -66,34 +63,20 @@ class PairTrainer(TunedTrainer):
         def measure(chosen: list[int]) -> Measured:
             inputs: Passed = self._prepare_inputs(self.data_collator([data[i] for i in chosen]))
             loss: Passed = self.compute_loss(self.in_precision, inputs)  # type: ignore[arg-type]
-            metrics = {name: float(values[-1]) for name, values in self._metrics["eval"].items()}
+            metrics = {"loss": float(loss)} | {name: float(v[-1]) for name, v in self._metrics["eval"].items()}
             self._metrics["eval"].clear()
-            counts = {"pairs": len(inputs["input_ids"]) // 2}
+            weights = dict.fromkeys(metrics, len(inputs["input_ids"]) // 2)
             if "completion_mask" in inputs:  # of DPO; a text's first token is not predicted
-                better, worse = (int(part.sum()) for part in inputs["completion_mask"][:, 1:].chunk(2))
-                counts |= {"tokens": better + worse, "chosen": better, "rejected": worse}
-            return Measured(loss=float(loss), metrics=metrics, counts=counts)
+                better, worse = (max(1, int(part.sum())) for part in inputs["completion_mask"][:, 1:].chunk(2))
+                weights |= {"entropy": better + worse, "mean_token_accuracy": better}
+                weights |= {"logits/chosen": better, "logits/rejected": worse}
+            return Measured(metrics=metrics, weights=weights)
 
         def keep(data: Passed, *args: Passed, **kwargs: Passed) -> Passed:
             return data  # TRL would gather a batch's numbers: one process may have a batch more than another
 
         with patched(self.accelerator, gather=keep, gather_for_metrics=keep):
             return self.held_out_batches(measure)
-
-
-def _overall(batches: Sequence[Measured]) -> dict[str, list[float]]:
-    """Merge all batches' metrics into TRL's form: lists whose mean it logs."""
-    overall: dict[str, list[float]] = {}
-    for name in batches[0].metrics:
-        values = [batch.metrics[name] for batch in batches]
-        weights = [batch.counts[_OF_TOKENS.get(name, "pairs")] for batch in batches]
-        if name in _EXTREMES:
-            overall[name] = [_EXTREMES[name](values)]
-        elif name in _OF_TOKENS:
-            overall[name] = [float(np.average(values, weights=weights)) if any(weights) else 0.0]
-        else:
-            overall[name] = [value for value, times in zip(values, weights, strict=True) for _ in range(times)]
-    return overall
 
 
 class PairRewardTrainer(PairTrainer, RewardTrainer):
@@ -139,11 +122,9 @@ class RewardModeling(PairStage[RewardSettings]):
 
     def wrong(self, row: Fields) -> str:
         """Refuse pairs that are too long, which TRL drops: the score would not be the whole answer's."""
-        if row["chosen_ids"] == row["rejected_ids"]:
-            return "the two answers are the same"
         if max(len(row["chosen_ids"]), len(row["rejected_ids"])) > self.start.longest:
             return f"an answer ends after {self.start.longest} tokens, prompt included. Shorten it."
-        return ""
+        return "the two answers are the same" if row["chosen_ids"] == row["rejected_ids"] else ""
 
     def fields(self, run: TrainingRun) -> Json:
         return {"max_length": None, "disable_dropout": False}
@@ -161,32 +142,26 @@ class DpoTrainer(PairTrainer, DPOTrainer):
     """TRL's DPOTrainer."""
 
     def __init__(self, *args: Passed, **kwargs: Passed):
-        options = kwargs["args"]
         # TRL would take the numbers from a cache by a hash of the reference, which LoRA's and a sharded one do not have
-        precomputed, options.precompute_ref_log_probs = options.precompute_ref_log_probs, False
-        super().__init__(*args, **kwargs)
-        alone = isinstance(self.ref_model, NoReference)
-        if alone:
-            self.ref_model = self.without_adapters
-        if precomputed:
-            self.precompute_ref_logps, data = True, (self.train_dataset, self.eval_dataset)
-            self.train_dataset, self.eval_dataset = map(self._with_reference, cast("tuple[Dataset, Dataset]", data))
-            if not alone:  # it is not needed any more
-                self.accelerator._models.remove(self.ref_model)
+        with patched(sys.modules[DPOTrainer.__module__], hash_module=lambda module: ""):
+            super().__init__(*args, **kwargs)
+        if self.precompute_ref_logps:  # the reference is not needed any more
+            self.accelerator._models.remove(self.ref_model)
             self.ref_model = None
+        elif isinstance(self.ref_model, NoReference):
+            self.ref_model = self.without_adapters
 
-    def _with_reference(self, dataset: Dataset) -> Dataset:
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         """Add the reference model's log-probabilities of both answers, in nats, as columns."""
+        reference = self.without_adapters if isinstance(self.ref_model, NoReference) else self.ref_model
 
         def measure(chosen: list[int]) -> list[tuple[int, float, float]]:
             inputs: Passed = self._prepare_inputs(self.data_collator([dataset[i] for i in chosen]))
-            both = self.compute_ref_log_probs(self.ref_model, inputs)
+            both = self.compute_ref_log_probs(reference, inputs)
             return list(zip(chosen, *(part.tolist() for part in both), strict=True))
 
-        options: Passed = self.args
-        batches = self.held_out_batches(measure, len(dataset), options.precompute_ref_batch_size)
-        everyones = self.processes.everyones([row for batch in batches for row in batch])
-        rows = sorted(row for part in everyones for row in part)
+        mine = [row for batch in self.held_out_batches(measure, len(dataset), batch_size) for row in batch]
+        rows = sorted(row for part in self.processes.everyones(mine) for row in part)
         for index, column in enumerate(("ref_chosen_logps", "ref_rejected_logps"), start=1):
             dataset = dataset.add_column(column, [row[index] for row in rows])
         return dataset
@@ -205,13 +180,12 @@ class DirectPreferences(PairStage[DpoSettings]):
 
     def wrong(self, row: Fields) -> str:
         """Refuse rows whose prompt leaves no room, which TRL drops, and answers that are the same."""
-        prompt, room = len(row["prompt_ids"]), self.start.longest - len(row["prompt_ids"])
+        room = self.start.longest - len(row["prompt_ids"])
         if room < 1 and self.config.truncation_mode == "keep_start":
-            return f"the prompt has {prompt} tokens, which leaves none of {self.start.longest} for the answer"
+            return f"the prompt leaves none of {self.start.longest} tokens for the answer"
         better, worse = row["chosen_ids"], row["rejected_ids"]
-        if better == worse or (room > 0 and better[:room] == worse[:room]):
-            return f"the two answers are the same{'' if better == worse else f' in their first {room} tokens'}"
-        return ""
+        same = better == worse or (room > 0 and better[:room] == worse[:room])
+        return "the two answers are the same, or what is left of them" if same else ""
 
     def tokens(self, row: Fields) -> list[int]:
         return [*row["prompt_ids"], *row["chosen_ids"]][: self.start.longest]

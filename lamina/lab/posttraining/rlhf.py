@@ -314,14 +314,13 @@ def reward_gain(path: Path) -> Json:
 
     lines = pd.DataFrame(parse_lines(path)[0], columns=pd.Index(("step", "prompt", "reward")))
     rewards = lines.pivot_table(index="prompt", columns="step", values="reward", aggfunc="last")
-    if len(rewards.columns) < 2:
+    pairs = rewards.iloc[:, [0, -1]].dropna() if len(rewards.columns) > 1 else rewards.iloc[:0]
+    if len(pairs) < 2:
         return {}
-    differences = (rewards.iloc[:, -1] - rewards.iloc[:, 0]).dropna()
-    if len(differences) < 2:
-        return {}
-    mean = float(differences.mean())
-    half = float(stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences))
-    return {"reward_gain": mean, "reward_gain_low": mean - half, "reward_gain_high": mean + half}
+    test: Passed = stats.ttest_rel(pairs.iloc[:, 1], pairs.iloc[:, 0])
+    low, high = test.confidence_interval(0.95)
+    mean = float((pairs.iloc[:, 1] - pairs.iloc[:, 0]).mean())
+    return {"reward_gain": mean, "reward_gain_low": float(low), "reward_gain_high": float(high)}
 
 
 class PolicyOptimization(TuningStage[RlhfSettings]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, Self, cast
+from typing import ClassVar, Literal, Self
 
 from lamina.core.json_types import Json
 from lamina.core.values import comma_separated, entries, examples_name, existing_file, factors, mapping, place, text
@@ -152,7 +152,7 @@ def _outside(*kinds: str) -> dict[str, tuple[str, ...]]:
     """Return the options that a job accepts for peft, for TRL's trainers of these kinds, and for Trainer."""
     return {
         "lora": (*LORA, "use_peft", "task_type"),
-        "trl": (*(f"trl/trainer/{kind}_config.py" for kind in kinds), "loss_on"),
+        "trl": tuple(f"trl/trainer/{kind}_config.py" for kind in kinds),
         **TrainerSettings.outside,
     }
 
@@ -271,12 +271,7 @@ class SftSettings(TuningSettings):
 
 
 def with_preset(given: Mapping[str, object]) -> Json:
-    """Merge a user's settings over their preset's. Raises UserError for an unknown preset, and for a former name."""
-    if "loss_on" in given or "loss_on" in cast(Json, given.get("trl") or {}):
-        raise UserError(
-            "loss_on: it has TRL's names (allowed: trl.completion_only_loss false for all tokens, or "
-            "trl.assistant_only_loss true for all answers of messages)"
-        )
+    """Merge a user's settings over their preset's. Raises UserError for an unknown preset."""
     name = given.get("preset")
     if name is None:
         return dict(given)

@@ -73,10 +73,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         kept = labels[-longest:] if self.config.truncation_mode == "keep_end" else labels[:longest]
         if any(label != IGNORED for label in kept[1:]):
             return ""
-        first = next((at for at, label in enumerate(labels) if label != IGNORED), None)
-        if first is None or len(labels) < 2:
-            return "it has no token to train on"
-        return f"the prompt has {first} tokens, which leaves none of {longest} for the answer"
+        return f"it has no token to train on in the {longest} that are kept"
 
     def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
         packing = train and self.settings.packing

@@ -145,7 +145,8 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
             metrics = self.held_out()
         self.evaluation = self.watched.measure(self)
         with evaluating(self.bare_model()):  # in training mode TRL would add its training means, and forget them
-            self.log(metrics)
+            self.log(metrics)  # TRL adds its own
+        metrics.update(self.state.log_history[-1])
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 

@@ -108,7 +108,6 @@ _TIMES = ("_runtime", "_per_second", "_time")
 class TuningRecorder(RunRecorder):
     """RunRecorder with the trainer's metrics: ``NAME`` in training records, ``eval_NAME`` in evaluations."""
 
-    _evaluation: Mapping[str, object] = MappingProxyType({})
     last_measured: Mapping[str, object] = MappingProxyType({})
 
     def has_evaluated(self, step: int) -> bool:
@@ -119,17 +118,12 @@ class TuningRecorder(RunRecorder):
         assert isinstance(self.trainer, TunedTrainer)
         return self.trainer.tokens_seen
 
-    def on_log(self, args: Passed, state: Passed, control: Passed, logs: Json | None = None, **kwargs: Passed) -> None:
-        if logs and any(name.startswith("eval_") for name in logs):
-            self._evaluation = dict(logs)  # Trainer tells the callbacks of an evaluation only what it measured itself
-        super().on_log(args, state, control, logs, **kwargs)
-
     def measured(self, logs: Json) -> Json:
         """Return the trainer's metrics, with _ for / in their names."""
         return _numbers(logs)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:
-        self.last_measured = _numbers({**self._evaluation, **metrics})
+        self.last_measured = _numbers(metrics)
         return dict(self.last_measured)
 
     def state_dict(self) -> Json:
@@ -557,21 +551,22 @@ class TuningStage(TrainingStage[S]):
 
     def _card(self, result: Json) -> ModelCard:
         settings = self.settings.to_dict()
-        facts = {title: settings[name] for name, title in _FACTS.items() if settings.get(name) is not None}
-        counts = {title: f"{result[name]:,}" for name, title in _COUNTS.items() if name in result}
-        measures = dict(MEASURES)
-        if self.settings.command_name == "sft":
-            measures["eval_accuracy"] = ("accuracy of the answers' tokens", ".2%")
+        facts = {name: settings[name] for name in _FACTS if settings.get(name) is not None}
+        counts = {name: f"{result[name]:,}" for name in _COUNTS if name in result}
+        accuracy = (
+            {"eval_accuracy": ("accuracy of the answers' tokens", ".2%")} if self.settings.command_name == "sft" else {}
+        )
         return ModelCard(
             head=self.head,
-            data={**facts, **counts},
+            data={name.replace("_", " "): fact for name, fact in {**facts, **counts}.items()},
             result=result,
             command=self.settings.command(),
             base_model=self.settings.from_model,
-            measures=measures,
+            measures=MEASURES | {"eval_accuracy": accuracy},
         )
 
 
+_OF_PAIRS = "accuracy on held-out pairs"
 MEASURES = {
     "status": ("status", ""),
     "steps": ("steps", ",.0f"),
@@ -579,21 +574,14 @@ MEASURES = {
     "parameters": ("parameters", ",.0f"),
     "trained_parameters": ("trained parameters", ",.0f"),
     "eval_loss": ("held-out loss", ".4f"),
-    "eval_accuracy": ("accuracy on held-out pairs", ".2%"),
-    "eval_rewards_accuracies": ("accuracy on held-out pairs", ".2%"),
+    "eval_rewards_accuracies": (_OF_PAIRS, ".2%"),
     "eval_reward": ("held-out reward", ".4f"),
     "reward_gain": ("gain of the held-out reward", "+.4f"),
     "eval_kl": ("KL to the model at the start, nats per answer", ".3f"),
 }
 """The title and the format of each measure that a stage may have."""
-_FACTS = {
-    "data": "data",
-    "eval_data": "held-out data",
-    "reward_model": "reward model",
-    "reward_function": "reward function",
-    "template": "template",
-}
-_COUNTS = {"examples": "examples to train on", "held_out": "examples held out", "skipped": "rows left out"}
+_FACTS = ("data", "eval_data", "reward_model", "reward_function", "template")
+_COUNTS = ("examples", "held_out", "skipped")
 
 
 def split(encoded_rows: Dataset, settings: TuningSettings, held_out: Dataset | None) -> tuple[Dataset, Dataset]:

@@ -9,8 +9,9 @@ from lamina.core.json_types import Json
 from lamina.jobs.row import CHECKPOINT, MODEL, Given, JobRow, Modes
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from lamina.jobs.settings import Settings
-    from lamina.lab.posttraining.settings import DpoSettings, RewardSettings, RlhfSettings, SftSettings
 
 
 def tuning(
@@ -42,16 +43,16 @@ def tuning(
     )
 
 
+def every_settings() -> ModuleType:
+    from lamina.lab.posttraining import settings
+
+    return settings
+
+
 def tuning_pages() -> object:
     from lamina.lab.posttraining import page
 
     return page
-
-
-def sft_settings() -> type[SftSettings]:
-    from lamina.lab.posttraining.settings import SftSettings
-
-    return SftSettings
 
 
 def sft(settings: Given, **modes: Unpack[Modes]) -> Json:
@@ -62,7 +63,7 @@ def sft(settings: Given, **modes: Unpack[Modes]) -> Json:
 
 SFT = tuning(
     "sft",
-    sft_settings,
+    lambda: every_settings().SftSettings,
     sft,
     "fine-tune a model on instructions or conversations",
     "Fine-tune a model; OUTPUT/model chats with `lamina generate`.",
@@ -78,12 +79,6 @@ SFT = tuning(
 )
 
 
-def reward_settings() -> type[RewardSettings]:
-    from lamina.lab.posttraining.settings import RewardSettings
-
-    return RewardSettings
-
-
 def reward(settings: Given, **modes: Unpack[Modes]) -> Json:
     from lamina.lab.posttraining.pairs import reward as train
 
@@ -92,7 +87,7 @@ def reward(settings: Given, **modes: Unpack[Modes]) -> Json:
 
 REWARD = tuning(
     "reward",
-    reward_settings,
+    lambda: every_settings().RewardSettings,
     reward,
     "train a reward model on preferences",
     "Train a reward model on preferences (prompt, chosen, rejected), from a fine-tuned model.",
@@ -104,12 +99,6 @@ REWARD = tuning(
 )
 
 
-def rlhf_settings() -> type[RlhfSettings]:
-    from lamina.lab.posttraining.settings import RlhfSettings
-
-    return RlhfSettings
-
-
 def rlhf(settings: Given, **modes: Unpack[Modes]) -> Json:
     from lamina.lab.posttraining.rlhf import rlhf as train
 
@@ -118,7 +107,7 @@ def rlhf(settings: Given, **modes: Unpack[Modes]) -> Json:
 
 RLHF = tuning(
     "rlhf",
-    rlhf_settings,
+    lambda: every_settings().RlhfSettings,
     rlhf,
     "train a policy by reinforcement learning: ReMax, RLOO or GRPO",
     "Train a policy by reinforcement learning, with a reward model or a function: ReMax, RLOO or GRPO.",
@@ -133,12 +122,6 @@ RLHF = tuning(
 )
 
 
-def dpo_settings() -> type[DpoSettings]:
-    from lamina.lab.posttraining.settings import DpoSettings
-
-    return DpoSettings
-
-
 def dpo(settings: Given, **modes: Unpack[Modes]) -> Json:
     from lamina.lab.posttraining.pairs import dpo as train
 
@@ -147,7 +130,7 @@ def dpo(settings: Given, **modes: Unpack[Modes]) -> Json:
 
 DPO = tuning(
     "dpo",
-    dpo_settings,
+    lambda: every_settings().DpoSettings,
     dpo,
     "train a policy on preferences directly",
     "Train a policy on preferences (prompt, chosen, rejected) directly, without a reward model.",

@@ -30,7 +30,7 @@ def test_a_fine_tuned_model_says_what_it_was_tuned_from_and_on_what(base, tmp_pa
     assert f"Trained with Lamina, from `{base.name}`." in card.content
     assert {"lamina", "keel"} <= set(card.data.tags)
     assert f"| held-out loss | `{result['eval_loss']:.4f}` |" in card.content
-    assert "| examples to train on | `9` |" in card.content
+    assert "| examples | `9` |" in card.content
     assert "| accuracy of the answers' tokens |" in card.content
     assert "pairs" not in card.content
     assert "a \\| b.jsonl" in card.content

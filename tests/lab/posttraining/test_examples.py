@@ -8,7 +8,6 @@ import pytest
 import yaml
 from lab.posttraining.tiny import common, preferences, sorting, write_model, write_rows
 
-from lamina.cli import main
 from lamina.data.sources import hub_datasets
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
@@ -225,7 +224,7 @@ GOOD = [{"prompt": f"q{n}", "completion": " a"} for n in range(4)]
         ({"prompt": "a", "completion": ""}, "row 5: the field 'completion' is ''"),
         ({"prompt": "a"}, "row 5: the field 'completion' is missing"),
         ({"prompt": "a", "completion": 3}, r"row 5: the field 'completion' is \[{.*'content': 3"),
-        ({"prompt": "x" * 600, "completion": "a"}, "row 5: the prompt has 600 tokens, which leaves none of 512"),
+        ({"prompt": "x" * 600, "completion": "a"}, "row 5: it has no token to train on in the 512 that"),
         (
             {"prompt": [user("q")], "completion": [assistant("")]},
             r"row 5: the field 'completion' is \[{.*: ''",
@@ -328,13 +327,10 @@ def test_adam_minis_template_is_its_own():
     assert text == " Human: Hi Assistant:"
 
 
-def test_a_preset_keeps_its_options_beside_the_users_and_a_former_name_says_its_new_ones(base, tmp_path, capsys):
+def test_a_preset_keeps_its_options_beside_the_users():
     given = {"preset": "commonsense170k", "data": "a.jsonl", "trl": {"loss_type": "dft"}}
     record = SupervisedFineTuning.record.from_dict(given)
     assert record.trl == {"completion_only_loss": False, "loss_type": "dft"}
-    data = write_rows(tmp_path / "rows.jsonl", GOOD)
-    assert main(["sft", "--from", str(base), "--data", str(data), "--loss-on", "all"]) == 2
-    assert "loss_on: it has TRL's names" in capsys.readouterr().err
 
 
 @pytest.fixture

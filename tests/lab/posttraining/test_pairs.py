@@ -59,7 +59,7 @@ def test_the_processes_parts_are_one_evaluation(job, base, pairs, seven, tmp_pat
     for rank in range(2):
         trainer.processes = Processes(rank=rank, size=2)
         parts.append(trainer.measured_here())
-    assert [sum(batch.counts["pairs"] for batch in part) for part in parts] == [4, 3]
+    assert [sum(batch.weights["loss"] for batch in part) for part in parts] == [4, 3]
 
     class Both(Processes):
         def everyones(self, value):
