@@ -553,16 +553,14 @@ class TuningStage(TrainingStage[S]):
         settings = self.settings.to_dict()
         facts = {name: settings[name] for name in _FACTS if settings.get(name) is not None}
         counts = {name: f"{result[name]:,}" for name in _COUNTS if name in result}
-        accuracy = (
-            {"eval_accuracy": ("accuracy of the answers' tokens", ".2%")} if self.settings.command_name == "sft" else {}
-        )
+        accuracy = "accuracy of the answers' tokens" if self.settings.command_name == "sft" else _OF_PAIRS
         return ModelCard(
             head=self.head,
             data={name.replace("_", " "): fact for name, fact in {**facts, **counts}.items()},
             result=result,
             command=self.settings.command(),
             base_model=self.settings.from_model,
-            measures=MEASURES | {"eval_accuracy": accuracy},
+            measures=MEASURES | {"eval_accuracy": (accuracy, ".2%")},
         )
 
 
