@@ -13,6 +13,7 @@ PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 ALARMS = "alarms.jsonl"
 NOTABLE_BATCHES = "notable.jsonl"  # batches that stood out, and that nothing followed
+BATCHES = "batches.jsonl"  # rows of the batches with an alarm, and of notable ones
 NOTES = "notes.jsonl"  # of a scheduled probe
 ABOUT = "about.json"  # of a scheduled probe
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import is_table
-from lamina.jobs.names import ALARMS, METRICS, NOTABLE_BATCHES, NOTES
+from lamina.jobs.names import ALARMS, BATCHES, METRICS, NOTABLE_BATCHES, NOTES
 
 
 class RunFolder:
@@ -35,7 +35,7 @@ class RunFolder:
 
     def faults(self) -> list[str]:
         """Describe each damaged record in a sentence: a file's bad line, or an unreadable part of a table."""
-        lines = (METRICS, ALARMS, NOTABLE_BATCHES, f"probes/*/{NOTES}")
+        lines = (METRICS, ALARMS, NOTABLE_BATCHES, BATCHES, f"probes/*/{NOTES}")
         faults = [parse_lines(path)[1] for pattern in lines for path in sorted(self.path.glob(pattern))]
         tables = ("layers/part-*.parquet", "layers/part-*.npz", "probes/*/part-*.parquet")
         for part in sorted(part for pattern in tables for part in self.path.glob(pattern)):

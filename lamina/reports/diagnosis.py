@@ -33,6 +33,7 @@ from lamina.reports.causes import (
     rate_jump,
 )
 from lamina.training.monitor.alarms import EVENT, NOTABLE, Alarm, describe, place_in_words, read_alarms, says_where
+from lamina.training.monitor.batches import beginning_of, read_batches
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, Row, read_about, read_rows
@@ -61,6 +62,7 @@ class Evidence(Signs):
         settings: of the run, as its config.yaml says them, and what was seen of a watched training's.
         epochs: the epoch by step; empty where it is not recorded.
         falls: steps of another tool's record at which the loss fell out of its noise.
+        batches: the rows of recorded batches, by step.
     """
 
     rows: Rows
@@ -71,6 +73,7 @@ class Evidence(Signs):
     settings: Json = field(default_factory=dict)
     epochs: Mapping[int, float] = field(default_factory=dict)
     falls: tuple[int, ...] = ()
+    batches: Mapping[int, Sequence[Json]] = field(default_factory=dict)
 
     @property
     def imported(self) -> bool:
@@ -114,7 +117,9 @@ def gather(folder: Path) -> Evidence:
     rose = loss_rise(losses, told, rates if history else None)
     if rose is None and status == Status.DIVERGED:  # as the guard saw it
         rose = next((record["step"] for record in logged if "diverged" in record), None)
-    steps = sorted({row[0] for row in every if row[5] in (LOSS, NORM)})
+    steps, batches = sorted({row[0] for row in every if row[5] in (LOSS, NORM)}), dict[int, list[Json]]()
+    for line in read_batches(folder):
+        batches.setdefault(line["step"], []).append(line)
     apart = statistics.median(later - step for step, later in pairwise(steps)) if len(steps) > 1 else 1
     return Evidence(
         clock={step: number for number, step in enumerate(steps, start=1)} if apart > 1 else {},
@@ -122,6 +127,7 @@ def gather(folder: Path) -> Evidence:
         falls=tuple(history.get("falls", ())),
         epochs={row[0]: row[6] for row in every if row[5] == EPOCH},
         rows=rows,
+        batches=batches,
         losses=losses,
         rates=rates,
         alarms=tuple(alarm for alarm in told if alarm.rule != NOTABLE),
@@ -234,6 +240,7 @@ FINDINGS = Path(__file__).parent / "assets" / "findings.json"
 """The verdicts on the claims of ``CAUSES`` in sentences, written by docs/results.py from the records of studies."""
 _SHOWN = 12  # alarms
 _CHANGES = 3  # at most
+_BATCHES, _ROWS = 3, 4  # batches of which the text is shown, and rows of each
 _SMALL = (
     "Lamina knows the causes from small models that were broken on purpose, so look at the charts before you act "
     "(docs/loss-spiked.md)."
@@ -293,13 +300,16 @@ def answer(evidence: Evidence) -> Answer:
     if first is None:
         finding = "Lamina found no anomaly in the record." if evidence.imported else "No layer has an anomaly."
         more = f"Record {_more(evidence)}, to see what happens between two records."
-        return Answer(cause=[], evidence=[*course, finding], changes=[more] if rose is not None else [])
+        return Answer(
+            cause=[], evidence=[*course, finding, *_rows(evidence)], changes=[more] if rose is not None else []
+        )
     causes, texts = causes_of(evidence), [_course(evidence), f"The first anomaly is at {_described(evidence, first)}."]
     location, everywhere = evidence.place or first, _everywhere(evidence, first)
     inside = location.layer >= 0 or location.role != "all"
     if _place(location) != _place(first) and says_where(location) and inside and not everywhere:
         texts.append(f"The first one that shows the location is at {_described(evidence, location)}.")
     texts += [*_early(evidence, first), *_next(evidence, first, location), *everywhere, *course[1:]]
+    texts += _rows(evidence)
     if causes[0][0] == NOT_KNOWN:
         none = f"{_RECORDED[evidence.view]} several failures, or none that Lamina knows" if evidence.imported else ""
         cause = f"The cause is not known: {none or 'the signs fit no failure that Lamina knows'}."
@@ -460,6 +470,19 @@ def _notable(evidence: Evidence) -> list[str]:
     return [
         f"The batches of steps {', '.join(steps)} had unusually large gradients, and nothing went wrong after them."
     ]
+
+
+def _rows(evidence: Evidence) -> list[str]:
+    """Say how the rows of the first anomaly's batch begin, or those of the notable batches."""
+    shown = [evidence.first] if evidence.first is not None and evidence.first.step in evidence.batches else []
+    steps = dict.fromkeys(alarm.step for alarm in shown or evidence.notable if alarm.step in evidence.batches)
+    texts = []
+    for step in [*steps][:_BATCHES]:
+        rows = evidence.batches[step]
+        begin = "; ".join(f"{line['hash']} “{beginning_of(line)}”" for line in rows[:_ROWS])
+        more = f" batches.jsonl has all {len(rows)}." if len(rows) > _ROWS else ""
+        texts.append(f"Rows of the batch of step {step}, by hash and beginning: {begin}.{more}")
+    return texts
 
 
 def epoch_stairs(evidence: Evidence) -> dict[int, int]:

@@ -20,12 +20,14 @@ from lamina.reports.page import Section, details, figure, prose, sentence, write
 from lamina.reports.side_by_side import Place, SideBySide
 from lamina.reports.style import polish
 from lamina.training.monitor.alarms import Alarm, describe, events
+from lamina.training.monitor.batches import beginning_of
 from lamina.training.monitor.writers import LOSS
 
 PAGE = "diagnosis.html"
 Drawn: TypeAlias = tuple[str, str, Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]
 """a line's name, color, steps and values"""
-_SHOWN = 12  # alarms
+_SHOWN = 12  # alarms, and batches
+_ROWS = 200  # of a batch
 _POINTS, _NEAR = 1000, 100  # of a line, and those on each side of the first alarm
 _COLORS = ("#b3261e", "#c98f1e", "#3d6fb4")
 
@@ -65,6 +67,7 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
             Section(name="Diagnosis", title=title, html=findings(said)),
             Section(name="Charts", title="What shows it", html=html),
             Section(name="Evidence", title="Evidence", html=_paragraphs(said.evidence if said.cause else [])),
+            batches(evidence),
             Section(name="Notes", title="How far to trust it", html=_paragraphs(said.notes)),
             Section(
                 name="Alarms",
@@ -80,6 +83,20 @@ def findings(said: Answer) -> str:
     todo = [sentence(text.removeprefix("To change: ")) for text in said.changes]
     advice = "".join(f"<li>{escape(text)}</li>" for text in todo)
     return prose(said.cause or said.evidence, {}, "finding") + (f"<ol>{advice}</ol>" if advice else "")
+
+
+def batches(evidence: Evidence) -> Section:
+    """Return the section of the recorded batches: how each row begins."""
+    html = ""
+    for step, lines in [*evidence.batches.items()][:_SHOWN]:
+        cells = "".join(
+            f"<tr><td>{line['process']}</td><td>{line['row']}</td><td><code>{escape(str(line['hash']))}</code></td>"
+            f"<td>{escape(beginning_of(line))}</td></tr>"
+            for line in lines[:_ROWS]
+        )
+        head = "<tr><th>process</th><th>row</th><th>hash</th><th>beginning</th></tr>"
+        html += details(f"step {step}: {len(lines)} rows", f"<table>{head}{cells}</table>")
+    return Section(name="Batches", title="Batches that stood out", html=html)
 
 
 def loss_chart(evidence: Evidence) -> str:

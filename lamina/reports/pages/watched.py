@@ -12,7 +12,7 @@ from lamina.reports import charts, layers, scheduled_probes, sections
 from lamina.reports.charts import Line
 from lamina.reports.diagnosis import Evidence, answer, gather, headline
 from lamina.reports.page import Section, callouts, figure, sentence, write_page
-from lamina.reports.pages.diagnosis import findings, loss_chart
+from lamina.reports.pages.diagnosis import batches, findings, loss_chart
 from lamina.reports.records import read_run
 from lamina.reports.registry import report_of
 from lamina.reports.style import PALETTE
@@ -48,6 +48,7 @@ def watched_report(folder: Path) -> Path:
             Section("Diagnosis", cause, (findings(answer(evidence)) if evidence else "") + _summary(folder, about)),
             Section("Loss", "Training loss", loss_chart(evidence)) if evidence else sections.loss(study, items, False),
             Section("Course", "Learning rate and gradient norm", _course(evidence)),
+            *([batches(evidence)] if evidence else []),
             *layers.sections(items),
             *scheduled_probes.sections(items),
             sections.settings(study),

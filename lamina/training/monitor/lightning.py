@@ -43,7 +43,7 @@ class LightningMonitor(WatchCallback, _callback()):
     Args:
         output: the folder of the records.
         overwrite: whether to replace the folder's content.
-        on_alarm, settings: those of ``lamina.watch``.
+        on_alarm, tokenizer, settings: those of ``lamina.watch``.
 
     Raises:
         UserError: for invalid settings; when training begins, for an output folder in use.

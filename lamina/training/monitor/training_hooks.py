@@ -27,6 +27,7 @@ from lamina.probes.structure.hooks import Kwargs, Output, forward, undisturbed
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
 from lamina.training.checkpointing.sharding import local_part, reshard
+from lamina.training.monitor.batches import KeptBatches
 from lamina.training.monitor.graph_hooks import GraphHooks, hook, is_compiled
 from lamina.training.monitor.listeners import listening
 from lamina.training.monitor.loop_signs import LoopSigns, StepSigns, kept_square, named
@@ -270,6 +271,7 @@ class Instruments:
         self.model = bare(model)
         self.optimizers = [stepping(optimizer) for optimizer in optimizers]
         self.settings = settings
+        self.batches = KeptBatches(settings.every) if settings.batches else None
         self.due = False
         self.tokens = 0
         self.last_norm: float | None = None
@@ -354,6 +356,8 @@ class Instruments:
         numbers = _numbers_of(inputs)
         self._batch = numbers if self._batch is None else self._batch + numbers
         self.tokens += items_of(inputs)
+        if self.batches is not None:
+            self.batches.see(inputs, getattr(self.model, "main_input_name", None))
         self._summed = kwargs.get("num_items_in_batch") is not None
         if self.due and not self._measured and self._meter is not None:
             self._measuring.enter_context(self._meter.measuring(module))
@@ -538,6 +542,8 @@ class Instruments:
             share = squares.new_zeros(1) if kept is None else (kept.to(squares) / squares.sum()).sqrt().reshape(1)
             self._squares.append((step, torch.cat([squares, weights, batch.to(squares), share]), stepped, signs))
         self._weights = self._batch = None
+        if self.batches is not None:
+            self.batches.end_step(step)
         return taken
 
     def _compare_parameters(self, step: int) -> None:

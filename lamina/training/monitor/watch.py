@@ -36,6 +36,7 @@ from lamina.jobs.seals import refuse_altered, write_result
 from lamina.jobs.status import Status
 from lamina.modeling.processes import Processes
 from lamina.training.monitor.alarms import Alarms, events
+from lamina.training.monitor.batches import BatchRecords, Tokenizer
 from lamina.training.monitor.check import BeforeTraining, findings
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.monitor import Monitor, OnAlarm, Writers
@@ -112,6 +113,7 @@ class LoopMonitor(Monitor):
         records: the writer in the first process; None in all other processes.
         step: the last earlier step; 0 for a new run.
         on_alarm: called in the first process with the first alarm of each event.
+        tokenizer: decodes the rows of recorded batches; None looks for the model's.
     """
 
     says, level = "lamina.watch: ", logging.WARNING
@@ -124,6 +126,7 @@ class LoopMonitor(Monitor):
         *,
         step: int = 0,
         on_alarm: OnAlarm | None = None,
+        tokenizer: Tokenizer | None = None,
     ):
         settings = instruments.settings
         guard = DivergenceGuard(
@@ -133,6 +136,9 @@ class LoopMonitor(Monitor):
         )
         super().__init__(records=records, processes=processes, guard=guard, step=step, on_alarm=on_alarm)
         self.instruments, self.settings = instruments, settings
+        folder, self.batches = None if records is None else records.folder, None
+        if instruments.batches is not None:
+            self.batches = BatchRecords(instruments.batches, folder, step, tokenizer, instruments.model)
         self.outliers = None if settings.skip_outliers is None else OutlierRule(sigmas=settings.skip_outliers)
         self.diverged: Diverged | None = None
         self.skipped = 0
@@ -242,6 +248,7 @@ class LoopMonitor(Monitor):
         self.alarms.half = self.instruments.half  # autocast may have been seen
         series = self.look(rows, rate, due=due)
         self._losses += [row[6] for row in series if row[5] == LOSS]
+        self._write_batches()
         if due:
             self._describe()
             self._write_record(rate)
@@ -256,6 +263,11 @@ class LoopMonitor(Monitor):
                 self.guard.see_loss(step, value)
             else:
                 self.guard.see_gradient(step, value)
+
+    def _write_batches(self) -> None:
+        """Write the batches that the alarms name; all processes call it at the same step."""
+        if self.batches is not None:
+            self.batches.write({alarm.step for alarm in self.alarms.told}, self.processes)
 
     def take(self, rows: Sequence[Row]) -> None:
         """Judge and record what the training code says of a step itself."""
@@ -309,6 +321,8 @@ class LoopMonitor(Monitor):
             status, reason = Status.DIVERGED, self.diverged.reason
         if together:
             self.look(due=False)
+            self.alarms.close()
+            self._write_batches()
         if isinstance(self.records, WatchedRecords):
             seconds = time.monotonic() - self._begun
             new = self.instruments.tokens * self.processes.size
@@ -398,6 +412,7 @@ def watch(
     overwrite: bool = False,
     step: int = 0,
     on_alarm: OnAlarm | None = None,
+    tokenizer: Tokenizer | None = None,
     **settings: object,
 ) -> Watch:
     """Watch a training loop layer by layer.
@@ -429,7 +444,8 @@ def watch(
         on_alarm: called in the first process with the first alarm of each event. The alarm has ``step``, ``layer``,
             ``sublayer``, ``metric`` and ``value``, and converts to a sentence by ``str``. An error in the function ends
             the training.
-        settings: see ``WatchSettings``: every, layers, attention, on_divergence, divergence_margin,
+        tokenizer: with ``batches=True``, decodes the rows of recorded batches; None looks for the model's.
+        settings: see ``WatchSettings``: every, layers, attention, batches, on_divergence, divergence_margin,
             divergence_patience, skip_outliers, report_to.
 
     Raises:
@@ -439,7 +455,7 @@ def watch(
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise UserError(f"step: {step!r} (allowed: a whole number, 0 or more)")
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    modes: Json = {"resume": resume, "overwrite": overwrite, "step": step, "on_alarm": on_alarm}
+    modes: Json = {"resume": resume, "overwrite": overwrite, "step": step, "on_alarm": on_alarm, "tokenizer": tokenizer}
     return Watch(functools.partial(open_monitor, model, optimizers, record, **modes))
 
 
@@ -452,6 +468,7 @@ def open_monitor(
     overwrite: bool = False,
     step: int = 0,
     on_alarm: OnAlarm | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> LoopMonitor | None:
     """Begin a monitor; all processes of a run call it.
 
@@ -480,7 +497,8 @@ def open_monitor(
         if processes.first:
             logger.warning("lamina.watch: %s; training goes on without records", error)
         return None
-    monitor = LoopMonitor(instruments, records[0] if records else None, processes, step=step, on_alarm=on_alarm)
+    modes: Json = {"step": step, "on_alarm": on_alarm, "tokenizer": tokenizer}
+    monitor = LoopMonitor(instruments, records[0] if records else None, processes, **modes)
     monitor.begin()
     return monitor
 
@@ -506,8 +524,17 @@ def was_killed(settings: WatchSettings) -> bool:
 class WatchCallback:
     """The shared base of the callbacks for Trainer and Lightning: the arguments of ``lamina.watch``, and a monitor."""
 
-    def __init__(self, output: str, *, overwrite: bool = False, on_alarm: OnAlarm | None = None, **settings: object):
+    def __init__(
+        self,
+        output: str,
+        *,
+        overwrite: bool = False,
+        on_alarm: OnAlarm | None = None,
+        tokenizer: Tokenizer | None = None,
+        **settings: object,
+    ):
         super().__init__()
+        self.tokenizer = tokenizer
         self.settings = WatchSettings.from_dict({"output": output, **settings})
         self.overwrite, self.on_alarm = overwrite, on_alarm
         self.monitor: LoopMonitor | None = None
@@ -524,7 +551,7 @@ class WatchCallback:
         """
         resume: Resume = "auto" if step else False
         overwrite = not step and (self.overwrite or was_killed(self.settings))
-        modes: Json = {"resume": resume, "overwrite": overwrite, "on_alarm": self.on_alarm}
+        modes: Json = {"resume": resume, "overwrite": overwrite, "on_alarm": self.on_alarm, "tokenizer": self.tokenizer}
         self.monitor = open_monitor(model, optimizers, self.settings, step=step, **modes)
 
     def _end(self, status: Status) -> None:
@@ -545,6 +572,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         output: the folder of the records.
         overwrite: whether to replace the folder's content.
         on_alarm: called with the first alarm of each event, as by ``lamina.watch``.
+        tokenizer: with ``batches=True``, decodes the rows of recorded batches; None takes Trainer's or the model's.
         settings: the other settings of ``lamina.watch``.
 
     Raises:
@@ -566,6 +594,8 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         assert optimizer is not None
         if (stale := _OPEN.get(real_path(self.settings.output))) is not None:
             stale._end(Status.INTERRUPTED)  # its training failed, else it would have ended it
+        processing = kwargs.get("processing_class")
+        self.tokenizer = self.tokenizer or (processing if hasattr(processing, "decode") else None)
         self._begin(model, [optimizer], state.global_step)
         if self.monitor is None:
             return

@@ -354,6 +354,7 @@ class WatchSettings(Settings):
     every: int = setting(20, "steps between two records; losses and gradients are kept for every step", at_least(1))
     layers: str | None = setting(None, "path of the list of layers, if they cannot be found (model.layers)")
     attention: bool = setting(True, "whether to record the largest attention logit and the experts' loads")
+    batches: bool = setting(False, "whether to keep the rows of batches with an alarm, and of notable ones, with text")
     on_divergence: OnDivergence = setting("note", "note a divergence, or stop")
     divergence_margin: float = setting(1.0, "nats above its best at which a loss counts as diverging", not_below(0.0))
     divergence_patience: int = setting(20, "steps that the loss must stay there", at_least(1))

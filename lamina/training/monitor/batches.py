@@ -1,0 +1,179 @@
+"""The rows of the batches that stood out: batches.jsonl, so that the text behind a spike can be found.
+
+Loads neither torch nor transformers: the pages read batches.jsonl here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from lamina.core.json_types import Json
+from lamina.jobs.files import write_lines
+from lamina.jobs.names import BATCHES
+from lamina.jobs.run_folder import parse_lines
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from lamina.modeling.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+Rows: TypeAlias = list["torch.Tensor"]
+SPARE = 64  # steps for which batches are kept beyond an interval of records: alarms come late
+MOST_BYTES = 2**28  # of batches that are kept
+MOST_STEPS = 100  # in the file
+SHOWN = 64  # tokens at a row's beginning
+_LONGEST = 200  # characters of them
+
+
+class Tokenizer(Protocol):
+    """Whatever turns a list of token ids into text, such as a tokenizer of transformers or of tiktoken."""
+
+    def decode(self, ids: list[int], /) -> Any: ...
+
+
+class KeptBatches:
+    """The last steps' batches of one process; nothing waits for the device before a batch is asked for.
+
+    Args:
+        every: the steps between two records, at which a process that works behind its device sees alarms.
+    """
+
+    def __init__(self, every: int):
+        self.steps: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        self._most, self._bytes = every + SPARE, 0
+        self._open: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # micro-batches of the step that is under way
+
+    def see(self, inputs: Mapping[str, torch.Tensor], main: str | None) -> None:
+        """Keep a micro-batch's tokens, or its main input if it has none, and the mask that tells padding."""
+        tensors = {name: value.detach() for name, value in inputs.items() if value.ndim}
+        first = [main] if main in tensors else []
+        flat = [name for name in (*first, *tensors) if tensors[name].ndim == 2]
+        tokens = next((name for name in flat if not tensors[name].is_floating_point()), None)
+        name = tokens or next(iter((*first, *tensors)), None)
+        if name is None:
+            return
+        value, mask = tensors[name], tensors.get("attention_mask")
+        fits = mask is not None and mask is not value and mask.shape == value.shape
+        self._open.append(
+            (value.clone().int() if tokens else value.clone(), mask.bool() if fits and mask is not None else None)
+        )
+
+    def end_step(self, step: int) -> None:
+        self.steps[step], self._open = self._open, []
+        self._bytes += _bytes_of(self.steps[step])
+        while len(self.steps) > self._most or (self._bytes > MOST_BYTES and len(self.steps) > 1):
+            self._bytes -= _bytes_of(self.steps.pop(next(iter(self.steps))))
+
+    def rows(self, step: int) -> Rows:
+        """Return the rows of a step's batch on the CPU, without padding."""
+        rows: Rows = []
+        for value, mask in self.steps.get(step, []):
+            kept = None if mask is None else mask.cpu()
+            rows += [row if kept is None else row[kept[number]] for number, row in enumerate(value.cpu())]
+        return rows
+
+
+class BatchRecords:
+    """batches.jsonl: a line per row of each batch with an alarm, and of each notable batch.
+
+    A line has the ``step``, the ``process``, the ``row``, the ``hash`` and the ``beginning``, which is a text, or the
+    first token ids without a tokenizer. It is None for rows that are not of tokens.
+
+    Args:
+        folder: gets the file; None in all processes but the first.
+        step: the last earlier step; 0 for a new run.
+        tokenizer: decodes the beginnings; None looks for the model's.
+    """
+
+    def __init__(
+        self, kept: KeptBatches, folder: Path | None, step: int, tokenizer: Tokenizer | None, model: nn.Module | None
+    ):
+        self.kept, self.folder, self.tokenizer, self._model = kept, folder, tokenizer, model
+        self._lines: list[Json] = []
+        if folder is not None and (before := read_batches(folder)):
+            self._lines = [line for line in before if line["step"] <= step]
+            write_lines(folder / BATCHES, self._lines)
+
+    def write(self, steps: Iterable[int], processes: Processes) -> None:
+        """Write the batches of steps at which the first process saw something; all processes call it together."""
+        written = {line["step"] for line in self._lines}
+        new = sorted(set(steps) - written)[: max(0, MOST_STEPS - len(written))]
+        new = processes.everyones(new)[0]
+        if not new:
+            return
+        mine = [
+            {
+                "step": step,
+                "process": processes.rank,
+                "row": number,
+                "hash": hash_of_row(row),
+                "beginning": self._begin(row),
+            }
+            for step in new
+            for number, row in enumerate(self.kept.rows(step))
+        ]
+        lines = [line for lines in processes.everyones(mine) for line in lines]
+        if self.folder is not None and lines:
+            self._lines = sorted([*self._lines, *lines], key=lambda line: (line["step"], line["process"], line["row"]))
+            write_lines(self.folder / BATCHES, self._lines)
+
+    def _begin(self, row: torch.Tensor) -> str | list[int] | None:
+        if row.ndim != 1 or row.is_floating_point():
+            return None
+        ids = row[:SHOWN].tolist()
+        if self.tokenizer is None and self._model is not None:
+            self.tokenizer, self._model = tokenizer_of(self._model), None
+        try:
+            return ids if self.tokenizer is None else str(self.tokenizer.decode(ids))[:_LONGEST]
+        except Exception as error:  # anybody's tokenizer; a training does not end because of its records
+            logger.warning("lamina.watch: batches: the tokenizer cannot decode a batch (%s)", error)
+            self.tokenizer = self._model = None
+            return ids
+
+
+def hash_of_row(row: torch.Tensor) -> str:
+    """Return the first 16 digits of the SHA-256 of a row: of its token ids as int64, or of its values as float32."""
+    values = row.float().numpy().astype("<f4") if row.is_floating_point() else row.numpy().astype("<i8")
+    return hashlib.sha256(values.tobytes()).hexdigest()[:16]
+
+
+def tokenizer_of(model: nn.Module) -> Tokenizer | None:
+    """Return the tokenizer of the folder, or of the local cache, that a transformers model came from; else None."""
+    config = getattr(model, "config", None)
+    name = getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None)
+    if not name:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except Exception:  # whatever is there: it is no tokenizer
+        return None
+    return tokenizer if len(tokenizer) <= getattr(config, "vocab_size", 0) else None
+
+
+def read_batches(folder: Path) -> list[Json]:
+    """Read batches.jsonl, a line per row of a batch; damaged lines are left out."""
+    names = {"step", "process", "row", "hash", "beginning"}
+    return [line for line in parse_lines(folder / BATCHES)[0] if line.keys() == names]
+
+
+def beginning_of(line: Json) -> str:
+    """Return the beginning of a row in words: the text on one line, or the token ids."""
+    beginning = line["beginning"]
+    if isinstance(beginning, str):
+        return " ".join(beginning.split())
+    return "" if beginning is None else f"token ids {' '.join(map(str, beginning[:12]))}"
+
+
+def _bytes_of(micro_batches: list[tuple[torch.Tensor, torch.Tensor | None]]) -> int:
+    return sum(
+        value.numel() * value.element_size() + (0 if mask is None else mask.numel()) for value, mask in micro_batches
+    )
