@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
+from plotly.colors import get_colorscale
 
 from lamina.probes.engine.figures import evenly
+from lamina.reports.plotting import Figure, panels
 from lamina.reports.records import Frame
 from lamina.reports.style import FONT, GREY, Shown, at_least_a_decade, log_scale, log_ticks, polish, rgba
 
+VIRIDIS = get_colorscale("Viridis")
 _ACROSS = 3  # panels or maps in a row
 _MAX_ROWS, _MAX_COLUMNS = 128, 80  # cells of a heat map
 _MAX_POINTS = 4000  # of a line over the steps
@@ -56,8 +57,8 @@ class Line:
     opacity: float = 0.14
     customdata: Values | None = None
 
-    def draw(self, figure: go.Figure, row: int | None = None, col: int | None = None) -> None:
-        panel: dict[str, int | None] = {} if row is None else {"row": row, "col": col}
+    def draw(self, figure: Figure, row: int | None = None, col: int | None = None) -> None:
+        panel: dict[str, int | None] = {"row": row, "col": col}
         if self.band is not None:
             band(figure, *self.band, rgba(self.color, self.opacity), legendgroup=self.group, **panel)
         figure.add_scatter(
@@ -77,8 +78,17 @@ class Line:
         )
 
 
-def band(figure: go.Figure, x: Values, low: Values, high: Values, color: str, **more: int | str | None) -> None:
-    """Fill the area between two edges; ``more``: its group in the legend, its panel."""
+def band(
+    figure: Figure,
+    x: Values,
+    low: Values,
+    high: Values,
+    color: str,
+    row: int | None = None,
+    col: int | None = None,
+    **more: object,
+) -> None:
+    """Fill the area between two edges; ``more``: its group in the legend."""
     figure.add_scatter(
         x=[*x, *x[::-1]],
         y=[*high, *low[::-1]],
@@ -88,6 +98,8 @@ def band(figure: go.Figure, x: Values, low: Values, high: Values, color: str, **
         line={"width": 0},
         hoverinfo="skip",
         showlegend=False,
+        row=row,
+        col=col,
         **more,
     )
 
@@ -123,33 +135,31 @@ class Grid:
 
 def side_by_side(
     titles: Sequence[str], lines: Iterable[tuple[int, Line]], x: str, y: str, height: int = 430, *, log: bool = False
-) -> go.Figure:
+) -> Figure:
     """Draw lines, each with the number of its panel from 1, in a row of panels that share their y axis."""
-    figure = make_subplots(
-        rows=1, cols=len(titles), shared_yaxes=True, horizontal_spacing=0.035, subplot_titles=list(titles)
-    )
+    figure = panels(1, len(titles), across=0.035, titles=titles, share_y="row")
     for panel, line in lines:
         line.draw(figure, 1, panel)
     figure.update_xaxes(title=x).update_yaxes(title=y, row=1, col=1)
     polish(figure.update_layout(hovermode="x unified"), height)
     if log:
         log_axis(figure)
-    return titles_above(figure.update_layout(margin_t=84, legend_y=1.1))
+    return titles_above(figure.update_layout(margin={"t": 84}, legend={"y": 1.1}))
 
 
-def in_a_row(panels: Mapping[str, Iterable[Line]], x: str, height: int) -> go.Figure | None:
+def in_a_row(lines_by_title: Mapping[str, Iterable[Line]], x: str, height: int) -> Figure | None:
     """Draw panels that share their x axis only, by the titles of their y axes; None if there are none."""
-    if not panels:
+    if not lines_by_title:
         return None
-    figure = make_subplots(rows=1, cols=len(panels), horizontal_spacing=0.08)
-    for number, (title, lines) in enumerate(panels.items(), start=1):
+    figure = panels(1, len(lines_by_title), across=0.08)
+    for number, (title, lines) in enumerate(lines_by_title.items(), start=1):
         for line in lines:
             line.draw(figure, 1, number)
         figure.update_yaxes(title=title, row=1, col=number)
     return polish(figure.update_xaxes(title=x), height)
 
 
-def reference(figure: go.Figure, x: Sequence[float], y: float, name: str) -> None:
+def reference(figure: Figure, x: Sequence[float], y: float, name: str) -> None:
     """Draw a dashed level line with a name in the legend."""
     figure.add_scatter(
         x=list(x),
@@ -161,9 +171,9 @@ def reference(figure: go.Figure, x: Sequence[float], y: float, name: str) -> Non
     )
 
 
-def against(x: str, y: str, lines: Iterable[Line], height: int = 340, *, unified: bool = False) -> go.Figure | None:
+def against(x: str, y: str, lines: Iterable[Line], height: int = 340, *, unified: bool = False) -> Figure | None:
     """Draw lines against ``x``; None if there are none. ``unified``: one text for all values at an x."""
-    figure = go.Figure()
+    figure = Figure()
     for line in lines:
         line.draw(figure)
     if not figure.data:
@@ -172,15 +182,15 @@ def against(x: str, y: str, lines: Iterable[Line], height: int = 340, *, unified
     return polish(figure.update_layout(hovermode="x unified" if unified else None), height)
 
 
-def log_axis(figure: go.Figure) -> go.Figure:
+def log_axis(figure: Figure) -> Figure:
     """Draw logarithmic y axes with readable ticks, over at least a decade."""
-    values = np.concatenate([np.asarray(trace.y, dtype=float) for trace in cast("Any", figure.data)])
-    return figure.update_yaxes(patch={"type": "log", **log_scale(values)})
+    values = np.concatenate([np.asarray(trace["y"], dtype=float) for trace in figure.data])
+    return figure.update_yaxes(type="log", **log_scale(values))
 
 
 def heat_maps(
     maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, upwards: str, rightwards: str = "step"
-) -> go.Figure | None:
+) -> Figure | None:
     """Draw tables as maps on one color scale: their rows upward, their columns to the right.
 
     Args:
@@ -198,15 +208,9 @@ def heat_maps(
         upwards = f"{upwards} ({_MAX_ROWS} of {most})"
     grid = Grid(len(drawn))
     height = 196 * grid.down + 84
-    figure = make_subplots(
-        rows=grid.down,
-        cols=grid.across,
-        shared_yaxes=True,
-        shared_xaxes=True,
-        horizontal_spacing=0.025,
-        vertical_spacing=34 / max(height - 84, 1) if grid.down > 1 else 0,
-        subplot_titles=[title for title, _ in drawn],
-    )
+    titles = [title for title, _ in drawn]
+    gap = 34 / max(height - 84, 1)
+    figure = panels(grid.down, grid.across, across=0.025, down=gap, titles=titles, share_x=True, share_y="row")
     form = "10^%{z:.2f}" if log else "%{z:.4g}"
     for number, (title, cells) in enumerate(drawn):
         row, col = grid.place(number)
@@ -234,7 +238,7 @@ def heat_maps(
     figure.update_layout(
         plot_bgcolor="#f1f3f5",
         margin={"l": 52, "r": 16, "t": 44, "b": 48},
-        coloraxis={"colorscale": "Viridis", "cmin": low, "cmax": high, "colorbar": bar},
+        coloraxis={"colorscale": VIRIDIS, "cmin": low, "cmax": high, "colorbar": bar},
     )
     return titles_above(figure)
 
@@ -261,7 +265,7 @@ def color_bar(title: str) -> dict[str, object]:
     }
 
 
-def titles_above(figure: go.Figure) -> go.Figure:
+def titles_above(figure: Figure) -> Figure:
     return figure.update_annotations(font={"size": 13, "family": FONT}, yshift=2)
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
-from plotly.subplots import make_subplots
 
 from lamina.probes.engine.figures import evenly
 from lamina.reports import charts
 from lamina.reports.charts import Grid, Line
+from lamina.reports.plotting import Figure, panels
 from lamina.reports.records import Frame, Trial
 from lamina.reports.style import Shown, polish
 
@@ -55,7 +54,7 @@ def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
     return [table[steps] for table in tables] if steps else tables
 
 
-def ends(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
+def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
     """Draw a quantity against the depth at the first and at the last logged step, side by side on one scale.
 
     Between them stands the first record from the step on at which the first run went wrong.
@@ -108,14 +107,14 @@ def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> 
     )
 
 
-def heat_maps(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
+def heat_maps(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
     """Draw a quantity by depth (upwards) and step (to the right): a map per placement, one color scale for all."""
     maps = [(item.label, over_seeds(item, quantity)) for item in items]
     upwards = _axis(quantity, [table for _, table in maps])
     return charts.heat_maps(maps, quantity.label, log=quantity.log, upwards=upwards)
 
 
-def by_steps(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
+def by_steps(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
     """Draw a quantity against the depth, a line for each of a few steps (Peri-LN Fig 1, 6): a panel per placement."""
     tables = [(item, table) for item in items if not (table := over_seeds(item, quantity)).empty]
     if not tables:
@@ -124,15 +123,9 @@ def by_steps(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
     steps = [every[i] for i in evenly(len(every), _LINES)]
     shades = sample_colorscale("Viridis", [0.92 * (1 - i / max(1, len(steps) - 1)) for i in range(len(steps))])
     grid = Grid(len(tables))
-    figure = make_subplots(
-        rows=grid.down,
-        cols=grid.across,
-        shared_yaxes="all",  # pyright: ignore[reportArgumentType]
-        shared_xaxes=True,
-        horizontal_spacing=0.03,
-        vertical_spacing=0.16 / grid.down,
-        subplot_titles=[item.label for item, _ in tables] if len(items) > 1 else None,
-    )
+    titles = [item.label for item, _ in tables] if len(items) > 1 else []
+    gap = 0.16 / grid.down
+    figure = panels(grid.down, grid.across, across=0.03, down=gap, titles=titles, share_x=True, share_y="all")
     for number, (_, table) in enumerate(tables):
         row, col = grid.place(number)
         for step, shade in zip(steps, shades, strict=True):
@@ -155,5 +148,5 @@ def by_steps(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
     if quantity.log:
         charts.log_axis(figure)
     legend_y = 1.06 if grid.down == 1 else 1 + 0.13 / grid.down
-    figure.update_layout(margin_t=72 if len(items) > 1 else 52, legend_y=legend_y)
+    figure.update_layout(margin={"t": 72 if len(items) > 1 else 52}, legend={"y": legend_y})
     return charts.titles_above(figure)

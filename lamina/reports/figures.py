@@ -9,10 +9,10 @@ from typing import cast
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from lamina.reports import charts
 from lamina.reports.charts import Line, line_of
+from lamina.reports.plotting import Figure
 from lamina.reports.ranking import by_rate
 from lamina.reports.records import Frame, Trial, is_number
 from lamina.reports.sentences import Guess
@@ -31,13 +31,13 @@ _ENDS = {
 
 def loss_curves(
     items: Sequence[Shown], unit: str = "nats per token", known: Mapping[str, float] | None = None
-) -> go.Figure | None:
+) -> Figure | None:
     """Draw training loss (thin) and eval loss (points) against tokens; ``known``: losses to compare with, by name.
 
     Over several seeds the eval loss is the mean of those that finished, in a band of one standard deviation. The page
     can also draw it against FLOPs and seconds: ``layout.meta.against`` has the factors of each trace's tokens.
     """
-    figure, evaluated, trained = go.Figure(), [], []
+    figure, evaluated, trained = Figure(), [], []
     factors: list[dict[str, float]] = []
     for item in items:
         for trial in item.trials:
@@ -85,7 +85,7 @@ def loss_curves(
 
 
 def _frame_losses(
-    figure: go.Figure, evaluated: Sequence[np.ndarray], trained: Sequence[np.ndarray], known: Mapping[str, float]
+    figure: Figure, evaluated: Sequence[np.ndarray], trained: Sequence[np.ndarray], known: Mapping[str, float]
 ) -> None:
     """Draw the ``known`` losses as lines, and set a range that shows each curve's end, not its first steps."""
     everything = np.concatenate([*evaluated, *trained]) if evaluated or trained else np.array([])
@@ -97,8 +97,8 @@ def _frame_losses(
             figure.add_hline(
                 y=loss,
                 line={"color": GREY, "width": 1.2, "dash": "dot" if name == BIGRAM else "dash"},
-                annotation={"text": f"{name} {loss:.2f}", "font": {"size": 12, "color": GREY}},
-                annotation_position="bottom left",
+                text=f"{name} {loss:.2f}",
+                font={"size": 12, "color": GREY},
             )
         highest = max(known.values(), default=math.inf)
         if evaluated and BIGRAM in known and all(losses[-1] < known[BIGRAM] for losses in evaluated if len(losses)):
@@ -137,7 +137,7 @@ def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
     ]
 
 
-def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> go.Figure | None:
+def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> Figure | None:
     """Draw the loss on the second corpus against tokens, averaged over the seeds; None if no run has one."""
     lines = [
         line_of(
@@ -155,7 +155,7 @@ def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> go.Figu
     return charts.against("tokens", y, lines, 360, unified=True)
 
 
-def task_scores(items: Sequence[Shown]) -> go.Figure | None:
+def task_scores(items: Sequence[Shown]) -> Figure | None:
     """Draw the scores on --eval-tasks against tokens, a line per task and trial; None if no run has any."""
     every = [scores for item in items for trial in item.trials for _, scores in trial.task_scores]
     tasks = dict.fromkeys(task for scores in every for task in scores)
@@ -179,7 +179,7 @@ def task_scores(items: Sequence[Shown]) -> go.Figure | None:
     return charts.against("tokens", "score", lines, 360, unified=True)
 
 
-def course(item: Shown) -> go.Figure | None:
+def course(item: Shown) -> Figure | None:
     """Draw one run's learning rate and whole gradient norm (before clipping) against the steps."""
     panels, steep = {}, False
     for column, title in (("learning_rate", "learning rate"), ("grad_norm", "gradient norm")):
@@ -193,10 +193,10 @@ def course(item: Shown) -> go.Figure | None:
     figure = charts.in_a_row(panels, "step", 300)
     if steep and figure is not None:
         figure.update_yaxes(type="log", row=1, col=len(panels))
-    return None if figure is None else figure.update_layout(margin_t=24)
+    return None if figure is None else figure.update_layout(margin={"t": 24})
 
 
-def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> go.Figure | None:
+def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> Figure | None:
     """Draw the finished seeds' mean eval loss against the learning rate; unfinished trials are at the top edge."""
     rates = by_rate(results[np.isfinite(results["learning_rate"])])
     if rates.empty or rates["learning_rate"].nunique() < 2:
@@ -206,7 +206,7 @@ def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> 
     losses = measured_rates["eval_loss"] if len(measured_rates) else pd.Series([1.0, 2.0])
     reach = max(float(losses.max() - losses.min()), 0.05)
     top = float(losses.max()) + 0.16 * reach
-    figure, looks_of = go.Figure(), looks(order)
+    figure, looks_of = Figure(), looks(order)
     for number, placement in enumerate(order):
         label = escape(placement)
         rows = rates[rates["placement"] == placement].sort_values("learning_rate")

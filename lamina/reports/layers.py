@@ -7,13 +7,13 @@ from functools import partial
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from lamina.reports import charts, depth
 from lamina.reports.depth import Quantity
 from lamina.reports.layer_rows import by_depth
 from lamina.reports.metrics import METRICS, SECTIONS, Metric
 from lamina.reports.page import Section, details, figure, sentence, words
+from lamina.reports.plotting import Figure
 from lamina.reports.records import Frame, Trial, whole_of
 from lamina.reports.style import Shown
 
@@ -109,7 +109,7 @@ def _part(metric: str, role: str, sublayer: str, index: int, trial: Trial) -> Fr
     return trial.layers.table(metric, role, (sublayer,), index)
 
 
-def _outside(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
+def _outside(items: Sequence[Shown], metric: Metric) -> Figure | None:
     """Draw a metric outside the blocks against the step.
 
     The line is the largest value of a step. If there are several (seeds, or the 100 largest elements), a band reaches
@@ -148,7 +148,7 @@ def _outside(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
     return charts.log_axis(chart) if chart is not None and metric.log else chart
 
 
-def _by_index(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
+def _by_index(items: Sequence[Shown], metric: Metric) -> Figure | None:
     """Draw a map per placement of each expert's load at the last step over its layer's mean, layers upward."""
     maps = []
     for item in items:

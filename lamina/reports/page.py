@@ -13,12 +13,12 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, Template, select_autoescape
 from markupsafe import Markup
 
 from lamina.jobs.files import write_text
 from lamina.jobs.names import PAGE
+from lamina.reports.plotting import Figure
 from lamina.reports.records import faults
 from lamina.reports.style import FONT, TURNS, to_html
 
@@ -86,7 +86,7 @@ def callouts(texts: Iterable[str]) -> str:
     return "".join(f'<p class="notice">{text}</p>' for text in marked)
 
 
-def figure(chart: go.Figure | None, caption: str, heading: str = "") -> str:
+def figure(chart: Figure | None, caption: str, heading: str = "") -> str:
     """Return a figure with its caption below, empty without a chart."""
     if chart is None:
         return ""

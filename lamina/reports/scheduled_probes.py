@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from lamina.jobs.names import ABOUT, NOTES
 from lamina.jobs.run_folder import parse_lines
@@ -17,6 +16,7 @@ from lamina.reports import charts, depth
 from lamina.reports.charts import line_of
 from lamina.reports.depth import Quantity
 from lamina.reports.page import Section, callouts, figure, sentence
+from lamina.reports.plotting import Figure
 from lamina.reports.records import Frame, Trial, groups, lenient_mapping, select
 from lamina.reports.style import Shown
 
@@ -77,7 +77,7 @@ def _label(probe: str, fixed: Mapping[str, Any]) -> str:
     return name + (f" ({', '.join(rest)})" if rest else "")
 
 
-def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> go.Figure | None:
+def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> Figure | None:
     """Draw a probe's numbers for the whole model (layer -1, or no layer) over the steps: one panel per metric."""
     numbers: dict[str, list[tuple[Shown, Frame]]] = {}
     for item in items:

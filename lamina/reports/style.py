@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import base64
 import gzip
-import json
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
-import plotly.io
 
+from lamina.core.json_types import Json
 from lamina.probes.engine.figures import evenly
+from lamina.reports.plotting import Figure
 from lamina.reports.records import Frame, Trial
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
@@ -137,11 +136,10 @@ def rgba(color: str, alpha: float) -> str:
     return f"rgba({red},{green},{blue},{alpha})"
 
 
-def polish(figure: go.Figure, height: int) -> go.Figure:
+def polish(figure: Figure, height: int) -> Figure:
     """Give a figure the common look: white, thin grid lines, the legend above, ticks at whole layers."""
     figure.update_layout(
         height=height,
-        template="none",
         font={"family": FONT, "size": 13, "color": INK},
         paper_bgcolor="#fff",
         plot_bgcolor="#fff",
@@ -157,17 +155,14 @@ def polish(figure: go.Figure, height: int) -> go.Figure:
         "tickcolor": RULE,
         "ticklen": 4,
         "tickfont": {"size": 12, "color": GREY},
-        "title_font": {"size": 12.5, "color": GREY, "family": FONT},
-        "title_standoff": 8,
+        "title": {"font": {"size": 12.5, "color": GREY, "family": FONT}, "standoff": 8},
         "showline": True,
     }
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis, automargin=True)
-    layout, traces = cast("Any", figure.layout), cast("Any", figure.data)
     for letter, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
-        axes = [layout[name] for name in layout if re.fullmatch(f"{letter}axis\\d*", name)]
-        if any(re.match(r"(first )?layer", str(axis.title.text or "")) for axis in axes):
-            values = [value for trace in traces for value in (trace[letter] if trace[letter] is not None else ())]
+        if any(re.match(r"(first )?layer", str(axis["title"].get("text", ""))) for axis in figure.axes(letter)):
+            values = [value for trace in figure.data for value in trace.get(letter, ())]
             if values and all(isinstance(value, int | float | np.number) and math.isfinite(value) for value in values):
                 span = float(max(values)) - float(min(values))
                 if span <= 12 * 128:
@@ -175,28 +170,28 @@ def polish(figure: go.Figure, height: int) -> go.Figure:
     return figure
 
 
-def polish_own(figure: go.Figure) -> go.Figure:
+def polish_own(figure: Figure) -> Figure:
     """Style a figure that has its own sizes and title; the page sets the title above it."""
-    layout, traces = cast("Any", figure.layout), cast("Any", figure.data)
-    legends = sum(trace.showlegend is not False and bool(trace.name) for trace in traces)
-    bottom, top = layout.margin.b, layout.margin.t
-    polish(figure, layout.height or 400)
+    layout, traces = figure.layout, figure.data
+    legends = sum(trace.get("showlegend") is not False and bool(trace.get("name")) for trace in traces)
+    bottom, top = (layout.get("margin", {}).get(side) for side in "bt")
+    polish(figure, layout.get("height") or 400)
     above = 34 if legends < 2 else 52 + 19 * ((legends - 1) // 4)
-    if layout.annotations and top:  # titles of sub-plots stand in the margin
+    if layout.get("annotations") and top:  # titles of sub-plots stand in the margin
         above = max(top, 44)
-    figure.update_layout(title_text=None, margin_b=max(46, bottom or 0), margin_t=above, colorway=_OWN)
-    if "yaxis2" not in layout and all(trace.type in ("scatter", "bar") for trace in traces):
-        values = np.concatenate([np.asarray(trace.y, dtype=float).ravel() for trace in traces if trace.y is not None])
+    figure.update_layout(template=None, title=None, margin={"b": max(46, bottom or 0), "t": above}, colorway=_OWN)
+    if "yaxis2" not in layout and all(trace.get("type", "scatter") in ("scatter", "bar") for trace in traces):
+        values = np.concatenate([np.asarray(trace["y"], dtype=float).ravel() for trace in traces if "y" in trace])
         _honest_axis(figure, values[np.isfinite(values)])
     return figure
 
 
-def _honest_axis(figure: go.Figure, values: np.ndarray) -> None:
+def _honest_axis(figure: Figure, values: np.ndarray) -> None:
     """Set readable ticks, and a range in which level data look level."""
-    axis = cast("Any", figure.layout).yaxis
-    if not len(values) or axis.range is not None:
+    axis = figure.layout["yaxis"]
+    if not len(values) or "range" in axis:
         return
-    if axis.type == "log":
+    if axis.get("type") == "log":
         figure.update_yaxes(**log_scale(values))
     elif values.min() > 0.5 * values.max() > 0:
         figure.update_yaxes(rangemode="tozero")
@@ -219,46 +214,48 @@ def at_least_a_decade(low: float, high: float) -> tuple[float, float]:
     return low - missing / 2, high + missing / 2
 
 
-def to_html(figure: go.Figure) -> str:
+def to_html(figure: Figure) -> str:
     """Return the figure's place in a page and its data, which the page's script unpacks and draws."""
-    layout = cast("Any", figure.layout)
     note = TURNS if _uncover(figure) else ""
-    drawn = json.loads(str(plotly.io.to_json(figure, validate=False)))
-    drawn["layout"].pop("template", None)  # Python's defaults, several kilobytes a figure; the look is set above
-    text = json.dumps(drawn, separators=(",", ":"))
-    data = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()  # a third of the text's size
+    data = base64.b64encode(gzip.compress(figure.to_json().encode(), mtime=0)).decode()  # a third of the text's size
     return (
-        f'<div class="scroll"><div class="plotly-graph-div" style="height:{layout.height or 400}px"></div>'
+        f'<div class="scroll"><div class="plotly-graph-div" style="height:{figure.layout.get("height", 400)}px"></div>'
         f'<script type="text/plain">{data}</script></div>{note}'
     )
 
 
-def _uncover(figure: go.Figure) -> bool:
+def _uncover(figure: Figure) -> bool:
     """Dash lines that hide each other in turns, so that each color shows; returns whether there were any.
 
     Two lines of a panel hide each other if half of their points or more are within 1.2 % of the axis.
     """
-    layout, panels = cast("Any", figure.layout), {}
-    for trace in cast("Any", figure.data):
-        if trace.type == "scatter" and "lines" in (trace.mode or "") and (trace.line.width or 2) >= 1.5:
-            panels.setdefault((trace.xaxis or "x", trace.yaxis or "y"), []).append(trace)
+    panels: dict[tuple[str, str], list[Json]] = {}
+    for trace in figure.data:
+        width = trace.get("line", {}).get("width", 2)
+        if trace.get("type", "scatter") == "scatter" and "lines" in trace.get("mode", "") and width >= 1.5:
+            panels.setdefault((trace.get("xaxis", "x"), trace.get("yaxis", "y")), []).append(trace)
     hidden = False
     for (_, name), lines in panels.items():
-        axis = layout[f"yaxis{name[1:]}"]
-        drawn = [_heights(line.y, log=axis.type == "log") for line in lines]
+        axis = figure.layout[f"yaxis{name[1:]}"]
+        drawn = [_heights(line.get("y"), log=axis.get("type") == "log") for line in lines]
         finite = np.concatenate(drawn)[np.isfinite(np.concatenate(drawn))]
-        near = 0.012 * float(np.ptp(axis.range or (finite if len(finite) else [0])))
+        near = 0.012 * float(np.ptp(axis.get("range") or (finite if len(finite) else [0])))
         for number, (line, shown) in enumerate(zip(lines, drawn, strict=True)):
             hides = [
                 len(shown) > 2
-                and np.array_equal(line.x, other.x)
-                and line.line.color != other.line.color
+                and np.array_equal(line["x"], other["x"])
+                and _color(line) != _color(other)
                 and np.mean(np.abs(shown - heights) <= near) >= 0.5
                 for other, heights in zip(lines, drawn, strict=True)
             ]
             if below := sum(hides[:number]):  # what they show stays free
-                line.line.dash, hidden = f"{_DASH * (1 + sum(hides[number:]))}px,{_DASH * below}px", True
+                dash, hidden = f"{_DASH * (1 + sum(hides[number:]))}px,{_DASH * below}px", True
+                line["line"] = {**line.get("line", {}), "dash": dash}
     return hidden
+
+
+def _color(trace: Json) -> object:
+    return trace.get("line", {}).get("color")
 
 
 def _heights(values: object, *, log: bool) -> np.ndarray:

@@ -49,6 +49,8 @@ def recorded() -> pd.DataFrame:
         rows += [(step, -1, "model", role, 0, "row_norm_abs_max", 2.0) for role in ("embedding", "readout")]
         rows += [(step, 1, "feed_forward", "expert", expert, "expert_load", 0.1 + expert) for expert in range(8)]
         rows += [(step, -1, "model", "all", 0, name, 3.0 - step) for name in (LOSS, NORM, "learning_rate")]
+        policy = [name for name, metric in METRICS.items() if metric.section == "Policy"]
+        rows += [(step, -1, "model", "all", 0, name, 0.5) for name in policy]
         outside = ("rate_ratio", "written_ratio", "forgotten_share")
         for name in ("attention_logit", "stream_rms", "stream_cosine", *outside):
             rows += [(step, layer, "attention", "all", 0, name, 1.0 + step) for layer in range(2)]
@@ -87,11 +89,11 @@ def test_a_new_metric_is_drawn_by_its_row_alone(tmp_path, monkeypatch):
 
 
 def test_the_band_goes_from_the_100th_largest_to_the_largest_and_the_limit_is_drawn(shown):
-    drawn = {trace.name: trace for trace in layers._outside(shown, METRICS["hidden_top_abs"]).data if trace.name}
-    steps = drawn["keel"].x
-    assert list(drawn["keel"].y) == pytest.approx([(step + 1) * 7e4 for step in steps])
-    assert list(drawn["keel"].customdata) == pytest.approx([(step + 1) * 700 for step in steps])
-    assert list(drawn["FP16's limit, 65,504"].y) == [65504, 65504]
+    drawn = {trace.get("name"): trace for trace in layers._outside(shown, METRICS["hidden_top_abs"]).data}
+    steps = drawn["keel"]["x"]
+    assert list(drawn["keel"]["y"]) == pytest.approx([(step + 1) * 7e4 for step in steps])
+    assert list(drawn["keel"]["customdata"]) == pytest.approx([(step + 1) * 700 for step in steps])
+    assert list(drawn["FP16's limit, 65,504"]["y"]) == [65504, 65504]
 
 
 def test_a_series_with_too_many_steps_keeps_its_spikes(tmp_path):
@@ -100,8 +102,8 @@ def test_a_series_with_too_many_steps_keeps_its_spikes(tmp_path):
     rows = [(step, -1, "model", "all", 0, "step_loss", value) for step, value in enumerate(values)]
     item = write_rows(tmp_path, pd.DataFrame(rows, columns=list(LAYER_COLUMNS)))
     line = layers._outside([item], METRICS["step_loss"]).data[-1]
-    assert len(line.y) < 500
-    assert max(line.y) == 9.0
+    assert len(line["y"]) < 500
+    assert max(line["y"]) == 9.0
 
 
 def test_of_a_long_run_each_metric_has_few_steps_with_both_ends_and_the_one_that_failed(tmp_path, monkeypatch):
@@ -221,9 +223,9 @@ def test_the_lines_are_the_values_by_layer_at_the_probed_steps(run):
     quantity = quantities("tiny_states", frame)[0]
     assert quantity.label == "variance"
     figure = by_steps(shown_of(run), quantity)
-    assert [trace.name for trace in figure.data] == [f"step {step}" for step in STEPS]
+    assert [trace["name"] for trace in figure.data] == [f"step {step}" for step in STEPS]
     for trace, step in zip(figure.data, STEPS, strict=True):
-        assert list(trace.y) == [value(step, layer) for layer in range(LAYERS)]
+        assert list(trace["y"]) == [value(step, layer) for layer in range(LAYERS)]
 
 
 def test_pairs_are_averaged_over_their_start(run):
@@ -242,8 +244,8 @@ def test_placements_stand_side_by_side_on_one_scale(run, tmp_path):
     quantity = quantities("tiny_states", Trial(name="t", placement="p", folder=run).probes["tiny_states"])[0]
     figure = by_steps(shown_of(run, other), quantity)
     assert len(figure.data) == 2 * len(STEPS)
-    assert list(figure.data[-1].y) == [pytest.approx(3 * value(30, layer)) for layer in range(LAYERS)]
-    assert figure.layout.yaxis2.matches == "y"
+    assert list(figure.data[-1]["y"]) == [pytest.approx(3 * value(30, layer)) for layer in range(LAYERS)]
+    assert figure.layout["yaxis2"]["matches"] == "y"
 
 
 def test_a_torn_part_is_left_out_and_notes_are_shown(run):

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 import pytest
 from readable import readable
 from synthetic_study import COURSES, write_study
@@ -25,6 +24,7 @@ from lamina.jobs.folder import is_locked, lock
 from lamina.reports import figures, report, summarize
 from lamina.reports import registry as following
 from lamina.reports.figures import loss_curves
+from lamina.reports.plotting import Figure
 from lamina.reports.records import Trial, read_study
 from lamina.reports.screenshot import screenshot
 from lamina.reports.style import Shown, colors, log_ticks, look, looks, to_html
@@ -181,7 +181,7 @@ def test_a_study_of_short_runs_shows_where_each_one_ended(tmp_path):
     study = read_study(folder)
     shown = [Shown(placement=t.placement, color="#0072b2", trials=(t,), status_text="short") for t in study.trials]
     drawn = figures.loss_curves(shown, known={"unigram entropy": 3.24})
-    low, high = drawn.layout.yaxis.range
+    low, high = drawn.layout["yaxis"]["range"]
     ends = [trial.metrics["eval_loss"].dropna().iloc[-1] for trial in study.trials]
     assert all(low < end < high for end in ends)
     page = readable(report(folder).read_text(encoding="utf-8"))
@@ -194,8 +194,8 @@ def test_several_rates_give_u_curves_and_short_runs_are_their_points(tmp_path):
     folder = write_study(tmp_path / "study", courses=SHORT, rates=(1e-3, 3e-3), num_layers=4, logged=3, failed=False)
     study = read_study(folder)
     drawn = figures.u_curves(study.results, colors(SHORT), list(SHORT))
-    low, high = drawn.layout.yaxis.range
-    points = [y for trace in drawn.data for y in trace.y if y is not None]
+    low, high = drawn.layout["yaxis"]["range"]
+    points = [y for trace in drawn.data for y in trace["y"] if y is not None]
     assert set(study.results.eval_loss) <= set(points)
     assert all(low < y < high for y in points)
     assert "at its best learning rate" in readable(report(folder).read_text(encoding="utf-8"))
@@ -253,34 +253,34 @@ def trial(folder, seed, speed, flops=600.0):
 def test_a_loss_can_be_drawn_against_flops_and_seconds_with_a_band_over_the_seeds(tmp_path):
     item = Shown(placement="keel", color="#e69f00", trials=(trial(tmp_path, 0, 5.0), trial(tmp_path, 1, 10.0)))
     figure = loss_curves([item])
-    units = {unit["label"]: unit["factors"] for unit in figure.layout.meta["against"]}
+    units = {unit["label"]: unit["factors"] for unit in figure.layout["meta"]["against"]}
     assert len(figure.data) == 4  # two runs, the band, the mean
     assert units == {
         "tokens": [1.0] * 4,
         "FLOPs": [30.0] * 4,
         "seconds": pytest.approx([0.2, 0.1, 0.15, 0.15]),
     }
-    band = next(trace for trace in figure.data if trace.fill == "toself")
-    assert np.allclose(band.y, [2.5 + 0.5**0.5] * 2 + [2.5 - 0.5**0.5] * 2)
+    band = next(trace for trace in figure.data if trace.get("fill") == "toself")
+    assert np.allclose(band["y"], [2.5 + 0.5**0.5] * 2 + [2.5 - 0.5**0.5] * 2)
 
 
 def test_a_run_without_flops_is_drawn_against_what_it_has(tmp_path):
     item = Shown(placement="keel", color="#e69f00", trials=(trial(tmp_path, 0, 5.0, flops=None),))
-    assert [unit["label"] for unit in loss_curves([item]).layout.meta["against"]] == ["tokens", "seconds"]
+    assert [unit["label"] for unit in loss_curves([item]).layout["meta"]["against"]] == ["tokens", "seconds"]
 
 
 @pytest.mark.parametrize("flops", [0, "many", -1.0])
 def test_numbers_without_a_meaning_leave_the_loss_against_tokens(tmp_path, flops):
     item = Shown(placement="keel", color="#e69f00", trials=(trial(tmp_path, 0, 0.0, flops=flops),))
-    assert list(loss_curves([item]).layout.meta["against"]) == []
+    assert list(loss_curves([item]).layout["meta"]["against"]) == []
 
 
 def test_a_page_holds_a_figures_data_packed_so_that_nothing_in_it_can_end_its_element():
-    html = to_html(go.Figure(go.Scatter(x=[1], y=[1], name="</script><b>&")))
+    html = to_html(Figure().add_scatter(x=[1], y=[1], name="</script><b>&"))
     data = html.partition('<script type="text/plain">')[2].rpartition("</script>")[0]
     assert re.fullmatch(r"[A-Za-z0-9+/=]+", data)
     assert json.loads(gzip.decompress(base64.b64decode(data)))["data"][0]["name"] == "</script><b>&"
-    assert html == to_html(go.Figure(go.Scatter(x=[1], y=[1], name="</script><b>&"))), "the same figure, the same page"
+    assert html == to_html(Figure().add_scatter(x=[1], y=[1], name="</script><b>&")), "the same figure, the same page"
 
 
 def drawn(html):
@@ -289,7 +289,7 @@ def drawn(html):
 
 
 def test_lines_of_the_same_values_take_turns_so_that_each_color_shows():
-    figure, layers = go.Figure(), list(range(8))
+    figure, layers = Figure(), list(range(8))
     for color, factor in (("#111111", 1), ("#222222", 1.001), ("#333333", 50), ("#444444", 1)):
         figure.add_scatter(x=layers, y=[factor * 10**layer for layer in layers], mode="lines", line={"color": color})
     html = to_html(figure.update_yaxes(type="log"))
@@ -312,7 +312,7 @@ def test_the_drawn_eval_loss_is_the_rankings_of_the_seeds_that_finished(tmp_path
     def drawn(*ends):
         ended = tuple(replace(one, status=end) for one, end in zip(trials, ends, strict=True))
         figure = loss_curves([Shown(placement="keel", color="#e69f00", trials=ended)])
-        return next(list(trace.y) for trace in figure.data if trace.mode == "lines+markers")
+        return next(list(trace["y"]) for trace in figure.data if trace["mode"] == "lines+markers")
 
     assert drawn("finished", "stuck") == [2.0, 2.0]
     assert drawn("stuck", "stuck") == [2.5, 2.5]

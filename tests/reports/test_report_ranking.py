@@ -135,7 +135,7 @@ def test_the_page_draws_the_line_beside_the_unigrams(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(page, "to_html", lambda figure: drawn.append(figure) or "")
     sections.loss(study, items, several=False)
-    lines = {line.text for line in drawn[0].layout.annotations}
+    lines = {line["text"] for line in drawn[0].layout["annotations"]}
     assert {"unigram entropy 3.24", "bigram entropy 2.55"} <= lines
 
 

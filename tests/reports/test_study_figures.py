@@ -124,11 +124,11 @@ def everything(tmp_path_factory):
 
 def test_the_pages_figures_have_the_same_points(everything):
     sweep = drawn(everything, "sweep")
-    traces = {trace.name: trace for trace in page.plot(sweep).data if trace.mode == "lines+markers"}
+    traces = {trace["name"]: trace for trace in page.plot(sweep).data if trace["mode"] == "lines+markers"}
     for series in sweep.panels[0].series:
-        assert tuple(traces[series.label].x) == series.x
-        assert tuple(traces[series.label].y) == series.y
-        assert traces[series.label].line.dash == series.look.dash
+        assert tuple(traces[series.label]["x"]) == series.x
+        assert tuple(traces[series.label]["y"]) == series.y
+        assert traces[series.label]["line"].get("dash") == series.look.dash
     for drawing in chosen(everything)[0]:
         assert page.plot(drawing).data
 

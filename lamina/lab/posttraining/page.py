@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import plotly.graph_objects as go
-
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_result
 from lamina.jobs.kinds import Kind
@@ -15,6 +13,7 @@ from lamina.jobs.run_folder import RunFolder
 from lamina.reports import charts, layers, sections
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, callouts, details, figure, write_page
+from lamina.reports.plotting import Figure
 from lamina.reports.records import is_number, read_run
 from lamina.reports.registry import ending_of, report_of
 from lamina.reports.style import PALETTE, polish
@@ -131,11 +130,11 @@ def _curve(title: str, trained: str, held_out: str, quantity: str, caption: str,
     return figure(charts.against("step", quantity, lines), _LOSS_ALONE if alone else caption, title)
 
 
-def _frontier(records: Sequence[Json]) -> go.Figure | None:
+def _frontier(records: Sequence[Json]) -> Figure | None:
     rows = [record for record in records if is_number(record.get("eval_kl")) and is_number(record.get("eval_reward"))]
     if len(rows) < 2:
         return None
-    chart = go.Figure()
+    chart = Figure()
     chart.add_scatter(
         x=[row["eval_kl"] for row in rows],
         y=[row["eval_reward"] for row in rows],

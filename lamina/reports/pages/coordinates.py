@@ -6,7 +6,6 @@ from html import escape
 from pathlib import Path
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
@@ -15,6 +14,7 @@ from lamina.jobs.names import COORDINATES, RESULT, SLOPES
 from lamina.reports import charts, tables
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, write_page
+from lamina.reports.plotting import Figure
 from lamina.reports.records import Frame, read_parquet, study_header
 from lamina.reports.registry import report_of
 from lamina.reports.style import PALETTE
@@ -72,7 +72,7 @@ def coordinates_report(folder: Path) -> Path:
     )
 
 
-def _figure(sizes: Frame, axis: str) -> go.Figure:
+def _figure(sizes: Frame, axis: str) -> Figure:
     """Draw mean |x| against the width or depth: before the first step and after the last, one line per module."""
     sizes = sizes[sizes["metric"] == "size"]
     steps = sorted({int(sizes["step"].min()), int(sizes["step"].max())})

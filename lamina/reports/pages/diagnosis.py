@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-import plotly.graph_objects as go
 
 from lamina.reports import charts
 from lamina.reports.causes import rate_jump
@@ -17,6 +16,7 @@ from lamina.reports.charts import Line
 from lamina.reports.diagnosis import Answer, Evidence, answer, headline
 from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, details, figure, prose, sentence, write_page
+from lamina.reports.plotting import Figure
 from lamina.reports.side_by_side import Place, SideBySide
 from lamina.reports.style import polish
 from lamina.training.monitor.alarms import Alarm, describe, events
@@ -137,7 +137,7 @@ def write_comparison(path: Path, compared: SideBySide) -> Path:
     )
 
 
-def _pair(compared: SideBySide, place: Place) -> go.Figure:
+def _pair(compared: SideBySide, place: Place) -> Figure:
     lines = [
         (name, color, sorted(values), [values[step] for step in sorted(values)])
         for name, color, values in zip(compared.names, _COLORS[1:], compared.series[place], strict=True)
@@ -150,7 +150,7 @@ def _quantity(alarm: Alarm) -> str:
     return METRICS[alarm.metric].quantity if alarm.metric in METRICS else alarm.metric.replace("_", " ")
 
 
-def _series_figure(evidence: Evidence, first: Alarm) -> go.Figure | None:
+def _series_figure(evidence: Evidence, first: Alarm) -> Figure | None:
     layers: dict[int, dict[int, float]] = {}
     for step, layer, sublayer, role, index, _, value in evidence.rows([first.metric], first.sublayer):
         if (sublayer, role, index) == (first.sublayer, first.role, 0):
@@ -173,14 +173,14 @@ def _thinned(steps: list[int], near: int) -> list[int]:
     return sorted({*steps[::every], *steps[max(0, at - _NEAR) : at + _NEAR]})
 
 
-def _drawn(evidence: Evidence, lines: Sequence[Drawn], quantity: str) -> go.Figure:
+def _drawn(evidence: Evidence, lines: Sequence[Drawn], quantity: str) -> Figure:
     """Draw ``lines`` with marks at the rise and at the first alarm."""
     steps = ((evidence.rose, _COLORS[0]), (evidence.first.step if evidence.first else None, _COLORS[1]))
     return _lines(lines, quantity, [(step, color) for step, color in steps if step is not None])
 
 
-def _lines(lines: Sequence[Drawn], quantity: str, marks: Sequence[tuple[int, str]]) -> go.Figure:
-    picture = go.Figure()
+def _lines(lines: Sequence[Drawn], quantity: str, marks: Sequence[tuple[int, str]]) -> Figure:
+    picture = Figure()
     for name, color, steps, values in lines:
         Line(
             x=np.asarray(steps),

@@ -6,7 +6,6 @@ from html import escape
 from pathlib import Path
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
@@ -14,6 +13,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULT, RESULTS
 from lamina.reports import tables
 from lamina.reports.page import Section, callouts, details, figure, moment, write_page
+from lamina.reports.plotting import Figure
 from lamina.reports.records import is_number, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.style import GREY, colors, polish
@@ -166,19 +166,19 @@ def _scores(printed: Json, color: dict[str, str]) -> str:
     return table(fields, rows, "ranking", lambda row: "unfinished" if row["arm"] == GUESSING else "")
 
 
-def _bars(printed: Json, color: dict[str, str]) -> go.Figure | None:
+def _bars(printed: Json, color: dict[str, str]) -> Figure | None:
     """Draw the shares as groups of bars; None if the table has none."""
     scored = [at for at, share in enumerate(printed["shares"]) if share]
     if not scored:
         return None
-    chart = go.Figure()
+    chart = Figure()
     for line in printed["lines"]:
         std = [line["std"][at] if is_number(line["std"][at]) else 0.0 for at in scored]
         chart.add_bar(
             x=[escape(printed["headings"][at]) for at in scored],
             y=[line["mean"][at] for at in scored],
             name=escape(line["arm"]),
-            marker_color=color[line["arm"]],
+            marker={"color": color[line["arm"]]},
             error_y={"type": "data", "array": std, "visible": any(std)},
         )
     chance = printed.get("chance") or [None] * len(printed["headings"])

@@ -9,7 +9,6 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
-import plotly.graph_objects as go
 
 from lamina.core.json_types import Json
 from lamina.jobs.kinds import Kind
@@ -17,6 +16,7 @@ from lamina.jobs.status import Status
 from lamina.reports import charts, sections
 from lamina.reports.charts import line_of
 from lamina.reports.page import Section, callouts, figure, prose, write_page
+from lamina.reports.plotting import Figure
 from lamina.reports.ranking import ONE_SEED, listed
 from lamina.reports.records import Frame, Study, Trial, complete, read_study, rows_of
 from lamina.reports.registry import report_of
@@ -164,9 +164,9 @@ def rules(settings: Mapping[str, object]) -> list[str]:
     ]
 
 
-def loss_by_rate(study: Study, color: Mapping[str, str]) -> go.Figure | None:
+def loss_by_rate(study: Study, color: Mapping[str, str]) -> Figure | None:
     """Draw smoothed loss against learning rate (log), one line per placement and seed, marked where each stopped."""
-    picture, curves = go.Figure(), []
+    picture, curves = Figure(), []
     named_in_legend: set[str] = set()
     for trial, row in zip(study.trials, rows_of(study.results), strict=True):
         curve = curve_of(trial, study.settings)

@@ -11,7 +11,6 @@ from typing import cast
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
@@ -20,6 +19,7 @@ from lamina.jobs.names import LAYERS, PREFLIGHT
 from lamina.reports import charts
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, figure, sentence, write_page
+from lamina.reports.plotting import Figure
 from lamina.reports.ranking import listed
 from lamina.reports.records import Frame, read_parquet, rows_of
 from lamina.reports.registry import report_of
@@ -152,7 +152,7 @@ def _numbers(records: list[Json], labels: list[str]) -> str:
     return table([text("name", "", "name"), *numbers], rows, "trials")
 
 
-def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, color: Mapping[str, str]) -> go.Figure:
+def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, color: Mapping[str, str]) -> Figure:
     """Draw a metric of the blocks by layer, before the first step and at the last measurement, side by side."""
     chosen = layers[(layers["metric"] == metric) & (layers["sublayer"] == "block") & (layers["role"] == "all")]
     lines = []

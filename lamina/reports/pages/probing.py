@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
-import plotly.graph_objects as go
 import plotly.io
 
 from lamina.core.json_types import Json
@@ -22,6 +22,7 @@ from lamina.jobs.names import ENVIRONMENT, RESULT
 from lamina.probes.job.compact import compact
 from lamina.reports import sections, tables
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, sentence, write_page
+from lamina.reports.plotting import Figure
 from lamina.reports.records import Frame, groups, lenient_mapping, read_parquet, rows_of
 from lamina.reports.registry import drawing_of, report_of
 from lamina.reports.screenshot import screenshot
@@ -64,7 +65,8 @@ def draw(folder: Path) -> list[Path]:
     for drawn in (drawn for entry in result["probes"].values() for drawn in entry.get("figures") or ()):
         source = folder / "figures" / Path(drawn["file"]).name
         picture = _read(source)
-        html = plotly.io.to_html(picture, full_html=False, include_plotlyjs=True, config={"displayModeBar": False})
+        drawn_as = json.loads(picture.to_json())
+        html = plotly.io.to_html(drawn_as, full_html=False, include_plotlyjs=True, config={"displayModeBar": False})
         with tempfile.TemporaryDirectory() as scratch:
             page = Path(scratch) / "figure.html"
             page.write_text(
@@ -73,14 +75,15 @@ def draw(folder: Path) -> list[Path]:
                 f"</h3>{html}</body>",
                 encoding="utf-8",
             )
-            height = int(picture.layout.height) + 34
+            height = int(picture.layout["height"]) + 34
             pictures.append(screenshot(page, source.with_suffix(".png"), _PICTURE_WIDTH, height))
     return pictures
 
 
-def _read(path: Path) -> go.Figure:
+def _read(path: Path) -> Figure:
     """Read a stored figure in the page's look. Raises OSError, ValueError."""
-    return polish_own(compact(plotly.io.from_json(path.read_text(encoding="utf-8")))[0])
+    small = cast("Any", compact(plotly.io.from_json(path.read_text(encoding="utf-8")))[0])
+    return polish_own(Figure([trace.to_plotly_json() for trace in small.data], small.layout.to_plotly_json()))
 
 
 def main_numbers(frame: Frame) -> Frame:

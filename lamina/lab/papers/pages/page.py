@@ -5,9 +5,6 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
 from lamina.jobs.kinds import Kind
 from lamina.lab.papers.pages.drawing import LOST_AT, Drawing, Series, Value, marks
 from lamina.lab.papers.pages.folder import OURS, StudyFolder, arms, read_folder
@@ -16,6 +13,7 @@ from lamina.lab.papers.pages.study_figures import chosen
 from lamina.reports import charts, tables
 from lamina.reports.charts import Grid
 from lamina.reports.page import Section, details, figure, moment, write_page
+from lamina.reports.plotting import Figure, panels
 from lamina.reports.records import rows_of
 from lamina.reports.registry import drawing_of, report_of
 from lamina.reports.sections import scale_note
@@ -33,16 +31,10 @@ def write_figures(folder: Path) -> list[Path]:
     return write_all(folder)
 
 
-def plot(drawing: Drawing) -> go.Figure:
+def plot(drawing: Drawing) -> Figure:
     grid = Grid(len(drawing.panels))
-    figure = make_subplots(
-        rows=grid.down,
-        cols=grid.across,
-        shared_yaxes=True,
-        horizontal_spacing=0.04,
-        vertical_spacing=0.26 / grid.down if grid.down > 1 else 0,
-        subplot_titles=[escape(panel.heading).replace("\n", "<br>") for panel in drawing.panels],
-    )
+    titles = [escape(panel.heading).replace("\n", "<br>") for panel in drawing.panels]
+    figure = panels(grid.down, grid.across, across=0.04, down=0.26 / grid.down, titles=titles, share_y="row")
     named: set[str] = set()
     top = drawing.height(LOST_AT)
     for index, panel in enumerate(drawing.panels):
@@ -73,11 +65,11 @@ def plot(drawing: Drawing) -> go.Figure:
     if not drawing.joined:
         figure.update_layout(scattermode="group", scattergap=0.7)
     if drawing.is_map:
-        figure.update_layout(coloraxis={"colorscale": "Viridis", "colorbar": charts.color_bar(drawing.quantity)})
+        figure.update_layout(coloraxis={"colorscale": charts.VIRIDIS, "colorbar": charts.color_bar(drawing.quantity)})
     return charts.titles_above(figure)
 
 
-def _frame(figure: go.Figure, drawing: Drawing, down: int, lines: int) -> None:
+def _frame(figure: Figure, drawing: Drawing, down: int, lines: int) -> None:
     """Set heights, margins, the legend above the panels' titles, and a range of y that the data fill."""
     inside = (_MAP if drawing.is_map else _HEIGHT) * down
     headings = [panel.heading for panel in drawing.panels]
@@ -86,14 +78,16 @@ def _frame(figure: go.Figure, drawing: Drawing, down: int, lines: int) -> None:
     below = 46 if all(len(str(tick)) * len(drawing.x.ticks) < 100 for tick in drawing.x.ticks) else 110
     polish(figure, inside + titles + legend + below)
     figure.update_layout(
-        showlegend=drawing.has_legend, margin_t=titles + legend, margin_b=below, legend_y=1 + titles / inside
+        showlegend=drawing.has_legend,
+        margin={"t": titles + legend, "b": below},
+        legend={"y": 1 + titles / inside},
     )
     low, high = drawing.height(-0.05), drawing.height(1.1)
     if not drawing.is_map and not drawing.y.log and low is not None and high is not None:
         figure.update_yaxes(range=[low, high])
 
 
-def _draw(figure: go.Figure, drawing: Drawing, series: Series, *, legend: bool, row: int, col: int) -> None:
+def _draw(figure: Figure, drawing: Drawing, series: Series, *, legend: bool, row: int, col: int) -> None:
     color, label = series.look.color, escape(series.label)
     where, bars = {"row": row, "col": col, "legendgroup": label}, None
     if series.low and drawing.spread == "bars":
@@ -115,7 +109,7 @@ def _draw(figure: go.Figure, drawing: Drawing, series: Series, *, legend: bool, 
     )
 
 
-def _lost(figure: go.Figure, series: Series, places: list[Value], top: float, *, row: int, col: int) -> None:
+def _lost(figure: Figure, series: Series, places: list[Value], top: float, *, row: int, col: int) -> None:
     """Draw marks along the top edge where no seed trained."""
     color, label = series.look.color, escape(series.label)
     told = [[f"{x:g}" if isinstance(x, float) else escape(str(x)), escape(ended)] for x, ended in series.lost]
