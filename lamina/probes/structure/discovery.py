@@ -366,11 +366,15 @@ def _first(call: Call) -> int:
 
 def _is_projection(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    return isinstance(weight, torch.Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+    flat = (
+        isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    )  # its weight may be a part, of one axis (FSDP1, ZeRO 3)
+    return isinstance(weight, torch.Tensor) and (weight.ndim == 2 or flat) and not isinstance(module, nn.Embedding)
 
 
 def _has_parameters(call: Call) -> bool:
-    return any(True for _ in call.module.parameters())
+    inner = call.module.modules()  # FSDP1's views of a flat parameter are no parameters
+    return any(True for _ in call.module.parameters()) or any("weight" in vars(module) for module in inner)
 
 
 def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, layers: str | None = None) -> Structure:

@@ -94,7 +94,8 @@ class _Follower(TorchDispatchMode):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.trace, self.stack, self.clock = Trace(), [], itertools.count()
-        self.paths = {module: path for path, module in model.named_modules()}
+        wrapper = "_fsdp_wrapped_module."  # a module that hands on all attributes of the one inside
+        self.paths = {module: path.replace(wrapper, "") for path, module in model.named_modules()}
         self.values: dict[int, int] = {}
         self.times: dict[int, int] = {}
 

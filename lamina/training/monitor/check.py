@@ -24,6 +24,7 @@ from torch.nn import functional
 from lamina.errors import UserError, one_line
 from lamina.probes.structure.hooks import Output, fresh_gradients
 from lamina.probes.structure.sites import Structure, effective_gain, is_norm
+from lamina.training.monitor.flat_parameters import FlatParameters
 from lamina.training.monitor.stream_measures import in_half
 from lamina.training.monitor.training_hooks import bare, called, follow, stepping
 
@@ -591,7 +592,9 @@ def _is_causal(model: nn.Module, args: tuple, kwargs: Mapping[str, Output], toke
 
 
 def findings(setup: BeforeTraining) -> list[Mistake]:
-    """Return what the checks find, in their order."""
+    """Return what the checks find, in their order; nothing where FSDP1 hides the weights that they read."""
+    if FlatParameters(setup.model):
+        return []
     return [finding for check in CHECKS.values() for finding in check(setup)]
 
 
@@ -623,6 +626,8 @@ def check(
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} (allowed: a torch.nn.Module)")
+    if FlatParameters(model):
+        raise UserError("model: FSDP1 hides its weights (allowed: the model before FSDP1 wraps it)")
     given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     optimizers, model_itself = [stepping(each) for each in given], bare(model)
     args, kwargs = _arguments(model_itself, batch) if batch is not None else ((), {})

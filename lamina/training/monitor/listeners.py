@@ -9,6 +9,8 @@ from functools import wraps
 from typing import Protocol, TypeAlias
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad as torch_clipping
 
@@ -50,6 +52,7 @@ def listening(listener: Listener) -> Iterator[None]:
             (torch.amp.GradScaler, "step", _telling_try),  # ShardedGradScaler inherits it
             *((scaler, "unscale_", _telling_unscale) for scaler in (torch.amp.GradScaler, ShardedGradScaler)),
             (torch.autograd, "backward", _telling_loss),
+            (FullyShardedDataParallel, "clip_grad_norm_", _telling_sharded_clip),
         ]
         for holder, name, telling in patches:
             if callable(inner := getattr(holder, name, None)):
@@ -106,6 +109,18 @@ def _telling_unscale(inner: Callable[..., object]) -> Callable[..., object]:
         return inner(scaler, *args, **kwargs)
 
     return unscale_
+
+
+def _telling_sharded_clip(inner: Callable[..., object]) -> Callable[..., object]:
+    """Tell of FSDP1's own clipping, which does not come to torch's functions."""
+
+    @wraps(inner)
+    def clip_grad_norm_(model: nn.Module, max_norm: float, *args: object, **kwargs: object) -> object:
+        for listener in tuple(_LISTENERS):
+            listener.clips(list(model.parameters()), float(max_norm))
+        return inner(model, max_norm, *args, **kwargs)
+
+    return clip_grad_norm_
 
 
 def _telling_clip(inner: Callable[..., object]) -> Callable[..., object]:

@@ -26,6 +26,7 @@ from lamina.modeling.wiring_lamina import SCALES, LaminaNorm
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Structure, effective_gain
 from lamina.training.checkpointing.sharding import local_part, reshard
+from lamina.training.monitor.flat_parameters import FlatParameters, part_of, stored
 from lamina.training.monitor.writers import Row
 
 Owner: TypeAlias = tuple[int, str, str]
@@ -58,13 +59,14 @@ def found_parameters(model: nn.Module, structure: Structure | None) -> Owned:
     Parameters that several layers share (ALBERT) count in the first of them, tied ones in the embedding. Parameters of
     another stack of layers (a decoder behind the encoder) are neither embedding nor readout, but "other".
     """
+    flat = FlatParameters(model)
     if structure is None:
-        return [((-1, "model", "all"), parameter) for parameter in model.parameters()]
+        return [((-1, "model", "all"), parameter) for parameter in flat.parameters(model)]
     owners: dict[int, Owner] = {}
 
     def claim(owner: Owner, *modules: nn.Module | None) -> None:
         for module in modules:
-            for parameter in () if module is None else module.parameters():
+            for parameter in () if module is None else flat.parameters(module):
                 owners.setdefault(id(parameter), owner)
 
     claim((-1, "block", "embedding"), structure.embedding)
@@ -77,7 +79,7 @@ def found_parameters(model: nn.Module, structure: Structure | None) -> Owned:
     claim((-1, "block", "embedding"), *(module for module in model.modules() if isinstance(module, nn.Embedding)))
     for role, module in structure.outside:
         claim((-1, "block", role), module)
-    return [(owners.get(id(p), (-1, "block", "readout")), p) for p in model.parameters()]
+    return [(owners.get(id(p), (-1, "block", "readout")), p) for p in flat.parameters(model)]
 
 
 def _share(tensor: torch.Tensor) -> float:
@@ -108,8 +110,8 @@ def clip(model: nn.Module, limit: float) -> torch.Tensor:
 class GradientNorms:
     """The gradient's L2 norm by sub-layer and block, of the embedding, and of the readout.
 
-    For sharded parameters (FSDP2) the squares of the local parts are summed over the processes, so that the norms equal
-    those of one process.
+    For sharded parameters (FSDP1, FSDP2) the squares of the local parts are summed over the processes, so that the
+    norms equal those of one process.
 
     Args:
         model: a Lamina model, or any other model whose parameters are ``owned``.
@@ -129,8 +131,13 @@ class GradientNorms:
             self.parameters.append(parameter)
             self.groups.append(keys.setdefault(key, len(keys)))
         self.keys = list(keys)
-        self.sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters)
-        self._shares = [_share(parameter) if self.sharded else 1.0 for parameter in self.parameters]
+        flat = FlatParameters(model)
+        self.sharded = bool(flat) or any(isinstance(parameter, DTensor) for parameter in self.parameters)
+        shares = [flat.share(parameter) for parameter in self.parameters]
+        self._shares = [
+            1.0 if not self.sharded else _share(parameter) if share is None else share
+            for parameter, share in zip(self.parameters, shares, strict=True)
+        ]
         self._sent: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def squares(self) -> torch.Tensor:
@@ -161,6 +168,15 @@ class GradientNorms:
         groups, shares = self._sent[key]
         sums = torch.zeros(len(self.keys), dtype=torch.float64, device=parts.device)
         return sums.index_add_(0, groups, parts * shares)
+
+    def anywhere(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether there is any of these tensors, in any process of a sharded model."""
+        there = any(tensor is not None for tensor in tensors)
+        if not self.sharded:
+            return there
+        flag = torch.tensor(float(there), device=local_part(self.parameters[0]).device)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+        return bool(flag)
 
     def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum the processes' shares in place; without sharding, each process already has the whole."""
@@ -312,10 +328,11 @@ class Samples:
     def _moments(self, optimizers: Optimizers) -> Iterator[tuple[int, str, torch.Tensor]]:
         for index in self._seen:
             parameter = self.groups.parameters[index]
-            state = next((optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state), {})
+            kept = stored(parameter)
+            state = next((optimizer.state[kept] for optimizer in optimizers if kept in optimizer.state), {})
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    yield index, key, local_part(value)
+                if (part := part_of(parameter, value)) is not None:
+                    yield index, key, local_part(part)
 
     def _take(self, moments: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor | None:
         """Read the sample, with zeros for lost moments; None if the tensors are on several devices."""
@@ -457,9 +474,8 @@ class UpdateRatios(TrainerCallback):
             if "betas" in group and p in optimizer.state  # else the average's length changes, as in Adafactor
         }
         for metric, key in MOMENTS.items():
-            found = [(p.shape, state.get(id(p), {}).get(key)) for p in self.groups.parameters]
-            moments = [m if isinstance(m, torch.Tensor) and m.shape == shape else None for shape, m in found]
-            if any(moment is not None for moment in moments):  # an optimizer may compress them to another shape
+            moments = [part_of(p, state.get(id(stored(p)), {}).get(key)) for p in self.groups.parameters]
+            if self.groups.anywhere(moments):  # an optimizer may compress them to another shape
                 sums[metric] = self.groups.local_sums(moments, power=1 if metric == "second_moment" else 2)
         self._sums = dict(zip(sums, self.groups.over_processes(torch.stack(list(sums.values()))), strict=True))
 
@@ -490,14 +506,14 @@ class UpdateRatios(TrainerCallback):
         updates, gradients = self._largest.tolist()
         parameters, unmoved = self.groups.parameters, []
         stepped = {
-            self._group_of[id(p)][0]
+            self._group_of[id(stored(p))][0]
             for p, size in zip(parameters, updates, strict=True)
-            if size and id(p) in self._group_of
+            if size and id(stored(p)) in self._group_of
         }
         for index, (parameter, update, gradient) in enumerate(zip(parameters, updates, gradients, strict=True)):
             if update or not 0 < gradient < math.inf:
                 continue
-            number, rate = self._group_of.get(id(parameter), (-1, 1.0))
+            number, rate = self._group_of.get(id(stored(parameter)), (-1, 1.0))
             if number < 0:
                 unmoved.append(index)
             elif number in stepped and rate:
@@ -507,14 +523,16 @@ class UpdateRatios(TrainerCallback):
         return unmoved
 
     def _rate_ratios(self, optimizers: Optimizers) -> dict[Owner, float]:
-        owners = {id(p): self.groups.keys[g] for p, g in zip(self.groups.parameters, self.groups.groups, strict=True)}
+        owners: dict[int, list[Owner]] = {}
+        for parameter, group in zip(self.groups.parameters, self.groups.groups, strict=True):
+            owners.setdefault(id(stored(parameter)), []).append(self.groups.keys[group])
         ratios: dict[Owner, float] = {}
         for optimizer in optimizers:
             groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
             usual = statistics.median_low([float(group["lr"]) for group in groups for _ in group["params"]] or [0.0])
             for group in groups if usual > 0 else ():
                 ratio = float(group["lr"]) / usual
-                ratios |= {owners[id(p)]: ratio for p in group["params"] if ratio > 1 and id(p) in owners}
+                ratios |= {owner: ratio for p in group["params"] if ratio > 1 for owner in owners.get(id(p), ())}
         return ratios
 
     def rows(self, step: int) -> list[Row]:
@@ -532,7 +550,7 @@ class UpdateRatios(TrainerCallback):
         rows += [(step, *owner, 0, "rate_ratio", ratio) for owner, ratio in self._ratios.items()]
         places = self._unmoved()
         self.still = [self.groups.parameters[place] for place in places]
-        self.missing = not any(id(parameter) in self._group_of for parameter in self.still)
+        self.missing = not any(id(stored(parameter)) in self._group_of for parameter in self.still)
         unmoved = Counter(self.groups.keys[self.groups.groups[place]] for place in places)
         rows += [(step, *owner, 0, "unmoved_parameters", float(count)) for owner, count in unmoved.items()]
         for totals in zip(*(self.groups.totals(sums) for sums in values.values()), strict=True):
@@ -581,7 +599,7 @@ def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
             if not isinstance(part, kinds[role]):
                 continue
             weight = cast(nn.Parameter, part.weight)
-            if role not in tables or len(weight) > len(tables[role]):
+            if weight.ndim == 2 and (role not in tables or len(weight) > len(tables[role])):  # else FSDP1's part
                 tables[role] = weight
     if tables.get("readout") is tables.get("embedding"):
         tables.pop("readout", None)

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from accelerate.state import GradientState
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
@@ -28,6 +28,7 @@ from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
 from lamina.training.checkpointing.sharding import local_part, reshard
 from lamina.training.monitor.batches import KeptBatches
+from lamina.training.monitor.flat_parameters import FlatParameters, reshard_root
 from lamina.training.monitor.graph_hooks import GraphHooks, hook, is_compiled
 from lamina.training.monitor.listeners import listening
 from lamina.training.monitor.loop_signs import LoopSigns, StepSigns, kept_square, named
@@ -139,6 +140,7 @@ def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Fo
                 return followed
         finally:
             reshard(model)
+            reshard_root(model)
     note = f"{type(model).__name__} could not be run on a part of its own batch ({problem})"
     return Followed(structure=None, notes=[f"layers: {note}, so only totals are recorded"])
 
@@ -150,7 +152,9 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
         text = str(error) if isinstance(error, UserError) else f"layers: {one_line(error)}"
         return Followed(structure=None, notes=[f"{text}; only totals recorded"])
     whole, notes = True, structure.notes
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):  # the proof needs a backward pass
+    if not any(
+        isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()
+    ):  # the proof needs a backward pass
         try:
             structure = prove(structure, small, model)
             notes = structure.notes
@@ -279,7 +283,8 @@ class Instruments:
         parameters = list(self.model.parameters())
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
         self._device = next((parameter.device.type for parameter in parameters), "cpu")
-        self.parameters = sum(parameter.numel() for parameter in parameters)
+        self._flat = FlatParameters(self.model)
+        self.parameters = self._flat.numel(self.model)
         self.half = any(parameter.dtype == torch.float16 for parameter in parameters)
         self._clipped_at: float | None = None
         self.scales_losses = False  # by a GradScaler, which handles infinite gradients itself
@@ -400,7 +405,11 @@ class Instruments:
             points = stream_points(structure) if followed.whole else {}
             self._graph = GraphHooks(points) if compiled else None
             self._meter = ForwardMeter(points, structure if self.settings.attention else None, graph=self._graph)
-        self._gains = [] if structure is None else gains_of(structure)
+        self._gains = [] if structure is None or self._flat else gains_of(structure)
+        if self._flat:
+            self.note(
+                "FSDP1 hides whole weights: no norms' gains and longest rows are recorded, and nothing is checked"
+            )
         self._found(dict(inputs))
 
     def note(self, text: str) -> None:
@@ -457,7 +466,8 @@ class Instruments:
     @torch.no_grad()
     def _measure_gradients(self) -> None:
         """Measure the gradients once per step, when they are complete: before clipping or the optimizer's step."""
-        if self._current is not None or all(parameter.grad is None for parameter in self.model.parameters()):
+        none = all(parameter.grad is None for parameter in self.model.parameters())
+        if self._current is not None or (none and not self._flat):  # with FSDP1 another process may have some
             return
         if self.followed is None:
             # No forward pass of the model itself was seen (a compiled one): look for the layers with made-up tokens.

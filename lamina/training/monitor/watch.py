@@ -429,7 +429,7 @@ def watch(
     until the process ends: ``lamina.watch(model, optimizer, output="runs/mine").start()``. A step's loss is then the
     ``loss`` of the model's output, or else the tensor on which the loop calls ``backward``.
 
-    Works with any model whose layers the probes can follow, with gradient accumulation, clipping, DDP and FSDP2 (call
+    Works with any model whose layers the probes can follow, with gradient accumulation, clipping, DDP and FSDP (call
     it in every process, after the model is wrapped). `lamina report OUTPUT` draws the records, `lamina diagnose OUTPUT`
     reads them. The training computes the same bits as without ``watch``, unless ``skip_outliers`` changes it.
 

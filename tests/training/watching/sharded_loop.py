@@ -1,18 +1,21 @@
-"""Run by torchrun in two processes: a watched loop under DDP or FSDP2, and what one process computes by hand.
+"""Run by torchrun in two processes: a watched loop under DDP, FSDP1 or FSDP2, and what one process computes by hand.
 
 Both are wrapped by PyTorch's own calls, and by accelerate.
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import distributed
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from training.watching.loops import Naive, Tokens, llama, llama_parts
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import lamina
 
@@ -75,10 +78,15 @@ def wrapped_by_hand(kind, model):
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    wrapped = DistributedDataParallel(model) if kind.startswith("ddp") else model
+    wrapped, clip = DistributedDataParallel(model) if kind.startswith("ddp") else model, torch.nn.utils.clip_grad_norm_
     wrapped = torch.compile(wrapped, backend="aot_eager") if kind == "ddp-compiled" else wrapped
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return wrapped, optimizer, torch.Tensor.backward, torch.nn.utils.clip_grad_norm_
+    if kind.startswith("fsdp1"):
+        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+        own = {"use_orig_params": kind == "fsdp1", "device_id": torch.device("cpu")}
+        wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, **own)
+        clip = lambda parameters, limit: wrapped.clip_grad_norm_(limit)  # noqa: E731
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    return wrapped, optimizer, torch.Tensor.backward, clip
 
 
 def watched(kind, folder):

@@ -154,7 +154,7 @@ SCRIPT = Path(__file__).with_name("sharded_loop.py")
 @pytest.mark.parametrize(
     "kind",
     [
-        *("ddp", "ddp-one-line", "fsdp2", "accelerate-ddp", "accelerate-fsdp2"),
+        *("ddp", "ddp-one-line", "fsdp1", "fsdp1-flat", "fsdp2", "accelerate-ddp", "accelerate-fsdp2"),
         *("ddp-compiled", "ddp-compiled-layers", "fsdp2-compiled-layers"),
     ],
 )
