@@ -1,0 +1,51 @@
+"""Keel, Peri-LN and FuseNorm against Pre-LN at four depths of one size: studies/preregistration/keel-turn.md."""
+
+import math
+import statistics
+
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, compare_values, lower, values_of
+
+SHAPES = {4: "4 x 152", 8: "8 x 108", 16: "16 x 76", 32: "32 x 54"}  # by blocks
+LEAST = 0.005  # nats per doubling of the depth that count
+
+
+@claim(
+    says="At equal parameters, Keel's loss minus Pre-LN's falls with depth",
+    paper="+.022, +.009, +.002, -.003, -.007 at 16 to 32 blocks of 400M parameters, one seed",
+)
+def keel_turn(trials: Trials) -> Finding:
+    return _falls(trials, "keel")
+
+
+@claim(
+    says="The sign turns: Keel's loss is above Pre-LN's at 4 blocks and below it at 32",
+    paper="+.022 at 16 blocks, -.007 at 32",
+)
+def keel_turn__sign(trials: Trials) -> Finding:
+    shallow, deep = (trials.tuned().where(shape=SHAPES[blocks]) for blocks in (4, 32))
+    return all_of(lower(shallow, "pre_ln", than="keel"), lower(deep, "keel", than="pre_ln"))
+
+
+@claim(says="At equal parameters, Peri-LN's loss minus Pre-LN's falls with depth")
+def keel_turn__peri_ln(trials: Trials) -> Finding:
+    return _falls(trials, "peri_ln")
+
+
+@claim(says="At equal parameters, FuseNorm's loss minus Pre-LN's falls with depth")
+def keel_turn__fusenorm(trials: Trials) -> Finding:
+    return _falls(trials, "fusenorm")
+
+
+def _falls(trials: Trials, arm: str) -> Finding:
+    """Judge the slope, seed by seed, of the difference to Pre-LN over log2 of the blocks: nats per doubling."""
+    gaps: dict[int, dict[int, float]] = {}
+    for blocks, shape in SHAPES.items():
+        ours, pre = (values_of(trials.tuned().where(shape=shape), each) for each in (arm, "pre_ln"))
+        gaps[blocks] = {seed: ours[seed] - pre[seed] for seed in ours if seed in pre}
+    seeds = set.intersection(*(set(gap) for gap in gaps.values()))
+    doublings = [math.log2(blocks) for blocks in SHAPES]
+    slopes = {
+        seed: statistics.linear_regression(doublings, [gap[seed] for gap in gaps.values()]).slope for seed in seeds
+    }
+    names = (f"nats per doubling of depth, {arm} - pre_ln", "none")
+    return compare_values(slopes, dict.fromkeys(slopes, 0.0), by=LEAST, names=names)
