@@ -152,10 +152,9 @@ class GradientNorms:
             device = local_part(self.parameters[0]).device if self.parameters else None
             return torch.zeros(len(self.keys), dtype=torch.float64, device=device)
         if self._exact and all(part.device.type == "cpu" for part in parts):
-            powers = torch.stack([_in_pieces(part.flatten(), power) for part in parts])
+            powers = _in_pieces([part.flatten() for part in parts], power)
         else:
-            norms = torch.stack(torch._foreach_norm(parts, power))  # pyright: ignore[reportPrivateImportUsage]
-            powers = norms.double().pow(power)
+            powers = _norms(parts, power).pow(power)
         return self.summed(powers, present)
 
     def summed(self, parts: torch.Tensor, present: list[int] | None = None) -> torch.Tensor:
@@ -233,11 +232,23 @@ class FirstFailure:
         return (0 if self._step is None else int(self._step)), self._squares
 
 
-def _in_pieces(x: torch.Tensor, power: int) -> torch.Tensor:
-    """Sum |x|**power in float64 from the norms of short pieces."""
-    whole = x.numel() // _PIECE * _PIECE
-    pieces = torch.linalg.vector_norm(x[:whole].view(-1, _PIECE), power, dim=1).double()
-    return pieces.pow(power).sum() + torch.linalg.vector_norm(x[whole:], power).double().pow(power)
+def _norms(parts: list[torch.Tensor], power: int) -> torch.Tensor:
+    return torch.stack(torch._foreach_norm(parts, power)).double()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _in_pieces(parts: Sequence[torch.Tensor], power: int) -> torch.Tensor:
+    """Sum |x|**power of each part [n] in float64 from the norms of short pieces."""
+    ends = [part.numel() // _PIECE * _PIECE for part in parts]
+    long = [at for at, end in enumerate(ends) if end]
+    cut = [at for at, end in enumerate(ends) if end < parts[at].numel()]
+    sums = torch.zeros(len(parts), dtype=torch.float64)
+    if long:
+        pieces = [torch.linalg.vector_norm(parts[at][: ends[at]].view(-1, _PIECE), power, dim=1) for at in long]
+        powers = torch.cat(pieces).double().pow(power).split([len(each) for each in pieces])
+        sums[long] = torch.stack([each.sum() for each in powers])
+    if cut:
+        sums[cut] += _norms([parts[at][ends[at] :] for at in cut], power).pow(power)
+    return sums
 
 
 def is_recorded(step: int, args: Arguments) -> bool:
@@ -332,11 +343,12 @@ class Samples:
             state = next((optimizer.state[kept] for optimizer in optimizers if kept in optimizer.state), {})
             for key, value in state.items():
                 if (part := part_of(parameter, value)) is not None:
-                    yield index, key, local_part(part)
+                    yield index, key, local_part(part) if self.groups.sharded else part
 
     def _take(self, moments: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor | None:
         """Read the sample, with zeros for lost moments; None if the tensors are on several devices."""
-        weights = [local_part(parameter) for parameter in self.groups.parameters]
+        parameters = self.groups.parameters
+        weights = [local_part(parameter) for parameter in parameters] if self.groups.sharded else parameters
         kept = [moments[key] if key in moments else torch.zeros_like(weights[key[0]]) for key in self._keys]
         tensors = [*weights, *kept]
         if any(tensor.device != tensors[0].device for tensor in tensors):

@@ -450,8 +450,8 @@ class Instruments:
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
         """Measure gradients before torch clips them, by norm or by value (``limit`` None), if any is this model's."""
-        parameter_ids = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(parameter) in parameter_ids for parameter in parameters):
+        clipped_ids = {id(parameter) for parameter in parameters}
+        if not any(id(parameter) in clipped_ids for parameter in self.model.parameters()):
             return
         self._clipped_at = limit
         self._measure_gradients()
