@@ -34,7 +34,6 @@ from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.manifest import model_folder, refuse_as_output
 from lamina.lab.posttraining.settings import LORA, TuningSettings
 from lamina.modeling.backbones.loading import load_weights, quiet, read_config, refuse_scores
-from lamina.modeling.backbones.stored import stored_tensors
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForSequenceClassification, adapter_of
 from lamina.modeling.processes import device_of
@@ -147,8 +146,6 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
         if outer.model_type in _PLACED:
             plan, config = source.stored_plan(path), source.config_of(path)
         _check_writes(config, plan, path, head)
-        if plan is None and folder.is_dir():
-            stored_tensors(folder, "from")
         tokenizer = load_tokenizer(str(checkpoint))
         if (end := settings.trl.get("eos_token")) is not None:
             if not isinstance(end, str) or end not in tokenizer.get_vocab():
