@@ -97,7 +97,7 @@ def _main(argv: list[str]) -> int:
         if (reason := out_of_memory(error)) is None:
             raise
         lower = "--batch-size, --sequence-length, --hidden-size, --num-layers or --workers"
-        return _fail(f"{reason}; what was finished is kept (allowed: a lower {lower}, if the command has it)", 2)
+        return _fail(f"{reason}. What was finished is kept. Lower {lower}, if the command has it.", 2)
 
 
 def _interrupted(command: str = "") -> int:

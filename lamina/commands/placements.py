@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
     idle, allowed = (("layers", "json"), "with") if options.of is None else (("svg",), "without")
     for name in idle:
         if value := getattr(options, name):
-            raise UserError(f"{name}: {value!r} has no effect here (allowed: {allowed} --of)")
+            raise UserError(f"{name}: {value!r} has no effect here. Give it {allowed} --of, or leave it out.")
     if options.of is not None:
         if options.name is not None:
             raise UserError(f"--of: {options.of!r} beside the placement {options.name!r}. Give one of them.")

@@ -395,7 +395,7 @@ def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, in
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     window = settings.window or min(longest or LONGEST_WINDOW, LONGEST_WINDOW)
     if longest is not None and window > longest:
-        raise UserError(f"window: {window} is longer than the model's context (allowed: at most {longest})")
+        raise UserError(f"window: {window} is longer than the model's context. Choose at most {longest}.")
     stride = settings.stride or max(1, window // 2)
     if stride > window:
         raise UserError(f"stride: {stride} skips tokens. Choose at most the window, {window}.")

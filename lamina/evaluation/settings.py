@@ -29,7 +29,7 @@ def model_names(name: str, value: object) -> str:
     if isinstance(value, list | tuple) and len(value) > 1:
         for model in value:
             if "," in str(model):
-                raise UserError(f"{name}: {model!r} has a comma (allowed: paths without, several with spaces between)")
+                raise UserError(f"{name}: {model!r} has a comma. Put spaces between several models.")
     return comma_separated(name, value)
 
 
@@ -147,14 +147,12 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         super().require(*names)
         if not self.model_list():
             raise UserError(
-                "models: none given (allowed: a folder, a run's or a study's folder, a .gguf file, a hub name)"
+                "models: none given. Give a model's folder, a run's or a study's folder, a .gguf file, or a hub name."
             )
         if self.compare and (self.task_list() or self.corpus is not None):
             raise UserError("compare: the earlier evaluations decide the tasks and the text. Leave them out.")
         if not self.compare and not self.task_list() and self.corpus is None:
-            raise UserError(
-                "tasks: none given (allowed: --tasks with tasks or a set, --corpus for a perplexity, or both)"
-            )
+            raise UserError("tasks: none given. Give --tasks with tasks or a set, --corpus for a perplexity, or both.")
 
     def command(self) -> str:
         """Return the command line for these settings, models first."""

@@ -75,7 +75,7 @@ class Tasks:
 
         data = real_path(home("data_dir", data_dir)) if data_dir is not None else None
         if data is not None and not data.is_dir():
-            raise UserError(f"data_dir: {data_dir!r} is not a folder (allowed: a folder with NAME/CONFIG/SPLIT.jsonl)")
+            raise UserError(f"data_dir: {data_dir!r} is not a folder. Give one with NAME/CONFIG/SPLIT.jsonl.")
         users = [real_path(folder) for folder in folders] + ([data / TASKS] if data is not None else [])
         with quiet_harness():
             added = TaskManager(
@@ -229,7 +229,7 @@ def local_fields(config: Json, task: str, data: Path) -> Json:
     kinds = {file.suffix for file in files.values()}
     readers = {READERS[kind] for kind in kinds}
     if len(readers) > 1:
-        raise UserError(f"data_dir: {wanted} mixes {', '.join(sorted(kinds))} (allowed: one kind)")
+        raise UserError(f"data_dir: {wanted} mixes {', '.join(sorted(kinds))}. Keep one kind of file.")
     splits = {key: config[key] for key in _SPLITS if config.get(key) is not None}
     scored = {splits[key] for key in ("validation_split", "test_split") if key in splits}
     if not scored & set(files):

@@ -113,7 +113,9 @@ def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wan
     for name in names:
         task, at, shots = name.partition("@")
         if at and not re.fullmatch(r"\d{1,3}", shots):
-            raise UserError(f"tasks: {name!r}: {shots!r} is not a number of examples (allowed: TASK, or TASK@5)")
+            raise UserError(
+                f"tasks: {name!r}: {shots!r} is not a number of examples. Write TASK, or TASK@5 for five examples."
+            )
         columns = sets.get(task, (Wanted(task=task),))
         wanted += [replace(column, num_fewshot=int(shots)) for column in columns] if at else columns
     if num_fewshot is not None:

@@ -166,8 +166,8 @@ def read_seal(path: Path, data: Json) -> Json | None:
     digest = seal.pop(DIGEST, None)
     if digest != digest_of_json({**data, SEAL: seal}):
         raise UserError(
-            f"{str(path)!r}: altered (its digest does not match) (allowed: the file as it was written; without it, "
-            "--resume runs what is missing again)"
+            f"{str(path)!r}: altered (its digest does not match). Restore the file as it was written, or remove it: "
+            "--resume runs what is missing again."
         )
     return seal
 

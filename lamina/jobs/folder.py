@@ -73,17 +73,17 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
             raise nothing_to_resume(folder)
         return
     if not (resume or overwrite):
-        further = "--resume to continue what is there, " if resumes else ""
+        further = "--resume to continue what is there or " if resumes else ""
         raise UserError(
-            f"output: the folder {str(folder)!r} is in use (allowed: an empty or new folder, {further}--overwrite to "
-            "replace it)"
+            f"output: the folder {str(folder)!r} is in use. Choose an empty or new folder, or add {further}"
+            "--overwrite to replace it."
         )
     if not _is_ours(folder):
         # Never delete the user's own files, or mix ours with them: many programs keep a config.yaml.
         consequence = "--resume has nothing to continue" if resume else "--overwrite leaves it alone"
         raise UserError(
-            f"output: {str(folder)!r} holds something that Lamina did not write, so {consequence} (allowed: another "
-            "folder)"
+            f"output: {str(folder)!r} holds something that Lamina did not write, so {consequence}. Choose another "
+            "folder."
         )
 
     old = old_content(folder)
@@ -96,8 +96,8 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
 def nothing_to_resume(folder: Path) -> UserError:
     """Make the error for --resume in a folder where nothing was begun."""
     return UserError(
-        f"output: {str(folder)!r} holds nothing to resume (allowed: the folder of what was begun; --resume=auto to "
-        "begin where there is nothing yet)"
+        f"output: {str(folder)!r} holds nothing to resume. Give the folder of what was begun, or --resume=auto to "
+        "begin where there is nothing yet."
     )
 
 
@@ -275,7 +275,7 @@ def _open_lock(path: Path) -> int:
         if error.errno == errno.ELOOP:
             raise _is_link(path) from None
         if error.errno == errno.EISDIR:
-            raise UserError(f"output: {str(path)!r} is a folder (allowed: a file of Lamina's own, or none)") from None
+            raise UserError(f"output: {str(path)!r} is a folder, where Lamina keeps its lock. Move it away.") from None
         raise
 
 

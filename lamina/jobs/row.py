@@ -137,6 +137,6 @@ def refuse_other_kind(folder: Path, row: JobRow) -> None:
     owner = next((other.name for other in JOBS.values() if other.kind == kind), None)
     wrote = f"lamina {owner}" if owner else "lamina convert" if kind == Kind.MODEL else "lamina.watch"
     raise UserError(
-        f"output: {str(folder)!r} was written by {wrote}, so lamina {row.name} can't resume it (allowed: the folder of "
-        f"a lamina {row.name}, or a new one)"
+        f"output: {str(folder)!r} was written by {wrote}, so lamina {row.name} can't resume it. Give the folder of "
+        f"a lamina {row.name}, or a new one."
     )

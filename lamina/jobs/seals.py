@@ -154,10 +154,10 @@ def refuse_altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> N
 
 def _refuse(folder: Path, by: str, faults: Mapping[str, str]) -> None:
     for name, fault in faults.items():
-        again = f"delete the folder {str(folder)!r} to run it again"
+        again = f"delete the folder {str(folder)!r} and run it again"
         if by == SEALED and name not in (STUDY, *_OF_PREFLIGHT):
-            again = "--resume, which writes it again"
-        raise UserError(f"{str(folder / name)!r}: {fault} (allowed: the file as it was written; or {again})")
+            again = "add --resume, which writes it again"
+        raise UserError(f"{str(folder / name)!r}: {fault}. Restore the file as it was written, or {again}.")
 
 
 def refuse_page(folder: Path) -> None:
@@ -197,8 +197,8 @@ def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoin
             continue
         if _beginning(path, size) != digest:
             raise UserError(
-                f"resume: {name} in {str(folder)!r} is not what it was when {checkpoint} was saved (allowed: the file "
-                "as it was, or without it; or --overwrite)"
+                f"resume: {name} in {str(folder)!r} is not what it was when {checkpoint} was saved. Restore "
+                "the file as it was, remove it, or begin again with --overwrite."
             )
 
 

@@ -175,7 +175,7 @@ class Settings:
         """Raise UserError for the first of these settings that differs from its default but has no effect."""
         for name in names:
             if (value := getattr(self, name)) != self.default(name):
-                raise UserError(f"{name}: {value!r} has no effect {here} (allowed: {allowed})")
+                raise UserError(f"{name}: {value!r} has no effect {here}. Give it {allowed}, or leave it out.")
 
     @classmethod
     def group_of(cls, name: str) -> str:

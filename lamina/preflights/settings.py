@@ -73,7 +73,7 @@ class PreflightSettings(
         super().check()
         for run in self.runs():
             if run.steps == 1 and in_steps(run.warmup, run.steps):
-                raise UserError("steps: 1 is all warm-up, at a learning rate of 0 (allowed: 2 or more, or --warmup 0)")
+                raise UserError("steps: 1 is all warm-up, at a learning rate of 0. Give 2 or more, or --warmup 0.")
 
     def runs(self) -> list[PretrainSettings]:
         """Return the settings of the planned runs. Raises UserError for a value invalid in any of them."""

@@ -142,7 +142,7 @@ class LayerDrop(Probe):
                 "layer_drop: without its one layer there is no model (allowed: a model of 2 layers or more)"
             )
         if self.block >= count:
-            raise UserError(f"block: {self.block} of {count} layers leaves none (allowed: up to {count - 1})")
+            raise UserError(f"block: {self.block} of {count} layers leaves none. Choose at most {count - 1}.")
         bare = [site.index for site in context.structure.layers if not site.sublayers]
         if bare and BRANCH in self.meanings:
             if not self._wants_all:
@@ -501,7 +501,7 @@ class HarnessTask:
         limit: int | None = None,
     ):
         if include_path is not None and not Path(include_path).is_dir():
-            raise UserError(f"include_path: {include_path!r} is not a folder (allowed: a folder of task YAML)")
+            raise UserError(f"include_path: {include_path!r} is not a folder. Give one with task YAML.")
         if limit is not None:
             whole_number("limit", limit)
         self.name, self.metric, self.limit, self.run_code, self.higher_is_better = name, metric, limit, run_code, True
@@ -517,7 +517,9 @@ class HarnessTask:
     def measure(self, context: Context) -> tuple[float, float]:
         """Return the metric's value and standard error (NaN without one) for the model as it is now."""
         if context.tokenizer is None:
-            raise UserError(f"task: {self.name!r} is text, and the checkpoint has no tokenizer (allowed: --tokenizer)")
+            raise UserError(
+                f"task: {self.name!r} is text, and the checkpoint has no tokenizer. Name one with --tokenizer."
+            )
         assert isinstance(context.model, PreTrainedModel)
         rows = len(context.batches[0]["input_ids"])
         options = {"batch_size": rows, "limit": self.limit, "run_code": self.run_code}

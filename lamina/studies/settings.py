@@ -321,9 +321,9 @@ class CoordCheckSettings(
             object.__setattr__(self, "width_scaling", "none")
         super().check()
         if self.depths:
-            self.refuse_unused("widths", "num_layers", here="with depths", allowed="one of both")
+            self.refuse_unused("widths", "num_layers", here="with depths", allowed="without --depths")
         else:
-            self.refuse_unused("hidden_size", here="without depths", allowed="one of both")
+            self.refuse_unused("hidden_size", here="without depths", allowed="with --depths")
         self.runs()
 
     @property

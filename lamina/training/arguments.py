@@ -88,7 +88,7 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
     """Raise UserError for options that contradict each other or the run's own schedule."""
     clash = [name for name in ("lr_scheduler_type", "lr_scheduler_kwargs") if name in options]
     if schedule != "cosine" and clash:
-        raise UserError(f"trainer.{clash[0]}: the run's schedule is {schedule!r} (allowed: with --schedule cosine)")
+        raise UserError(f"trainer.{clash[0]}: the run's schedule is {schedule!r}. Give it with --schedule cosine.")
     if not options.get("dataloader_num_workers"):
         for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
             if options.get(name):

@@ -262,7 +262,9 @@ def check_modules(
         with torch.device("meta"):
             routers = find_routers(build(config, plan, init="normal"))
         if settings.cuda_graphs and routers:
-            raise UserError("cuda_graphs: true with experts, whose load changes from step to step (allowed: false)")
+            raise UserError(
+                "cuda_graphs: true with experts, whose load changes from step to step. Leave --cuda-graphs out."
+            )
         choose(settings.expert_balance, routers)
 
 
@@ -310,7 +312,9 @@ def check_tensor_parallel(settings: PretrainSettings, config: PreTrainedConfig) 
         )
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if heads % size:
-        raise UserError(f"tensor_parallel: {size} does not divide the {heads} key-value heads (allowed: what does)")
+        raise UserError(
+            f"tensor_parallel: {size} does not divide the {heads} key-value heads. Choose a divisor of {heads}."
+        )
 
 
 def check_sharded(settings: TrainerSettings) -> None:

@@ -250,7 +250,7 @@ class ScalingSettings(Settings, group="width and depth scaling"):
             ("depth_scaling", "base_depth", "number of blocks", DEPTH_SCHEMES, ()),
         ):
             if (chosen := getattr(self, scheme)) == "none":
-                allowed = f"with one of {', '.join(schemes)}"
+                allowed = f"with --{scheme.replace('_', '-')} {' or '.join(schemes)}"
                 self.refuse_unused(base, *numbers, here=f"without {scheme}", allowed=allowed)
             elif getattr(self, base.replace("base", "reference")) is None:
                 raise UserError(

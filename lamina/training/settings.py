@@ -184,7 +184,7 @@ class PretrainSettings(
         self._check_branches()
         if self.rollback and not self.save_steps:
             raise UserError(
-                f"rollback: {self.rollback} needs checkpoints to roll back to (allowed: 0, or this with --save-steps)"
+                f"rollback: {self.rollback} needs checkpoints to roll back to. Add --save-steps, or give 0."
             )
         if self.pause_step is not None and self.pause_step > self.steps:
             raise UserError(f"pause_step: {self.pause_step} (allowed: at most the {self.steps} of --steps)")

@@ -77,7 +77,7 @@ def test_the_stub_is_current():
         (["pretrain", "--steps", "1e3"], "--steps: '1e3' (allowed: a whole number)"),
         (["pretrain", "--trainer", "foo"], "allowed: KEY VALUE, as in --trainer.KEY VALUE"),
         (["pretrain", "--pause-step", "9", "--steps", "3"], "pause_step: 9 (allowed: at most the 3 of --steps)"),
-        (["pretrain", "--rollback-factor", "0.1"], "has no effect here (allowed: with --rollback)"),
+        (["pretrain", "--rollback-factor", "0.1"], "has no effect here. Give it with --rollback, or leave it out."),
         (["placements", "keel", "--svg", "used"], "svg: 'used' is a folder"),
         (["probe", "run", "--output", "run", "--overwrite"], "output: 'run' holds the model to read"),
         (["eval", "run", "--output", "run", "--overwrite", "--tasks", "arc_easy"], "holds the model to read"),

@@ -54,7 +54,7 @@ def test_a_folder_in_use_is_refused(source, refused, tmp_path):
     assert "did not write" in refused("convert", source, target, "--overwrite")
     (target / "mine.txt").unlink()
     ran(source, target)
-    assert "is in use (allowed: an empty or new folder, --overwrite" in refused("convert", source, target)
+    assert "is in use. Choose an empty or new folder, or add --overwrite" in refused("convert", source, target)
     (target / "stale").write_text("")
     ran(source, target, "--overwrite")
     assert not (target / "stale").exists()

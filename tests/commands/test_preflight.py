@@ -96,7 +96,7 @@ def test_the_folder(corpus, custom, tmp_path, monkeypatch, capsys):
         assert main(["report", str(out)]) == 2
     assert "No space left on device; what was finished is kept" in capsys.readouterr().err
     assert main(argv(corpus, output=out)) == 2
-    assert "is in use (allowed: an empty or new folder, --overwrite to replace it)" in capsys.readouterr().err
+    assert "is in use. Choose an empty or new folder, or add --overwrite to replace it." in capsys.readouterr().err
     assert main([*argv(corpus, output=out), "--overwrite"]) == 0
 
 

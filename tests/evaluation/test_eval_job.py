@@ -190,7 +190,10 @@ def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path
         ({"window": 999, "corpus": "embedded", "tasks": ""}, "window: 999 is longer than the model's context"),
         ({"dtype": "int8"}, "dtype: 'int8'"),
         ({"device": "tpu9"}, "device: 'tpu9'"),
-        ({"system": "Be brief."}, r"system: 'Be brief\.' has no effect here \(allowed: with --chat-template\)"),
+        (
+            {"system": "Be brief."},
+            r"system: 'Be brief\.' has no effect here\. Give it with --chat-template, or leave it out",
+        ),
         ({"generation": {"temprature": 1}}, "unknown generation argument 'temprature'; did you mean 'temperature'"),
         ({"generation": {"temperature": 1}}, "generation.temperature: no effect: none of the tasks"),
         ({"batch_size": "some"}, r"batch_size: 'some' \(allowed: a whole number of at least 1, or auto\)"),

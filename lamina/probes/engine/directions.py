@@ -49,7 +49,7 @@ class DirectionsProbe(Probe):
     def begin(self, context: Context) -> None:
         self.tokens = self.tokens or ("last" if context.reads_tokens and "step" not in context.state else "all")
         if self.tokens == "last" and not context.reads_tokens:
-            raise UserError("tokens: 'last' is invalid for images, whose patches have no order (allowed: first, all)")
+            raise UserError("tokens: 'last' is invalid for images, whose patches have no order. Choose first or all.")
         self._context, self._states = context, context.structure.states()
         self._bytes = max(sum(p.numel() * p.element_size() for p in context.model.parameters()) // 4, _SMALLEST_BUDGET)
         self._batch_number = self._compared = 0

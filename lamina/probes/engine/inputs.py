@@ -103,7 +103,7 @@ def _length(length: int | None, model: nn.Module) -> int:
         if getattr(text, "pad_token_id", None) is not None and any(m.padding_idx is not None for m in positions):
             limit -= text.pad_token_id + 1  # positions start after the padding's id, as RoBERTa's do
         if length is not None and length > limit:
-            raise UserError(f"sequence_length: {length} is more than the model's {limit} positions (allowed: fewer)")
+            raise UserError(f"sequence_length: {length} is more than the model's {limit} positions. Choose fewer.")
         return length or min(256, limit)
     return length or 256
 
@@ -140,7 +140,7 @@ def _pack(
     A model whose vocabulary of ``size`` lacks the end of a text, as one of the 256 bytes does, reads the texts without.
     """
     if tokenizer is None:
-        raise UserError(f"tokenizer: the checkpoint has none, so {source} can't be read (allowed: --tokenizer)")
+        raise UserError(f"tokenizer: the checkpoint has none, so {source} can't be read. Name one with --tokenizer.")
     prefix, suffix = _specials(tokenizer)
     body = length - len(prefix) - len(suffix)
     if body < 1:

@@ -179,5 +179,5 @@ def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, tor
             break
     length = min(len(row["input_ids"]) for row in rows)
     if length < 2:
-        raise UserError(f"texts: one has {length} token (allowed: at least 2)")
+        raise UserError(f"texts: one has {length} token. Give at least 2.")
     return {name: torch.stack([row[name][:length] for row in rows]).to(context.device) for name in rows[0]}

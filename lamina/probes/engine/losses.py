@@ -100,7 +100,9 @@ def token_losses(
     else:
         mask = getattr(tokenizer, "mask_token_id", None)
         if mask is None:
-            raise UserError("loss: a masked language model needs its tokenizer's mask token (allowed: --tokenizer)")
+            raise UserError(
+                "loss: a masked language model needs its tokenizer's mask token. Name the tokenizer with --tokenizer."
+            )
         masked = masked_positions(ids.shape[1]).to(ids.device)
         hidden, targets = ids.clone(), ids[:, masked]
         hidden[:, masked] = mask

@@ -284,7 +284,7 @@ def refuse_meta(model: nn.Module) -> None:
     """Raise UserError naming the first weight without values."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
+            raise UserError(f"model: the weight {name!r} is on the meta device. Load its weights first.")
 
 
 def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: str | None = None) -> Structure:

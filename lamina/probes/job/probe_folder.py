@@ -80,7 +80,9 @@ def probe_folder(
     )
     complete = job.settings
     if not complete.checkpoint:
-        raise UserError("checkpoint: none given (allowed: a folder, a run's folder, a .gguf file, a name on the hub)")
+        raise UserError(
+            "checkpoint: none given. Give a model's folder, a run's folder, a .gguf file, or a name on the hub."
+        )
     probes = registry.make_all(complete.probes)
     specs = spec_by_name(complete.probes)
     done = finished(job.folder, specs) if job.resumes else {}

@@ -112,7 +112,9 @@ def watched(root: nn.Module, points: Mapping[Key, Point], inputs: Batch) -> dict
 def _check_axes(structure: Structure, tensors: Tensors, batch: torch.Tensor) -> None:
     for state in structure.states():
         if state not in tensors:
-            raise UserError(f"model: the stream of layer {state} can't be watched (allowed: --layers, another list)")
+            raise UserError(
+                f"model: the stream of layer {state} can't be watched. Name another list of layers with --layers."
+            )
         shape = tensors[state].shape
         right = len(shape) == 3 and shape[0] == len(batch) and shape[2] == structure.hidden_size
         if right and batch.ndim == 2:

@@ -34,7 +34,9 @@ def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> Non
             f"precision: 'float8' with {tokens} tokens in a process's micro-batch (allowed: multiples of {_MULTIPLE})"
         )
     if tensor_parallel > 1:
-        raise UserError(f"precision: 'float8' with tensor_parallel = {tensor_parallel} (allowed: 1)")
+        raise UserError(
+            f"precision: 'float8' with tensor_parallel = {tensor_parallel}. Use --tensor-parallel 1, or bf16."
+        )
 
 
 def to_float8(model: nn.Module, device: str) -> None:
@@ -55,6 +57,8 @@ def to_float8(model: nn.Module, device: str) -> None:
         config = torchao.Float8LinearConfig(emulate=device == "cpu")
         torchao.convert_to_float8_training(block, module_filter_fn=chosen, config=config)
     if not any(converted):
-        raise UserError(f"precision: 'float8' finds no layer whose sizes are multiples of {_MULTIPLE} (allowed: bf16)")
+        raise UserError(
+            f"precision: 'float8' finds no layer whose sizes are multiples of {_MULTIPLE}. Use --precision bf16."
+        )
     if device == "cpu":
         logger.warning("precision: float8 is emulated on a CPU, slower than fp32")

@@ -271,7 +271,7 @@ class Instruments:
         if not isinstance(model, nn.Module):
             raise UserError(f"model: a {type(model).__name__} (allowed: a torch.nn.Module)")
         if not optimizers:
-            raise UserError("optimizer: an empty list (allowed: a torch.optim.Optimizer, or a list of them)")
+            raise UserError("optimizer: an empty list. Give a torch.optim.Optimizer, or a list of them.")
         self.model = bare(model)
         self.optimizers = [stepping(optimizer) for optimizer in optimizers]
         self.settings = settings

@@ -339,7 +339,7 @@ def _number(loss: object) -> torch.Tensor:
     if isinstance(loss, numbers.Real):
         return torch.tensor(float(loss))
     what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-    raise UserError(f"loss: {what} (allowed: one number, the mean over the step's batch)")
+    raise UserError(f"loss: {what}. Give one number, the mean over the step's batch.")
 
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -242,7 +242,7 @@ class WeightAverage(TrainerCallback):
     def read(self, folder: Path) -> None:
         """Restore a checkpoint's average. Raises UserError for a checkpoint without one."""
         if not (folder / AVERAGE).is_file():
-            raise UserError(f"ema_decay: {str(folder)!r} holds no averaged weights (allowed: 0)")
+            raise UserError(f"ema_decay: {str(folder)!r} holds no averaged weights. Resume with --ema-decay 0.")
         stored = load_file(folder / AVERAGE)
         with torch.no_grad():
             for name, tensor in self.tensors().items():
