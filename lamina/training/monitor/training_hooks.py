@@ -332,7 +332,7 @@ class Instruments:
         base = getattr(self.model, "base_model", None)
         roots = [self.model, base] if isinstance(base, nn.Module) and base is not self.model else [self.model]
         with temporary_hooks() as hooks, listening(self), self._measuring:
-            enter, leave = (hook(act, traced=False) for act in (self._enter, self._leave))
+            self._roots, (enter, leave) = roots, (hook(act, traced=False) for act in (self._enter, self._leave))
             for root in roots:
                 hooks.append(root.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
                 hooks.append(root.register_forward_hook(leave, with_kwargs=True, always_call=True))
@@ -347,8 +347,8 @@ class Instruments:
                         part.close()
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: Kwargs) -> None:
-        if self._inside is not None or self._looking:
-            return
+        if self._inside is not None or self._looking or all(module is not root for root in self._roots):
+            return  # a copy of the model, such as a moving average, has its hooks, too
         if not torch.is_grad_enabled():
             return  # an evaluation, or a policy that generates; a model may be trained in evaluation mode
         if self.ended:  # a closure's passes are within a step

@@ -1,5 +1,8 @@
 """The residual stream of compiled models: the values of the eager run, without a graph break or another loss."""
 
+import copy
+import json
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -181,6 +184,27 @@ def test_nothing_stays_on_the_modules(tmp_path):
     assert {type(layer) for layer in model.modules()} == {type(layer) for layer in wrapped_blocks(NanoGpt()).modules()}
     assert not [name for module in model.modules() for name in vars(module) if "lamina" in name]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_copy_of_a_watched_model_is_not_watched(tmp_path, compiled):
+    """A moving average of the weights is a deep copy, and a copy has the model's hooks."""
+    model = NanoGpt()
+    copies = []
+
+    def average(watched, batch):
+        loss = of_targets(watched, batch)
+        copies.append(copies[0] if copies else copy.deepcopy(model))
+        of_targets(copies[0], batch * 0)
+        return loss
+
+    train(NanoGpt(), of_targets, tmp_path / "alone")
+    train(torch.compile(model, backend=BACKEND) if compiled else model, average, tmp_path / "run")
+    assert stream(tmp_path / "run").to_numpy() == pytest.approx(
+        stream(tmp_path / "alone").to_numpy(), rel=1e-5, abs=1e-7
+    )
+    tokens = [json.loads((tmp_path / name / "result.json").read_text())["tokens"] for name in ("run", "alone")]
+    assert tokens[0] == tokens[1]
 
 
 def test_one_line_before_a_loop_ends_the_steps_of_a_compiled_model(tmp_path):
