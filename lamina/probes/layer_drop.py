@@ -21,6 +21,7 @@ from lamina.core.text import ranges
 from lamina.core.values import number, one_of, switch, whole_number
 from lamina.errors import UserError
 from lamina.evaluation.harness import Runner
+from lamina.evaluation.squad import f1_scores, read_questions
 from lamina.evaluation.task_files import Tasks
 from lamina.modeling.parts import temporary_hooks, uncompiled
 from lamina.probes.angular_distance import AngularDistance
@@ -81,7 +82,8 @@ class LayerDrop(Probe):
         include_path: a folder of the task's own YAML, which is code: it needs run_code.
         run_code: whether task files in include_path, and code that the model writes, may run.
         task_metric: which of the task's metrics (default acc).
-        limit: the task's first so many documents.
+        limit: the task's first so many documents, or the file's first so many questions.
+        squad: a file of SQuAD v1.1's form in place of the loss, for a model with a question-answering head: its F1.
         score: your own measure in place of the loss (Python only): a callable from the model to a number.
         higher_is_better: whether a higher score is better.
         standard_error: text is added until each layer's standard error is at most this share of its loss increase, or
@@ -106,6 +108,7 @@ class LayerDrop(Probe):
         run_code: bool = False,
         task_metric: str = "acc",
         limit: int | None = None,
+        squad: str | None = None,
         score: Callable[[nn.Module], float] | None = None,
         higher_is_better: bool = True,
         standard_error: float | None = None,
@@ -113,8 +116,8 @@ class LayerDrop(Probe):
     ):
         if score is not None and not callable(score):
             raise UserError(f"score: {score!r} (allowed, in Python: a callable that takes the model)")
-        if score is not None and task is not None:
-            raise UserError("score: cannot be combined with task. Give one of them.")
+        if sum(each is not None for each in (score, task, squad)) > 1:
+            raise UserError("score, squad, task: cannot be combined. Give one of them.")
         self.block = whole_number("block", block)
         self._wants_all = one_of("meaning", meaning, (*MEANINGS, "all")) == "all"
         self.meanings = MEANINGS if self._wants_all else (meaning,)
@@ -124,7 +127,7 @@ class LayerDrop(Probe):
             number("standard_error", standard_error, 0, 1, open_high=True)
         self.sequences = check_most(self.name, "sequences", sequences)
         self._read: list[Mapping[str, torch.Tensor]] = []
-        self.task = None
+        self.task: HarnessTask | SquadFile | None = None if squad is None else SquadFile(squad, limit=limit)
         if task is not None:
             folder = {"include_path": include_path, "run_code": switch("run_code", run_code)}
             self.task = HarnessTask(str(task), metric=task_metric, limit=limit, **folder)
@@ -535,6 +538,24 @@ class HarnessTask:
         self.higher_is_better = bool(output.get("higher_is_better", {}).get(self.name, {}).get(self.metric, True))
         error = results.get(f"{self.metric}_stderr,{key.partition(',')[2]}")
         return float(results[key]), float(error) if isinstance(error, int | float) else math.nan
+
+
+class SquadFile:
+    """F1 on a file of SQuAD's form. Raises UserError if it is none."""
+
+    metric, higher_is_better = "f1", True
+
+    def __init__(self, path: str, *, limit: int | None = None):
+        self.questions = read_questions(Path(path))[: None if limit is None else whole_number("limit", limit)]
+
+    def measure(self, context: Context) -> tuple[float, float]:
+        """Return the mean F1, from 0 to 1, and its standard error over the questions."""
+        if context.tokenizer is None or not context.tokenizer.is_fast:
+            raise UserError("squad: the checkpoint has no fast tokenizer (allowed: --tokenizer)")
+        if "QuestionAnswering" not in type(context.model).__name__:
+            name = type(context.model).__name__
+            raise UserError(f"squad: {name} has no question-answering head (allowed: a model that has one)")
+        return mean_loss(f1_scores(context.model, context.tokenizer, self.questions))
 
 
 @contextmanager
