@@ -175,13 +175,13 @@ def emit(
     spec, target = text("placement", placement), text("to", to)
     whole_number("num_layers", num_layers)
     if with_test and output is None:
-        raise UserError("with_test: Lamina writes the test beside a file. Give output, too.")
+        raise UserError("with_test: Lamina writes the test beside a file. Run: the same with --output NAME.py")
     from lamina.ports import emit as run
 
     file = None if output is None else Path(path("output", output))
-    if file is not None and not file.stem.isidentifier():
+    if file is not None and (file.suffix != ".py" or not file.stem.isidentifier() or file.is_dir()):
         raise UserError(
-            f"output: {str(output)!r} cannot be imported (allowed: a name of letters, digits and _, and .py)"
+            f"output: {str(output)!r} cannot be imported (allowed: a file NAME.py, with letters, digits and _ in NAME)"
         )
     emitted = run(spec, target, num_layers, module=file.stem if file else "")
     if file is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+
 from lamina.api.models import emit
-from lamina.commands.arguments import Parser
+from lamina.commands.arguments import Parser, Reader
 from lamina.core.terminal import show
 from lamina.errors import UserError
 
@@ -26,7 +28,7 @@ def parser() -> Parser:
     )
     flags.add_argument("placement", help="a placement, name(option=value, ...), or a file (a .py file runs as code)")
     flags.add_flag("--to", f"the trainer: {', '.join(TARGETS)}", metavar="TRAINER")
-    flags.add_flag("--num-layers", "the number of blocks", 0)
+    flags.add_argument("--num-layers", type=Reader(int), metavar="N", help="the number of blocks")
     flags.add_flag("--output", "the file to write (default: print it)", metavar="FILE")
     flags.add_flag("--with-test", "write a test beside it, which compares it with Lamina's model", False)
     flags.add_flag("--overwrite", "replace files that exist", False)
@@ -35,9 +37,10 @@ def parser() -> Parser:
 
 def run(argv: list[str]) -> int:
     options = vars(parser().parse(argv))
-    for name, value in (("to", options["to"]), ("num_layers", options["num_layers"])):
-        if not value:
-            example = f"lamina emit {options['placement']} --to pytorch --num-layers 24"
+    for name in ("to", "num_layers"):
+        if options[name] is None:
+            to, layers = options["to"] or "pytorch", 24 if options["num_layers"] is None else options["num_layers"]
+            example = f"lamina emit {shlex.quote(options['placement'])} --to {to} --num-layers {layers}"
             raise UserError(f"--{name.replace('_', '-')}: not given. Run: {example}")
     code = emit(**options)
     if options["output"] is None:

@@ -116,6 +116,40 @@ def test_plans_of_ones_own(seed, target, tmp_path):
     check(model, build(str(file), config)[1], target, close=5e-6)
 
 
+def drawn(seed, folder):
+    """A file with rules and learned scales, and the sizes of a model: odd depths, grouped heads, tied or not."""
+    choose = random.Random(seed).choice
+    halves = {
+        name: {
+            choose(("pre_norm", "out_norm")): choose(("rms", True, {"kind": "rms", "initial_gain": 0.3})),
+            "out_scale": choose(("num_layers ** -0.5", "1 / num_sublayers", 0.5)),
+            "out_scale_learned": choose(("no", "scalar", "vector")),
+            "skip_scale": choose((1.0, "num_sublayers ** 0.25")),
+            "skip_scale_learned": choose(("no", "scalar", "vector")),
+        }
+        for name in ("attention", "feed_forward")
+    }
+    rules = [{**halves}, {"layers": "0", "attention": {"post_norm": "rms"}}]
+    rules += choose(([], [{"layers": "::2", "feed_forward": {"pre_scale": "(layer + 1) ** -0.5"}}]))
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump({"rules": rules, "final_norm": choose((True, False))}), "utf-8")
+    layers, heads, tied = choose((1, 2, 3, 5, 7)), choose((1, 2, 4)), choose((True, False))
+    return str(file), layers, {"num_key_value_heads": heads, "tie_word_embeddings": tied}
+
+
+@pytest.mark.parametrize("target", ["pytorch", "nanogpt"])
+@pytest.mark.parametrize("seed", range(10))
+def test_drawn_plans_and_sizes(seed, target, tmp_path):
+    spec, layers, more = drawn(seed, tmp_path)
+    if target == "nanogpt":
+        config, build = gpt2(layers), on_nanogpt
+    else:
+        config, build = llama(layers, **{**more, "tie_word_embeddings": False}), on_pytorch
+    module, theirs = build(spec, config, layers)
+    assert lamina.emit(spec, to=target, num_layers=layers) == module.source
+    check(ours(spec, config, layers), theirs, target, close=3e-6)
+
+
 INITIALIZERS = ["pre_ln", "fusenorm", "hybridnorm", "deepnorm", "minimax_01", "olmo2", "sandwich_depth_scaled", "keel"]
 
 
@@ -243,5 +277,31 @@ def test_the_command_writes_the_file_and_its_test(tmp_path, capsys):
     assert main([*words, "--overwrite"]) == 0
     assert main(["emit", "keel", "--to", "pytorch"]) == 2
     assert "--num-layers: not given. Run: lamina emit keel" in capsys.readouterr().err
-    assert main(["emit", "keel", "--to", "pytroch", "--num-layers", "3"]) == 2
-    assert "did you mean 'pytorch'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["keel", "--to", "pytroch", "--num-layers", "3"], "unknown --to 'pytroch'; did you mean 'pytorch'?"),
+        (["keal", "--to", "mlx", "--num-layers", "3"], "unknown placement 'keal'; did you mean 'keel'?"),
+        (["keel(alpha=3)", "--to", "mlx"], "Run: lamina emit 'keel(alpha=3)' --to mlx --num-layers 24"),
+        (["keel", "--num-layers", "3"], "--to: not given. Run: lamina emit keel --to pytorch --num-layers 3"),
+        (["keel", "--to", "mlx", "--num-layers", "0"], "num_layers: 0 is not a whole number of at least 1"),
+        (["mine.yaml", "--to", "mlx", "--num-layers", "3"], "placement 'mine.yaml': no such file"),
+        (
+            ["keel(wiring=mhc)", "--to", "megatron", "--num-layers", "3"],
+            "its residual carries 4 streams, which a block",
+        ),
+        (["keel", "--to", "mlx", "--num-layers", "3", "--with-test"], "Run: the same with --output NAME.py"),
+        (["keel", "--to", "mlx", "--num-layers", "3", "--output", "keel"], "'keel' cannot be imported"),
+        (["keel", "--to", "mlx", "--num-layers", "3", "--output", "."], "'.' cannot be imported"),
+        (["keel", "--layers", "3"], "unknown option --layers; did you mean '--num-layers'?"),
+    ],
+)
+def test_what_a_newcomer_types_wrong_is_one_line_that_helps(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["emit", *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert "\n" not in error
+    assert not list(tmp_path.iterdir())

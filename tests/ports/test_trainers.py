@@ -21,7 +21,8 @@ import sys
 import pytest
 import torch
 from peers import LAYERS, SINGLE_STREAM, VOCABULARY, WIDTH, llama, module_of, on_megatron, on_torchtitan, ours
-from test_emit import IDS, INITIALIZERS, ROOT, check, logits_of, off, random_plan
+from test_emit import IDS, INITIALIZERS, ROOT, check, drawn, gradients, logits_of, off, random_plan
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 import lamina
@@ -48,7 +49,7 @@ def needs(package):
         pytest.skip(f"{package} is not in LAMINA_TRAINERS: {error}")
 
 
-def on_olmo(spec, num_layers=LAYERS, tied=False):
+def on_olmo(spec, num_layers=LAYERS, tied=False, key_heads=2):
     """OLMo-core's own model with an emitted block, and the configuration of the same Llama."""
     needs("olmo_core")
     from olmo_core.nn.transformer import TransformerConfig
@@ -56,7 +57,7 @@ def on_olmo(spec, num_layers=LAYERS, tied=False):
     emitted = emit(spec, "olmo-core", num_layers)
     module = module_of(emitted.code)
     config = TransformerConfig.llama_like(
-        d_model=WIDTH, vocab_size=VOCABULARY, n_layers=num_layers, n_heads=4, n_kv_heads=2, rope_theta=10000,
+        d_model=WIDTH, vocab_size=VOCABULARY, n_layers=num_layers, n_heads=4, n_kv_heads=key_heads, rope_theta=10000,
         layer_norm_eps=1e-5, hidden_size_multiplier=1.5,
     )  # fmt: skip
     config.tie_word_embeddings = tied
@@ -66,13 +67,21 @@ def on_olmo(spec, num_layers=LAYERS, tied=False):
     model.init_weights(device=torch.device("cpu"), max_seq_len=16)
     module.init_weights(model)
     inner = model.blocks["0"].feed_forward.hidden_size
-    return module, model, llama(num_layers, intermediate_size=inner, rms_norm_eps=1e-5, tie_word_embeddings=tied)
+    more = {"num_key_value_heads": key_heads, "tie_word_embeddings": tied}
+    return module, model, llama(num_layers, intermediate_size=inner, rms_norm_eps=1e-5, **more)
 
 
 @pytest.mark.parametrize("spec", SINGLE_STREAM)
 def test_on_olmo_core(spec):
     _, model, config = on_olmo(spec)
-    check(ours(spec, config), model, "olmo-core", close=2e-6)  # float32 rounds elsewhere there
+    check(ours(spec, config), model, "olmo-core", close=2e-6)  # 0.0 in one thread
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_drawn_plans_on_olmo_core(seed, tmp_path):
+    spec, layers, more = drawn(seed, tmp_path)
+    _, theirs, config = on_olmo(spec, layers, more["tie_word_embeddings"], more["num_key_value_heads"])
+    check(ours(spec, config, layers), theirs, "olmo-core")
 
 
 OPTIONS = ["pre_ln(qk_norm=head)", "pre_ln(qk_norm=full,v_norm=head)", "peri_ln(embedding_norm=true)"]
@@ -86,6 +95,23 @@ def built(target, spec, config):
     build, package = BUILD[target]
     needs(package)
     return build(spec, config)
+
+
+@pytest.mark.parametrize("spec", ["gemma3", "granite", "out_ln", "rezero"])
+@pytest.mark.parametrize("target", BUILD)
+def test_what_float32_changes_is_no_more_than_another_attention_kernel_of_torch_does(target, spec):
+    """Lamina's model against itself, with the kernel that multiplies matrices one by one, differs as much."""
+    _, theirs = built(target, spec, llama())
+    model = ours(spec, llama())
+    theirs.load_state_dict(weights_for(model, target))
+    gradients(model, IDS)
+    expected, there = weights_for(model, target, gradients=True), gradients(theirs.eval(), IDS)[0]
+    model.zero_grad()
+    with sdpa_kernel(SDPBackend.MATH):
+        gradients(model, IDS)
+    again = weights_for(model, target, gradients=True)
+    own = max(off(expected[name], again[name]) for name in expected)
+    assert 0 < max(off(expected[name], there[name]) for name in expected) < 3 * own < 3e-5
 
 
 def check_in_float64(target, spec, monkeypatch):
