@@ -65,11 +65,11 @@ def test_an_adapters_file_does_not_depend_on_the_hash_seed(tmp_path):
     script.write_text(
         "import sys\nfrom pathlib import Path\nfrom peft import LoraConfig, PeftModel\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "from lamina.lab.posttraining.starting import _save_adapter\n"
+        "from lamina.lab.posttraining.starting import save_adapter\n"
         "sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)\n"
         "model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes))\n"
         "names = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'up_proj', 'down_proj', 'gate_proj']\n"
-        "_save_adapter(PeftModel(model, LoraConfig(r=2, target_modules=names)), Path(sys.argv[1]))\n"
+        "save_adapter(PeftModel(model, LoraConfig(r=2, target_modules=names)), Path(sys.argv[1]))\n"
     )
     written = []
     for seed in ("1", "2"):

@@ -55,20 +55,25 @@ _FRONTIER = (
     "Each point is an evaluation, labeled with its step: the held-out reward against the KL that it cost. Compare "
     "policies at equal KL: equal steps favor the one whose logits move faster."
 )
-_NAMES = {
-    "eval_loss": "held-out loss",
-    "eval_accuracy": "held-out accuracy",
-    "eval_margin": "held-out margin",
-    "eval_reward": "held-out reward",
-    "eval_kl": "held-out KL (nats per answer)",
-    "eval_length": "held-out length (tokens)",
-    "eval_ended": "share of held-out answers that end",
-    "reward_gain": "gain of the held-out reward",
-    "reward_gain_low": "its 95 % interval, from",
-    "reward_gain_high": "to",
+MEASURES = {
+    "status": ("status", ""),
+    "eval_loss": ("held-out loss", ".4f"),
+    "eval_accuracy": ("held-out accuracy", ".2%"),
+    "eval_rewards_accuracies": ("held-out accuracy of the pairs", ".2%"),
+    "eval_margin": ("held-out margin", ".4f"),
+    "eval_reward": ("held-out reward", ".4f"),
+    "eval_kl": ("held-out KL (nats per answer)", ".3f"),
+    "eval_length": ("held-out length (tokens)", ".1f"),
+    "eval_ended": ("share of held-out answers that end", ".2%"),
+    "reward_gain": ("gain of the held-out reward", "+.4f"),
+    "reward_gain_low": ("its 95 % interval, from", "+.4f"),
+    "reward_gain_high": ("to", "+.4f"),
+    "steps": ("steps", ",.0f"),
+    "tokens": ("tokens", ",.0f"),
+    "parameters": ("parameters", ",.0f"),
+    "trained_parameters": ("trained parameters", ",.0f"),
 }
-
-
+"""The title of each measure that a job may have, and its format in the model's card."""
 _TITLES = {
     Kind.SFT: "Fine-tuning",
     Kind.REWARD: "A reward model",
@@ -109,12 +114,13 @@ for _kind in _TITLES:
 def _numbers(result: Json) -> str:
     def shown(numbers: Json) -> str:
         written = {name: f"{value:,}" if isinstance(value, int) else f"{value:.4g}" for name, value in numbers.items()}
-        rows = [{"name": _NAMES.get(name, name), "value": value} for name, value in written.items()]
+        rows = [{"name": MEASURES.get(name, (name,))[0], "value": value} for name, value in written.items()]
         return table([text("name", "", "name"), text("value", "", "number")], rows, "trials") if rows else ""
 
     numbers = {name: v for name, v in result.items() if is_number(v) and not isinstance(v, bool)}
-    unnamed = {name: value for name, value in numbers.items() if name not in _NAMES}
-    return shown({name: numbers[name] for name in numbers if name in _NAMES}) + details("All numbers", shown(unnamed))
+    unnamed = {name: value for name, value in numbers.items() if name not in MEASURES}
+    named = {name: numbers[name] for name in MEASURES if name in numbers}
+    return shown(named) + details("All numbers", shown(unnamed))
 
 
 def _curve(title: str, trained: str, held_out: str, quantity: str, caption: str, records: Sequence[Json]) -> str:

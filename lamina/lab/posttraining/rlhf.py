@@ -39,6 +39,7 @@ from lamina.jobs.job import Job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.run_folder import parse_lines
 from lamina.jobs.settings import at_least
+from lamina.jobs.status import Status
 from lamina.lab.posttraining.examples import Fields, Messages, prompts
 from lamina.lab.posttraining.rewards import Rewards, make_rewards, padded
 from lamina.lab.posttraining.settings import HELD_OUT, RlhfSettings
@@ -405,8 +406,8 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
             **({"kl_per": settings.kl_per} if settings.algorithm == "remax" else {}),
         }
 
-    def finish(self, run: TrainingRun) -> Json:
-        return reward_gain(run.folder / HELD_OUT)
+    def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
+        return {**super().outcome(run, status, reason), **reward_gain(run.folder / HELD_OUT)}
 
 
 class PromptOrder(TrainOrder):

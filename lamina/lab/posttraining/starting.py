@@ -270,15 +270,6 @@ def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | No
     return tuner
 
 
-def merged(model: PreTrainedModel, tuner: PeftModel | None, adapter: Path | None = None) -> PreTrainedModel:
-    """Merge the LoRA matrices into the model's weights; also save them in peft's form in ``adapter``, if given."""
-    if tuner is None:
-        return model
-    if adapter is not None:
-        _save_adapter(tuner, adapter)
-    return cast(PreTrainedModel, tuner.merge_and_unload())  # pyright: ignore[reportCallIssue]
-
-
 def set_trained(model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
     """Copy trained weights into a model, by name."""
     for name, parameter in trained_of(model).items():
@@ -297,7 +288,7 @@ def trained_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _save_adapter(tuner: PeftModel, folder: Path) -> None:
+def save_adapter(tuner: PeftModel, folder: Path) -> None:
     """Save the LoRA matrices, and weights trained whole, in peft's form."""
     config: Passed = tuner.peft_config["default"]
     for name in ("target_modules", "exclude_modules"):  # sets, whose order changes by the process

@@ -49,9 +49,9 @@ from lamina.lab.posttraining.starting import (
     add_lora,
     find_start,
     lora_of,
-    merged,
     numel,
     quantize,
+    save_adapter,
     set_trained,
     trained_of,
 )
@@ -330,10 +330,6 @@ class TuningStage(TrainingStage[S]):
         """Hash the stage's further inputs, such as a reward model, and check them before the data are read."""
         return ""
 
-    def finish(self, run: TrainingRun) -> Json:
-        """Return the columns of result.json that only this stage has."""
-        return {}
-
     def given(self, settings: S | Mapping[str, Any]) -> Mapping[str, Any]:
         given = settings.to_dict() if isinstance(settings, TuningSettings) else with_preset(dict(settings))
         # the run decides these when it begins, and keeps them
@@ -532,16 +528,17 @@ class TuningStage(TrainingStage[S]):
         }
 
     def trained(self, run: TrainingRun, result: Json) -> tuple[PreTrainedModel, ModelCard]:
-        result.update(self.finish(run))
         result.update(self.best.restore())
         model, tuner = run.model, self.tuner
-        adapter = run.folder / "adapter" if run.processes.first else None
         if self.settings.quantized or (tuner is not None and is_sharded(model)):
             # the matrices join the weights as they were before they were quantized, or sharded
             trained, model = whole(trained_of(model)), self.new_model()
             tuner = add_lora(model, replace(self.settings, weights="fp32"))
             set_trained(model, trained)
-        model = merged(model, tuner, adapter)
+        if tuner is not None:
+            if run.processes.first:
+                save_adapter(tuner, run.folder / "adapter")
+            model = cast(PreTrainedModel, tuner.merge_and_unload())
         if self.generation is not None:
             model.generation_config = self.generation  # TRL has set its own tokens
         return model, self._card(result)
@@ -553,31 +550,18 @@ class TuningStage(TrainingStage[S]):
         settings = self.settings.to_dict()
         facts = {name: settings[name] for name in _FACTS if settings.get(name) is not None}
         counts = {name: f"{result[name]:,}" for name in _COUNTS if name in result}
-        accuracy = "accuracy of the answers' tokens" if self.settings.command_name == "sft" else _OF_PAIRS
+        from lamina.lab.posttraining.page import MEASURES
+
         return ModelCard(
             head=self.head,
             data={name.replace("_", " "): fact for name, fact in {**facts, **counts}.items()},
             result=result,
             command=self.settings.command(),
             base_model=self.settings.from_model,
-            measures=MEASURES | {"eval_accuracy": (accuracy, ".2%")},
+            measures=MEASURES,
         )
 
 
-_OF_PAIRS = "accuracy on held-out pairs"
-MEASURES = {
-    "status": ("status", ""),
-    "steps": ("steps", ",.0f"),
-    "tokens": ("tokens", ",.0f"),
-    "parameters": ("parameters", ",.0f"),
-    "trained_parameters": ("trained parameters", ",.0f"),
-    "eval_loss": ("held-out loss", ".4f"),
-    "eval_rewards_accuracies": (_OF_PAIRS, ".2%"),
-    "eval_reward": ("held-out reward", ".4f"),
-    "reward_gain": ("gain of the held-out reward", "+.4f"),
-    "eval_kl": ("KL to the model at the start, nats per answer", ".3f"),
-}
-"""The title and the format of each measure that a stage may have."""
 _FACTS = ("data", "eval_data", "reward_model", "reward_function", "template")
 _COUNTS = ("examples", "held_out", "skipped")
 

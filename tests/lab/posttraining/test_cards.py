@@ -31,7 +31,7 @@ def test_a_fine_tuned_model_says_what_it_was_tuned_from_and_on_what(base, tmp_pa
     assert {"lamina", "keel"} <= set(card.data.tags)
     assert f"| held-out loss | `{result['eval_loss']:.4f}` |" in card.content
     assert "| examples | `9` |" in card.content
-    assert "| accuracy of the answers' tokens |" in card.content
+    assert "| held-out accuracy |" in card.content
     assert "pairs" not in card.content
     assert "a \\| b.jsonl" in card.content
     assert "lamina sft --from-model" in card.content
@@ -51,7 +51,7 @@ def test_a_reward_model_is_a_classifier_and_is_pushed_if_asked_for(base, tmp_pat
     card = HubCard.load(tmp_path / "run" / "model" / "README.md")
     assert card.data.pipeline_tag == "text-classification"
     assert "AutoModelForSequenceClassification" in card.content
-    assert "accuracy on held-out pairs" in card.content
+    assert "| held-out accuracy |" in card.content
     assert uploads == [("model", "me/judge")]
 
 
