@@ -110,13 +110,13 @@ def compare(
 ) -> Comparison:
     """Train placements side by side on your text; OUTPUT/report.html shows which is best, which failed, and why.
 
-    As `lamina compare` does; the keywords are its settings. Returns the rows of results.csv and the page.
+    The keywords are the settings of `lamina compare`. Returns the rows of results.csv and the page.
     ``placements``, ``learning_rates`` and ``seeds`` may also be lists, ``corpus`` a path, a list of paths or
     texts, or a datasets.Dataset. The worker processes do not import the calling script.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
-        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+        TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
     """
 
 def preflight(
@@ -161,11 +161,11 @@ def preflight(
     bar: bool = True,
 ) -> pd.DataFrame:
     """Check a run before you start it. Lamina takes its first steps at full depth, measures the layers, and reports
-    whether the run will train, why, and what to change. The verdicts:
+    whether the run will train, why, and what to change.
 
-    As `lamina preflight` does; the keywords are its settings. Returns one row per planned run: its verdict, the
-    reason, what to change, and the numbers behind them (docs/evidence/preflight.md). With ``output``, it also
-    writes a folder: preflight.csv, layers.parquet, preflight.json (from which `lamina report` makes the page) and
+    The keywords are the settings of `lamina preflight`. Returns one row per planned run: its verdict, the reason,
+    what to change, and the numbers behind them (docs/evidence/preflight.md). With ``output``, it also writes a
+    folder: preflight.csv, layers.parquet, preflight.json (from which `lamina report` makes the page) and
     report.html.
 
     Raises:
@@ -269,7 +269,7 @@ def pretrain(
 ) -> RunResult:
     """Train one model on text or images; OUTPUT/model loads with transformers' Auto classes.
 
-    As `lamina pretrain` does; the keywords are its settings. Returns what result.json holds; OUTPUT/model is the
+    The keywords are the settings of `lamina pretrain`. Returns the content of result.json; OUTPUT/model is the
     model, OUTPUT/report.html the page. ``corpus`` may also be a path, a list of paths or texts, or a
     datasets.Dataset.
 
@@ -343,8 +343,8 @@ def sft(
 ) -> RunResult:
     """Fine-tune a model; OUTPUT/model chats with `lamina generate`.
 
-    As `lamina sft` does; the keywords are its settings. ``data`` may also be a list of rows or a
-    datasets.Dataset. Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
+    The keywords are the settings of `lamina sft`. ``data`` may also be a list of rows or a datasets.Dataset.
+    Returns the content of result.json; OUTPUT/model is the model, OUTPUT/report.html the page.
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
@@ -409,8 +409,8 @@ def reward(
 ) -> RunResult:
     """Train a reward model on preferences (prompt, chosen, rejected), from a fine-tuned model.
 
-    As `lamina reward` does; the keywords are its settings. ``data`` may also be a list of rows or a
-    datasets.Dataset. Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
+    The keywords are the settings of `lamina reward`. ``data`` may also be a list of rows or a datasets.Dataset.
+    Returns the content of result.json; OUTPUT/model is the model, OUTPUT/report.html the page.
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
@@ -490,8 +490,8 @@ def rlhf(
 ) -> RunResult:
     """Train a policy by reinforcement learning, with a reward model or a function: ReMax, RLOO or GRPO.
 
-    As `lamina rlhf` does; the keywords are its settings. ``data`` may also be a list of rows or a
-    datasets.Dataset. Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
+    The keywords are the settings of `lamina rlhf`. ``data`` may also be a list of rows or a datasets.Dataset.
+    Returns the content of result.json; OUTPUT/model is the model, OUTPUT/report.html the page.
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
@@ -562,8 +562,8 @@ def dpo(
 ) -> RunResult:
     """Train a policy on preferences (prompt, chosen, rejected) directly, without a reward model.
 
-    As `lamina dpo` does; the keywords are its settings. ``data`` may also be a list of rows or a
-    datasets.Dataset. Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
+    The keywords are the settings of `lamina dpo`. ``data`` may also be a list of rows or a datasets.Dataset.
+    Returns the content of result.json; OUTPUT/model is the model, OUTPUT/report.html the page.
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
@@ -610,12 +610,12 @@ def coord_check(
     """Check whether a module's output grows with the width or the depth. Lamina trains several sizes for a few steps
     on one batch and prints the exponent e of mean |x| ~ size^e. 0 is right. Above 0, a large model will blow up.
 
-    As `lamina coord-check` does; the keywords are its settings. Returns the rows of slopes.csv and the page;
+    The keywords are the settings of `lamina coord-check`. Returns the rows of slopes.csv and the page;
     OUTPUT/result.json has the verdict.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
-        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+        TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
     """
 
 def transfer(
@@ -707,12 +707,12 @@ def transfer(
     and best on the proxy, and the rates of each role at the target's width. If a rate fails on the proxy, it
     fails on the target (FuseNorm Figure 4).
 
-    As `lamina transfer` does; the keywords are its settings. Returns the rows of results.csv and the page;
+    The keywords are the settings of `lamina transfer`. Returns the rows of results.csv and the page;
     OUTPUT/transfer.json holds the interval, the target's rates and the risk.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
-        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+        TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
     """
 
 def max_lr(
@@ -798,16 +798,15 @@ def max_lr(
     bar: bool = True,
 ) -> Comparison:
     """Find the largest learning rate that each placement tolerates. Each placement and seed has one run, whose
-    learning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). The run ends at the first of
-    these:
+    learning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol).
 
-    As `lamina max-lr` does; the keywords are its settings. Returns the rows of results.csv
-    (``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of every placement and seed) and the page.
-    ``placements`` and ``seeds`` may also be lists.
+    The keywords are the settings of `lamina max-lr`. Returns the rows of results.csv (``max_learning_rate``,
+    ``stop_rule`` and ``loss_at_stop`` of every placement and seed) and the page. ``placements`` and ``seeds`` may
+    also be lists.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
-        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+        TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
     """
 
 def study(
@@ -834,8 +833,8 @@ def study(
 ) -> StudyOutcome:
     """Run a study and judge its claims, as `lamina study run` does.
 
-    As `lamina study` does; the keywords are its settings. ``study`` is a name of the catalog or the YAML file of
-    your own; OUTPUT/report.html is the page.
+    The keywords are the settings of `lamina study`. ``study`` is a name of the catalog or the YAML file of your
+    own; OUTPUT/report.html is the page.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, an
@@ -866,7 +865,7 @@ def probe_folder(
 ) -> RunResult:
     """Measure what each layer of a checkpoint does: one table and one figure per probe, and OUTPUT/report.html.
 
-    As `lamina probe` does; the keywords are its settings. Returns what result.json holds; OUTPUT/NAME.parquet is
+    The keywords are the settings of `lamina probe`. Returns the content of result.json; OUTPUT/NAME.parquet is
     the table of the probe NAME. ``lamina.probe`` returns only the tables and writes nothing.
 
     Raises:
@@ -905,8 +904,8 @@ def evaluate(
     lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, the folder of a run, or the
     folder of a study. Lamina averages a study's runs over the seeds, with a standard deviation.
 
-    As `lamina eval` does; the keywords are its settings. ``models`` (paths of checkpoints, runs and studies) and
-    ``tasks`` may also be lists. Returns what result.json holds.
+    The keywords are the settings of `lamina eval`. ``models`` (paths of checkpoints, runs and studies) and
+    ``tasks`` may also be lists. Returns the content of result.json.
 
     Raises:
         UserError: (a ValueError) for invalid settings, an unknown task, data or a checkpoint that can't be read,

@@ -101,9 +101,10 @@ def _signature(row: JobRow, record: type[Settings], modes: list[inspect.Paramete
 
 def _documentation(row: JobRow) -> str:
     about = " ".join(row.about.split("\n\n")[0].split())
-    returns = f"As `lamina {row.name}` does; the keywords are its settings. {row.returns}"
+    about = re.sub(r"(?<=\.) [^.]*:$", "", about)  # a list that only the help has
+    returns = f"The keywords are the settings of `lamina {row.name}`. {row.returns}"
     raises = f"UserError: (a ValueError) for invalid settings, {row.raises}, an output folder in use."
-    failed = ["TrialsFailed: (a UserError) if every trial failed; the page is still written."]
+    failed = ["TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page."]
     errors = [raises, *(failed if row.outcome == "Comparison" else [])]
     fill = partial(textwrap.fill, width=110, break_on_hyphens=False)  # a flag stays whole
     listed = [fill(error, initial_indent="    ", subsequent_indent=" " * 8) for error in errors]

@@ -111,17 +111,17 @@ def convert(
 ) -> ConversionRecord:
     """Turn a transformers checkpoint into a Lamina one with the same logits, or back, as `lamina convert` does.
 
-    With ``came_from`` the source is a checkpoint of a trainer of `lamina emit`; ``to`` may name one, too.
+    To read another trainer's checkpoint, name the trainer in ``came_from``. To write one, name it in ``to``.
 
     Args:
         source: a folder with config.json and safetensors, a run's folder, or a name on the hub.
         output: a new or empty folder.
-        to: "lamina" or "transformers", by default the one that the source is not; or a trainer:
-            "megatron", "mlx", "nanogpt", "olmo-core" or "torchtitan".
+        to: "lamina", "transformers", or a trainer: "megatron", "mlx", "nanogpt", "olmo-core" or "torchtitan". By
+            default, a transformers checkpoint becomes Lamina's, and the reverse.
         came_from: the trainer that wrote the source.
-        placement: the placement of a trainer's checkpoint that does not say it.
+        placement: the placement of a trainer's checkpoint that does not name its placement.
         dtype: the dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
-        overwrite: first delete what Lamina wrote into ``output``.
+        overwrite: first delete the files that Lamina wrote into ``output``.
         verify: load the result and compare its logits with the source's.
 
     Raises:
@@ -212,10 +212,11 @@ def prune(
         output: a new or empty folder.
         layers: the layers to take out, counted from 0: a list, or a text such as "3,5-7".
         by: instead of ``layers``, the measure that chooses ``drop`` layers: "angular_distance" (the block of that many
-            layers that turns the stream least, Gromov et al. 2024), "layer_drop" (the layers whose absence, one at a
-            time, harms the loss least), or PROBE.METRIC with one value per layer (the layers with the lowest values).
+            layers that turns the hidden states least, Gromov et al. 2024), "layer_drop" (the layers without which the
+            loss rises least, one at a time), or PROBE.METRIC with one value per layer (the layers with the lowest
+            values).
         drop: the number of layers to take out.
-        overwrite: first delete what Lamina wrote into ``output``.
+        overwrite: first delete the files that Lamina wrote into ``output``.
         text_settings: those of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
 
     Raises:
@@ -251,14 +252,14 @@ def graft(
 ) -> Grafting:
     """Put another placement on a trained decoder, as `lamina graft` does; `lamina pretrain --from` heals it.
 
-    The weights stay. The new norms' gains are fitted on one half of a text so that each sub-layer's output stays close
-    to the old one; both losses are measured on the other half.
+    The weights stay. Lamina fits the new norms' gains on one half of a text, so that each sub-layer's output stays
+    close to its old output. It measures both losses on the other half.
 
     Args:
         model: a folder with a saved decoder that `lamina convert` takes, or a Lamina model's.
         output: a new or empty folder.
         placement: the new placement, with its options.
-        overwrite: first delete what Lamina wrote into ``output``.
+        overwrite: first delete the files that Lamina wrote into ``output``.
         text_settings: those of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
 
     Raises:
@@ -281,14 +282,15 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
     """Identify a model's placement by measuring it, as `lamina placements --of MODEL` does.
 
     Args:
-        model: a transformers or Lamina model; a folder (of a run, or with config.json; weights are read if there are
-            any); or a configuration or the name of a model type of transformers, from which a model with random weights
-            is made. Nothing is fetched, and no code beside a checkpoint runs.
-        layers: the path of the list of layers, if not the one that is found.
+        model: a transformers or Lamina model; a folder (of a run, or with config.json); or a configuration or the name
+            of a model type of transformers, of which Lamina makes a model with random weights. Lamina fetches nothing,
+            and runs no code that lies beside a checkpoint.
+        layers: the path of the list of layers, if Lamina finds the wrong list.
 
     Returns:
-        The placement as ``lamina.placements.resolve`` reads it (``placement``), the differences from it (``match``) or
-        the reason why none was found (``unknown``), with the evidence; ``text()`` is the command's output.
+        The result, with the evidence. ``placement`` is a name with options that ``lamina.placements.resolve`` takes.
+        ``match`` has the model's differences from it. ``unknown`` is the reason if Lamina found no placement.
+        ``text()`` is the command's output.
 
     Raises:
         UserError: (a ValueError) for a path that holds no model, or a configuration that no model can be made of.
@@ -304,13 +306,13 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = None, *, which: str = "") -> Diagnosis:
     """Name a run's likely cause of trouble, its step and layer, and what to change; write the page.
 
-    For another tool's records, the converted records and the page are written into the folder NAME-lamina beside them.
-    Without the packages that draw it there is no page, and the last sentence says so.
+    Lamina writes another tool's converted records and their page into the folder NAME-lamina beside the records. If the
+    packages for the page are not installed, the last sentence of the answer names them.
 
     Args:
         run: the folder of a run, or another tool's history: a file, a folder, or "-" for a pipe.
-        against: another run; given, the diagnosis says at which step and layer both part by more than their noise.
-        which: the name of the run, where a history holds several.
+        against: another run. Lamina then reports the step and the layer at which both part by more than their noise.
+        which: the name of the run, if the file or folder has several runs.
 
     Raises:
         UserError: (a ValueError) for records that cannot be read, that hold neither a loss nor a gradient norm, or that

@@ -201,13 +201,13 @@ class Parser(ArgumentParser):
         self.add_argument("--sequence-length", type=Reader(int), default=None, metavar="N", help=length)
         self.add_flag("--batch-size", "blocks in a forward pass", 4)
         self.add_flag("--device", "cpu, cuda, ... (default: the fastest)", metavar="TEXT")
-        self.add_flag("--overwrite", "first delete what Lamina wrote into the output", False)
+        self.add_flag("--overwrite", "first delete the files that Lamina wrote into the output", False)
 
     def add_output_modes(self, resume: str) -> None:
         """Add ``--resume``, ``--resume=auto`` and ``--overwrite``, for an output folder with content."""
         auto = "with =auto, begin if the output folder is still empty"
         self.add_argument("--resume", type=_resume, default=False, metavar="[=auto]", help=f"{resume}; {auto}")
-        self.add_flag("--overwrite", "replace what the output folder holds", False)
+        self.add_flag("--overwrite", "replace the content of the output folder", False)
 
     def settings_from(self, argv: Sequence[str]) -> tuple[Json, Namespace]:
         """Parse the settings by name (the command line overrides --config), and all options."""

@@ -33,7 +33,7 @@ def parser() -> Parser:
     flags.add_flag("--from", f"the trainer that wrote SOURCE: {trainers}", metavar="TRAINER")
     flags.add_flag("--placement", "with --from, where the checkpoint does not say it", metavar="NAME")
     flags.add_flag("--dtype", f"{', '.join(DTYPES)} (auto: the checkpoint's)", "auto", "WORD")
-    flags.add_flag("--overwrite", "first delete what Lamina wrote into OUTPUT", False)
+    flags.add_flag("--overwrite", "first delete the files that Lamina wrote into OUTPUT", False)
     flags.add_flag("--verify", "load the result and compare its logits with SOURCE's", True)
     return flags
 

@@ -28,8 +28,8 @@ EXAMPLES = """
 def parser() -> Parser:
     flags = Parser(
         "placements",
-        "List the placements, show one in full, or measure which one a model has (nothing is fetched, no code beside\n"
-        "a checkpoint runs).",
+        "List the placements, show one in full, or find a model's placement. Lamina fetches nothing, and runs no code\n"
+        "that lies beside a checkpoint.",
         EXAMPLES,
         "[NAME] ",
     )

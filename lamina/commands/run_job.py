@@ -25,7 +25,7 @@ def parser_of(row: JobRow) -> Parser:
     if row.resumes:
         parser.add_output_modes(row.resumes)
     else:
-        parser.add_flag("--overwrite", "replace what the output folder holds", False)
+        parser.add_flag("--overwrite", "replace the content of the output folder", False)
     return parser
 
 

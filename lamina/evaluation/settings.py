@@ -91,7 +91,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         None, "examples before each question (default: the set's, otherwise the task's)", at_least(0)
     )
     compare: bool = setting(
-        False, "the models are folders of earlier evaluations: compare their items, evaluate nothing", decides=False
+        False, "compare earlier evaluations, item by item; each MODEL is the folder of an evaluation", decides=False
     )
     limit: int | None = setting(None, "items per task, and documents of the corpus (default: all)", at_least(1))
     data_dir: str | None = setting(

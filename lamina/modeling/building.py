@@ -51,8 +51,8 @@ def build(
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, a folder that
             holds one, or a model's name on the hub (without its weights, which `lamina convert` keeps).
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
-        num_layers: the number of blocks, in place of the backbone's; likewise ``hidden_size``, ``num_heads`` and
-            ``vocab_size``.
+        num_layers: the number of blocks, if not the backbone's. ``hidden_size``, ``num_heads`` and ``vocab_size`` also
+            replace the backbone's sizes.
         head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification"; by default the first head
             in the backbone's row of ``ADAPTERS``.
         num_labels: classes of a classifier; by default those of an image backbone's configuration, and 1 (a reward) for
@@ -185,11 +185,11 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
     """Wire plain attention and feed-forward modules as one layer of a plan: a Block.
 
     Args:
-        attention: takes [batch, tokens, hidden_size] and whatever keyword arguments the Block is called with; returns a
+        attention: takes [batch, tokens, hidden_size] and the keyword arguments of the Block's call; returns a
             tensor of the same shape, or a tuple that starts with it.
         feed_forward: takes and returns [batch, tokens, hidden_size].
         layer_plan: an entry of ``Plan.layers``.
-        hidden_size: the stream's width.
+        hidden_size: the width of the residual stream.
 
     Returns:
         A Block; norms of kind "backbone" are RMSNorms with epsilon 1e-6.

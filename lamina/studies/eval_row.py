@@ -56,8 +56,8 @@ holds every number, and items/ every question.
     settings=settings,
     run=evaluate,
     returns=(
-        "``models`` (paths of checkpoints, runs and studies) and ``tasks`` may also be lists. Returns what "
-        "result.json holds."
+        "``models`` (paths of checkpoints, runs and studies) and ``tasks`` may also be lists. Returns "
+        "the content of result.json."
     ),
     raises="an unknown task, data or a checkpoint that can't be read",
     resumes="evaluate only what is not finished",

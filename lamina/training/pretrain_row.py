@@ -42,7 +42,7 @@ PRETRAIN = JobRow(
     settings=settings,
     run=pretrain,
     returns=(
-        f"Returns what result.json holds; {MODEL} ``corpus`` may also be a path, a list of paths or texts, "
+        f"Returns the content of result.json; {MODEL} ``corpus`` may also be a path, a list of paths or texts, "
         "or a datasets.Dataset."
     ),
     resumes=CHECKPOINT,

@@ -34,7 +34,8 @@ def tuning(
         settings=settings,
         run=run,
         pages=tuning_pages,
-        returns=f"``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; {MODEL}",
+        returns="``data`` may also be a list of rows or a datasets.Dataset. Returns the content of result.json; "
+        f"{MODEL}",
         raises="data or a model that can't be read",
         resumes=CHECKPOINT,
         inputs=("from_model", *inputs),

@@ -177,14 +177,14 @@ def probe(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **settings: Any,
 ) -> dict[str, pd.DataFrame]:
-    """Measure what each layer of a model does: one tidy frame for each probe, by its name.
+    """Measure each layer of a model. Returns a DataFrame for each probe, by the probe's name.
 
     Args:
         model_or_path: any transformers model, or a path as `lamina probe` takes it.
         probes: "all", or names (with options: ``angular_distance(tokens=all)``), or Probe objects.
-        texts_or_blocks: texts, token blocks [sequences, tokens], or images [images, channels, height, width], all of
-            which are measured (unless ``sequences`` or an option of the probe says otherwise); by default the corpus of
-            the settings (the embedded one). The frames' columns ``sequences`` and ``tokens`` say how much a row is of.
+        texts_or_blocks: texts, token blocks [sequences, tokens], or images [images, channels, height, width]. Lamina
+            measures all of them, unless you limit it by ``sequences`` or an option of the probe. By default, it takes
+            the setting ``corpus``. The columns ``sequences`` and ``tokens`` are the size of a row's sample.
         tokenizer: for texts; by default the checkpoint's.
         settings: those of `lamina probe`: sequence_length, sequences, batch_size, tolerance, layers, corpus, ...
 

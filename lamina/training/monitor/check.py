@@ -610,15 +610,15 @@ def check(
 
     >>> lamina.check(model, optimizer, batch=batch)
 
-    Run it once model and optimizer are as they will be trained. The model stays as it is: its gradients, buffers and
-    random states are restored.
+    Call it once the model and the optimizer are as you will train them. It restores gradients, buffers and random
+    states.
 
     Args:
         model: the model that will be trained.
-        optimizer: its optimizer, or a list of several.
+        optimizer: the model's optimizer, or a list of several.
         batch: a batch on the model's device: a mapping of the model's arguments, a tuple of them, or one tensor. With
-            it, the first loss, labels, masks and each layer's gradient are checked.
-        loss: a function of model and batch that returns the loss [] to differentiate (default: the model's own).
+            a batch, Lamina also checks the first loss, labels, masks and each layer's gradient.
+        loss: a function of model and batch that returns a scalar loss (default: the loss of the model's output).
         scaler: the GradScaler of float16 training, if there is one.
 
     Raises:

@@ -425,20 +425,20 @@ def watch(
     ...         optimizer.zero_grad()
     ...         monitor.step(loss)
 
-    Without ``monitor.step``, a step ends when the next forward pass begins, so that one line before a loop watches it
-    until the process ends: ``lamina.watch(model, optimizer, output="runs/mine").start()``. A step's loss is then the
-    ``loss`` of the model's output, or else the tensor on which the loop calls ``backward``.
+    The one-line form ``lamina.watch(model, optimizer, output="runs/mine").start()`` before a loop watches it until the
+    process ends. A step then ends when the next forward pass begins. Its loss is the ``loss`` of the model's output, or
+    the tensor on which the loop calls ``backward``.
 
-    Works with any model whose layers the probes can follow, with gradient accumulation, clipping, DDP and FSDP (call
-    it in every process, after the model is wrapped). `lamina report OUTPUT` draws the records, `lamina diagnose OUTPUT`
-    reads them. The training computes the same bits as without ``watch``, unless ``skip_outliers`` changes it.
+    ``watch`` works with gradient accumulation, clipping, DDP and FSDP (call it in every process, after you wrap the
+    model). `lamina report OUTPUT` draws the records, and `lamina diagnose OUTPUT` explains them. The training stays
+    bit-identical, unless ``skip_outliers`` skips a step.
 
     Args:
         model: the model that is trained.
         optimizer: the model's optimizer, or a list of several that step together.
         output: the folder of the records.
-        resume: continue the records of ``output`` after ``step``; "auto" continues them if there are any. If they can't
-            be continued (another version's), a training with ``step`` above 0 goes on without records.
+        resume: continue the records of ``output`` after ``step``; "auto" continues them if there are any. If another
+            version wrote them, a training with ``step`` above 0 goes on without records.
         overwrite: replace the records of ``output``.
         step: the number of earlier steps.
         on_alarm: called in the first process with the first alarm of each event. The alarm has ``step``, ``layer``,
@@ -565,8 +565,8 @@ class LayerMonitor(WatchCallback, TrainerCallback):
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[lamina.LayerMonitor("runs/mine")])
     >>> trainer.train()
 
-    With ``on_divergence="stop"``, training ends after the step at which the guard finds a divergence. A run that
-    Trainer resumes from a checkpoint continues its records; if they can't be continued, one line in the log says so.
+    With ``on_divergence="stop"``, training ends after the step at which Lamina finds a divergence. If Trainer resumes
+    from a checkpoint, Lamina continues the records, or logs why it cannot.
 
     Args:
         output: the folder of the records.
