@@ -14,6 +14,7 @@ LARGEST = 4 * 2**20  # bytes: a full plan of 512 layers has less than one
 DEEPEST = 20  # levels: a full plan has five
 MOST_VALUES = 200_000  # with aliases written out
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class _Strict(_Loader):
@@ -28,6 +29,16 @@ class _Strict(_Loader):
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             keys.add((key.tag, str(key.value)))
         return super().construct_mapping(node, deep=deep)
+
+
+def safe_load(text: str) -> object:
+    """Return what a YAML text of our own says, by libyaml where it is there. Raises YAMLError."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def read_back(data: Json) -> object:
+    """Return data as a YAML file gives them back."""
+    return safe_load(yaml.dump(data, Dumper=_Dumper))
 
 
 def read_mapping(path: Path, needed: str = "a YAML mapping") -> Json:

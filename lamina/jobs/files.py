@@ -20,7 +20,7 @@ from lamina.core.extras import missing_extra
 from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.core.values import SPECIAL, is_special
-from lamina.core.yaml_files import read_mapping
+from lamina.core.yaml_files import read_back, read_mapping
 from lamina.errors import UserError
 from lamina.jobs.manifest import sync
 from lamina.jobs.names import CLAIMS, CONFIG, RESULT
@@ -106,8 +106,7 @@ def read_sealed(path: Path) -> Json:
 
 def digest_of(data: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a mapping after a round trip through YAML."""
-    read_back = yaml.safe_load(yaml.safe_dump(dict(data)))
-    return hashlib.sha256(json.dumps(read_back, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(read_back(dict(data)), sort_keys=True, default=str).encode()).hexdigest()
 
 
 def is_table(path: Path) -> bool:

@@ -40,17 +40,23 @@ def over_seeds(item: Shown, quantity: Quantity) -> Frame:
     tables = _tables(item, quantity)
     if len(tables) < 2 or any(not table.columns.equals(tables[0].columns) for table in tables):
         return tables[0] if tables else pd.DataFrame()
-    if not quantity.log:
-        return sum(tables[1:], start=tables[0]) / len(tables)
-    with np.errstate(divide="ignore"):
-        logs = [np.log(table.where(table > 0)) for table in tables]
-    return np.exp(sum(logs[1:], start=logs[0]) / len(logs))
+    layers = tables[0].index
+    if any(not table.index.equals(layers) for table in tables):
+        layers = layers.append([table.index for table in tables[1:]]).unique().sort_values()
+        tables = [table.reindex(layers) for table in tables]
+    values = np.stack([table.to_numpy() for table in tables])
+    if quantity.log:
+        values = np.log(np.where(values > 0, values, np.nan))
+    mean = values.sum(axis=0) / len(values)
+    return pd.DataFrame(np.exp(mean) if quantity.log else mean, index=layers, columns=tables[0].columns)
 
 
 def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
     """Return the seeds' tables at the steps that all of them have, or at all of their steps if there are none."""
     tables = [table for trial in item.trials if not (table := quantity.table(trial)).empty]
-    steps = [step for step in (tables[0] if tables else ()) if all(step in table for table in tables)]
+    if all(table.columns.equals(tables[0].columns) for table in tables):
+        return tables
+    steps = [step for step in tables[0] if all(step in table for table in tables)]
     return [table[steps] for table in tables] if steps else tables
 
 

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 MOST_STEPS = 240
 """The steps of a metric that are read; no chart shows more than a third of them."""
 _TEXTS = ("sublayer", "role", "metric")
+_AT_ONCE = 2**22  # bytes of parts that are read once, and not first for their steps
 _METRICS = 2**20  # more than there are names
 Columns = dict[str, np.ndarray]
 
@@ -36,11 +37,15 @@ class LayerRows:
 
     def __init__(self, folder: Path, failed: int | None = None):
         self._names: dict[str, int] = {}  # every text of the rows, by its order
+        self._tables: dict[tuple[object, ...], Frame] = {}
         parts = layer_parts(folder)
-        seen = [np.unique(_keys(part)[part["layer"] >= 0]) for part in self._read(parts, ("step", "layer", "metric"))]
+        small = sum(part.stat().st_size for part in parts) < _AT_ONCE
+        whole = list(self._read(parts, LAYER_COLUMNS)) if small else []
+        inside = whole if small else self._read(parts, ("step", "layer", "metric"))
+        seen = [np.unique(_keys(part)[part["layer"] >= 0]) for part in inside]
         shown = _shown(np.unique(np.concatenate(seen)) if seen else np.zeros(0, int), failed)
         kept = []
-        for part in self._read(parts, LAYER_COLUMNS):
+        for part in whole if small else self._read(parts, LAYER_COLUMNS):
             rows = (part["layer"] < 0) | np.isin(_keys(part), shown)
             kept.append({name: values[rows] for name, values in part.items()})
         none = [{name: np.zeros(0, int) for name in LAYER_COLUMNS}]
@@ -85,10 +90,14 @@ class LayerRows:
         self, metric: str, role: str, sublayers: Collection[str], index: int | None = None, *, embedding: bool = False
     ) -> Frame:
         """Return a quantity by layer and step, see ``by_depth``; with the rows of layer -1 only for ``embedding``."""
+        key = (metric, role, *sublayers, index, embedding)
+        if key in self._tables:
+            return self._tables[key]
         at = self._where(metric, role, sublayers, index)
         if not embedding:
             at = at[self._columns["layer"][at] >= 0]
-        return by_depth(*(self._columns[name][at] for name in ("layer", "step", "value")))
+        self._tables[key] = by_depth(*(self._columns[name][at] for name in ("layer", "step", "value")))
+        return self._tables[key]
 
     def _frame(self, rows: np.ndarray | slice) -> Frame:
         names = list(self._names)
@@ -140,30 +149,50 @@ class LayerRows:
                     logger.warning("%s: left out of the report (%s)", part.name, error)
 
     def _arrays(self, part: Path, columns: Sequence[str]) -> Columns:
-        table = _table(part, columns)
         arrays: Columns = {}
-        whole = np.ones(len(table), bool)
-        for name in columns:
-            values = table[name]
-            if name in _TEXTS:
-                texts = values.astype("category").cat
-                order = texts.codes.to_numpy()
-                whole &= order >= 0
-                codes = [self._names.setdefault(str(text), len(self._names)) for text in texts.categories]
-                arrays[name] = np.array([*codes, -1])[order]
-            else:
-                arrays[name] = values.to_numpy(dtype=float if name == "value" else int)
+        table = _table(part, columns)
+        whole = np.ones(len(table["step"]), bool)
+        for name, values in table.items():
+            if isinstance(values, np.ndarray):
+                arrays[name] = values
+                continue
+            order, texts = values
+            whole &= order >= 0
+            codes = [self._names.setdefault(str(text), len(self._names)) for text in texts]
+            arrays[name] = np.array([*codes, -1])[order]
         return arrays if whole.all() else {name: values[whole] for name, values in arrays.items()}
 
 
-def _table(part: Path, columns: Sequence[str]) -> Frame:
-    """Read some columns of a part; the texts of a Parquet table as categories."""
+def _table(part: Path, columns: Sequence[str]) -> dict[str, np.ndarray | tuple[np.ndarray, list[str]]]:
+    """Read some columns of a part; of a text, the order of each row's (-1: missing) in a list of all."""
     if part.suffix == ".npz":
-        return pd.DataFrame(read_part(part))[list(columns)]
+        read = read_part(part)
+        coded = {name: np.unique(read[name], return_inverse=True) for name in _TEXTS}
+        return {
+            name: (coded[name][1], coded[name][0].tolist()) if name in _TEXTS else np.array(read[name], _kind(name))
+            for name in columns
+        }
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(part.absolute(), read_dictionary=list(_TEXTS)) as file:
-        return file.read(list(columns)).to_pandas()
+        table = file.read(list(columns))
+    found: dict[str, np.ndarray | tuple[np.ndarray, list[str]]] = {}
+    for name in columns:
+        values = table.column(name)
+        if name in _TEXTS:
+            coded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+            joined = coded.unify_dictionaries().combine_chunks()
+            found[name] = joined.indices.fill_null(-1).to_numpy(zero_copy_only=False), joined.dictionary.to_pylist()
+        elif values.null_count and name != "value":
+            raise ValueError(f"{name}: missing in a row")
+        else:
+            found[name] = values.to_numpy().astype(_kind(name))
+    return found
+
+
+def _kind(name: str) -> type:
+    return float if name == "value" else int
 
 
 def _keys(part: Columns) -> np.ndarray:

@@ -19,6 +19,7 @@ import yaml
 from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.core.values import real_path
+from lamina.core.yaml_files import safe_load
 from lamina.errors import UserError, one_line
 from lamina.jobs.columns import NUMBERS, TEXTS
 from lamina.jobs.files import DIGEST, SEAL, disk_full
@@ -245,7 +246,7 @@ def lenient_mapping(path: Path) -> Json:
     """Read a mapping from a JSON or YAML file; empty if it is missing or not readable."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        data = json.loads(text) if path.suffix == ".json" else safe_load(text)
     except OSError:
         return {}
     except (ValueError, yaml.YAMLError):

@@ -45,8 +45,8 @@ def finding(summary: Frame, color: dict[str, str]) -> str:
 
 def cautions(study: Study, summary: Frame, items: list[Shown]) -> str:
     """Return what a reader should know before trusting the numbers."""
-    own = {item.placement: t.plan.initialization for item in items for t in item.trials if t.plan is not None}
-    recommended = {placement: name or "normal" for placement, name in own.items()}
+    plans = {item.placement: next((trial.plan for trial in item.trials if trial.plan), None) for item in items}
+    recommended = {placement: plan.initialization or "normal" for placement, plan in plans.items() if plan}
     return callouts([*notices(summary, study.results, recommended, study.settings), *scale_note(study.results)])
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import pandas as pd
+from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
+from lamina.core.progress import has_bars
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.environment import cores, environment
@@ -21,6 +23,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULTS
 from lamina.jobs.status import ENDED
 from lamina.modeling.processes import launched
+from lamina.placements import Plan
 from lamina.studies.max_rate_rules import MaxRateGuard, MaxRateRules
 from lamina.studies.record import refuse_another_trial, stored_study, write_study
 from lamina.studies.running import run_tasks, usual_workers
@@ -96,15 +99,24 @@ def open_study(
     complete = decided(job.settings)
     trials: Mapping[str, OneRun] = complete.trials()
     runs = [trial.run() if isinstance(trial, MaxRateSettings) else trial for trial in trials.values()]
-    for run in runs:
-        plan = resolve_run(run).plan
+    plans: dict[str, Plan] = {}
+    for run in tqdm(runs, unit=" trials", desc="checking", disable=not (bar and resume and has_bars()), delay=1.0):
+        kind_of_run = repr({**run.to_dict(), "output": "", "seed": 0, "learning_rate": 0})
+        if kind_of_run not in plans or not (resume and is_ended(run)):
+            plans[kind_of_run] = resolve_run(run).plan
         if resume:
-            refuse_another_trial(run, plan)
+            refuse_another_trial(run, plans[kind_of_run])
     splits, _ = resolve_run(runs[0]).read(bar=bar)
     for run in runs:
         if read_result(Path(run.output)) is not None:
             refuse_another_text(run, Path(run.output), splits.stats.fingerprint)
     return job, complete, trials
+
+
+def is_ended(run: PretrainSettings) -> bool:
+    """Return whether a trial has ended. Raises UserError for a result that was altered."""
+    result = read_result(Path(run.output))
+    return result is not None and result["status"] in ENDED
 
 
 def run_missing(
