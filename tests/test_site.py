@@ -89,7 +89,7 @@ def test_the_results_are_five_pages_beside_the_navigation_and_the_search(site):
     assert not [page for page in found if page.startswith("results/")]
     keel = (site / "results" / "keel.html").read_text("utf-8")
     assert 'id="keel-maxlr"' in keel
-    assert keel.count("<details") == 10
+    assert keel.count("<details") == (ROOT / "docs" / "results" / "keel.md").read_text("utf-8").count("<details") > 9
     assert "markdown=" not in keel, "what is folded is Markdown, too"
     assert keel.index("<details") < keel.index("Plotly.newPlot") < keel.rindex("</details>")
 
