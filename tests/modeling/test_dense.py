@@ -120,8 +120,8 @@ def test_flops_the_monitor_and_probes_count_it_as_earlier_states():
         assert found[layer, "feed_forward", "all", 0, "hidden_variance"] == pytest.approx(variance, rel=1e-4)
         rms = state.square().mean().sqrt().item()
         assert frame["state", "rms", layer + 1, 0] == pytest.approx(rms, rel=1e-4)
-    with pytest.raises(UserError, match="bounds: follows one stream"):
-        lamina.probe(model, "bounds", ids)
+    with pytest.raises(UserError, match="logit_lens: follows one stream"):
+        lamina.probe(model, "logit_lens", ids)
 
 
 @torch.no_grad()
