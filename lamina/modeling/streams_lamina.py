@@ -222,7 +222,13 @@ class StateSources(LaminaWiring):
             hidden = self.spec.get("hidden") or number
             starts["down"] = torch.randn(hidden, self.width, generator=generator) * self.width**-0.5
             starts["up"] = torch.zeros(number, hidden)
-        return starts
+        return starts | ({"gains": torch.ones(self.width)} if self.spec.get("normed_states") else {})
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply an RMSNorm in float32 to the stream, if it has one: before it is summed and remembered."""
+        if not self.spec.get("normed_states"):
+            return x
+        return (x.float() * inverse_rms(x.float(), self.eps) * self.held("gains", x)).to(x.dtype)
 
     def forward(
         self, x: torch.Tensor, memory: tuple[torch.Tensor, ...]
@@ -257,7 +263,7 @@ class Collapse(nn.Module):
         if isinstance(self.reader, StreamMixer):
             x = self.reader(self.reader.normed(x, "stream"))[0]
         elif isinstance(self.reader, StateSources):
-            x = cast(torch.Tensor, self.reader(x, memory))
+            x = cast(torch.Tensor, self.reader(self.reader.normed(x), memory))
         elif self.reader is not None:
             x = self.reader(memory, x)
         return self.norm(x)

@@ -555,11 +555,17 @@ class Block(GradientCheckpointingLayer):
     def graph_key(self) -> tuple[object, ...]:
         """What decides the compiled graph besides the sub-layers: the streams it makes and the memory's states."""
         own = self.sources
-        read = None if own is None else (own.slots, own.dynamic, own.ways, own.spec.get("own_norms"))
+        read = (
+            None
+            if own is None
+            else (own.slots, own.dynamic, own.ways, own.spec.get("own_norms"), own.spec.get("normed_states"))
+        )
         return self.streams, self.remembers, self.has_memory, self.slots, self.remembers_inside, read
 
     def _with_memory(self, state: torch.Tensor | State, **kwargs: object) -> State:
         x, memory = (state.stream, state.memory) if isinstance(state, tuple) else (state, ())
+        if self.sources is not None:
+            x = self.sources.normed(x)
         if self.remembers:
             memory = (*memory, x)
         ways = None

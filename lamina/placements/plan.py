@@ -40,7 +40,7 @@ YOUNGER = frozenset(
     (
         *("out_scale", "out_scale_learned", "coupling", "gate_temperature", "inner_norm", "streams", "read"),
         *("sources", "boundary", "readout", "final_sources", "qkv_norm", "zero_centered", "alpha", "norms"),
-        *("inner_boundary", "dynamic", "multiway", "own_norms", "hidden"),
+        *("inner_boundary", "dynamic", "multiway", "own_norms", "hidden", "normed_states"),
         *("eps", "diagonal", "noise", "transposed"),
     )
 )
@@ -188,7 +188,8 @@ class Sources:
     State 0 is x^0, state l the output of the l-th block. ``learned``: "scalar" for each weight, or a "vector".
     ``dynamic``: scalars move with the stream, by two projections of it, with ``hidden`` channels between them (0: as
     many as there are weights). ``multiway``: the attention's queries, keys and values each read a sum of their own, by
-    the same pre_norm or, with ``own_norms``, by one each; the last sum takes x's place (MUDD).
+    the same pre_norm or, with ``own_norms``, by one each; the last sum takes x's place (MUDD). ``normed_states``: x
+    has an RMSNorm before it is summed and remembered (DLCL).
     """
 
     states: tuple[tuple[int, float], ...]
@@ -198,6 +199,7 @@ class Sources:
     multiway: bool = False
     own_norms: bool = False
     hidden: int = 0
+    normed_states: bool = False
 
     def __post_init__(self) -> None:
         """Raise UserError for states or weights that are invalid, or options that contradict each other."""
@@ -208,7 +210,7 @@ class Sources:
         for weight in (self.stream, *(weight for _, weight in states)):
             _finite("sources", weight)
         _one_of("learned", self.learned, Learned)
-        _typed(self, dynamic=bool, multiway=bool, own_norms=bool)
+        _typed(self, dynamic=bool, multiway=bool, own_norms=bool, normed_states=bool)
         whole_number("hidden", self.hidden, low=0)
         for name, value, other in (("own_norms", self.own_norms, "multiway"), ("hidden", self.hidden, "dynamic")):
             if value and not getattr(self, other):

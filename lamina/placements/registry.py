@@ -67,9 +67,10 @@ COMMON: tuple[Option, ...] = (
     ),
     Option(
         name="start",
-        type=Literal["liger"] | None,
+        type=Literal["liger", "mean", "dlcl"] | None,
         default=None,
-        help="with wiring=mhc: begin with biases of 0 and projections N(0, 0.02^2), as Liger's kernels",
+        help="with wiring=mhc: as Liger's kernels begin (liger); with denseformer: weights of 1/(l+1) (mean), of "
+        "normed states (dlcl)",
     ),
     Option(
         name="collapse",

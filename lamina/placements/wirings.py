@@ -117,6 +117,8 @@ def mhc(plan: Plan, size: int | None, start: str | None = None) -> Plan:
     """
     if start is None:
         return _sigmoid(plan, size, mix="sinkhorn")
+    if start != "liger":
+        raise UserError(f"start: {start!r} has no effect (allowed: liger)")
     n = _count(size)
     read, write = (0.5,) * n, (1.0,) * n
     streams = Streams(
@@ -202,9 +204,23 @@ def x0(plan: Plan) -> Plan:
 
 
 @wiring("denseformer", equation="x_l <- sum_i w_li x_i after each block", source="DenseFormer (arXiv 2402.02622) Eq 2")
-def denseformer(plan: Plan) -> Plan:
-    """Replace the stream by a weighted sum of all states so far, at first the last one alone."""
-    return _with_sources(plan, _all_before, _all_before(plan.num_layers))
+def denseformer(plan: Plan, start: str | None = None) -> Plan:
+    """Replace the stream by a weighted sum of all states so far, at first the last one alone.
+
+    With ``start`` "mean" all l + 1 weights begin with 1 / (l + 1). With "dlcl" each state also has an RMSNorm, before
+    it is summed and remembered, as in DLCL's Pre-LN (arXiv 1906.01787).
+    """
+    if start is None:
+        return _with_sources(plan, _all_before, _all_before(plan.num_layers))
+    if start == "liger":
+        raise UserError("start: 'liger' has no effect (allowed: mean, dlcl)")
+
+    def mean(index: int) -> Sources | None:
+        share, normed = 1 / (index + 1), start == "dlcl"
+        states = tuple((state, share) for state in range(index))
+        return Sources(states=states, stream=share, normed_states=normed) if index or normed else None
+
+    return _with_sources(plan, mean, mean(plan.num_layers))
 
 
 def _all_before(index: int, dynamic: bool = False) -> Sources | None:

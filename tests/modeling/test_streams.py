@@ -24,6 +24,7 @@ from lamina.modeling.parts import decaying
 from lamina.modeling.streams_lamina import Collapse, DepthAttention, LaminaWiring, StreamMixer
 from lamina.modeling.wiring_lamina import LaminaNorm
 from lamina.placements import resolve
+from lamina.placements.plan import Plan
 from lamina.placements.wirings import WIRINGS
 from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.proof import prove
@@ -252,6 +253,36 @@ def states_of(model, ids):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("start", ["mean", "dlcl"])
+def test_dlcl_weighs_normed_states_equally_at_the_start(start):
+    """Wang et al. 2019 written out; one norm per state, which all later sums share."""
+    fresh = built("pre_ln", "denseformer", 4, start=start)
+    model, ids = wired("denseformer", "pre_ln", layers=4, start=start), token_ids()
+    x, attention = states_of(model, ids)
+    ends, states = [*(block.sources for block in model.model.layers), model.model.norm.reader], []
+    for index, source in enumerate([*(block.sources for block in fresh.model.layers), fresh.model.norm.reader]):
+        if source is None:
+            assert (index, start) == (0, "mean")
+            continue
+        assert source.weight.tolist() == pytest.approx([1 / (index + 1)] * (index + 1))
+        assert hasattr(source, "gains") == (start == "dlcl")
+    for index, source in enumerate(ends):
+        if start == "dlcl":
+            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * source.gains
+        w, new = [1.0] if source is None else source.weight, x
+        x = w[0] * x + sum(w[1 + k] * state for k, state in enumerate(states))
+        states.append(new)
+        if index < 4:
+            a, f = model.model.layers[index].attention, model.model.layers[index].feed_forward
+            y = x + attention(model.model.layers[index], a.pre_norm(x))
+            x = y + f.module(f.pre_norm(y))
+    logits = model.model.norm.norm(x) @ model.lm_head.weight.T
+    torch.testing.assert_close(model(ids).logits, logits, rtol=1e-4, atol=1e-4)
+    plan = resolve("pre_ln", 4, wiring="denseformer", start=start)
+    assert Plan.from_dict(plan.to_dict()).layers == plan.layers
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("wiring", ["x0", "denseformer", "unet", "attn_res", "residual", "siamese"])
 def test_a_whole_model_is_its_equation_written_out(wiring):
     model, ids = wired(wiring, "post_ln" if wiring == "residual" else "pre_ln", layers=10), token_ids()
@@ -379,6 +410,8 @@ def test_summed_streams_differ_from_the_mean_where_no_norm_follows():
     ("spec", "said"),
     [
         ("pre_ln(wiring=hc,start=liger)", "start: 'liger' has no effect"),
+        ("pre_ln(wiring=mhc,start=mean)", "start: 'mean' has no effect"),
+        ("pre_ln(wiring=denseformer,start=liger)", "start: 'liger' has no effect"),
         ("pre_ln(wiring=x0,collapse=sum)", "collapse: 'sum' has no effect"),
         ("post_ln(wiring=residual,collapse=sum)", "collapse: 'sum' has no effect"),
         ("pre_ln(collapse=sum)", "option 'collapse' needs wiring"),
@@ -554,8 +587,8 @@ def test_probes_of_states_measure_what_the_streams_come_to_and_others_refuse(wir
     cosine = frames["similarity"].set_index(["metric", "start", "size"])["value"]["cosine", 1, 1]
     first, second = (state.mean(-2) if state.ndim == 4 else state for state in streams[:2])
     assert cosine == pytest.approx(torch.cosine_similarity(first, second, dim=-1).mean().item(), abs=1e-4)
-    with pytest.raises(UserError, match="bounds: follows one stream"):
-        lamina.probe(model, "bounds", ids)
+    with pytest.raises(UserError, match="logit_lens: follows one stream"):
+        lamina.probe(model, "logit_lens", ids)
 
 
 @pytest.mark.parametrize(("wiring", "base"), [("mhc", "keel"), ("residual", "post_ln"), ("attn_res", "peri_ln")])
