@@ -425,6 +425,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
         head=_asked(model, "get_output_embeddings"),
         notes=notes,
         outside=tuple(outside),
+        others=() if layers else tuple(dict.fromkeys(chain[0].path.rpartition(".")[0] for chain in others)),
     )
 
 

@@ -25,12 +25,14 @@ _BATCH = "batch (allowed: models that read each sequence by itself)"
 _SAME = 1e-3  # a token's state in another batch: what other kernels and groups of experts round differently
 
 
-def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
+def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens: bool = True) -> Structure:
     """Return the structure, with sub-layers only for layers whose contributions add up to the layer's output.
 
-    ``root``: the module that is run, the model or its base. Six passes over a few tokens show that the states are
-    [batch, tokens, width], that a sequence's states depend on no other sequence, that a token's first state depends on
-    the token, and that two passes agree.
+    ``root``: the module that is run, the model or its base. ``reads_tokens``: whether the stream is of the main input's
+    tokens, unlike that of a decoder behind an encoder, or of a second tower.
+
+    Six passes over a few tokens show that the states are [batch, tokens, width], that a sequence's states depend on no
+    other sequence, that a token's first state depends on the token, and that two passes agree.
 
     Raises:
         UserError: if one of these does not hold: the measurements would not be of the stream.
@@ -39,6 +41,8 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
     states: dict[Hashable, Point] = {**structure.states()}
     try:
         tensors = watched(root, {**states, **_parts(structure)}, few)
+        if not reads_tokens and not states.keys() <= tensors.keys():
+            raise LookupError("the main input alone does not reach this stack")
     except Exception:  # it does not run on its main input alone: an encoder with its decoder
         ids, length = next(iter(inputs.values())), next(iter(few.values())).shape[1]
         rest = {name: tensor[:1] for name, tensor in inputs.items() if name not in few and tensor.ndim}
@@ -46,7 +50,8 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
         cut = {name: t[:, :length] if t.shape == ids[:1].shape else t for name, t in rest.items()}
         few |= {name: torch.cat([tensor] * SEQUENCES) for name, tensor in cut.items()}
         tensors = watched(root, {**states, **_parts(structure)}, few)
-    _check_axes(structure, tensors, next(iter(few.values())))
+    batch = next(iter(few.values()))
+    _check_axes(structure, tensors, batch if reads_tokens else batch[:, :1, None])
     again = watched(root, states, few)
     _check_same(structure, tensors, again, "two passes over the same input differ at {}: " + _RANDOM)
     for number in range(SEQUENCES):  # under a causal mask on the wrong axis, the first depends on no other
@@ -55,7 +60,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
         _check_same(
             structure, among, alone, f"a sequence's stream at {{}} depends on the other sequences of its {_BATCH}"
         )
-    if "input_ids" in few and few["input_ids"].shape[1] > 1:
+    if reads_tokens and "input_ids" in few and few["input_ids"].shape[1] > 1:
         _check_tokens(structure, tensors, root, few)
     mixing = _mixing(structure, root, few)
     structure = replace(structure, layers=tuple(_without_others(site, mixing, tensors) for site in structure.layers))

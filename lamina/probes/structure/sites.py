@@ -173,7 +173,8 @@ class Structure:
     """A model's layers in the order in which they run, and the modules around them.
 
     ``outside``: the modules before the layers ("embedding"), after them ("readout"), or of another stack of layers
-    ("other"), each once. ``end``: what is read after the last layer, if that is not the stream.
+    ("other"), each once. ``end``: what is read after the last layer, if that is not the stream. ``others``: the
+    paths of the lists of layers outside of these. ``starts``: the first layer of each further stack in ``layers``.
     """
 
     layers: tuple[LayerSite, ...]
@@ -185,6 +186,8 @@ class Structure:
     notes: list[str] = field(default_factory=list)
     outside: tuple[tuple[str, nn.Module], ...] = ()
     end: Point | None = None
+    others: tuple[str, ...] = ()
+    starts: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:

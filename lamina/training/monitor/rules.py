@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,6 +159,7 @@ class Rules:
 
     Attributes:
         half: whether the model computes in float16, whose largest number is 65504.
+        starts: the first layer of each further stack (a decoder's, a tower's): each is compared with its own stack.
         vocabulary: the number of tokens that the model chooses among; None if unknown.
         limits: the fitted limits by rule and metric.
         worst: the highest score so far for each fitted limit; for a rising gradient, the number of consecutive steps.
@@ -165,6 +167,7 @@ class Rules:
     """
 
     half: bool = False
+    starts: Sequence[int] = ()
     vocabulary: int | None = None
     limits: Mapping[str, float] = field(default_factory=limits)
     worst: dict[str, float] = field(default_factory=dict)
@@ -345,21 +348,21 @@ class Rules:
         In most models the first layer's gradients and updates differ from the rest, so this comparison leaves it out.
         At the start of a training, a gradient far below both neighbors' belongs to weights that are too small.
         """
-        for members in _groups(rows, "weight_norm"):
+        for members in _groups(rows, "weight_norm", self.starts):
             usual = statistics.median(row[6] for row in members)
             if len(members) < 3 or not usual > 0:
                 continue
             courses = [self._fitted("apart", row, usual, abs(math.log(max(row[6], 1e-30) / usual))) for row in members]
             few = sum(course.left for course in courses) <= max(1, FEW * len(members))
             yield from (course if few else course._replace(left=False, score=0.0) for course in courses)
-        groups = list(_groups(rows, "gradient_norm"))
+        groups = list(_groups(rows, "gradient_norm", self.starts))
         for members in groups:
             if len(members) > 2 and len(self._recent.get(series_of(members[0]), ())) <= STAYS:
                 yield from self._low(members)
-        ratios = list(_groups(rows, "update_ratio"))
+        ratios = list(_groups(rows, "update_ratio", self.starts))
         lowest = min((row[1] for members in (*groups, *ratios) for row in members), default=0)
         for members in (*groups, *ratios):
-            peers = [row for row in members if row[1] > lowest]
+            peers = [row for row in members if row[1] > lowest and row[1] not in self.starts]
             usual = statistics.median([row[6] for row in peers] or [0.0])
             for row in peers if len(peers) >= 3 and usual > 0 else ():  # who is above it leaves it no higher
                 yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
@@ -372,7 +375,7 @@ class Rules:
         """
         if not any(row[5] == "gradient_norm" and row[6] > 0 for row in rows):
             return  # a loss that is the same whatever the weights are: there is nothing to learn at this step
-        groups, dead = list(_groups(rows, "gradient_norm")), list[tuple[Row, float, bool]]()
+        groups, dead = list(_groups(rows, "gradient_norm", self.starts)), list[tuple[Row, float, bool]]()
         for members in groups:
             usual, counts = statistics.median(row[6] for row in members), dict[Row, list[int]]()
             for row in members:
@@ -558,12 +561,12 @@ class Rules:
         self._losses, self._sums = deque(losses, maxlen=2 * WINDOW), dict(sums)
 
 
-def _groups(rows: Iterable[Row], metric: str) -> list[list[Row]]:
-    """Group a metric's finite rows by kind of sub-layer."""
-    groups: dict[str, list[Row]] = {}
+def _groups(rows: Iterable[Row], metric: str, starts: Sequence[int]) -> list[list[Row]]:
+    """Group a metric's finite rows by kind of sub-layer and stack of layers."""
+    groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         if row[5] == metric and row[1] >= 0 and row[2] != "block" and row[3] == "all" and math.isfinite(row[6]):
-            groups.setdefault(row[2], []).append(row)
+            groups.setdefault((row[2], bisect_right(starts, row[1])), []).append(row)
     return list(groups.values())
 
 

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ from lamina.modeling.processes import Processes
 from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.hooks import Kwargs, Output, forward, undisturbed
 from lamina.probes.structure.proof import prove
-from lamina.probes.structure.sites import Structure
+from lamina.probes.structure.sites import Point, Structure
 from lamina.training.checkpointing.sharding import local_part, reshard
 from lamina.training.monitor.batches import KeptBatches
 from lamina.training.monitor.flat_parameters import FlatParameters, reshard_root
@@ -66,19 +66,26 @@ class Followed:
     Attributes:
         structure: the model's structure; None if no layers were found.
         whole: whether the watched tensor was proved to be the stream; the parameters are located in any case.
+        unproved: the layers of further stacks for which this was not proved.
         notes: notes for the user, a line each.
     """
 
     structure: Structure | None
     whole: bool = False
+    unproved: frozenset[int] = frozenset()
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def points(self) -> dict[Spot, Point]:
+        """The points of the stream that were proved to be it."""
+        points = stream_points(self.structure) if self.structure is not None and self.whole else {}
+        return {spot: point for spot, point in points.items() if spot[0] not in self.unproved}
 
     def rows(self, model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
         """Measure the stream on ``inputs``, and the norms' gains, as tidy rows."""
         if self.structure is None:
             return []
-        points = stream_points(self.structure) if self.whole else {}
-        return stream_rows(model, model, points, inputs, step) + rows_of_gains(gains_of(self.structure), step)
+        return stream_rows(model, model, self.points, inputs, step) + rows_of_gains(gains_of(self.structure), step)
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -151,28 +158,66 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
     except Exception as error:  # any architecture may come: what goes wrong must not end its training
         text = str(error) if isinstance(error, UserError) else f"layers: {one_line(error)}"
         return Followed(structure=None, notes=[f"{text}; only totals recorded"])
-    whole, notes = True, structure.notes
+    main, whole = _proved(model, small, structure)
+    if not whole and structure.others:  # two towers are as long, and the first one reads images
+        main, whole = _proved(model, small, structure, reads_tokens=False)
+    stacks, unproved = [main], frozenset[int]()
+    for path in structure.others:
+        try:
+            found = find_structure(model, small, layers=path)
+            other, proved = _proved(model, small, found, reads_tokens=False)
+        except Exception:  # it stays "other", as a note says
+            continue
+        first = sum(stack.num_layers for stack in stacks)
+        unproved |= frozenset() if proved else frozenset(range(first, first + other.num_layers))
+        stacks.append(other)
+    if len(stacks) == 1:
+        return Followed(structure=main, whole=whole, notes=main.notes)
+    starts = [sum(stack.num_layers for stack in stacks[:at]) for at in range(len(stacks))]
+    sites = [
+        replace(site, index=start + site.index)
+        for start, stack in zip(starts, stacks, strict=True)
+        for site in stack.layers
+    ]
+    ends = [f"{start} to {start + stack.num_layers - 1}" for start, stack in zip(starts, stacks, strict=True)]
+    paths = [stack.layers[0].path.rpartition(".")[0] for stack in stacks]
+    told = "; ".join(f"layers {which} are {path}" for which, path in zip(ends, paths, strict=True))
+    notes = [note for stack in stacks for note in stack.notes if "lie outside of the chain" not in note]
+    structure = replace(main, layers=tuple(sites), starts=tuple(starts[1:]))
+    return Followed(
+        structure=structure,
+        whole=whole,
+        unproved=unproved,
+        notes=[f"the model has {len(stacks)} stacks: {told}", *notes],
+    )
+
+
+def _proved(
+    model: nn.Module, small: Inputs, structure: Structure, *, reads_tokens: bool = True
+) -> tuple[Structure, bool]:
+    """Prove that a structure's stream is the stream; return it with its notes, and whether that is so."""
     if not any(
         isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()
     ):  # the proof needs a backward pass
         try:
-            structure = prove(structure, small, model)
-            notes = structure.notes
+            structure = prove(structure, small, model, reads_tokens=reads_tokens)
         except Exception as error:
             reason = str(error) if isinstance(error, UserError) else one_line(error)
-            whole, notes = False, [*notes, f"the stream is not recorded, gradients and updates are: {reason}"]
-    return Followed(structure=structure, whole=whole, notes=notes)
+            note = f"the stream is not recorded, gradients and updates are: {reason}"
+            return replace(structure, notes=[*structure.notes, note]), False
+    return structure, True
 
 
 def _small_inputs(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
-    """Yield the main input alone, all inputs cut small, and the whole batch."""
+    """Yield the main input alone, all inputs cut small, and the whole batch; images beside tokens belong to all."""
     main = getattr(model, "main_input_name", None)
     cut = {
         name: value[:1, :_TOKENS] if _is_tokens(value) else value[:1] if value.ndim else value
         for name, value in ((name, value.detach()) for name, value in inputs.items())
     }
     first = {name: cut[name] for name in ([main] if main in inputs else list(inputs)[:1])}
-    yield from filter(None, (first, cut, inputs))
+    towers = any(value.is_floating_point() and value.ndim > 2 for name, value in inputs.items() if name not in first)
+    yield from filter(None, (cut, inputs, first) if towers else (first, cut, inputs))
 
 
 def _is_tokens(value: torch.Tensor) -> bool:
@@ -402,7 +447,7 @@ class Instruments:
             self._graph.close()
         self._meter = self._graph = None
         if structure is not None:
-            points = stream_points(structure) if followed.whole else {}
+            points = followed.points
             self._graph = GraphHooks(points) if compiled else None
             self._meter = ForwardMeter(points, structure if self.settings.attention else None, graph=self._graph)
         self._gains = [] if structure is None or self._flat else gains_of(structure)

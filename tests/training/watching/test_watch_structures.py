@@ -9,6 +9,14 @@ from torch.nn import functional
 from training.tiny_runs import layers, records
 from training.watching.loops import VOCAB, NanoGpt, Tokens, found, loop, norm_of
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
@@ -19,6 +27,7 @@ from transformers import (
 )
 
 import lamina
+from lamina.training.monitor.alarms import Alarms
 
 
 def t5():
@@ -40,30 +49,91 @@ def whisper():
     return model, model.model.encoder.layers, model.model.decoder.layers, batch
 
 
-@pytest.mark.parametrize("make", [t5, whisper])
-def test_an_encoders_stream_is_recorded_and_its_decoder_is_no_readout(tmp_path, make):
+def bart():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": 32, "dropout": 0.0}
+    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=VOCAB, forced_eos_token_id=None, **sizes, **ends))
+    ids = Tokens(items=4).ids
+    return (
+        model,
+        model.model.encoder.layers,
+        model.model.decoder.layers,
+        {"input_ids": ids, "labels": ids[:, :7].clone()},
+    )
+
+
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGES = {"hidden_size": 24, "intermediate_size": 32, "image_size": 16, "patch_size": 8, **SMALL}
+
+
+def clip():
+    torch.manual_seed(0)
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    text = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "max_position_embeddings": 16,
+        **SMALL,
+        **ends,
+    }
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=IMAGES, projection_dim=12))
+    batch = {"input_ids": Tokens(items=4).ids, "pixel_values": torch.randn(4, 3, 16, 16), "return_loss": True}
+    return model, model.vision_model.encoder.layers, model.text_model.encoder.layers, batch
+
+
+def llava():
+    torch.manual_seed(0)
+    text = LlamaConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, **SMALL)
+    config = LlavaConfig(text_config=text, vision_config=CLIPVisionConfig(**IMAGES), image_token_id=VOCAB - 1)
+    config.vision_feature_layer = -1
+    model = LlavaForConditionalGeneration(config)
+    ids = Tokens(items=4).ids.clamp(max=VOCAB - 2)
+    ids[:, 1:5] = VOCAB - 1  # an image of four patches
+    batch = {"input_ids": ids, "labels": ids.clone(), "pixel_values": torch.randn(4, 3, 16, 16)}
+    return model, model.model.vision_tower.encoder.layers, model.model.language_model.layers, batch
+
+
+@pytest.mark.parametrize("make", [t5, whisper, bart, clip, llava])
+def test_each_layer_of_both_stacks_has_its_own_place(tmp_path, make):
     model, layers, others, batch = make()
-    gradients, variances = {}, []
+    gradients, variances = {}, {}
 
     def see(module, args, output):
         x = output[0] if isinstance(output, tuple) else output
         if x.requires_grad:
-            variances.append(float(x.detach().double().var(correction=0)))
+            variances[module] = float(x.detach().double().var(correction=0))
 
-    layers[1].register_forward_hook(see)
+    for layer in (*layers, *others):
+        layer.register_forward_hook(see)
 
     def keep(step, model):
         gradients.update({id(p): p.grad.clone() for p in model.parameters() if p.grad is not None})
 
     loop(model, tmp_path / "run", spoil=keep, loss_of=lambda model, batch: model(**batch).loss, batches=[batch])
-    assert found(tmp_path / "run", "hidden_variance", 1)[1, "feed_forward", "all"] == pytest.approx(variances[-1])
-    note = json.loads((tmp_path / "run" / "watched.json").read_text())["notes"][0]
-    assert note.startswith(f"2 more layers ({'model.' * (make is whisper)}decoder.")
-    assert "; layers=PATH names" in note
+    about = json.loads((tmp_path / "run" / "watched.json").read_text())
+    names = {module: name for name, module in model.named_modules()}
+    assert [layer["path"] for layer in about["layers"]] == [names[layer] for layer in (*layers, *others)]
+    assert about["notes"][0].startswith("the model has 2 stacks: layers 0 to 1 are ")
     norms = found(tmp_path / "run", "gradient_norm", 1)
-    for place, stack in [((0, "block", "all"), layers[:1]), ((-1, "block", "other"), others)]:
-        expected = norm_of([gradients[id(p)] for p in stack.parameters() if id(p) in gradients])
-        assert norms[place] == pytest.approx(expected, rel=1e-6), place
+    streams = found(tmp_path / "run", "hidden_variance", 1)
+    for index, layer in enumerate((*layers, *others)):
+        expected = norm_of([gradients[id(p)] for p in layer.parameters() if id(p) in gradients])
+        assert norms[index, "block", "all"] == pytest.approx(expected, rel=1e-6), index
+        assert norms[index, "attention", "all"] > 0
+        assert streams[index, "feed_forward", "all"] == pytest.approx(variances[layer], rel=1e-5), index
+    assert (-1, "block", "other") not in norms
+    updates = found(tmp_path / "run", "update_norm", 1)
+    assert {layer for layer, _, _ in updates} == {-1, *range(len(layers) + len(others))}
+
+
+@pytest.mark.parametrize("starts", [(), (9,)])
+def test_a_layer_is_compared_with_its_own_stack(starts):
+    alarms = Alarms(starts=starts)
+    rows = [(1, layer, "attention", "all", 0, "weight_norm", 1.0 if layer < 9 else 100.0) for layer in range(11)]
+    assert [alarm.layer for alarm in alarms.see(rows)] == ([] if starts else [9, 10])
 
 
 class Encoder(nn.Module):
