@@ -48,12 +48,12 @@ from lamina.training.checkpointing.resuming import (
     stored_settings,
 )
 from lamina.training.checkpointing.saved_model import ModelCard, push, save_model
+from lamina.training.monitor.followed import Followed
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.monitor import Writers
 from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, found_parameters
 from lamina.training.monitor.recorder import RunRecorder, lamina_rows, stop_signals
 from lamina.training.monitor.trackers import tensorboard
-from lamina.training.monitor.training_hooks import Followed
 from lamina.training.monitor.writers import keep_abandoned
 from lamina.training.objectives.objective import Processor
 from lamina.training.optimization.optimizer import WeightAverage

@@ -29,8 +29,8 @@ from lamina.placements.wirings import WIRINGS
 from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.proof import prove
 from lamina.training.execution import compiling
+from lamina.training.monitor.followed import follow
 from lamina.training.monitor.stream_measures import hidden_state_rows
-from lamina.training.monitor.training_hooks import follow
 from lamina.training.resolve import check_modules, wiring_multiplications
 from lamina.training.settings import PretrainSettings
 

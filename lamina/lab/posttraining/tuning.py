@@ -63,10 +63,10 @@ from lamina.training.checkpointing.resuming import DATA, known_of, noted
 from lamina.training.checkpointing.saved_model import ModelCard, check_repository
 from lamina.training.checkpointing.sharding import is_sharded, shard, whole
 from lamina.training.execution.devices import decided
+from lamina.training.monitor.followed import follow
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.recorder import RunRecorder
 from lamina.training.monitor.scheduled_probes import undisturbed
-from lamina.training.monitor.training_hooks import follow
 from lamina.training.monitor.writers import LastEvaluation
 from lamina.training.objectives.text import about_eval_corpus
 from lamina.training.optimization.optimizer import schedule_of

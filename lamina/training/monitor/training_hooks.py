@@ -1,7 +1,4 @@
-"""The monitor's hooks on a model, on gradient clipping and on optimizers, and what they read.
-
-A model's layers are found from the arguments of its first training step, without leaving a trace.
-"""
+"""The monitor's hooks on a model, on gradient clipping and on optimizers, and what they read."""
 
 from __future__ import annotations
 
@@ -9,26 +6,23 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from accelerate.state import GradientState
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lamina.core.json_types import Json
-from lamina.errors import UserError, one_line
+from lamina.errors import UserError
 from lamina.modeling.parts import temporary_hooks
 from lamina.modeling.processes import Processes
-from lamina.probes.structure.discovery import find_structure
-from lamina.probes.structure.hooks import Kwargs, Output, forward, undisturbed
-from lamina.probes.structure.proof import prove
-from lamina.probes.structure.sites import Point, Structure
-from lamina.training.checkpointing.sharding import local_part, reshard
+from lamina.probes.structure.hooks import Kwargs, Output
+from lamina.training.checkpointing.sharding import local_part
 from lamina.training.monitor.batches import KeptBatches
-from lamina.training.monitor.flat_parameters import FlatParameters, reshard_root
+from lamina.training.monitor.flat_parameters import FlatParameters
+from lamina.training.monitor.followed import Followed, Inputs, follow, is_tokens
 from lamina.training.monitor.graph_hooks import GraphHooks, hook, is_compiled
 from lamina.training.monitor.listeners import listening
 from lamina.training.monitor.loop_signs import LoopSigns, StepSigns, kept_square, named
@@ -47,45 +41,10 @@ from lamina.training.monitor.stream_measures import (
     Spot,
     in_half,
     rows_of,
-    stream_points,
-    stream_rows,
 )
 from lamina.training.monitor.writers import Row, WatchSettings
 
-Inputs = dict[str, torch.Tensor]
-_TOKENS = 8  # of the small pass
 _MARKED = 8192  # elements that tell one batch from another
-# What notes call by the command line's flag, by the setting of ``lamina.watch``.
-_FLAGS = {"--layers PATH": "layers=PATH", "--layers, another list": "layers=PATH of another list"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Followed:
-    """A model's layers, or the reason why they could not be followed.
-
-    Attributes:
-        structure: the model's structure; None if no layers were found.
-        whole: whether the watched tensor was proved to be the stream; the parameters are located in any case.
-        unproved: the layers of further stacks for which this was not proved.
-        notes: notes for the user, a line each.
-    """
-
-    structure: Structure | None
-    whole: bool = False
-    unproved: frozenset[int] = frozenset()
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def points(self) -> dict[Spot, Point]:
-        """The points of the stream that were proved to be it."""
-        points = stream_points(self.structure) if self.structure is not None and self.whole else {}
-        return {spot: point for spot, point in points.items() if spot[0] not in self.unproved}
-
-    def rows(self, model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
-        """Measure the stream on ``inputs``, and the norms' gains, as tidy rows."""
-        if self.structure is None:
-            return []
-        return stream_rows(model, model, self.points, inputs, step) + rows_of_gains(gains_of(self.structure), step)
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -124,109 +83,9 @@ def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tupl
     return module, inputs
 
 
-def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Followed:
-    """Find a model's layers with a small part of a batch; never raises, since training continues in any case.
-
-    The passes run in evaluation mode and leave gradients and random generators unchanged. Compiled parts run
-    uncompiled: their hooks are called, and nothing is compiled for a small pass. The user's own hooks also run.
-    """
-    problem = "" if inputs else "it was called without a tensor"
-    eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
-    with undisturbed(model), eager:
-        try:
-            for small in _small_inputs(model, inputs):
-                try:
-                    with torch.no_grad():
-                        forward(model, small)
-                except Exception as error:
-                    problem = one_line(error)[:160]
-                    continue
-                followed = _followed(model, small, layers)
-                for flag, setting in _FLAGS.items():
-                    followed.notes[:] = [note.replace(flag, setting) for note in followed.notes]
-                return followed
-        finally:
-            reshard(model)
-            reshard_root(model)
-    note = f"{type(model).__name__} could not be run on a part of its own batch ({problem})"
-    return Followed(structure=None, notes=[f"layers: {note}, so only totals are recorded"])
-
-
-def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
-    try:
-        structure = find_structure(model, small, layers=layers)
-    except Exception as error:  # any architecture may come: what goes wrong must not end its training
-        text = str(error) if isinstance(error, UserError) else f"layers: {one_line(error)}"
-        return Followed(structure=None, notes=[f"{text}; only totals recorded"])
-    main, whole = _proved(model, small, structure)
-    if not whole and structure.others:  # two towers are as long, and the first one reads images
-        main, whole = _proved(model, small, structure, reads_tokens=False)
-    stacks, unproved = [main], frozenset[int]()
-    for path in structure.others:
-        try:
-            found = find_structure(model, small, layers=path)
-            other, proved = _proved(model, small, found, reads_tokens=False)
-        except Exception:  # it stays "other", as a note says
-            continue
-        first = sum(stack.num_layers for stack in stacks)
-        unproved |= frozenset() if proved else frozenset(range(first, first + other.num_layers))
-        stacks.append(other)
-    if len(stacks) == 1:
-        return Followed(structure=main, whole=whole, notes=main.notes)
-    starts = [sum(stack.num_layers for stack in stacks[:at]) for at in range(len(stacks))]
-    sites = [
-        replace(site, index=start + site.index)
-        for start, stack in zip(starts, stacks, strict=True)
-        for site in stack.layers
-    ]
-    ends = [f"{start} to {start + stack.num_layers - 1}" for start, stack in zip(starts, stacks, strict=True)]
-    paths = [stack.layers[0].path.rpartition(".")[0] for stack in stacks]
-    told = "; ".join(f"layers {which} are {path}" for which, path in zip(ends, paths, strict=True))
-    notes = [note for stack in stacks for note in stack.notes if "lie outside of the chain" not in note]
-    structure = replace(main, layers=tuple(sites), starts=tuple(starts[1:]))
-    return Followed(
-        structure=structure,
-        whole=whole,
-        unproved=unproved,
-        notes=[f"the model has {len(stacks)} stacks: {told}", *notes],
-    )
-
-
-def _proved(
-    model: nn.Module, small: Inputs, structure: Structure, *, reads_tokens: bool = True
-) -> tuple[Structure, bool]:
-    """Prove that a structure's stream is the stream; return it with its notes, and whether that is so."""
-    if not any(
-        isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()
-    ):  # the proof needs a backward pass
-        try:
-            structure = prove(structure, small, model, reads_tokens=reads_tokens)
-        except Exception as error:
-            reason = str(error) if isinstance(error, UserError) else one_line(error)
-            note = f"the stream is not recorded, gradients and updates are: {reason}"
-            return replace(structure, notes=[*structure.notes, note]), False
-    return structure, True
-
-
-def _small_inputs(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
-    """Yield the main input alone, all inputs cut small, and the whole batch; images beside tokens belong to all."""
-    main = getattr(model, "main_input_name", None)
-    cut = {
-        name: value[:1, :_TOKENS] if _is_tokens(value) else value[:1] if value.ndim else value
-        for name, value in ((name, value.detach()) for name, value in inputs.items())
-    }
-    first = {name: cut[name] for name in ([main] if main in inputs else list(inputs)[:1])}
-    towers = any(value.is_floating_point() and value.ndim > 2 for name, value in inputs.items() if name not in first)
-    yield from filter(None, (cut, inputs, first) if towers else (first, cut, inputs))
-
-
-def _is_tokens(value: torch.Tensor) -> bool:
-    return value.ndim == 2 and not value.is_floating_point()
-
-
 def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return a number that identifies the batch, and counts of labels: equal to their token, to the next, all; [4]."""
-    tokens = next(filter(_is_tokens, inputs.values()), next(iter(inputs.values()), torch.empty(0))).detach()
+    tokens = next(filter(is_tokens, inputs.values()), next(iter(inputs.values()), torch.empty(0))).detach()
     some = tokens.flatten()[:: max(1, tokens.numel() // _MARKED)].double()
     mark = (some * torch.arange(1.0, len(some) + 1, dtype=some.dtype, device=some.device).sqrt()).sum()
     labels = next((value for name, value in inputs.items() if "label" in name or "target" in name), tokens[:0])
@@ -239,7 +98,7 @@ def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
     """Return the number of tokens in a batch, or of items if it has no tokens."""
-    tokens = [value.numel() for value in inputs.values() if _is_tokens(value)]
+    tokens = [value.numel() for value in inputs.values() if is_tokens(value)]
     return [*tokens, *(len(value) if value.ndim else 0 for value in inputs.values()), 0][0]
 
 

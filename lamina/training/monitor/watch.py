@@ -38,12 +38,13 @@ from lamina.modeling.processes import Processes
 from lamina.training.monitor.alarms import Alarms, events
 from lamina.training.monitor.batches import BatchRecords, Tokenizer
 from lamina.training.monitor.check import BeforeTraining, findings
+from lamina.training.monitor.followed import Inputs
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.monitor import Monitor, OnAlarm, Writers
 from lamina.training.monitor.parameter_measures import tables_of
 from lamina.training.monitor.policy_signs import logged
 from lamina.training.monitor.trackers import installed
-from lamina.training.monitor.training_hooks import Inputs, Instruments
+from lamina.training.monitor.training_hooks import Instruments
 from lamina.training.monitor.writers import (
     LOSS,
     NORM,
