@@ -433,7 +433,7 @@ def watch(
 
     ``watch`` works with gradient accumulation, clipping, DDP and FSDP (call it in every process, after you wrap the
     model). `lamina report OUTPUT` draws the records, and `lamina diagnose OUTPUT` explains them. The training stays
-    bit-identical, unless ``skip_outliers`` skips a step.
+    bit-identical, unless ``skip_outliers`` skips a step. A model compiled in bfloat16 differs by rounding.
 
     Args:
         model: the model that is trained.
