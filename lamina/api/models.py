@@ -119,7 +119,7 @@ def convert(
         to: "lamina", "transformers", or a trainer: "megatron", "mlx", "nanogpt", "olmo-core" or "torchtitan". By
             default, a transformers checkpoint becomes Lamina's, and the reverse.
         came_from: the trainer that wrote the source.
-        placement: the placement of a trainer's checkpoint that does not name its placement.
+        placement: the placement, if the trainer's checkpoint does not name it.
         dtype: the dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
         overwrite: first delete the files that Lamina wrote into ``output``.
         verify: load the result and compare its logits with the source's.

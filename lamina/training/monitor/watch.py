@@ -444,7 +444,7 @@ def watch(
         overwrite: replace the records of ``output``.
         step: the number of earlier steps.
         on_alarm: called in the first process with the first alarm of each event. The alarm has ``step``, ``layer``,
-            ``sublayer``, ``metric`` and ``value``, and converts to a sentence by ``str``. An error in the function ends
+            ``sublayer``, ``metric`` and ``value``, and ``str`` makes a sentence of it. An error in the function ends
             the training.
         tokenizer: with ``batches=True``, decodes the rows of recorded batches; None looks for the model's.
         settings: see ``WatchSettings``: every, layers, attention, batches, on_divergence, divergence_margin,
