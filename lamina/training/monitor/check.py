@@ -24,7 +24,7 @@ from torch.nn import functional
 from lamina.errors import UserError, one_line
 from lamina.probes.structure.hooks import Output, fresh_gradients
 from lamina.probes.structure.sites import Structure, effective_gain, is_norm
-from lamina.training.monitor.flat_parameters import FlatParameters
+from lamina.training.monitor.flat_parameters import FlatParameters, is_deepspeeds
 from lamina.training.monitor.followed import follow
 from lamina.training.monitor.stream_measures import in_half
 from lamina.training.monitor.training_hooks import bare, called, stepping
@@ -593,8 +593,8 @@ def _is_causal(model: nn.Module, args: tuple, kwargs: Mapping[str, Output], toke
 
 
 def findings(setup: BeforeTraining) -> list[Mistake]:
-    """Return what the checks find, in their order; nothing where FSDP1 hides the weights that they read."""
-    if FlatParameters(setup.model):
+    """Return what the checks find, in their order; nothing where FSDP1 or DeepSpeed hides what they read."""
+    if FlatParameters(setup.model) or is_deepspeeds(setup.model):
         return []
     return [finding for check in CHECKS.values() for finding in check(setup)]
 

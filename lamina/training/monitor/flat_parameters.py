@@ -109,6 +109,11 @@ class FlatParameters:
         return own + sum(handle.flat_param._unpadded_unsharded_size.numel() for handle in self._handles)
 
 
+def is_deepspeeds(model: nn.Module) -> bool:
+    """Return whether DeepSpeed's ZeRO keeps a model's gradients and weights elsewhere (it marks the parameters)."""
+    return any(hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
 def reshard_root(model: nn.Module) -> None:
     """Reshard what FSDP1 leaves gathered after a forward pass without a backward pass: the root's parameters."""
     if isinstance(model, FullyShardedDataParallel):

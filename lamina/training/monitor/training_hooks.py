@@ -21,7 +21,7 @@ from lamina.modeling.processes import Processes
 from lamina.probes.structure.hooks import Kwargs, Output
 from lamina.training.checkpointing.sharding import local_part
 from lamina.training.monitor.batches import KeptBatches
-from lamina.training.monitor.flat_parameters import FlatParameters
+from lamina.training.monitor.flat_parameters import FlatParameters, is_deepspeeds
 from lamina.training.monitor.followed import Followed, Inputs, follow, is_tokens
 from lamina.training.monitor.graph_hooks import GraphHooks, hook, is_compiled
 from lamina.training.monitor.listeners import listening
@@ -310,6 +310,8 @@ class Instruments:
             self._graph = GraphHooks(points) if compiled else None
             self._meter = ForwardMeter(points, structure if self.settings.attention else None, graph=self._graph)
         self._gains = [] if structure is None or self._flat else gains_of(structure)
+        if is_deepspeeds(self.model):
+            self.note("DeepSpeed hides gradients and weights: they are not recorded by layer, and nothing is checked")
         if self._flat:
             self.note(
                 "FSDP1 hides whole weights: no norms' gains and longest rows are recorded, and nothing is checked"
