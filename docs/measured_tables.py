@@ -139,9 +139,9 @@ def watching_sentence(record: dict[str, Any] | None, where: str) -> str:
         return _unmeasured("watching")
     settings, ratios = record["settings"], record["time_ratios"]
     return (
-        f"A watched loop takes {100 * (record['time_ratio'] - 1):.1f} % longer than the same loop alone ({len(ratios)} "
-        f"turns, {min(ratios):.3f} to {max(ratios):.3f} times; a Llama of size {settings['size']}, batch "
-        f"{settings['batch_size']} × {settings['sequence_length']}). {where}"
+        f"A watched loop takes {100 * (record['time_ratio'] - 1):.1f} % longer (median of {len(ratios)} turns, from "
+        f"{100 * (min(ratios) - 1):.1f} to {100 * (max(ratios) - 1):.1f} %), for a Llama of size {settings['size']} "
+        f"and batches of {settings['batch_size']} × {settings['sequence_length']} tokens. {where}"
     )
 
 
