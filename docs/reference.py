@@ -20,7 +20,7 @@ import lamina
 import lamina.api
 from lamina.cli import COMMANDS, main
 from lamina.jobs import aliases
-from lamina.jobs.settings import Settings, default_of
+from lamina.jobs.settings import Settings
 
 _SUBCOMMANDS = {"study": ("list", "show", "run", "worker")}
 
@@ -163,9 +163,8 @@ def _left_out(records: list[type[Settings]]) -> str:
 
 
 def _table(cls: type[Settings]) -> str:
-    entries = {entry.name: entry for entry in fields(cls)}
     rows = [
-        f"| `{name}` | {_kind(cls.kind(name))} | {_default(default_of(entries[name]))} | {_plain(cls.help(name))} |"
+        f"| `{name}` | {_kind(cls.kind(name))} | {_default(cls.default(name))} | {_plain(cls.help(name))} |"
         for name in _declared(cls)
     ]
     return "\n".join(["| setting | kind | default | meaning |", "|---|---|---|---|", *rows])

@@ -81,8 +81,8 @@ def settings():
     """Each setting of each job, where it is declared first: the command, the name, and its kinds."""
     seen = set()
     for row in catalog.ROWS:
-        for name in row.record.names():
-            check, kind = row.record.check_of(name), row.record.kind(name)
+        for name in row.settings().names():
+            check, kind = row.settings().check_of(name), row.settings().kind(name)
             key = (name, str(kind), id(check))
             if key not in seen and name not in NEEDS_THE_HARNESS:
                 seen.add(key)

@@ -40,7 +40,7 @@ def function_of(row: JobRow) -> Callable[..., Any]:
     The function takes the settings by keyword, also by other tools' names, as lists, paths and data sets, and
     ``resume``, ``overwrite``, ``bar`` and the row's switches.
     """
-    record, modes = row.record, _modes(row)
+    record, modes = row.settings(), _modes(row)
 
     def act(**given: Any) -> Any:
         require(row.name, row.extra)  # before rows become a file
@@ -124,8 +124,8 @@ def _refuse(row: JobRow, given: Json, folder: Path | None, modes: Json) -> None:
         if resume and in_use(folder):  # its own settings decide, and the job checks them
             refuse_other_kind(folder, row)
             return
-    settings = row.record.from_dict(given)
-    settings.require(*row.record.needed)
+    settings = row.settings().from_dict(given)
+    settings.require(*row.settings().needed)
     settings.check_names()
 
 

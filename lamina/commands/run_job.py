@@ -17,7 +17,7 @@ def parser_of(row: JobRow) -> Parser:
     about = row.about + (f"\n{row.listing()}" if row.listing else "")
     words = "".join(f"{name.removesuffix('s...') + '...' * name.endswith('...')} " for name in row.positional).upper()
     parser = Parser(row.name, about, row.examples, words)
-    parser.add_settings(row.record, row.positional)
+    parser.add_settings(row.settings(), row.positional)
     if row.listing:
         parser.add_flag("--list", "print the list above with all details, and exit", False)
     for switch in row.switches:

@@ -107,15 +107,11 @@ class JobRow:
     def function_name(self) -> str:
         return self.function or self.name.replace("-", "_")
 
-    @property
-    def record(self) -> type[Settings]:
-        return self.settings()
-
     def folder_of(self, settings: Given) -> Path | None:
         """Return the output folder for the user's settings; None for a job that writes none."""
         if self.folder:
             return self.folder(settings)
-        output = settings.get("output", self.record.default("output"))
+        output = settings.get("output", self.settings().default("output"))
         return None if output is None else Path(str(output))
 
 

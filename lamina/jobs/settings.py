@@ -20,7 +20,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache, partial
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import (
     Any,
     ClassVar,
@@ -39,6 +39,7 @@ from lamina.core.values import mapping, number, one_of, switch, text, whole_numb
 from lamina.errors import UserError, unknown
 
 T = TypeVar("T")
+_types_of = cache(get_type_hints)
 # Takes a field's name and a value, returns the value to store; raises UserError for a value that is not allowed.
 Check = Callable[[str, object], object]
 
@@ -54,10 +55,11 @@ def setting(default: T, help: str, check: Check | None = None, *, decides: bool 
 
 def changed(default: T, *, help: str | None = None, check: Check | None = None, decides: bool | None = None) -> T:
     """Change an inherited field's default; help, check and ``decides`` stay unless given."""
-    return _field(default, {"help": help, "check": check, "decides": decides, "changed": True})
+    given = {"help": help, "check": check, "decides": decides, "changed": True}
+    return _field(default, {key: value for key, value in given.items() if value is not None})
 
 
-def _field(default: Any, metadata: Mapping[str, object]) -> Any:
+def _field(default: Any, metadata: dict[str, object]) -> Any:
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -105,21 +107,24 @@ class Settings:
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init_subclass__(cls, *, group: str = "") -> None:
-        """Make every subclass a frozen dataclass."""
+        """Make every subclass a frozen dataclass, in which a changed field keeps what was not given anew."""
         super().__init_subclass__()
         cls.group = group
+        inherited = {entry.name: entry for base in reversed(cls.__mro__[1:-1]) for entry in fields(base)}
+        for name, made in vars(cls).items():
+            if isinstance(made, Field) and name in inherited:
+                made.metadata = MappingProxyType({**inherited[name].metadata, **made.metadata})
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
         """Check every field, then the whole record. Raises UserError that names the field."""
-        hints = _hints(type(self))
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.name in self.without and value != default_of(entry):
-                raise unknown("setting", entry.name, self.names())
-            stored = _checked(entry.name, value, hints[entry.name], _detail(type(self), entry.name, "check"))
+        for name in (entry.name for entry in fields(self)):
+            value = getattr(self, name)
+            if name in self.without and value != self.default(name):
+                raise unknown("setting", name, self.names())
+            stored = _checked(name, value, self.kind(name), self.check_of(name))
             if stored is not value:
-                object.__setattr__(self, entry.name, stored)
+                object.__setattr__(self, name, stored)
         self.check()
 
     def check(self) -> None:
@@ -144,25 +149,27 @@ class Settings:
 
     @classmethod
     def default(cls, name: str) -> Any:
-        return default_of(cls.__dataclass_fields__[name])
+        """Return a field's default; a fresh copy of a mapping."""
+        entry = cls.__dataclass_fields__[name]
+        return entry.default if entry.default_factory is MISSING else entry.default_factory()
 
     @classmethod
     def help(cls, name: str) -> str:
-        return _detail(cls, name, "help") or ""
+        return cls.__dataclass_fields__[name].metadata["help"]
 
     @classmethod
     def kind(cls, name: str) -> object:
-        return _hints(cls)[name]
+        return _types_of(cls)[name]
 
     @classmethod
     def check_of(cls, name: str) -> Check | None:
         """Return a field's check; None if its type decides."""
-        return _detail(cls, name, "check")
+        return cls.__dataclass_fields__[name].metadata["check"]
 
     @classmethod
     def free(cls) -> frozenset[str]:
         """Return the settings that decide no number, as where the job runs, so that a resumed job may change them."""
-        return frozenset(name for name in cls.names() if not _detail(cls, name, "decides"))
+        return frozenset(name for name in cls.names() if not cls.__dataclass_fields__[name].metadata["decides"])
 
     def require(self, *names: str) -> None:
         """Raise UserError for the first of these settings without a value."""
@@ -217,25 +224,6 @@ class Settings:
             else:
                 words += [flag, shlex.quote(str(value))]
         return " ".join(words)
-
-
-def default_of(entry: Field[Any]) -> Any:
-    """Return a field's default; a fresh copy of a mapping."""
-    return entry.default if entry.default_factory is MISSING else entry.default_factory()
-
-
-@cache
-def _hints(record: type[Settings]) -> Json:
-    return get_type_hints(record)
-
-
-def _detail(record: type[Settings], name: str, key: str) -> Any:
-    """Return a field's help, check or ``decides``; a ``changed`` field without one inherits it."""
-    for cls in record.__mro__:
-        entry = cls.__dict__.get("__dataclass_fields__", {}).get(name)
-        if entry is not None and (detail := entry.metadata.get(key)) is not None:
-            return detail
-    return None
 
 
 def _checked(name: str, value: object, hint: object, check: Check | None) -> object:

@@ -98,7 +98,7 @@ def test_it_resumes_with_what_decides_nothing_changed(tmp_path, refused):
 
 def test_where_a_job_writes_decides_no_number():
     for row in JOBS.values():
-        assert "output" in row.record.free(), row.name
+        assert "output" in row.settings().free(), row.name
 
 
 def test_every_job_has_a_page_and_says_how_it_ended():

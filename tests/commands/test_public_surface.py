@@ -12,7 +12,7 @@ from lamina.commands.arguments import Parser
 from lamina.errors import UserError
 from lamina.jobs.aliases import NEAR, TAKEN, in_our_words
 
-SETTINGS = {name: row.record for name, row in JOBS.items()}
+SETTINGS = {name: row.settings() for name, row in JOBS.items()}
 EXPORTED = {
     "__version__",
     "build",

@@ -40,7 +40,7 @@ def test_layers_that_are_named_twice_are_refused_from_python():
     ],
 )
 def test_the_nearest_setting_is_what_the_name_means(command, name, meant):
-    names = JOBS[command].record.names()
+    names = JOBS[command].settings().names()
     assert name not in names
     assert suggestion(name, names) == meant
 
