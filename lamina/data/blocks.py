@@ -28,9 +28,13 @@ _SEEDS = 2**63 - 1
 
 
 class TokenBlock(TypedDict):
-    """A block: ``input_ids`` LongTensor [sequence_length], and the same tensor as ``labels``: models shift labels."""
+    """A block: ``input_ids`` LongTensor [sequence_length], and the same tensor as ``labels``: models shift labels.
+
+    A padded block has an ``attention_mask``, 1 for tokens and 0 for padding.
+    """
 
     input_ids: torch.Tensor
+    attention_mask: NotRequired[torch.Tensor]
     labels: torch.Tensor
 
 
@@ -52,6 +56,11 @@ class ItemSource(Dataset[T], Generic[T], ABC):
     """
 
     in_order: bool = False
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        """The number of tokens in each item, without padding; None if all are whole."""
+        return None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -251,11 +260,11 @@ def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
 
 
 def count_tokens(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Count each id in ``ids`` [blocks, sequence_length], a few million tokens at a time."""
+    """Count each id below ``vocab_size`` in ``ids`` [blocks, sequence_length], a few million tokens at a time."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     rows = max(1, 2**22 // ids.shape[1])
     for start in range(0, len(ids), rows):
-        counts += np.bincount(ids[start : start + rows].ravel(), minlength=vocab_size)
+        counts += np.bincount(ids[start : start + rows].ravel(), minlength=vocab_size)[:vocab_size]
     return counts
 
 
@@ -283,18 +292,20 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
     All tokens of a block but the first are predicted, as by a model. The table is smoothed as by Witten and Bell
     (1991), p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)), with c the counts of pairs, n(u) the number of different
     tokens after u, and p(v) the add-one smoothed frequency of v. Only pairs whose first token also begins a held-out
-    pair are counted. The arguments are those of ``unigram_entropy``.
+    pair are counted, and none that ends in padding (an id of ``vocab_size``). The arguments are those of
+    ``unigram_entropy``.
     """
     wanted = held_out.astype(np.int64)
-    before, after = wanted[:, :-1].ravel(), wanted[:, 1:].ravel()
-    matters = np.zeros(vocab_size, dtype=bool)
+    real = wanted[:, 1:] < vocab_size
+    before, after = wanted[:, :-1][real], wanted[:, 1:][real]
+    matters = np.zeros(vocab_size + 1, dtype=bool)
     matters[before] = True
     pairs: Any = sparse.csr_array((vocab_size, vocab_size))
     rows = max(1, _AT_ONCE // train.shape[1])
     for start in range(0, len(train), rows):
         ids = train[start : start + rows].astype(np.int64)
         first, second = ids[:, :-1].ravel(), ids[:, 1:].ravel()
-        chosen = matters[first]
+        chosen = matters[first] & (second < vocab_size)
         entries = np.ones(int(chosen.sum())), (first[chosen], second[chosen])
         pairs = pairs + sparse.csr_array(entries, shape=pairs.shape)
     seen = np.asarray(pairs[before, after]).ravel()
@@ -331,6 +342,10 @@ class DrawnItems(ItemSource[T]):
             return position
         turn, index = divmod(position // self.repeats, len(self.source))
         return int(shuffled(len(self.source), self.seed + turn)[index])
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        return self.source.lengths
 
     def __len__(self) -> int:
         return len(self.source)

@@ -64,6 +64,7 @@ class TextEncoder:
         self.is_bytes = self.backend is not None and ids_are_bytes(json.loads(self.backend.to_str()))
         self.vocab_size = vocab_size_of(tokenizer)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+        self.padded_dtype = np.min_scalar_type(self.vocab_size)  # the number after the last id stands for padding
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, [tokens] of ``dtype``."""
@@ -129,3 +130,28 @@ class TokenJoiner:
             rows += [self._end, ids] if jump else [ids]
         self._texts, self._breaks, self.chars = [], [], 0
         return np.concatenate(rows)
+
+
+class RowJoiner(TokenJoiner):
+    """Makes a row of each segment: its tokens and an end-of-text token, cut or padded to ``sequence_length``.
+
+    The padding is ``vocab_size``, which is no token. A row of fewer than two tokens predicts none and is dropped.
+
+    Attributes:
+        cut: the number of tokens cut off so far.
+    """
+
+    def __init__(self, encoder: TextEncoder, sequence_length: int):
+        super().__init__(encoder)
+        self.sequence_length, self.cut = sequence_length, 0
+
+    def encode(self) -> np.ndarray:
+        """Return the rows of the segments added since the last call, one after the other."""
+        shape, padding = (len(self._texts), self.sequence_length), self.encoder.vocab_size
+        rows = np.full(shape, padding, dtype=self.encoder.padded_dtype)
+        for row, ids in zip(rows, self.encoder.encode(self._texts) if self._texts else (), strict=True):
+            ids = np.concatenate([ids, self._end])
+            self.cut += max(0, len(ids) - len(row))
+            row[: len(ids)] = ids[: len(row)]
+        self._texts, self._breaks, self.chars = [], [], 0
+        return rows[rows[:, 1] != padding].ravel()

@@ -46,7 +46,8 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
 
     def __getitem__(self, index: int) -> TokenBlock:
         """Mask a block [sequence_length]; at least one token is chosen, since a loss over none is undefined."""
-        ids = self.source[self.number(index)]["input_ids"]
+        block = self.source[self.number(index)]
+        ids = block["input_ids"]
         special = torch.isin(ids, self.special)
         self.masking.generator = self.generator(index)
         masked, labels = self.masking.torch_mask_tokens(ids[None].clone(), special[None])
@@ -54,7 +55,7 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
         if bool((labels == -100).all()) and not bool(special.all()):
             first = int(torch.nonzero(~special)[0])
             masked[first], labels[first] = int(self.tokenizer.mask_token_id), ids[first]  # type: ignore[arg-type]
-        return {"input_ids": masked, "labels": labels}
+        return {**block, "input_ids": masked, "labels": labels}
 
 
 def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

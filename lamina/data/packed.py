@@ -6,21 +6,31 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
-from lamina.data.blocks import ArrayBlocks, Blocks, BlockStats, mix, unigram_entropy
+from lamina.data.blocks import ArrayBlocks, Blocks, BlockStats, TokenBlock, mix, spread, unigram_entropy
 from lamina.data.cache import cache_root, is_whole, publish
 from lamina.data.corpus import EMBEDDED, Corpus, SingleCorpus
-from lamina.data.encoding import TextEncoder, TokenJoiner
-from lamina.data.split import Segment, check_split, count_chars, is_held_out, piece_chars, split_documents
+from lamina.data.encoding import RowJoiner, TextEncoder, TokenJoiner
+from lamina.data.split import (
+    Segment,
+    check_split,
+    count_chars,
+    is_held_out,
+    piece_chars,
+    split_documents,
+    whole_documents,
+)
 from lamina.data.tokenizers import BYTES, EVAL_FRACTION, is_trained, load_tokenizer
 from lamina.errors import UserError
 from lamina.jobs.files import read_json
@@ -59,6 +69,48 @@ class PackedBlocks(ArrayBlocks):
         return {**self.__dict__, "_array": None}
 
 
+class PaddedBlocks(PackedBlocks):
+    """A document per row of the file, filled up with the id ``padding``, where a model gets ``filler`` and no label."""
+
+    padding: int
+    filler: int
+    _lengths: np.ndarray | None = None
+
+    def __getitems__(self, indices: Sequence[int]) -> list[TokenBlock]:
+        rows = torch.from_numpy(self.array[np.asarray(indices, dtype=np.int64)].astype(np.int64))
+        real = rows != self.padding
+        ids, mask, labels = rows.where(real, self.filler), real.long(), rows.where(real, -100)
+        labels[:, 0] = -100  # not predicted either, so that the labels are as many as the predictions
+        batch = zip(ids, mask, labels, strict=True)
+        return [{"input_ids": row, "attention_mask": shown, "labels": wanted} for row, shown, wanted in batch]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        if self._lengths is None:
+            step = max(1, 2**22 // self.shape[1])
+            parts = [self.array[start : start + step] != self.padding for start in range(0, len(self), step)]
+            self._lengths = np.concatenate([part.sum(1) for part in parts])
+        return self._lengths
+
+    def sample(self, count: int) -> torch.Tensor:
+        """Return up to ``count`` blocks full of text: evenly spread rows, joined without their padding."""
+        length = self.shape[1]
+        rows = self.array[spread(len(self), math.ceil(2 * count * length / self.lengths.mean()))]
+        text = rows[rows != self.padding].astype(np.int64)
+        blocks = text[: len(text) // length * length].reshape(-1, length) if len(text) > length else text[None]
+        return torch.from_numpy(blocks[spread(len(blocks), count)])
+
+
+def _opened(path: Path, encoder: TextEncoder, sequence_length: int, *, padded: bool) -> PackedBlocks:
+    """Map the blocks in a split's file."""
+    kind, dtype = (PaddedBlocks, encoder.padded_dtype) if padded else (PackedBlocks, encoder.dtype)
+    blocks = kind(path, dtype.name, path.stat().st_size // (dtype.itemsize * sequence_length), sequence_length)
+    if isinstance(blocks, PaddedBlocks):
+        padding, end = encoder.tokenizer.pad_token_id, encoder.tokenizer.eos_token_id
+        blocks.padding, blocks.filler = encoder.vocab_size, cast("int", end if padding is None else padding)
+    return blocks
+
+
 def prepare_blocks(
     corpus: str = EMBEDDED,
     tokenizer_spec: str = BYTES,
@@ -67,6 +119,7 @@ def prepare_blocks(
     eval_fraction: float = EVAL_FRACTION,
     text_field: str = "text",
     cache_dir: Path | str | None = None,
+    padded: bool = False,
     progress: bool = True,
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
     """Tokenize a corpus, hold out a part, and pack both parts into blocks, or read the blocks from the cache.
@@ -84,6 +137,8 @@ def prepare_blocks(
         eval_fraction: the held-out share of the text, above 0 and up to 0.5.
         text_field: the field of .jsonl rows that holds the text.
         cache_dir: default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
+        padded: give each document a row of its own, cut at ``sequence_length`` or padded to it, in the split of the
+            piece in which the document begins.
         progress: show a progress bar on a terminal after two seconds.
 
     Raises:
@@ -93,8 +148,11 @@ def prepare_blocks(
     check_split(sequence_length, eval_fraction)
     root = cache_root(cache_dir)
     text = Corpus.parse(corpus, text_field)
+    if padded and len(text.parts) > 1:
+        raise UserError(f"corpus: {corpus!r} is a mix. Give one corpus, or leave out --packing off.")
     tokenizer = load_tokenizer(tokenizer_spec, corpus=text, cache_dir=root, eval_fraction=eval_fraction)
-    packing = _Packing(encoder=TextEncoder(tokenizer), sequence_length=sequence_length, progress=progress)
+    encoder = TextEncoder(tokenizer)
+    packing = _Packing(encoder=encoder, sequence_length=sequence_length, padded=padded, progress=progress)
     trained = is_trained(tokenizer_spec)
     return mix(
         text.parts, [packing.blocks(part.corpus, root, eval_fraction, trained) for part in text.parts]
@@ -107,6 +165,7 @@ class _Packing:
 
     encoder: TextEncoder
     sequence_length: int
+    padded: bool
     progress: bool
 
     def blocks(self, corpus: SingleCorpus, root: Path, eval_fraction: float, trained: bool) -> Blocks:
@@ -114,7 +173,7 @@ class _Packing:
 
         ``trained``: whether the tokenizer was trained on the corpus without ``eval_fraction`` of it.
         """
-        identity = f"{_FORMAT}|{corpus.fingerprint()}|{self.encoder.content_hash()}"
+        identity = f"{_FORMAT}{'-padded' * self.padded}|{corpus.fingerprint()}|{self.encoder.content_hash()}"
         key = hashlib.sha256(f"{identity}|{self.sequence_length}|{eval_fraction!r}".encode()).hexdigest()
 
         def write(draft: Path) -> Json:
@@ -123,10 +182,7 @@ class _Packing:
                 small = "%s is small: %g of it is held out, not %g, to fill a block%s"
                 seen = "; its bpe tokenizer was trained on a part of that" if trained else ""
                 logger.warning(small, corpus.spec, fraction, eval_fraction, seen)
-            train, held_out = (
-                self._open(draft / name, file.tokens)
-                for name, file in ((_TRAIN, packed.train), (_EVAL, packed.held_out))
-            )
+            train, held_out = self._open(draft)
             stats = BlockStats(
                 train_tokens=packed.train.tokens,
                 eval_tokens=packed.held_out.tokens,
@@ -142,20 +198,27 @@ class _Packing:
 
         folder, meta = _cached(root, key, write)
         stats = BlockStats(**meta["stats"])
-        train, held_out = self._open(folder / _TRAIN, stats.train_tokens), self._open(folder / _EVAL, stats.eval_tokens)
+        train, held_out = self._open(folder)
         return Blocks(train=train, eval=held_out, stats=stats)
 
-    def _open(self, path: Path, tokens: int) -> PackedBlocks:
-        return PackedBlocks(path, self.encoder.dtype.name, tokens // self.sequence_length, self.sequence_length)
+    def _open(self, folder: Path) -> list[PackedBlocks]:
+        paths = folder / _TRAIN, folder / _EVAL
+        return [_opened(path, self.encoder, self.sequence_length, padded=self.padded) for path in paths]
 
     def _pack(self, draft: Path, corpus: SingleCorpus, fraction: float) -> tuple[Packed, float]:
         """Pack a corpus, holding out more of a small one; also return the held-out share."""
         total, length = count_chars(corpus), self.sequence_length
+        options = {"total_chars": total, "padded": self.padded, "progress": self.progress}
         while True:
-            packed = pack(corpus, fraction, self.encoder, length, draft, total_chars=total, progress=self.progress)
+            packed = pack(corpus, fraction, self.encoder, length, draft, **options)
             if packed.train.tokens and packed.held_out.tokens:
                 return packed, fraction
-            if fraction >= 0.5 or packed.all_tokens < 2 * length:
+            if self.padded and (fraction >= 0.5 or packed.documents < 2):
+                raise UserError(
+                    f"corpus: {corpus.spec!r} has documents: {packed.documents}, too few to make a row of each. Give "
+                    "a .jsonl file with a document per row, or leave out --packing off."
+                )
+            if not self.padded and (fraction >= 0.5 or packed.all_tokens < 2 * length):
                 raise UserError(
                     f"corpus: {corpus.spec!r} has {packed.all_tokens} tokens, too few for a sequence_length of "
                     f"{length}: one block to train on and one held out need at least {2 * length}"
@@ -173,18 +236,15 @@ def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, 
 
 @dataclass
 class SplitFile:
-    """The file of a split while it is written: tokens in the corpus's order, joined by a TokenJoiner.
+    """The file of a split while it is written: tokens in the corpus's order, joined by ``joiner``.
 
     ``tokens`` counts the tokens written, ``bytes`` the UTF-8 bytes of the text added.
     """
 
     file: BinaryIO
-    encoder: TextEncoder
+    joiner: TokenJoiner
     tokens: int = 0
     bytes: int = 0
-
-    def __post_init__(self) -> None:
-        self.joiner = TokenJoiner(self.encoder)
 
     def add(self, segment: Segment) -> None:
         """Add a segment for ``flush`` to write."""
@@ -195,13 +255,17 @@ class SplitFile:
         """Write the tokens of the added segments."""
         ids = self.joiner.encode()
         self.file.write(ids.tobytes())
-        self.tokens += len(ids)
+        self.tokens += int(np.count_nonzero(ids < self.joiner.encoder.vocab_size))
 
     def finish(self, sequence_length: int) -> int:
         """Cut the file to whole blocks, and ``tokens`` and ``bytes`` in proportion; return the number of all tokens."""
         self.flush()
-        every, self.tokens = self.tokens, self.tokens // sequence_length * sequence_length
-        self.file.truncate(self.tokens * self.encoder.dtype.itemsize)
+        every = self.tokens
+        if isinstance(self.joiner, RowJoiner):
+            every += self.joiner.cut
+        else:
+            self.tokens = self.tokens // sequence_length * sequence_length
+            self.file.truncate(self.tokens * self.joiner.encoder.dtype.itemsize)
         self.bytes = round(self.bytes * self.tokens / max(1, every))
         return every
 
@@ -223,12 +287,14 @@ def pack(
     folder: Path,
     *,
     total_chars: int,
+    padded: bool = False,
     progress: bool,
 ) -> Packed:
     """Tokenize a corpus and write the blocks of both splits, [blocks, sequence_length] of the encoder's dtype.
 
-    ``fraction`` of the corpus is held out. The progress bar counts characters; it appears after two seconds, and only
-    on a terminal. Raises OSError if the disk is full.
+    ``fraction`` of the corpus is held out. With ``padded``, each block is a document, and the dtype ``padded_dtype``.
+    The progress bar counts characters; it appears after two seconds, and only on a terminal. Raises OSError if the disk
+    is full.
     """
     documents = 0
     quiet = not (progress and has_bars())
@@ -237,8 +303,12 @@ def pack(
         (folder / _EVAL).open("wb") as eval_file,
         tqdm(desc="tokenizing", total=total_chars, unit="char", unit_scale=True, delay=2, disable=quiet) as bar,
     ):
-        train, held_out = SplitFile(train_file, encoder), SplitFile(eval_file, encoder)
-        for segment in split_documents(corpus.documents(), piece_chars(total_chars)):
+        train, held_out = (
+            SplitFile(file, RowJoiner(encoder, sequence_length) if padded else TokenJoiner(encoder))
+            for file in (train_file, eval_file)
+        )
+        cut = whole_documents if padded else split_documents
+        for segment in cut(corpus.documents(), piece_chars(total_chars)):
             (held_out if is_held_out(segment.piece, fraction) else train).add(segment)
             documents = segment.document + 1
             if (chars := train.joiner.chars + held_out.joiner.chars) >= _BATCH_CHARS:
@@ -264,6 +334,7 @@ def whole_blocks(
     sequence_length: int,
     *,
     text_field: str = "text",
+    padded: bool = False,
     progress: bool = True,
 ) -> ArrayBlocks:
     """Return the whole text of a corpus in blocks, in its order, packed now or read from the cache.
@@ -272,11 +343,12 @@ def whole_blocks(
     are those of :func:`prepare_blocks`, but ``spec`` is no mix, and ``tokenizer`` is any tokenizer of transformers.
     """
     corpus, encoder = single_corpus_of(spec, text_field), TextEncoder(tokenizer)
-    identity = f"{_WHOLE_FORMAT}|{corpus.fingerprint()}|{encoder.content_hash()}|{sequence_length}"
+    identity = f"{_WHOLE_FORMAT}{'-padded' * padded}|{corpus.fingerprint()}|{encoder.content_hash()}|{sequence_length}"
 
     def write(draft: Path) -> Json:
         total = count_chars(corpus)
-        packed = pack(corpus, 1.0, encoder, sequence_length, draft, total_chars=total, progress=progress)
+        options = {"total_chars": total, "padded": padded, "progress": progress}
+        packed = pack(corpus, 1.0, encoder, sequence_length, draft, **options)
         if not packed.held_out.tokens:
             raise UserError(
                 f"corpus: {spec!r} has {packed.all_tokens} tokens, too few for a block of sequence_length = "
@@ -284,5 +356,5 @@ def whole_blocks(
             )
         return {"dtype": encoder.dtype.name, "blocks": packed.held_out.tokens // sequence_length}
 
-    folder, meta = _cached(cache_root(), hashlib.sha256(identity.encode()).hexdigest(), write)
-    return PackedBlocks(folder / _EVAL, meta["dtype"], meta["blocks"], sequence_length)
+    folder, _ = _cached(cache_root(), hashlib.sha256(identity.encode()).hexdigest(), write)
+    return _opened(folder / _EVAL, encoder, sequence_length, padded=padded)

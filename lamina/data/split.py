@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lamina.core.values import number, whole_number
 from lamina.data.corpus import SingleCorpus
@@ -104,6 +104,15 @@ def split_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
     splitter = Splitter()
     for document in documents:
         yield from splitter.cut(document, chars)
+
+
+def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
+    """Yield each document whole, as a segment of the piece in which it begins; of a long file, only the first part."""
+    splitter = Splitter()
+    for document in documents:
+        first, *_ = splitter.cut(document, chars)
+        if not document.continues:
+            yield replace(first, text=document.text)
 
 
 def count_chars(corpus: SingleCorpus) -> int:

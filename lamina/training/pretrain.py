@@ -103,6 +103,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         if processes.size > 1:  # a norm of one's own is registered where its file has run
             processes.together(lambda: source.plan_of(self.settings, self.resolved.plan.num_layers))
         self.tokens_per_step = self.resolved.tokens_per_step
+        self.unit = "tokens" if self.settings.packing == "on" else "real tokens"
 
     def read(self, processes: Processes, *, bar: bool) -> None:
         self.splits, self.processor = processes.first_per_host(lambda: self.resolved.read(bar=bar))
@@ -133,6 +134,10 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
     def monitor_inputs(self) -> torch.Tensor:
         return self.splits.eval.sample(self.settings.monitor_blocks or max(1, self.settings.batch_size // 4))
+
+    def tokens(self, run: TrainingRun, steps: int) -> int:
+        lengths = run.items.lengths
+        return super().tokens(run, steps) if lengths is None else run.order.total(lengths, steps)
 
     def derived(self, loss: float) -> dict[str, float]:
         return self.resolved.objective.derived(loss, self.splits.stats)
@@ -225,8 +230,8 @@ class Pretraining(TrainingStage[PretrainSettings]):
         """Return the numbers of result.json: a value for each measured column of ``lamina.jobs.columns``."""
         settings, recorder, stats = self.settings, run.recorder, self.splits.stats
         steps = run.trainer.state.global_step
-        tokens = steps * recorder.tokens_per_step
-        timed = recorder.training_steps * recorder.tokens_per_step
+        tokens = recorder.tokens_at(steps)
+        timed = tokens - recorder.tokens_at(steps - recorder.training_steps)
         speed = timed / recorder.training_seconds if recorder.training_seconds else None
         last = recorder.evaluation
         loss = last.loss if math.isfinite(last.loss) else math.nan
@@ -357,7 +362,7 @@ class Branches(TrainerCallback):
             ended = any(row["branch_steps"] == steps for row in self.rows)
             if state.global_step == steps - in_steps(settings.decay, steps) and not ended:
                 recorder = self.run.recorder
-                row = {"branch_steps": steps, "tokens": steps * recorder.tokens_per_step, **self._train(steps)}
+                row = {"branch_steps": steps, "tokens": recorder.tokens_at(steps), **self._train(steps)}
                 self.rows.append(row)
                 recorder.write({"step": state.global_step, **row})
 

@@ -258,13 +258,15 @@ def check_modules(
         small = build(few, replace(plan, layers=kinds, final_sources=None), init="normal", scaling=scaling_of(settings))
     if trained:
         _check_memory(settings, config, small, arguments, processes)
-    if settings.cuda_graphs or settings.expert_balance in ("bias", "loss"):
+    if settings.cuda_graphs or settings.packing == "off" or settings.expert_balance in ("bias", "loss"):
         with torch.device("meta"):
             routers = find_routers(build(config, plan, init="normal"))
         if settings.cuda_graphs and routers:
             raise UserError(
                 "cuda_graphs: true with experts, whose load changes from step to step. Leave --cuda-graphs out."
             )
+        if settings.packing == "off" and routers:
+            raise UserError("packing: 'off' with experts, whose load padding would change. Leave out --packing off.")
         choose(settings.expert_balance, routers)
 
 

@@ -87,6 +87,7 @@ class TrainingStage(ABC, Generic[S]):
         policy: the settings that a resumed run may change.
         evaluates_first: whether a new run is evaluated before its first step.
         tokens_per_step: tokens of one optimizer step; 0 if they are counted during the run.
+        unit: a name for the tokens in the progress.
         settings: the complete settings; like the following, set by ``read``.
         plan: the placement of the norms; None for a model of transformers that stays unchanged.
         processor: the tokenizer or image processor that is saved with the model.
@@ -99,6 +100,7 @@ class TrainingStage(ABC, Generic[S]):
     recorder: ClassVar[type[RunRecorder]] = RunRecorder
     evaluates_first: ClassVar[bool] = False
     tokens_per_step: int = 0
+    unit: str = "tokens"
     settings: S
     plan: Plan | None
     processor: Processor
@@ -143,6 +145,10 @@ class TrainingStage(ABC, Generic[S]):
     def states(self, run: TrainingRun) -> list[Stateful]:
         """Return further objects whose state checkpoints store."""
         return []
+
+    def tokens(self, run: TrainingRun, steps: int) -> int:
+        """Return the number of tokens in the first ``steps`` steps, without padding."""
+        return steps * self.tokens_per_step
 
     def derived(self, loss: float) -> dict[str, float]:
         """Return the columns that follow from an evaluation's loss."""
@@ -392,13 +398,13 @@ class TrainingRun:
         self.trainer.load_state_dict(state)
 
     def _make_recorder(self) -> RunRecorder:
-        stage, tokens = self.stage, self.stage.tokens_per_step
-        rollbacks = [{"rollback": r.number, "tokens": r.step * tokens, **asdict(r)} for r in self.rollbacks.done]
+        stage, tokens = self.stage, partial(self.stage.tokens, self)
+        rollbacks = [{"rollback": r.number, "tokens": tokens(r.step), **asdict(r)} for r in self.rollbacks.done]
         return stage.recorder(
             records=Writers(self.folder, self.settings.report_to, rollbacks) if self.processes.first else None,
             guard=self.guard,
             monitor_inputs=stage.monitor_inputs(),
-            tokens_per_step=tokens,
+            tokens_of=tokens,
             derived=stage.derived,
             show_bar=self.bar,
             processes=self.processes,
@@ -407,6 +413,7 @@ class TrainingRun:
             measure=lamina_rows if self.followed is None else self.followed.rows,
             pause_step=self.settings.pause_step,
             full_speed=stage.full_speed(self),
+            unit=stage.unit,
         )
 
     def _make_trainer(self) -> Any:

@@ -94,6 +94,16 @@ class BlockSettings(TextSettings, group="data"):
         validate_spec(self.tokenizer)
 
 
+class PackingSettings(Settings, group="data"):
+    """How documents fill the blocks."""
+
+    packing: Literal["on", "off"] = setting(
+        "on",
+        "on: join the documents and cut them into full blocks, or off: a block per document, cut at sequence_length or "
+        "padded to it, where padding counts neither in the loss nor among the tokens",
+    )
+
+
 class StreamSettings(Settings, group="data"):
     """Whether the text is read before the run or during it."""
 

@@ -18,6 +18,7 @@ from lamina.training.setting_groups import (
     LearningRateSettings,
     ModelSettings,
     OptimizerSettings,
+    PackingSettings,
     PlacementSettings,
     PretrainOptimizerSettings,
     RecordSettings,
@@ -33,6 +34,7 @@ from lamina.training.setting_groups import (
 class RunSettings(
     ModelSettings,
     BlockSettings,
+    PackingSettings,
     OwnSettings,
     ScheduleSettings,
     OptimizerSettings,
@@ -192,6 +194,9 @@ class PretrainSettings(
             self.refuse_unused("eval_data_dir", "run_code", allowed="with --eval-tasks")
         if not self.rollback:
             self.refuse_unused("rollback_factor", "rollback_skip", allowed="with --rollback")
+        for name in ("streaming", "branches", "cuda_graphs") if self.packing == "off" else ():
+            if getattr(self, name) != self.default(name):
+                raise UserError(f"packing: 'off' with {name} = {getattr(self, name)!r}. Choose one of the two.")
         if self.cuda_graphs:
             self._check_graphs()
 

@@ -319,7 +319,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Measure the loss over the held-out blocks, each counted once, for any number of processes.
+        """Measure the loss over the held-out blocks, each token counted once, for any number of processes.
 
         Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. All numbers but
         the loss are in ``evaluation`` when the callbacks are called.
@@ -330,6 +330,8 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
             tasks = self.measure_tasks(self.bare_model() if self.average is None else self.average.model)
         self.evaluation = LastEvaluation(second=second, tasks=tasks)
         alone = self.processes.size == 1 and self.scores is None and self.average is None
+        # Trainer's mean over items is one over tokens only where all have as many
+        alone = alone and "attention_mask" not in self.eval_dataset[0]  # type: ignore[index]
         if alone or any(args) or any(kwargs.values()):
             with torch.random.fork_rng(devices=[]):  # its data loader draws a seed: training's numbers stay as they are
                 return super().evaluate(*args, **kwargs)

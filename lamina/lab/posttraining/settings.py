@@ -227,7 +227,8 @@ class TuningSettings(
 
     def as_run(self) -> PretrainSettings:
         """Return the settings that any training run has, for code shared with pretraining."""
-        shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name != "from_model"}
+        other = ("from_model", "packing")  # which are about other things there
+        shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name not in other}
         shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length
         return PretrainSettings.from_dict(shared)
 

@@ -17,7 +17,7 @@ from lamina.lab.vision.settings import ImageSettings
 from lamina.training.objectives.objective import Collate, Objective, Processor, objective
 from lamina.training.settings import PretrainSettings
 
-_OF_TEXT = ("tokenizer", "sequence_length", "text_field", "streaming", "shuffle_buffer", "eval_corpus")
+_OF_TEXT = ("tokenizer", "sequence_length", "text_field", "packing", "streaming", "shuffle_buffer", "eval_corpus")
 TOP = 5
 _NAMED = 20  # classes on a model's card
 

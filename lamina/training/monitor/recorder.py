@@ -167,13 +167,15 @@ class RunRecorder(Monitor, TrainerCallback):
     """The monitor of Lamina's own runs: gets its events from Trainer, shows progress, and stops at Ctrl-C.
 
     Attributes:
+        tokens_of: returns the number of tokens in the first steps.
         realized: returns each corpus's contribution to a mix by a step; empty for a single corpus.
         full_speed: the tokens per second that would use all of the cards' peak; None if that is unknown.
+        unit: a name for the tokens in the progress.
         trainer: the Trainer that calls back; set before training begins.
     """
 
     monitor_inputs: torch.Tensor
-    tokens_per_step: int
+    tokens_of: Callable[[int], int]
     derived: Callable[[float], dict[str, float]]
     realized: Callable[[int], dict[str, PartShare]]
     updates: UpdateRatios
@@ -181,6 +183,7 @@ class RunRecorder(Monitor, TrainerCallback):
     show_bar: bool
     pause_step: int | None
     full_speed: float | None = None
+    unit: str = "tokens"
     trainer: MonitoredTrainer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -254,7 +257,7 @@ class RunRecorder(Monitor, TrainerCallback):
         speed = new / max(seconds, 1e-9)
         used = self.utilization(speed)
         self.write({**record, "tokens_per_second": speed, **used})
-        pace = f"{speed:,.0f} tokens/s" + (f", MFU {used['mfu']:.1%}" if used else "")
+        pace = f"{speed:,.0f} {self.unit}/s" + (f", MFU {used['mfu']:.1%}" if used else "")
         if self.lines is not None:
             rate = "-" if record["learning_rate"] is None else f"{record['learning_rate']:.2e}"
             numbers = {"loss": f"{loss:.4f}", "learning rate": rate, "gradient norm": f"{norm:.3g}"}
@@ -281,7 +284,8 @@ class RunRecorder(Monitor, TrainerCallback):
         return self.evaluation.step == step
 
     def tokens_at(self, step: int) -> int:
-        return step * self.tokens_per_step
+        """Return the tokens of the first ``step`` steps, without padding."""
+        return self.tokens_of(step)
 
     def measured(self, logs: Json) -> Json:
         """Return further columns of a training record, from Trainer's ``logs``; none here."""

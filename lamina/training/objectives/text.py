@@ -53,6 +53,7 @@ class TextObjective(Objective):
         return {
             "corpus": settings.corpus,
             "tokenizer": f"{settings.tokenizer}, {stats.vocab_size:,} tokens",
+            **({} if settings.packing == "on" else {"packing": "off, and tokens are counted without padding"}),
             "tokens to train on": f"{stats.train_tokens:,}",
             "tokens held out": f"{stats.eval_tokens:,}",
             "unigram entropy": f"{stats.unigram_entropy:.3f} nats per token",
@@ -86,16 +87,17 @@ def read_text(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrained
         "eval_fraction": settings.eval_fraction,
         "text_field": settings.text_field,
     }
+    padded = settings.packing == "off"
     if settings.streaming:
         held_out, buffer = settings.eval_blocks, settings.shuffle_buffer
         blocks, tokenizer = stream_blocks(**read, eval_blocks=held_out, buffer=buffer, seed=settings.seed)
     else:
-        blocks, tokenizer = prepare_blocks(**read, progress=bar)
+        blocks, tokenizer = prepare_blocks(**read, padded=padded, progress=bar)
     if settings.eval_corpus is None:
         return blocks, tokenizer
     with about_eval_corpus():
-        field = settings.text_field
-        second = whole_blocks(settings.eval_corpus, tokenizer, settings.sequence_length, text_field=field, progress=bar)
+        field, length = settings.text_field, settings.sequence_length
+        second = whole_blocks(settings.eval_corpus, tokenizer, length, text_field=field, padded=padded, progress=bar)
     return replace(blocks, second=second), tokenizer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
@@ -84,6 +85,15 @@ class TrainOrder(Sampler[list[int]]):
                 spans.append(((done + skipped) * size, (upto + skipped) * size))
             done, skipped = max(done, upto), ahead
         return spans
+
+    def total(self, values: np.ndarray, steps: int) -> int:
+        """Add up a number per block over the blocks of the first ``steps`` steps, each as often as it comes."""
+
+        def upto(position: int) -> int:
+            turn, first = divmod(position, self.blocks)
+            return turn * int(values.sum()) + int(values[self.turn(turn)[:first].numpy()].sum())
+
+        return sum(upto(end) - upto(start) for start, end in self.spans(steps))
 
     def micro_batch(self, step: int, micro_batch: int) -> list[int]:
         """Return the indices of a micro-batch, for all processes together."""

@@ -27,7 +27,7 @@ from lamina.lab.papers.trials.jobs import TRIAL_JOBS, TrialJob
 from lamina.lab.posttraining.settings import MemorySettings
 from lamina.lab.vision.settings import ImageSettings
 from lamina.placements import resolve
-from lamina.training.setting_groups import ObjectiveSettings, PretrainOptimizerSettings
+from lamina.training.setting_groups import ObjectiveSettings, PackingSettings, PretrainOptimizerSettings
 from lamina.training.settings import BranchSettings
 
 NUMERICS = 1
@@ -44,7 +44,10 @@ SPELLED = ("placement", "num_layers", "init", "corpus", "eval_corpus")
 _NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
 # Settings younger than the first records, with the values at which they change nothing: left out there, so that older
 # trials keep their keys.
-_YOUNGER_GROUPS = (BranchSettings, ObjectiveSettings, ImageSettings, PretrainOptimizerSettings, MemorySettings)
+_YOUNGER_GROUPS = (
+    *(BranchSettings, ObjectiveSettings, ImageSettings, PretrainOptimizerSettings, MemorySettings),
+    PackingSettings,
+)
 YOUNGER: Json = {
     "eval_corpus": None,
     "eval_tasks": None,
