@@ -26,10 +26,11 @@ _WRITTEN_FOR = {  # the sentence of a rule that a verdict puts on the page
     Verdict.EXPLAINED: "explained",
     **dict.fromkeys(FAILED, "fails"),
 }
+_OPEN = "What we cannot tell yet"
 _UNDECIDED = (  # where no sentence is decided
-    ("A lower loss of pretraining explains the effect", (Verdict.EXPLAINED,)),
-    ("Our trials cannot tell yet", (Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE)),
-    ("We have not tried it yet", (Verdict.NOT_RUN,)),
+    ("A lower loss of pretraining explains the effect. ", (Verdict.EXPLAINED,)),
+    ("", (Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE)),
+    ("We have not tried it yet. ", (Verdict.NOT_RUN,)),
 )
 _FRONT_PAGE = """## What learns fastest, and how much the initializer decides
 
@@ -50,7 +51,9 @@ def page(verdicts: list[Json], scale: str, links: Mapping[str, str]) -> str:
     known = {str(one["claim"]): {**one, "link": links[one["study"]]} for one in best(verdicts)}
     questions: list[Question] = yaml.safe_load((HERE / "decisions.yaml").read_text(encoding="utf-8"))
     advised = [(question, _advice(question, known)) for question in questions]
-    sections = [_section(*each, known) for each in sorted(advised, key=lambda each: not each[1])]
+    sections = [_section(*each) for each in advised if each[1]]
+    open_ = [_undecided(question, known) for question, advice in advised if not advice]
+    sections += ["\n".join([f"## {_OPEN}\n", *open_])] if open_ else []
     return "\n\n".join([_GENERATED, _introduction(scale), *sections, _FRONT_PAGE]) + "\n"
 
 
@@ -88,14 +91,16 @@ def _sentence(rule: Json, claims: list[Json]) -> str:
     return said.pop() if len(said) == 1 else ""
 
 
-def _section(question: Question, advice: list[str], known: dict[str, Json]) -> str:
-    heading = f"## {question['if']}\n\n"
-    if advice:
-        return heading + "\n".join(f"- {sentence}" for sentence in advice)
+def _section(question: Question, advice: list[str]) -> str:
+    sentences = "\n".join(f"- {sentence}" for sentence in advice)
+    return "\n\n".join(filter(None, [f"## {question['if']}", question.get("models"), sentences]))
+
+
+def _undecided(question: Question, known: dict[str, Json]) -> str:
     claims = [one for rule in question["rules"] for one in _claims(rule, known)]
     open_ = [(head, [one for one in claims if one["verdict"] in verdicts]) for head, verdicts in _UNDECIDED]
-    told = [f"{head} ({_evidence(here)})." for head, here in open_ if here]
-    return heading + " ".join([question["else"], *told])
+    told = [f"{head}({_evidence(here)})" for head, here in open_ if here]
+    return " ".join([f"- **{question['if']}**", question["else"], *told])
 
 
 def _evidence(claims: list[Json]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lamina.placements.diagram import svg
 
 PICTURES = Path(__file__).resolve().parent / "placements"
 LAYERS = 4  # of a drawing
+_ARXIV = r"([^,]+) \(arXiv (\d{4}\.\d{5})\)"  # a paper and its number
 
 
 def sections() -> str:
@@ -28,17 +30,17 @@ def sections() -> str:
 def _section(name: str) -> Iterator[str]:
     placement = get(name)
     yield f"## {placement.heading}"
-    yield f"![{placement.heading}](placements/{name}.svg)"
     yield placement.description.split("\n\n")[0]
+    yield f"![{placement.heading}](placements/{name}.svg)"
     yield "\n".join(["```text", *placement.equation, "```"])
+    yield f'`lamina.build(config, "{name}")`'
+    yield placement.advice
     facts = {
-        "Code": f'`lamina.build(config, "{name}")`',
-        "Advice": placement.advice,
         "Initializer": f"`{placement.initialization}`" if placement.initialization != "normal" else "",
-        "Source": placement.source.replace("; ", ", "),
+        "Source": re.sub(_ARXIV, r"[\1](https://arxiv.org/abs/\2)", placement.source.replace("; ", ", ")),
         "Evidence": _evidence(name),
     }
-    yield "\n".join(f"- **{fact}:** {text}" for fact, text in facts.items() if text)
+    yield ". ".join(f"**{fact}:** {text}" for fact, text in facts.items() if text)
 
 
 def _evidence(name: str) -> str:

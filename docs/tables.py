@@ -79,7 +79,8 @@ def columns_table() -> str:
 def verified_types() -> str:
     """The model types whose wiring is tested against transformers: all that Lamina knows."""
     others = [row.title for row in ARCHITECTURES.values() if row.conversion is None]
-    return f"what [`lamina convert`](edit-layers.md#convert-from-transformers-and-back) takes, {', '.join(others)}."
+    page = "edit-layers.md#convert-from-transformers-and-back"
+    return f"We test the types that [`lamina convert`]({page}) takes, {', '.join(others)}."
 
 
 def conversions_table() -> str:

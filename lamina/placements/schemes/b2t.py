@@ -10,7 +10,7 @@ from lamina.placements.registry import placement
     equation=("y = LN(x + A(x))", "x' = LN(x + y + F(y))"),
     source="Takase et al. 2022 (arXiv 2206.00330) Sec 4",
     initialization="normal",
-    advice="Start from Post-LN's learning rates and warm-up. Its own paper trains translation models.",
+    advice="Start from Post-LN's learning rates and warm-up. Its paper trains translation models.",
 )
 def b2t(num_layers: int) -> Plan:
     """The bottom-to-top skip bypasses every norm of the block but the last. FuseNorm replaces y's skip by it."""

@@ -4,10 +4,7 @@ from lamina.placements.plan import HeadNorm, Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement
 
 _EQUATION = ("x_0 = sqrt(d) E", "y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "LN: gain 1 + w", "logits = W LN(x_N)")
-_ADVICE = (
-    "On a Gemma backbone, set embedding_scale=1: the backbone scales its embedding already. On other backbones, keep "
-    "the default."
-)
+_ADVICE = "On a Gemma backbone, which scales its embedding already, set embedding_scale=1."
 
 
 def _plan(num_layers: int, qk_norm: HeadNorm) -> Plan:

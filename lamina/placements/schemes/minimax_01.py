@@ -20,7 +20,7 @@ from lamina.placements.registry import placement
     advice="MiniMax-01 has 80 layers and alpha = 3.5566. The norm of the last sum is the model's last norm.",
 )
 def minimax_01(num_layers: int, *, alpha: float | None = None, beta: float = 1.0) -> Plan:
-    """The skip carries the normed stream, scaled up as in DeepNorm.
+    """The skip carries the normed residual stream, scaled up as in DeepNorm.
 
     Args:
         alpha: the constant on the skip (default: the fourth root of the number of sub-layers).

@@ -17,7 +17,7 @@ from lamina.placements.registry import placement
     advice="Meta's model draws g from N(0, 0.02^2). Lamina starts it at the logit of the option start.",
 )
 def muse_spark(num_layers: int, *, start: float = 0.5, temperature: float = 0.3) -> Plan:
-    """The stream keeps its variance if skip and branch are uncorrelated, so no depth makes it grow.
+    """The residual stream keeps its variance if skip and branch are uncorrelated, so no depth makes it grow.
 
     The inner norms' gains are 1 + w; the output norms are without a gain, which would be another factor on the branch
     (Meta's feed-forward has one on the norm's input).

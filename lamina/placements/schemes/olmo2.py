@@ -18,7 +18,7 @@ def _plan(num_layers: int, qk_norm: HeadNorm = "off") -> Plan:
     equation=("y = x + LN(A(x))", "x' = y + LN(F(y))", "A: norms on q and k, full width", "logits = W LN(x_N)"),
     source="OLMo 2 (arXiv 2501.00656) Sec 3.2",
     initialization="normal",
-    advice="FuseNorm's authors use a learning rate of 2e-4 at 5B parameters. They use 200 steps of warm-up.",
+    advice="FuseNorm's authors use a learning rate of 2e-4 at 5B parameters, with 200 steps of warm-up.",
 )
 def olmo2(num_layers: int) -> Plan:
     """A norm on each module's output, and none on its input. Queries and keys are normed over their full width."""

@@ -16,7 +16,7 @@ from lamina.placements.registry import placement
     ),
 )
 def pre_ln(num_layers: int) -> Plan:
-    """The stream itself is never normalized, which keeps an identity path from the loss to every layer."""
+    """The residual stream is never normalized, which keeps an identity path from the loss to every layer."""
     sublayer = Sublayer(pre_norm=Norm())
     layer = Layer.of(sublayer)
     return Plan(layers=(layer,) * num_layers, final_norm=Norm())

@@ -33,7 +33,7 @@ def rezero(num_layers: int) -> Plan:
     ),
 )
 def skipinit(num_layers: int, *, start: Literal["depth", "zero"] = "depth") -> Plan:
-    """ReZero's wiring, from the observation that batch norm scales a branch down by the square root of its depth.
+    """ReZero's wiring, whose gates start where batch norm scales a branch: 1 / sqrt(sub-layers).
 
     Args:
         start: "depth": the paper's 1 / sqrt(number of branches); "zero": its other choice, which is ReZero.
