@@ -104,7 +104,7 @@ class Processes:
         self._raise_first(error)
         if self.size > 1:
             answers = [answer]
-            distributed.broadcast_object_list(answers, src=0, group=self.group)
+            distributed.broadcast_object_list(answers, group_src=0, group=self.group)
             answer = answers[0]
         return cast(T, answer)
 

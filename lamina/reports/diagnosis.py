@@ -114,6 +114,7 @@ def gather(folder: Path) -> Evidence:
         for metric, name in ((LOSS, "loss"), (RATE, RATE))
     )
     status = str(result.get("status") or "unfinished")
+    begin = first if isinstance(first := about.get("first_layer"), int) else 0
     rose = loss_rise(losses, told, rates if history else None)
     if rose is None and status == Status.DIVERGED:  # as the guard saw it
         rose = next((record["step"] for record in logged if "diverged" in record), None)
@@ -135,7 +136,7 @@ def gather(folder: Path) -> Evidence:
         rose=rose,
         status=status,
         steps=max(row[0] for row in every),
-        names={index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()))},
+        names={index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()), begin)},
         half=None if history else bool(about.get("half")) or settings.get("precision") == "fp16",
         settings={**(seen if isinstance(seen := about.get("settings"), dict) else {}), **settings},
     )

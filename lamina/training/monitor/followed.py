@@ -19,6 +19,7 @@ from lamina.training.checkpointing.sharding import reshard
 from lamina.training.monitor.flat_parameters import reshard_root
 from lamina.training.monitor.graph_hooks import is_compiled
 from lamina.training.monitor.parameter_measures import gains_of, rows_of_gains
+from lamina.training.monitor.stages import first_number
 from lamina.training.monitor.stream_measures import Spot, stream_points, stream_rows
 from lamina.training.monitor.writers import Row
 
@@ -57,7 +58,7 @@ class Followed:
         return stream_rows(model, model, self.points, inputs, step) + rows_of_gains(gains_of(self.structure), step)
 
 
-def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Followed:
+def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None, first_layer: int | None = None) -> Followed:
     """Find a model's layers with a small part of a batch; never raises, since training continues in any case.
 
     The passes run in evaluation mode and leave gradients and random generators unchanged. Compiled parts run
@@ -74,7 +75,7 @@ def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Fo
                 except Exception as error:
                     problem = one_line(error)[:160]
                     continue
-                followed = _followed(model, small, layers)
+                followed = _numbered(_followed(model, small, layers), model, first_layer)
                 for flag, setting in _FLAGS.items():
                     followed.notes[:] = [note.replace(flag, setting) for note in followed.notes]
                 return followed
@@ -123,6 +124,17 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
         unproved=unproved,
         notes=[f"the model has {len(stacks)} stacks: {told}", *notes],
     )
+
+
+def _numbered(followed: Followed, model: nn.Module, first: int | None) -> Followed:
+    """Number the layers of a pipeline stage as in the whole model, from ``first`` or as its modules say."""
+    if (structure := followed.structure) is None:
+        return followed
+    first = first_number(model, structure.layers[0].path) if first is None else first
+    layers = tuple(replace(site, index=first + site.index) for site in structure.layers)
+    structure = replace(structure, layers=layers, starts=tuple(first + start for start in structure.starts))
+    unproved = frozenset(first + layer for layer in followed.unproved)
+    return replace(followed, structure=structure, unproved=unproved)
 
 
 def _proved(

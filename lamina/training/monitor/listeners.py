@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad as torch_clipping
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 
 class Listener(Protocol):
@@ -27,6 +31,10 @@ class Listener(Protocol):
     def tries(self, optimizer: object) -> None: ...
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None: ...
+
+    def divides(self, model: nn.Module, divisor: float) -> None: ...
+
+    def ignores(self, passes: bool) -> None: ...
 
 
 # Every way to clip by norm (torch's, accelerate's, Trainer's) ends in the first; a caller may hold the others by name.
@@ -54,6 +62,11 @@ def listening(listener: Listener) -> Iterator[None]:
             (torch.autograd, "backward", _telling_loss),
             (FullyShardedDataParallel, "clip_grad_norm_", _telling_sharded_clip),
         ]
+        if (stages := sys.modules.get("torch.distributed.pipelining.stage")) is not None:  # a second to import
+            patches += [
+                (stages.PipelineStage, "_compute_outputs", _quiet),
+                (stages.PipelineStage, "scale_grads", _telling_division),
+            ]
         for holder, name, telling in patches:
             if callable(inner := getattr(holder, name, None)):
                 _PATCHED.callback(setattr, holder, name, inner)
@@ -70,12 +83,41 @@ def listening(listener: Listener) -> Iterator[None]:
 def _telling_loss(inner: Callable[..., object]) -> Callable[..., object]:
     @wraps(inner)
     def backward(tensors: object, *args: object, **kwargs: object) -> object:
-        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:  # Tensor.backward comes here
+        loss = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors  # a stage's is listed
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:  # Tensor.backward comes here
             for listener in tuple(_LISTENERS):
-                listener.differentiates(tensors)
+                listener.differentiates(loss)
         return inner(tensors, *args, **kwargs)
 
     return backward
+
+
+def _quiet(inner: Callable[..., object]) -> Callable[..., object]:
+    """Tell nobody of the pass over uninitialized memory by which a pipeline stage learns its shapes."""
+
+    @wraps(inner)
+    def infer(*args: object, **kwargs: object) -> object:
+        for listener in _LISTENERS:
+            listener.ignores(True)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            for listener in _LISTENERS:
+                listener.ignores(False)
+
+    return infer
+
+
+def _telling_division(inner: Callable[..., object]) -> Callable[..., object]:
+    """Tell that a pipeline stage divides its gradients by the number of micro-batches."""
+
+    @wraps(inner)
+    def scale_grads(stage: PipelineStage, divisor: int) -> object:
+        for listener in tuple(_LISTENERS):
+            listener.divides(stage.submod, divisor)
+        return inner(stage, divisor)
+
+    return scale_grads
 
 
 def _telling_scale(inner: Callable[..., object]) -> Callable[..., object]:

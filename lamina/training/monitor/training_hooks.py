@@ -284,7 +284,8 @@ class Instruments:
     def _follow(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
         """Look for the layers, once and after parameters were replaced; totals are recorded in any case."""
         self._looking = True
-        before, self.followed = self.followed, follow(module, dict(inputs), layers=self.settings.layers)
+        named = {"layers": self.settings.layers, "first_layer": self.settings.first_layer}
+        before, self.followed = self.followed, follow(module, dict(inputs), **named)
         self._looking = self._stale = False
         followed, structure = self.followed, self.followed.structure
         if before is not None:
@@ -338,6 +339,15 @@ class Instruments:
                 kept = kept_square(self.optimizers)
                 self._kept = None if kept is None else torch.minimum(self._kept, kept)
             self._differentiated.append((whole if scaled is loss and whole is not None else loss).detach())
+
+    def divides(self, model: nn.Module, divisor: float) -> None:
+        """Divide the losses so far as a pipeline stage does their gradients: they are means over micro-batches."""
+        if bare(model) is self.model:
+            self._differentiated = [loss / divisor for loss in self._differentiated]
+
+    def ignores(self, passes: bool) -> None:
+        """Ignore the forward passes that do not train, until they are over."""
+        self._looking = passes
 
     def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Keep a loss and its scaled value until the loop differentiates the latter."""
@@ -549,6 +559,7 @@ class Instruments:
             "model": type(self.model).__name__,
             "parameters": self.parameters,
             "num_layers": len(layers),
+            "first_layer": layers[0].index if layers else 0,
             "hidden_size": None if structure is None else structure.hidden_size,
             "layers": [
                 {"path": site.path, "sublayers": [sublayer.kind for sublayer in site.sublayers]} for site in layers

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers import TrainerControl as Control
 from transformers import TrainerState as State
@@ -43,6 +43,7 @@ from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.monitor import Monitor, OnAlarm, Writers
 from lamina.training.monitor.parameter_measures import tables_of
 from lamina.training.monitor.policy_signs import logged
+from lamina.training.monitor.stages import processes_of
 from lamina.training.monitor.trackers import installed
 from lamina.training.monitor.training_hooks import Instruments
 from lamina.training.monitor.writers import (
@@ -432,7 +433,8 @@ def watch(
     the tensor on which the loop calls ``backward``.
 
     ``watch`` works with gradient accumulation, clipping, DDP and FSDP (call it in every process, after you wrap the
-    model). `lamina report OUTPUT` draws the records, and `lamina diagnose OUTPUT` explains them. The training stays
+    model). With pipeline parallelism, give each stage its own folder: ``output=f"runs/mine/stage-{stage}"``.
+    `lamina report OUTPUT` draws the records, and `lamina diagnose OUTPUT` explains them. The training stays
     bit-identical, unless ``skip_outliers`` skips a step. A model compiled in bfloat16 differs by rounding.
 
     Args:
@@ -447,8 +449,8 @@ def watch(
             ``sublayer``, ``metric`` and ``value``, and ``str`` makes a sentence of it. An error in the function ends
             the training.
         tokenizer: with ``batches=True``, decodes the rows of recorded batches; None looks for the model's.
-        settings: see ``WatchSettings``: every, layers, attention, batches, on_divergence, divergence_margin,
-            divergence_patience, skip_outliers, report_to.
+        settings: see ``WatchSettings``: every, layers, first_layer, attention, batches, on_divergence,
+            divergence_margin, divergence_patience, skip_outliers, report_to.
 
     Raises:
         UserError: for invalid settings, a model or an optimizer that is not torch's, an output folder in use.
@@ -477,10 +479,7 @@ def open_monitor(
     Returns None, after one line in the log, if ``resume="auto"`` finds records after ``step`` steps that can't be
     continued: a training that has begun does not end because of its records. Otherwise raises UserError.
     """
-    processes = Processes()
-    if distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1:
-        group = None if distributed.get_backend() == "gloo" else distributed.new_group(backend="gloo")
-        processes = Processes(rank=distributed.get_rank(), size=size, group=group)
+    processes = processes_of(model, settings)
     instruments = Instruments(model, optimizers, settings)  # refuses before the folder is touched
 
     records: list[WatchedRecords] = []

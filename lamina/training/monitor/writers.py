@@ -353,6 +353,9 @@ class WatchSettings(Settings):
     output: str = setting("runs/watched", "folder of the records and the page", path)
     every: int = setting(20, "steps between two records; losses and gradients are kept for every step", at_least(1))
     layers: str | None = setting(None, "path of the list of layers, if they cannot be found (model.layers)")
+    first_layer: int | None = setting(
+        None, "number of the model's first layer, if it is a pipeline stage whose modules do not say it", at_least(0)
+    )
     attention: bool = setting(True, "whether to record the largest attention logit and the experts' loads")
     batches: bool = setting(False, "whether to keep the rows of batches with an alarm, and of notable ones, with text")
     on_divergence: OnDivergence = setting("note", "note a divergence, or stop")

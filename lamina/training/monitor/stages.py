@@ -1,0 +1,51 @@
+"""Stages of a pipeline: which processes train the same layers, and what number the first of these has."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from torch import distributed, nn
+
+from lamina.errors import UserError
+from lamina.modeling.processes import Processes
+from lamina.training.monitor.writers import WatchSettings
+
+
+def processes_of(model: nn.Module, settings: WatchSettings) -> Processes:
+    """Return the processes that train the same layers: of several pipeline stages, each has its own folder.
+
+    All processes call it. Raises UserError if stages have the same folder.
+    """
+    if not (distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1):
+        return Processes()
+    group = None if distributed.get_backend() == "gloo" else distributed.new_group(backend="gloo")
+    processes = Processes(rank=distributed.get_rank(), size=size, group=group)
+    names = [name for name, _ in model.named_parameters()] if isinstance(model, nn.Module) else []
+    part = settings.first_layer, sha256(" ".join(names).encode()).hexdigest()
+    every = processes.everyones((settings.output, part))
+    if len({part for _, part in every}) == 1:
+        return processes
+    folders = dict.fromkeys(folder for folder, _ in every)
+    if len(set(every)) > len(folders):
+        raise UserError(
+            f"output: {settings.output!r} in processes that train different layers. Give each pipeline stage its own "
+            'folder: output=f"runs/mine/stage-{stage}"'
+        )
+    groups = {at: [rank for rank, (folder, _) in enumerate(every) if folder == at] for at in folders}
+    made = {folder: distributed.new_group(ranks, backend="gloo") for folder, ranks in groups.items()}
+    ranks = groups[settings.output]
+    return Processes(rank=ranks.index(processes.rank), size=len(ranks), group=made[settings.output])
+
+
+def first_number(model: nn.Module, path: str) -> int:
+    """Return the number in the path of the first layer; 0 if layers before it are there, or have no numbers.
+
+    In a stage, torchtitan's ModuleDict lacks the layers before; a list has None or Identity in their place.
+    """
+    holder, _, name = path.rpartition(".")
+    if not name.isdecimal():
+        return 0
+    others = [
+        other for other, module in model.get_submodule(holder).named_children() if type(module) is not nn.Identity
+    ]
+    return 0 if any(other.isdecimal() and int(other) < int(name) for other in others) else int(name)
