@@ -85,7 +85,7 @@ def _main(argv: list[str]) -> int:
         raise
     except SystemExit as error:
         *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
-        if str(raised_in.f_globals.get("__name__")).startswith("argparse"):  # --help
+        if str(raised_in.f_globals.get("__name__")).startswith("lamina.commands."):  # --help
             raise
         return _fail(f"code in one of your files ended the process ({error.code!r}); what was finished is kept", 1)
     except OSError as error:

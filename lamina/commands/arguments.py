@@ -5,19 +5,20 @@ from __future__ import annotations
 import inspect
 import re
 import shutil
+import sys
 import textwrap
-from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Literal, NoReturn, Union, cast, get_args, get_origin
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Literal, NoReturn, Union, get_args, get_origin
 
 from lamina.core.json_types import Json
 from lamina.core.specs import read_value
 from lamina.core.values import comma_separated, factors, path, refuse_special
 from lamina.errors import UserError, did_you_mean, shortened
 from lamina.jobs.aliases import in_our_words, is_text, meaning, passed_on, suggestion
+from lamina.jobs.folder import Resume
 from lamina.jobs.settings import Settings
 
 WIDTHS = (80, 110, 120)  # of the help: narrowest, without a terminal, widest
@@ -40,16 +41,41 @@ ORDER = (
 SHORTER = {"from_model": ("--from",)}  # "from" is a keyword of Python, so no field can have that name
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Reads a flag's text as a value of a setting's type; errors say what is allowed. The settings check the rest.
+_SWITCH = {"true": True, "false": False}
 
-    A mapping is read one entry at a time, ``KEY=VALUE``, by YAML's rules, except what ``files`` declare to be text.
+
+@dataclass(frozen=True)
+class Argument:
+    """A setting, or another option of a command: its flags, how their words become a value, and its help.
+
+    Attributes:
+        name: the setting's.
+        kind: the type of the value. A mapping is read one entry at a time, ``KEY=VALUE``.
+        flags: its flags; none for words that stand alone.
+        default: what the help names, and the value without a flag; a setting without one is left out.
+        metavar: the placeholder of the value in the help, if the type does not decide.
+        is_setting: whether it is a field of the command's settings record.
+        is_needed: whether a word that stands alone has to be there.
+        is_list: whether all words up to the next flag are its values.
+        adds: whether each use adds a value to the earlier ones.
+        files: what declares, for a mapping, which of another library's options are text.
+        key: another library's option that the setting passes on; the flag is then that library's.
+        alone: the text where no word follows; after ``--resume`` none does.
     """
 
+    name: str
     kind: object
-    flag: str = ""
+    about: str
+    flags: tuple[str, ...] = ()
+    default: object = None
+    metavar: str = ""
+    is_setting: bool = False
+    is_needed: bool = False
+    is_list: bool = False
+    adds: bool = False
     files: tuple[str, ...] = ()
+    key: str = ""
+    alone: str = ""
 
     @property
     def kinds(self) -> tuple[object, ...]:
@@ -57,98 +83,98 @@ class Reader:
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return tuple(str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in kinds)
 
-    def __call__(self, text: str) -> object:
-        """Read the value. Raises ArgumentTypeError."""
-        if NoneType in self.kinds and text in ("null", "None"):
-            return None
-        if str in self.kinds:
-            return text
-        key, equals, value = text.partition("=")
-        if dict in self.kinds and key and equals:
-            return key, value if is_text(key, self.files) else read_value(value)
-        try:
-            if dict not in self.kinds and "_" not in text:  # Python would read 1_000 as 1000
-                return float(text) if float in self.kinds else int(text)
-        except ValueError:
-            pass
-        allowed = "a number" if float in self.kinds else "a whole number"
-        allowed = f"KEY VALUE, as in {self.flag}.KEY VALUE" if dict in self.kinds else allowed
-        null = " or null" if NoneType in self.kinds else ""
-        raise ArgumentTypeError(f"{shortened(repr(text), 200)} (allowed: {allowed}{null})")
-
-    @property
-    def shown(self) -> str:
-        """The placeholder of the value in the help."""
-        if str in self.kinds:
-            return "WORD" if any(get_origin(k) is Literal for k in (self.kind, *get_args(self.kind))) else "TEXT"
-        return " .KEY VALUE" if dict in self.kinds else "X" if float in self.kinds else "N"
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How the words of a flag become a value.
-
-    Attributes:
-        action: the setting or option that gets the value.
-        flag: our flag for it, which may be the negative of a switch.
-        is_list: whether all words up to the next flag are its values.
-        adds: whether each use adds a value to the earlier ones.
-        key: another library's option that the setting passes on; the flag is then that library's.
-        alone: the value of that option where no word follows.
-    """
-
-    action: Action
-    flag: str = ""
-    is_list: bool = False
-    adds: bool = False
-    key: str | None = None
-    alone: str = ""
-
-    def take(self, options: Namespace, inner: str, text: str | None, left: list[str]) -> None:
-        """Put the value into ``options``.
+    def take(self, values: Json, flag: str, inner: str, text: str | None, left: list[str]) -> None:
+        """Put the value into ``values``. Raises UserError.
 
         Args:
+            flag: the one that stands on the command line, which may be the negative of a switch.
             inner: what follows a dot in the flag, a mapping's key.
             text: what follows an equals sign; None without one.
             left: the words behind the flag, of which the value's are removed.
         """
-        action, names = self.action, "/".join(self.action.option_strings)
-        if self.key is not None:
-            words = _values(left) if text is None else [text]
-            text = f"[{', '.join(words)}]" if len(words) > 1 else (*words, self.alone)[0]
-            text = f"{self.key}={text}"
-        elif isinstance(action, BooleanOptionalAction) or action.nargs == 0:
-            value = not self.flag.startswith("--no-")
-            if isinstance(action, BooleanOptionalAction):
-                if text is None and left and left[0].lower() in _SWITCH:
-                    text = left.pop(0)
-                if text is not None and text.lower() in _SWITCH:
-                    value, text = value == _SWITCH[text.lower()], None
-            if text is not None:
+        names = "/".join(self.flags)
+        if self.kind is bool:
+            has_negative = len(self.flags) > 1
+            if has_negative and text is None and left and left[0].lower() in _SWITCH:
+                text = left.pop(0)
+            if text is not None and not (has_negative and text.lower() in _SWITCH):
                 raise UserError(f"{names}: ignored explicit argument {text!r}")
-            setattr(options, action.dest, value)
+            values[self.name] = (not flag.startswith("--no-")) == _SWITCH[(text or "true").lower()]
             return
-        elif text is None and action.type is _resume:  # it takes no word of its own
-            text = "yes"
-        elif text is None and self.is_list:
-            text = ",".join(_values(left)) or None
-        if text is None and left and _is_value(left[0]):
+        if text is None and (self.is_list or self.key):
+            count = next((number for number, word in enumerate(left) if word.startswith("--")), len(left))
+            words, left[:count] = left[:count], []
+            text = f"[{', '.join(words)}]" if self.key and len(words) > 1 else ",".join(words) or None
+        if text is None and self.alone:
+            text = self.alone
+        elif text is None and left and _is_value(left[0]):
             text = left.pop(0)
         if text is None:
             raise UserError(f"{names}: expected one argument")
-        read = cast(Callable[[str], object], action.type or str)
+        value = self.read(f"{self.key or inner}={text}" if self.key or inner else text, names)
+        if isinstance(value, dict):
+            value = {**values.get(self.name, {}), **value}
+        values[self.name] = [*values[self.name], value] if self.adds else value
+
+    def read(self, text: str, says: str) -> object:
+        """Read a text as a value of the type; the settings check the rest. ``says`` begins the message.
+
+        A mapping's value is read by YAML's rules, except what another library declares to be text.
+        """
+        kinds = self.kinds
+        if NoneType in kinds and text in ("null", "None"):
+            return None
+        if bool in kinds:
+            if text not in ("yes", "auto"):
+                raise UserError(f"{says}: {text!r} (allowed: {says}, {says}=auto)")
+            return text if text == "auto" else True
+        if str in kinds:
+            return text
+        key, equals, value = text.partition("=")
+        if dict in kinds and key and equals:
+            return {key: value if is_text(key, self.files) else read_value(value)}
         try:
-            value = read(f"{inner}={text}" if inner else text)
-        except ArgumentTypeError as error:
-            raise UserError(f"{names}: {error}") from None
-        earlier = getattr(options, action.dest, [])
-        setattr(options, action.dest, [*earlier, value] if self.adds else value)
+            if dict not in kinds and "_" not in text:  # Python would read 1_000 as 1000
+                return float(text) if float in kinds else int(text)
+        except ValueError:
+            pass
+        allowed = "a number" if float in kinds else "a whole number"
+        allowed = f"KEY VALUE, as in {self.flags[0]}.KEY VALUE" if dict in kinds else allowed
+        null = " or null" if NoneType in kinds else ""
+        raise UserError(f"{says}: {shortened(repr(text), 200)} (allowed: {allowed}{null})")
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        """The shortest flag and the value's placeholder, as the help shows them."""
+        if not self.flags:
+            return self.name.upper(), ""
+        flag, kinds = min(self.flags, key=len), self.kinds
+        if self.kind is bool or self.metavar:
+            return flag, self.metavar
+        if str in kinds:
+            is_word = any(get_origin(kind) is Literal for kind in (self.kind, *get_args(self.kind)))
+            return flag, " WORD" if is_word else " TEXT"
+        return flag, ".KEY VALUE" if dict in kinds else " X" if float in kinds else " N"
+
+    def help_rows(self) -> Iterator[str]:
+        """Yield the lines of the help about it."""
+        narrowest, without, widest = WIDTHS
+        width = min(max(shutil.get_terminal_size((without, 24)).columns, narrowest), widest)
+        about = self.about
+        if self.default is True:
+            about += f" (default; --no-{self.name.replace('_', '-')} turns it off)"
+        elif "default:" not in about and not isinstance(self.default, NoneType | bool | dict | list):
+            about += f" (default: {self.default})" if self.default != "" else ""
+        head = f"  {''.join(self.shown)}"
+        if len(head) > INDENT - 2:
+            yield head
+            head = ""
+        for line in textwrap.wrap(about, width - INDENT, break_on_hyphens=False) or [""]:
+            yield f"{head:<{INDENT}}{line}".rstrip()
+            head = ""
 
 
-_SWITCH = {"true": True, "false": False}
-
-
-class Parser(ArgumentParser):
+class Parser:
     """A command's parser: accepts other names of settings, and raises UserError that suggests the nearest option.
 
     Args:
@@ -157,12 +183,10 @@ class Parser(ArgumentParser):
     """
 
     def __init__(self, command: str, description: str, examples: str, positional: str = "") -> None:
-        usage = f"lamina {command} {positional}[OPTIONS]"
-        super().__init__(prog=f"lamina {command}", usage=usage, description=description, allow_abbrev=False)
-        self.examples = inspect.cleandoc(examples)
+        self.prog, self.usage = f"lamina {command}", f"lamina {command} {positional}[OPTIONS]"
+        self.description, self.examples = description, inspect.cleandoc(examples)
         self.record: type[Settings] | None = None
-        self.full_help = False
-        self._readings: dict[str, Reading] = {}  # by flag; made when the first line is parsed
+        self.arguments: list[Argument] = []
 
     def add_settings(self, record: type[Settings], positional: Sequence[str] = ()) -> None:
         """Add a flag for each field, ``--num-layers`` for ``num_layers``, and ``--config``, which reads YAML.
@@ -170,27 +194,36 @@ class Parser(ArgumentParser):
         The fields in ``positional`` have no flag; one that ends in "..." takes any number of words.
         """
         self.record = record
-        self.add_argument("--config", default=None, metavar="YAML", help="a YAML file with any of these settings")
+        self.add_flag("--config", "a YAML file with any of these settings", metavar="YAML")
         for name in record.names():
-            flag, about = f"--{name.replace('_', '-')}", _explained(record.help(name), record.default(name), name)
-            reader = Reader(record.kind(name), flag, record.outside.get(name, ()))
+            flag, kind = f"--{name.replace('_', '-')}", record.kind(name)
+            flags = (flag, f"--no-{flag[2:]}") if kind is bool else (flag, *SHORTER.get(name, ()))
+            more: Json = {"default": record.default(name), "is_setting": True}
             if name in positional or f"{name}..." in positional:
-                self.add_argument(name, nargs="?" if name in positional else "*", default=SUPPRESS, help=about)
-            elif record.kind(name) is bool:
-                self.add_argument(flag, action=BooleanOptionalAction, default=SUPPRESS, help=about)
-            else:
-                more: Json = {"action": "append"} if reader.shown == " .KEY VALUE" else {}
-                flags = (flag, *SHORTER.get(name, ()))
-                self.add_argument(*flags, type=reader, default=SUPPRESS, help=about, metavar=reader.shown, **more)
+                self.arguments.append(Argument(name, str, record.help(name), is_list=name not in positional, **more))
+                continue
+            is_list = not positional and record.check_of(name) in (comma_separated, factors)
+            files = record.outside.get(name, ())
+            self.arguments.append(Argument(name, kind, record.help(name), flags, is_list=is_list, files=files, **more))
 
-    def add_flag(self, flag: str, about: str, default: object = None, metavar: str | None = None) -> None:
-        """Add a flag: a switch for a boolean default, else one that takes a number or text, like its default."""
-        if isinstance(default, bool):
-            action = BooleanOptionalAction if default else "store_true"
-            self.add_argument(flag, action=action, default=default, help=about)
-        else:
-            reader = Reader(type(default) if isinstance(default, int | float) else str)
-            self.add_argument(flag, type=reader, default=default, metavar=metavar or reader.shown, help=about)
+    def add_word(self, name: str, about: str, *, needed: bool = True) -> None:
+        """Add a word that stands alone."""
+        self.arguments.append(Argument(name, str, about, is_needed=needed))
+
+    def add_flag(
+        self, flag: str, about: str, default: object = None, metavar: str = "", *, name: str = "", kind: object = str
+    ) -> None:
+        """Add a flag: a switch for a boolean default, else one that takes a number or text, like its default.
+
+        Args:
+            metavar: the placeholder of the value in the help, if the type does not decide.
+            name: the option's, if it is not the flag's.
+            kind: the type of the value without a default.
+        """
+        flags = (flag, f"--no-{flag[2:]}") if default is True else (flag,)
+        name, metavar = name or flag[2:].replace("-", "_"), metavar and f" {metavar}"
+        kind = type(default) if isinstance(default, int | float) else kind
+        self.arguments.append(Argument(name, kind, about, flags, default, metavar, adds=default == []))
 
     def add_text_flags(self) -> None:
         """Add the flags for the text on which a trained model is measured, as in `lamina probe`."""
@@ -198,115 +231,114 @@ class Parser(ArgumentParser):
         self.add_flag("--tokenizer", "tokenizer, for a model that has none", metavar="TEXT")
         self.add_flag("--sequences", "how many blocks of the text", 64)
         length = "tokens in a block (default: 256, or the model's positions where they are fewer)"
-        self.add_argument("--sequence-length", type=Reader(int), default=None, metavar="N", help=length)
+        self.add_flag("--sequence-length", length, kind=int)
         self.add_flag("--batch-size", "blocks in a forward pass", 4)
         self.add_flag("--device", "cpu, cuda, ... (default: the fastest)", metavar="TEXT")
         self.add_flag("--overwrite", "first delete the files that Lamina wrote into the output", False)
 
     def add_output_modes(self, resume: str) -> None:
-        """Add ``--resume``, ``--resume=auto`` and ``--overwrite``, for an output folder with content."""
-        auto = "with =auto, begin if the output folder is still empty"
-        self.add_argument("--resume", type=_resume, default=False, metavar="[=auto]", help=f"{resume}; {auto}")
+        """Add ``--overwrite`` and, with a text for its help, ``--resume`` and ``--resume=auto``."""
+        if resume:
+            about = f"{resume}; with =auto, begin if the output folder is still empty"
+            self.arguments.append(Argument("resume", Resume, about, ("--resume",), False, "[=auto]", alone="yes"))
         self.add_flag("--overwrite", "replace the content of the output folder", False)
 
-    def settings_from(self, argv: Sequence[str]) -> tuple[Json, Namespace]:
+    def settings_from(self, argv: Sequence[str]) -> tuple[Json, SimpleNamespace]:
         """Parse the settings by name (the command line overrides --config), and all options."""
         assert self.record is not None
         options = self.parse(argv)
-        typed = {name: value for name, value in vars(options).items() if name in self.record.names() and value != []}
-        typed = {name: dict(value) if self.record.kind(name) == Json else value for name, value in typed.items()}
+        typed = {name: value for name, value in vars(options).items() if name in self.record.names()}
         if options.config is None:
             return typed, options
         return {**_from_yaml(Path(path("config", options.config)), self.record), **typed}, options
 
-    def parse(self, argv: Sequence[str]) -> Namespace:
-        """Parse a command line: the words of its flags by the table of readings, the others by their order.
+    def parse(self, argv: Sequence[str]) -> SimpleNamespace:
+        """Parse a command line: the words of its flags by its options, the others by their order.
 
         Raises UserError for an unknown flag.
         """
-        options, rest, left, names = Namespace(), list[str](), list(argv), dict[str, str]()
+        values = {argument.name: argument.default for argument in self.arguments if not argument.is_setting}
+        words, left, names = list[str](), list(argv), dict[tuple[str, bool], str]()
         while left:
             word = left.pop(0)
             if word in ("-h", "--help", "--help=all"):
-                self.full_help = word == "--help=all" or left[:1] == ["all"]
-                self.print_help()
-                self.exit()
-            if not word.startswith("--") or word == "--":
-                rest.append(word)
+                self._print_help(in_full=word == "--help=all" or left[:1] == ["all"])
+            if word == "--" or _is_value(word):
+                words += [word] if word != "--" else []
                 continue
             name, equals, text = word.partition("=")
             outer, _, inner = name.partition(".")
-            reading = self._reading(outer.replace("_", "-"))
-            if reading is None:
+            outer = outer.replace("_", "-")
+            argument = self._argument(outer)
+            if argument is None:
                 raise self._unknown(word)
-            if reading.key is None and (before := names.setdefault(reading.flag, _hyphens(outer))) != _hyphens(outer):
-                raise UserError(f"{before} and {outer} are the same setting. Give one of them.")
-            reading.take(options, inner, text if equals else None, left)
-        options, unknown = self.parse_known_args(rest, options)
-        for word in unknown:
-            raise self._unknown(word)
-        for option, value in vars(options).items():
+            if not argument.key:
+                earlier = names.setdefault((argument.name, outer.startswith("--no-")), outer)
+                if earlier != outer:
+                    raise UserError(f"{earlier} and {outer} are the same setting. Give one of them.")
+            argument.take(values, outer, inner, text if equals else None, left)
+        self._take_words(values, words)
+        for name, value in values.items():
             if isinstance(value, str) and value.isprintable():
-                refuse_special(option, value)
-        return options
+                refuse_special(name, value)
+        return SimpleNamespace(**values)
+
+    def _take_words(self, values: Json, words: list[str]) -> None:
+        """Put the words that stand alone into ``values``. Raises UserError for one too few or too many."""
+        missing = []
+        for argument in self.arguments:
+            if not argument.flags and words:
+                values[argument.name] = words[:] if argument.is_list else words[0]
+                del words[: None if argument.is_list else 1]
+            elif argument.is_needed:
+                missing.append(argument.name)
+        if missing:
+            raise UserError(f"the following arguments are required: {', '.join(missing)}")
+        if words:
+            raise self._unknown(words[0])
 
     def _unknown(self, word: str) -> UserError:
-        if not word.startswith("-"):
+        if _is_value(word):
             return UserError(f"unexpected argument {shortened(repr(word), 80)} (see `{self.prog} --help`)")
-        option, full = word.partition("=")[0], " all" if self.record and self.record.main else ""
-        near = suggestion(option.strip("-").replace("-", "_"), self._dests())
-        hint = did_you_mean(near and self._flag(near))
-        return UserError(f"unknown option {shortened(option, 80)}{hint} (see `{self.prog} --help{full}`)")
+        flag, full = word.partition("=")[0], " all" if self.record and self.record.main else ""
+        shown = {argument.name: argument.shown[0] for argument in self.arguments}
+        near = suggestion(flag.strip("-").replace("-", "_"), shown)
+        hint = did_you_mean(near and shown[near])
+        return UserError(f"unknown option {shortened(flag, 80)}{hint} (see `{self.prog} --help{full}`)")
 
-    def error(self, message: str) -> NoReturn:
-        """Raise UserError instead of printing the usage."""
-        raise UserError(message.removeprefix("argument "))
-
-    def _dests(self) -> list[str]:
-        return [action.dest for action in self._actions if action.dest != "help"]
-
-    def _flag(self, dest: str) -> str:
-        action = next(action for action in self._actions if action.dest == dest)
-        return _named(action)[0]
-
-    def _reading(self, flag: str) -> Reading | None:
-        """Return how a flag is read: ours, another library's name for it, or an option that a setting passes on."""
-        if not self._readings:
-            checks = {} if self.record is None else {name: self.record.check_of(name) for name in self.record.names()}
-            lists = all(action.option_strings for action in self._actions)  # else words of their own may follow
-            for action in self._actions:
-                is_list = lists and checks.get(action.dest) in (comma_separated, factors)
-                adds = action.default == [] or action.metavar == " .KEY VALUE"
-                row = Reading(action, is_list=is_list, adds=adds)
-                self._readings |= {ours: replace(row, flag=ours) for ours in action.option_strings}
-        if flag in self._readings:
-            return self._readings[flag]
-        name = flag[2:].replace("-", "_")
-        setting = meaning(name, self._dests())
-        if setting and (ours := self._flag(setting)).startswith("--"):
-            return self._readings[ours]
-        for option, value in ((name, "true"), (name.removeprefix("no_"), "false")):
-            if self.record is not None and (where := passed_on(option, self._dests(), self.record.outside)):
-                return replace(self._readings[f"--{where[0]}"], key=where[1], alone=value)
+    def _argument(self, flag: str) -> Argument | None:
+        """Return the option of a flag: ours, another library's name for it, or what a setting passes on."""
+        by_flag = {ours: argument for argument in self.arguments for ours in argument.flags}
+        if flag in by_flag:
+            return by_flag[flag]
+        name, offered = flag[2:].replace("-", "_"), {argument.name: argument for argument in self.arguments}
+        if (setting := meaning(name, offered)) and offered[setting].flags:
+            return offered[setting]
+        for key, alone in ((name, "true"), (name.removeprefix("no_"), "false")):
+            if self.record is not None and (where := passed_on(key, offered, self.record.outside)):
+                return replace(offered[where[0]], key=where[1], alone=alone)
         return None
 
-    def format_help(self) -> str:
-        """Return the help: the main settings or, after ``--help all``, all of them in groups."""
-        main = () if self.full_help or self.record is None else self.record.main
+    def _print_help(self, *, in_full: bool) -> NoReturn:
+        sys.stdout.write(self.format_help(in_full=in_full))
+        raise SystemExit(0)
+
+    def format_help(self, *, in_full: bool = False) -> str:
+        """Return the help: the main settings or, ``in_full``, all of them in groups."""
+        main = () if in_full or self.record is None else self.record.main
         rows: dict[str, list[tuple[int, str]]] = {group: [] for group in ORDER}
         hidden = 0
-        for action in self._actions:
-            is_setting = self.record is not None and action.dest in self.record.names()
+        for argument in (Argument("help", bool, "show this help message and exit", ("--help",)), *self.arguments):
             group = OUTSIDE if self.record else OWN
-            if is_setting and self.record is not None:
-                group = OWN if main else self.record.group_of(action.dest) or OWN
-            if is_setting and main and action.dest not in main:
+            if argument.is_setting and self.record is not None:
+                group = OWN if main else self.record.group_of(argument.name) or OWN
+            if argument.is_setting and main and argument.name not in main:
                 hidden += 1
-            elif action.help != SUPPRESS:
-                last = len(main) + (action.dest == "help") if action.option_strings else -1
-                order = main.index(action.dest) if action.dest in main else last
-                rows[group] += [(order, row) for row in help_rows(action)]
-        parts = [f"usage: {self.usage}", str(self.description)]
+                continue
+            last = len(main) + (argument.name == "help") if argument.flags else -1
+            order = main.index(argument.name) if argument.name in main else last
+            rows[group] += [(order, row) for row in argument.help_rows()]
+        parts = [f"usage: {self.usage}", self.description]
         for group, lines in rows.items():
             if lines:
                 parts.append("\n".join([f"{group}:", *(row for _, row in sorted(lines, key=lambda line: line[0]))]))
@@ -315,59 +347,9 @@ class Parser(ArgumentParser):
         return "\n\n".join([*parts, f"examples:\n{textwrap.indent(self.examples, '  ')}"]) + "\n"
 
 
-def help_rows(action: Action) -> Iterator[str]:
-    """Yield the lines of the help about a flag."""
-    narrowest, without, widest = WIDTHS
-    width = min(max(shutil.get_terminal_size((without, 24)).columns, narrowest), widest)
-    about = _explained(str(action.help or ""), action.default, action.dest)
-    flag, value = _named(action)
-    head = f"  {flag}{value}"
-    if len(head) > INDENT - 2:
-        yield head
-        head = ""
-    for line in textwrap.wrap(about, width - INDENT, break_on_hyphens=False) or [""]:
-        yield f"{head:<{INDENT}}{line}".rstrip()
-        head = ""
-
-
-def _hyphens(name: str) -> str:
-    return name.replace("_", "-")
-
-
 def _is_value(word: str) -> bool:
     """Return whether a word behind a flag is its value: no flag, but perhaps a negative number or a sentence."""
     return not word.startswith("-") or word == "-" or " " in word or re.fullmatch(r"-\d+|-\d*\.\d+", word) is not None
-
-
-def _values(left: list[str]) -> list[str]:
-    """Remove the words before the next flag from the list, and return them."""
-    count = next((number for number, word in enumerate(left) if word.startswith("--")), len(left))
-    taken, left[:count] = left[:count], []
-    return taken
-
-
-def _named(action: Action) -> tuple[str, str]:
-    """Return an action's shortest flag and its value's placeholder."""
-    flags = [flag for flag in action.option_strings if len(flag) > 2 and not flag.startswith("--no-")]
-    if not flags:
-        return str(action.metavar or action.dest).upper(), ""
-    value = "" if action.nargs == 0 else str(action.metavar or getattr(action.type, "shown", ""))
-    value = value.strip() if value.startswith((" .", "[")) else f" {value}" if value else ""
-    return min(flags, key=len), value
-
-
-def _explained(text: str, default: object, name: str) -> str:
-    if "default:" in text or default is False or default in (None, "", SUPPRESS) or isinstance(default, dict | list):
-        return text
-    if default is True:
-        return f"{text} (default; --no-{name.replace('_', '-')} turns it off)"
-    return f"{text} (default: {default})"
-
-
-def _resume(text: str) -> bool | str:
-    if text not in ("yes", "auto"):
-        raise ArgumentTypeError(f"{text!r} (allowed: --resume, --resume=auto)")
-    return text if text == "auto" else True
 
 
 def _from_yaml(file: Path, record: type[Settings]) -> Json:
@@ -386,11 +368,8 @@ def _from_yaml(file: Path, record: type[Settings]) -> Json:
         if name not in names:
             hint = did_you_mean(suggestion(name, names))
             raise UserError(f"{str(file)!r}: unknown setting {name!r}{hint}")
-        reader = Reader(record.kind(name))
-        if isinstance(value, str) and {int, float} & set(reader.kinds):  # YAML 1.1 takes 1e-3 for text
-            try:
-                data[name] = reader(value)
-            except ArgumentTypeError as error:
-                raise UserError(f"{str(file)!r}: {name}: {error}") from None
+        argument = Argument(name, record.kind(name), "")
+        if isinstance(value, str) and {int, float} & set(argument.kinds):  # YAML 1.1 takes 1e-3 for text
+            data[name] = argument.read(value, f"{str(file)!r}: {name}")
     kept: Json = {name: value for name, value in data.items() if name in names}
     return kept | {name: {**options, **kept.get(name, {})} for name, options in passed.items()}

@@ -26,8 +26,8 @@ def parser() -> Parser:
         EXAMPLES,
         "SOURCE OUTPUT ",
     )
-    flags.add_argument("source", help="a folder with config.json and safetensors, a run's folder, or a name on the hub")
-    flags.add_argument("output", help="a new or empty folder")
+    flags.add_word("source", "a folder with config.json and safetensors, a run's folder, or a name on the hub")
+    flags.add_word("output", "a new or empty folder")
     trainers = "megatron, nanogpt, olmo-core, torchtitan"
     flags.add_flag("--to", f"lamina or transformers (default: not SOURCE's kind); {trainers}, mlx", metavar="WORD")
     flags.add_flag("--from", f"the trainer that wrote SOURCE: {trainers}", metavar="TRAINER")

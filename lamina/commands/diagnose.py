@@ -30,11 +30,9 @@ def parser() -> Parser:
         EXAMPLES,
         "RUN [AGAINST] ",
     )
-    flags.add_argument("run", help="folder of the run, or another tool's record: a file, a folder, or - for a pipe")
-    flags.add_argument("against", nargs="?", default=None, help="second run, to compare with")
-    flags.add_argument(
-        "--run", dest="which", default="", metavar="NAME", help="name of the run, if the record holds several"
-    )
+    flags.add_word("run", "folder of the run, or another tool's record: a file, a folder, or - for a pipe")
+    flags.add_word("against", "second run, to compare with", needed=False)
+    flags.add_flag("--run", "name of the run, if the record holds several", "", "NAME", name="which")
     return flags
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from lamina.api.models import emit
-from lamina.commands.arguments import Parser, Reader
+from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
 from lamina.errors import UserError
 
@@ -26,9 +26,9 @@ def parser() -> Parser:
         EXAMPLES,
         "PLACEMENT ",
     )
-    flags.add_argument("placement", help="a placement, name(option=value, ...), or a file (a .py file runs as code)")
+    flags.add_word("placement", "a placement, name(option=value, ...), or a file (a .py file runs as code)")
     flags.add_flag("--to", f"the trainer: {', '.join(TARGETS)}", metavar="TRAINER")
-    flags.add_argument("--num-layers", type=Reader(int), metavar="N", help="the number of blocks")
+    flags.add_flag("--num-layers", "the number of blocks", kind=int)
     flags.add_flag("--output", "the file to write (default: print it)", metavar="FILE")
     flags.add_flag("--with-test", "write a test beside it, which compares it with Lamina's model", False)
     flags.add_flag("--overwrite", "replace files that exist", False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lamina.api.models import generate, speaker_of
-from lamina.commands.arguments import Parser, Reader
+from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
 from lamina.errors import UserError
 
@@ -19,14 +19,13 @@ EXAMPLES = """
 
 def parser() -> Parser:
     flags = Parser("generate", "Continue a text with a trained model.", EXAMPLES, "MODEL ")
-    flags.add_argument("model", help="a folder with a saved model, or a run's folder")
+    flags.add_word("model", "a folder with a saved model, or a run's folder")
     flags.add_flag("--prompt", 'the text to continue (default: "The")')
     flags.add_flag("--chat", "take the prompt as a turn, and answer it; without a prompt, converse", False)
     flags.add_flag("--max-new-tokens", "maximum number of new tokens", 120)
     flags.add_flag("--temperature", "0 always takes the likeliest token", 0.8)
-    flags.add_argument("--top-p", type=Reader(float), default=None, help="share of the likeliest tokens to sample from")
-    ends = "a text that ends the answer (may be repeated)"
-    flags.add_argument("--stop", type=Reader(str), action="append", default=[], metavar="TEXT", help=ends)
+    flags.add_flag("--top-p", "share of the likeliest tokens to sample from", kind=float)
+    flags.add_flag("--stop", "a text that ends the answer (may be repeated)", [])
     flags.add_flag("--system", "with --chat, the system's turn before the first")
     flags.add_flag("--seed", "seed of the sampling", 0)
     flags.add_flag("--trust-remote-code", "run the model's own Python code, if it has any", False)

@@ -20,7 +20,7 @@ def parser() -> Parser:
         "other half. To train the remaining difference away, run `lamina pretrain --from`."
     )
     flags = Parser("graft", about, EXAMPLES, "MODEL ")
-    flags.add_argument("model", help="a folder with a decoder that `lamina convert` takes, or with a Lamina model")
+    flags.add_word("model", "a folder with a decoder that `lamina convert` takes, or with a Lamina model")
     flags.add_flag("--placement", "the new placement, name(option=value, ...)", metavar="NAME")
     flags.add_flag("--output", "a new or empty folder", "grafted", "DIR")
     flags.add_text_flags()

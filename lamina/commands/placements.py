@@ -34,7 +34,7 @@ def parser() -> Parser:
         "[NAME] ",
     )
     about = "a placement, name(option=value, ...), a file (a .py file runs as code), or several, comma-separated"
-    flags.add_argument("name", nargs="?", default=None, help=about)
+    flags.add_word("name", about, needed=False)
     flags.add_flag("--num-layers", "number of layers of the plan to show", 4)
     flags.add_flag("--svg", "draw the diagram as an SVG file", metavar="FILE")
     about = "name this model's placement, with the evidence: a folder, or a model type of transformers"

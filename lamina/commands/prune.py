@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lamina.api.models import prune
-from lamina.commands.arguments import Parser, Reader
+from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
 from lamina.core.text import ranges
 
@@ -20,15 +20,13 @@ def parser() -> Parser:
         "smaller model loads like the whole one. To train it further, run `lamina pretrain --from`."
     )
     flags = Parser("prune", about, EXAMPLES, "MODEL ")
-    flags.add_argument("model", help="a folder with a saved model, or a run's folder")
+    flags.add_word("model", "a folder with a saved model, or a run's folder")
     flags.add_flag("--output", "a new or empty folder", "pruned", "DIR")
     flags.add_flag("--layers", "layers to remove, counted from 0, as in 3,5-7", metavar="LIST")
     flags.add_flag(
         "--by", "measure whose lowest layers go: layer_drop, angular_distance, or PROBE.METRIC", metavar="MEASURE"
     )
-    flags.add_argument(
-        "--drop", type=Reader(int), default=None, metavar="N", help="with --by, number of layers to remove"
-    )
+    flags.add_flag("--drop", "with --by, number of layers to remove", kind=int)
     flags.add_text_flags()
     return flags
 

@@ -20,7 +20,7 @@ EXAMPLES = """
 
 def parser() -> Parser:
     flags = Parser("report", "Rewrite the page of a folder, whichever command wrote the folder.", EXAMPLES, "FOLDER ")
-    flags.add_argument("folder", help="the output folder of any command, of lamina.watch or of lamina.LayerMonitor")
+    flags.add_word("folder", "the output folder of any command, of lamina.watch or of lamina.LayerMonitor")
     flags.add_flag("--screenshot", "also take a screenshot of the page (needs Chromium or Chrome)", metavar="PNG")
     flags.add_flag("--height", "the screenshot's height in pixels, from the top of the page", 2300)
     about = "rewrite the page whenever its records have grown, until the run or study has ended"

@@ -22,10 +22,7 @@ def parser_of(row: JobRow) -> Parser:
         parser.add_flag("--list", "print the list above with all details, and exit", False)
     for switch in row.switches:
         parser.add_flag(f"--{switch.name.replace('_', '-')}", switch.help, False)
-    if row.resumes:
-        parser.add_output_modes(row.resumes)
-    else:
-        parser.add_flag("--overwrite", "replace the content of the output folder", False)
+    parser.add_output_modes(row.resumes)
     return parser
 
 

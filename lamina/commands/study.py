@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 
@@ -44,7 +43,7 @@ def run(argv: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {"list": _list, "show": _show, "run": _run, "worker": _worker}
     if not argv or argv[0] in ("-h", "--help", "help"):
         show(_HELP)
-        argparse.ArgumentParser().exit()
+        raise SystemExit(0)
     if argv[0] not in commands:
         raise unknown("command of `lamina study`", argv[0], commands)
     return commands[argv[0]](argv[1:])

@@ -129,6 +129,7 @@ def said(command, *words) -> str:
         ("sft", "--num_train_epochs 2 --max_length 512 --from m",
          {"epochs": 2.0, "sequence_length": 512, "from_model": "m"}),
         ("pretrain", "--optim adafactor --tf32", {"trainer": {"optim": "adafactor", "tf32": True}}),
+        ("pretrain", "--optim adafactor --trainer.tf32 true", {"trainer": {"optim": "adafactor", "tf32": True}}),
         ("sft", "--gradient_checkpointing True --packing False", {"gradient_checkpointing": True, "packing": False}),
         ("sft", "--use_peft --lora_r 8 --lora_target_modules q_proj v_proj --use_dora --lora_modules_to_save lm_head",
          {"lora_rank": 8, "lora_targets": "q_proj,v_proj",
@@ -166,6 +167,7 @@ def test_resume_takes_no_word_of_its_own():
         ("pretrain", "--lr", "--learning-rate: expected one argument"),
         ("pretrain", "--trainer.optim", "--trainer: expected one argument"),
         ("pretrain", "--placement pre_ln stray", "unexpected argument 'stray'"),
+        ("pretrain", "--from a --from-model b", "--from and --from-model are the same setting. Give one of them."),
     ],
 )
 def test_what_cannot_be_read_is_answered_in_one_line(command, words, answer):

@@ -6,9 +6,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from lamina.jobs.aliases import meaning
+
+if TYPE_CHECKING:
+    from lamina.commands.arguments import Argument
 
 Row = tuple[str, list[str], tuple[str, ...], dict[str, str], bool]
 
@@ -51,44 +54,41 @@ def line(name: str, **changes: str | None) -> list[str]:
     return [name, *positional, *(f"--{key}={value}" for key, value in flags.items() if value is not None)]
 
 
-def actions(name: str) -> list[Any]:
+def options(name: str) -> list[Argument]:
     """The flags of a command, as its own parser has them."""
     from lamina.commands.catalog import parser
 
-    return [a for a in parser(name)._actions if a.option_strings and a.dest not in ("help", "trainer")]
+    return [option for option in parser(name).arguments if option.flags and option.name != "trainer"]
 
 
-def kind_of(action: Any) -> Any:
+def kind_of(option: Argument) -> Any:
     """The kind of value that a flag takes: int, float, str or bool."""
-    hint = getattr(action.type, "kind", action.type)
-    if "no" in type(action).__name__.lower() or action.nargs == 0:
-        return bool
-    kinds = [k for k in (get_args(hint) or (hint,)) if k is not type(None)]
-    return kinds[0] if kinds and kinds[0] in (int, float, str) else str
+    kinds = [kind for kind in option.kinds if kind is not NoneType]
+    return kinds[0] if kinds[0] in (int, float, bool) else str
 
 
-def optional(action: Any) -> bool:
+def optional(option: Argument) -> bool:
     """Whether a flag may be left without a value."""
-    return NoneType in get_args(getattr(action.type, "kind", None)) or action.default is None
+    return NoneType in option.kinds or option.default is None
 
 
 def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
     """Bad values of every flag, misspelled and unknown flags, flags that contradict each other, bad environments."""
     for name in BASE:
-        for action in actions(name):
-            flag = max(action.option_strings, key=len)
+        for option in options(name):
+            flag = max(option.flags, key=len)
             if flag.startswith("--no-"):
                 continue
-            field, kind = flag[2:].replace("-", "_"), kind_of(action)
+            field, kind = flag[2:].replace("-", "_"), kind_of(option)
             mentions = (field, flag, flag[2:], field.removesuffix("s"), *["from:"] * (field == "from_model"))
-            for value in bad(field, kind, drawn, optional=optional(action)):
+            for value in bad(field, kind, drawn, optional=optional(option)):
                 given, shown = line(name, **{field: None}), repr(value)[1:41].rstrip("'")
                 said = mentions if len(shown) < 2 else (*mentions, shown)
                 yield f"values: {kind.__name__}", [*given, f"{flag}={value}"], said, {}, False
             if kind is not bool:
                 yield "flags", [*line(name, **{field: None}), flag], mentions, {}, False  # without a value
             wrong = misspelled(flag, drawn)
-            flags = {o for a in actions(name) for o in a.option_strings}
+            flags = {flag for option in options(name) for flag in option.flags}
             if wrong not in flags and not meaning(
                 wrong[2:].replace("-", "_"), {o[2:].replace("-", "_") for o in flags}
             ):
