@@ -310,7 +310,8 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
     packages for the page are not installed, the last sentence of the answer names them.
 
     Args:
-        run: the folder of a run, or another tool's history: a file, a folder, or "-" for a pipe.
+        run: the folder of a run, or of the folders of its pipeline stages, or another tool's history: a file, a folder,
+            or "-" for a pipe.
         against: another run. Lamina then reports the step and the layer at which both part by more than their noise.
         which: the name of the run, if the file or folder has several runs.
 
@@ -322,8 +323,10 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
         return _compared(Path(path("run", run)), Path(path("against", against)))
     from lamina.reports.diagnosis import gather, sentences
     from lamina.reports.histories import import_history, is_history
+    from lamina.reports.stages import joined, notes_of_stages
 
-    folder, read = Path(path("run", run)), []
+    folder = joined(Path(path("run", run)))
+    read = notes_of_stages(folder)
     if is_history(folder):
         source, whole = folder, real_path("pipe" if str(folder) == "-" else folder)  # "." has no name
         folder = whole.with_name(f"{whole.name}-lamina")
@@ -344,7 +347,9 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
 def _compared(run: Path, against: Path) -> Diagnosis:
     from lamina.reports.histories import is_history
     from lamina.reports.side_by_side import side_by_side
+    from lamina.reports.stages import joined
 
+    run, against = joined(run), joined(against)
     compared = side_by_side(run, against)
     texts, whole = compared.sentences(), real_path(run)
     try:

@@ -18,6 +18,7 @@ from lamina.jobs.names import ALARMS, CLAIMS, METRICS, RESULT, RESULTS
 from lamina.jobs.row import JOBS
 from lamina.jobs.seals import refuse_page
 from lamina.reports.records import whole
+from lamina.reports.stages import joined, stages_in
 
 Page = Callable[[Path], Path]
 """Writes the page of a folder and returns its path."""
@@ -107,6 +108,7 @@ def report(folder: Path) -> Path:
     """
     folder = Path(folder)
     refuse_special("folder", folder)
+    folder = joined(folder)
     pages, kind = {page_kind: _pages[page_kind] for page_kind in kinds()}, kind_of(folder)
     if kind is None or kind not in pages:
         raise UserError(
@@ -134,11 +136,12 @@ def follow(
     Raises:
         UserError: if the folder is not a job's.
     """
-    if kind_of(folder) is None:
+    runs = stages_in(folder) or [folder]
+    if kind_of(runs[0]) is None:
         report(folder)  # raises
     before: list[tuple[str, int, int]] | None = None
     while True:
-        ended, state = has_ended(folder), _state(folder)
+        ended, state = all(map(has_ended, runs)), [each for run in runs for each in _state(run)]
         if state != before:
             before = state
             try:

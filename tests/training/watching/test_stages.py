@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,14 @@ import pytest
 import torch
 from torch import nn
 from training.tiny_runs import layers
-from training.watching.loops import NanoGpt, found, loop
-from training.watching.stages_loop import Stage
+from training.watching.loops import NanoGpt, Tokens, found, loop
+from training.watching.stages_loop import Stage, loss_of
 
+import lamina
+from lamina.errors import UserError
 from lamina.reports.diagnosis import gather
+from lamina.reports.registry import follow
+from lamina.training.monitor.alarms import read_alarms
 from lamina.training.monitor.stages import first_number
 
 SCRIPT = Path(__file__).with_name("stages_loop.py")
@@ -82,3 +87,77 @@ def test_layers_of_a_stage_keep_their_numbers(tmp_path, numbers, named, first):
     assert {layer for layer, *_ in found(tmp_path, "hidden_variance", 2)} == numbers
     assert json.loads((tmp_path / "watched.json").read_text())["first_layer"] == first
     assert gather(tmp_path).names == {first: "layers.2", first + 1: "layers.3"}
+
+
+def train(folder, steps=30, spoil=None, ends=None):
+    """Train a GPT as two watched stages in one process; ``ends``: the step after which the first one is not watched."""
+    whole = NanoGpt(layers=4)
+    stages = [Stage(whole, (0, 1)), Stage(whole, (2, 3))]
+    optimizers = [torch.optim.AdamW(stage.parameters(), lr=1e-3) for stage in stages]
+    pairs = zip(stages, optimizers, strict=True)
+    watches = [
+        lamina.watch(stage, optimizer, output=str(folder / f"stage-{number}"), every=1)
+        for number, (stage, optimizer) in enumerate(pairs)
+    ]
+    first, last = (watch.__enter__() for watch in watches)
+    for step, batch in enumerate(Tokens(items=2 * steps).ids.split(2), 1):
+        states = stages[0](batch[:, :-1])
+        received = states.detach().requires_grad_()
+        loss = loss_of(stages[1](received), batch[:, 1:])
+        loss.backward()
+        states.backward(received.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if spoil:
+            spoil(step, whole)
+        if ends is None or step <= ends:
+            first.step()
+        if step == ends:
+            first.__exit__(None, None, None)
+        last.step(loss)
+    for watch in watches[ends is not None :]:
+        watch.__exit__(None, None, None)
+
+
+def test_the_folders_of_stages_are_read_as_one_run(tmp_path):
+    def spoil(step, whole):
+        if step == 20:
+            with torch.no_grad():
+                whole.h[2].attn.c_proj.weight.mul_(40.0)
+
+    train(tmp_path / "mine", spoil=spoil)
+    diagnosis = lamina.diagnose(tmp_path / "mine")
+    told = " ".join(diagnosis.sentences)
+    assert "step 21, layer 2 (attention)" in told or "step 20, layer 2 (attention)" in told, told
+    assert "2 pipeline stages as one run: stage-0 (layers 0-1, steps 1 to 30), stage-1 (layers 2-3" in told
+    whole = tmp_path / "mine-lamina"
+    assert diagnosis.page == whole / "diagnosis.html"
+    assert read_alarms(whole)[0].layer == 2
+    assert {alarm.step for alarm in read_alarms(whole)} == {
+        alarm.step for stage in (0, 1) for alarm in read_alarms(tmp_path / "mine" / f"stage-{stage}")
+    }
+    norms = [found(tmp_path / "mine" / f"stage-{at}", "step_gradient_norm", 7)[-1, "model", "all"] for at in (0, 1)]
+    assert found(whole, "step_gradient_norm", 7)[-1, "model", "all"] == pytest.approx(math.hypot(*norms))
+    assert found(whole, "step_loss", 7) == found(tmp_path / "mine" / "stage-1", "step_loss", 7)
+    assert {layer for layer, *_ in found(whole, "gradient_norm", 7)} == {-1, 0, 1, 2, 3}
+    pages = [page for page, _ in follow(tmp_path / "mine", every=1.0)]
+    assert pages == [whole / "report.html"]
+    text = pages[0].read_text()
+    assert "4 layers of width 16" in text
+    assert "layer 2 (attention)" in text
+
+
+def test_stages_that_do_not_fit_are_refused_or_told(tmp_path):
+    train(tmp_path, steps=6, ends=4)
+    told = " ".join(lamina.diagnose(tmp_path).sentences)
+    assert "stage-0 (layers 0-1, steps 1 to 4), stage-1 (layers 2-3, steps 1 to 6)" in told
+    assert "records of different steps" in told
+    shutil.copytree(tmp_path / "stage-1", tmp_path / "another")
+    for read in (lamina.diagnose, lamina.report):
+        with pytest.raises(UserError, match=r"'another' and 'stage-1' in .* both have layer 2-3"):
+            read(tmp_path)
+    shutil.rmtree(tmp_path / "stage-0")
+    shutil.rmtree(tmp_path / "another")
+    with pytest.raises(UserError, match="no records by layer"):
+        lamina.diagnose(tmp_path)

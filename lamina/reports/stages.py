@@ -1,0 +1,150 @@
+"""The folders of a run's pipeline stages, read as one run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+
+from lamina.core.json_types import Json
+from lamina.core.text import ranges
+from lamina.core.values import real_path
+from lamina.errors import UserError
+from lamina.jobs.environment import environment
+from lamina.jobs.files import read_config, read_result, write_json, write_lines, write_sealed
+from lamina.jobs.folder import hold
+from lamina.jobs.kinds import Kind, kind_of
+from lamina.jobs.names import BATCHES, CONFIG, ENVIRONMENT, METRICS
+from lamina.jobs.run_folder import RunFolder
+from lamina.jobs.seals import refuse_page, write_result
+from lamina.jobs.status import Status
+from lamina.training.monitor.alarms import events, read_alarms, write_alarms
+from lamina.training.monitor.batches import read_batches
+from lamina.training.monitor.writers import (
+    NORM,
+    VERSION,
+    WATCHED,
+    LayersWriter,
+    read_about,
+    read_rows,
+    spike_columns,
+)
+
+
+def stages_in(folder: Path) -> list[Path]:
+    """Return the folders of stages within a folder that is no job's; empty unless there are several."""
+    if kind_of(folder) is not None:
+        return []
+    stages = [about.parent for about in sorted(folder.glob(f"*/{WATCHED}")) if kind_of(about.parent) == Kind.WATCHED]
+    return stages if len(stages) > 1 else []
+
+
+def joined(folder: Path) -> Path:
+    """Write the records of a folder's stages as those of one run into NAME-lamina beside it; return that folder.
+
+    The loss and everything else outside the layers is that of the first stage that has it, the gradient norm that of
+    all stages. A folder without stages is returned as it is. Raises UserError if the stages are not those of one run.
+    """
+    if not (stages := stages_in(folder)):
+        return folder
+    for stage in stages:
+        refuse_page(stage)
+    abouts = {stage: read_about(stage) for stage in stages}
+    stages = sorted(stages, key=lambda stage: _layers(abouts[stage])[:1])
+    _refuse_others(stages, abouts)
+    whole = real_path(folder)
+    target = whole.with_name(f"{whole.name}-lamina")
+    with hold(target, resume=False, overwrite=True):
+        write_json(target / ENVIRONMENT, environment(0, Kind.WATCHED))
+        write_sealed(target / CONFIG, {**read_config(stages[0]), "output": str(target)})
+        steps = _write_rows(target, stages)
+        norms = {row[0]: row[6] for row in read_rows(target, [NORM])}
+        lines: dict[int, Json] = {}
+        for line in (line for stage in stages for line in RunFolder(stage).metrics):
+            known = lines.setdefault(line["step"], {})
+            known |= {name: value for name, value in line.items() if value is not None and name not in known}
+        write_lines(target / METRICS, [{**lines[step], "grad_norm": norms.get(step)} for step in sorted(lines)])
+        told = {(a.step, a.rule, a.layer, a.sublayer, a.role, a.metric): a for s in stages for a in read_alarms(s)}
+        write_alarms(target, sorted(told.values(), key=lambda alarm: alarm.order))
+        if batches := read_batches(stages[0]):  # the others read states, no tokens
+            write_lines(target / BATCHES, batches)
+        write_json(target / WATCHED, {"record": VERSION, **_about(stages, abouts, steps)})
+        results = [read_result(stage) or {"status": "unfinished"} for stage in stages]
+        worst = next((result for result in results if result["status"] != Status.FINISHED), results[0])
+        loss = next((result["loss"] for result in results if result.get("loss") is not None), None)
+        parts = {"parameters": sum(result.get("parameters") or 0 for result in results), "loss": loss}
+        write_result(target, {**worst, **parts, "alarms": len(events(told.values())), **spike_columns(target)})
+    return target
+
+
+def notes_of_stages(folder: Path) -> list[str]:
+    """Say which stages were joined in a folder; empty for any other."""
+    told = read_about(folder).get("stages") if folder.is_dir() else None
+    return [f"Lamina {note}." if note.startswith("read") else f"Note: {note}." for note in told or ()]
+
+
+def _write_rows(target: Path, stages: Sequence[Path]) -> dict[Path, set[int]]:
+    """Write the rows of all stages; return each one's steps."""
+    writer, steps = LayersWriter(target), dict[Path, set[int]]()
+    outside: dict[tuple[int, str, str, int, str], list[float]] = {}
+    for stage in stages:
+        rows = read_rows(stage)
+        steps[stage] = {row[0] for row in rows}
+        writer.add(row for row in rows if row[1] >= 0)
+        for step, layer, sublayer, role, index, metric, value in rows:
+            if layer < 0:
+                outside.setdefault((step, sublayer, role, index, metric), []).append(value)
+    all_of = max((len(values) for key, values in outside.items() if key[-1] == NORM), default=0)
+    for (step, sublayer, role, index, metric), values in sorted(outside.items()):
+        if metric != NORM or len(values) == all_of:  # that of some stages alone would look like a fall
+            value = math.hypot(*values) if metric == NORM else values[0]
+            writer.add([(step, -1, sublayer, role, index, metric, value)])
+    writer.flush()
+    return steps
+
+
+def _layers(about: Json) -> list[int]:
+    """Return the numbers of a stage's layers."""
+    first = about.get("first_layer")
+    return [*range(first, first + len(about.get("layers", [])))] if isinstance(first, int) else []
+
+
+def _refuse_others(stages: Sequence[Path], abouts: Mapping[Path, Json]) -> None:
+    """Refuse folders whose layers overlap or have other widths: they are several runs."""
+    for stage, other in combinations(stages, 2):
+        both = sorted({*_layers(abouts[stage])} & {*_layers(abouts[other])})
+        widths = [about.get("hidden_size") for about in (abouts[stage], abouts[other])]
+        why = f"both have layer {ranges(both)}" if both else f"have widths {widths[0]} and {widths[1]}"
+        if both or (None not in widths and widths[0] != widths[1]):
+            raise UserError(
+                f"folder: {stage.name!r} and {other.name!r} in {str(stage.parent)!r} are no stages of one run: they "
+                f"{why}. Name one of them, or give lamina.watch the first_layer of each stage."
+            )
+
+
+def _about(stages: Sequence[Path], abouts: Mapping[Path, Json], steps: Mapping[Path, set[int]]) -> Json:
+    """Return the content of watched.json for the whole model."""
+    layers = {
+        number: layer for at in stages for number, layer in zip(_layers(abouts[at]), abouts[at]["layers"], strict=True)
+    }
+    told = [
+        f"{at.name} (layers {ranges(_layers(abouts[at])) or 'none'}, steps {min(steps[at])} to {max(steps[at])})"
+        for at in stages
+        if steps[at]
+    ]
+    first, last = min(layers, default=0), max(layers, default=-1)
+    missing = [number for number in range(last + 1) if number not in layers]
+    notes = [f"read {len(told)} pipeline stages as one run: {', '.join(told)}"]
+    notes += ["the stages have records of different steps"] * (len({max(steps[at], default=0) for at in stages}) > 1)
+    notes += [f"layers {ranges(missing)} are in no folder"] * bool(missing)
+    return {
+        **abouts[stages[0]],
+        "parameters": sum(about.get("parameters") or 0 for about in abouts.values()),
+        "num_layers": len(layers),
+        "first_layer": first,
+        "layers": [layers.get(number, {"path": ""}) for number in range(first, last + 1)],
+        "half": any(about.get("half") for about in abouts.values()),
+        "stages": notes,
+        "notes": [*notes, *(f"{at.name}: {note}" for at in stages for note in abouts[at].get("notes", ()))],
+    }
