@@ -1,4 +1,4 @@
-"""The list of all jobs: a row more here, and `lamina` has another command, function and page."""
+"""The lists of all jobs and commands: a row more here, and `lamina` has another command, function and page."""
 
 from __future__ import annotations
 
@@ -18,3 +18,29 @@ ROWS = (
     *(STUDY, PROBE, EVAL),
 )
 JOBS.update({row.name: row for row in ROWS})
+
+GROUPS: dict[str, dict[str, str]] = {
+    "watch and diagnose": {
+        "diagnose": "find out why a run went wrong: the likely cause, its step and layer, and what to change",
+        "report": "rewrite the page of a folder, whichever command wrote the folder",
+    },
+    "look inside": {
+        "probe": JOBS["probe"].summary,
+        "placements": "list the placements, or show one: equation, diagram, options, source",
+        "eval": JOBS["eval"].summary,
+        "generate": "continue a text with a trained model",
+        "prune": "remove layers from a trained model: the ones you name, or the ones a probe finds least needed",
+        "graft": "put another placement on a trained model, its norms fitted so that the loss changes little",
+        "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
+    },
+    "compare and train": {
+        **{name: JOBS[name].summary for name in ("compare", "preflight", "pretrain")},
+        **{name: JOBS[name].summary for name in ("coord-check", "transfer", "max-lr")},
+        "emit": "write a placement as one file for the trainer that you use",
+        "backbones": "list the backbones that a placement can be put on",
+    },
+    "after pretraining": {name: JOBS[name].summary for name in ("sft", "reward", "dpo", "rlhf")},
+    "the papers": {"study": JOBS["study"].summary},
+}
+"""What each command does, by what a person wants to do: `lamina --help` lists them so."""
+COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}

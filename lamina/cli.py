@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import sys
 import traceback
 
-from lamina.catalog import JOBS
-from lamina.commands.catalog import COMMANDS, GROUPS, run
+from lamina.catalog import COMMANDS, GROUPS, JOBS
 from lamina.core.extras import missing_extra
 from lamina.core.terminal import escape_everything, show_error
 from lamina.errors import UserError, is_reported, nearest, out_of_memory, shortened
@@ -72,7 +72,11 @@ def _main(argv: list[str]) -> int:
         # Remarks of Trainer and the tokenizers are for developers; we print what users must know ourselves.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        return run(name, rest)
+        if name in JOBS and not JOBS[name].own_command:
+            from lamina.commands import run_job
+
+            return run_job.run(JOBS[name], rest)
+        return importlib.import_module(f"lamina.commands.{name}").run(rest)
     except UserError as error:
         return _fail(str(error), 2, reported=is_reported(error))
     except ModuleNotFoundError as error:
@@ -81,15 +85,13 @@ def _main(argv: list[str]) -> int:
         return _fail(str(line), 2)
     except KeyboardInterrupt:
         return _interrupted(name)
-    except BrokenPipeError:
-        raise
     except SystemExit as error:
         *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
         if str(raised_in.f_globals.get("__name__")).startswith("lamina.commands."):  # --help
             raise
         return _fail(f"code in one of your files ended the process ({error.code!r}); what was finished is kept", 1)
     except OSError as error:
-        if error.errno not in _USER_ERRORS:
+        if error.errno not in _USER_ERRORS:  # so a closed pipe leaves, too
             raise
         where = f": {error.filename}" if error.filename else ""
         return _fail(f"{error.strerror}{where}; what was finished is kept", 2, reported=is_reported(error))

@@ -4,7 +4,8 @@ import re
 import shlex
 from pathlib import Path
 
-from lamina.commands.catalog import COMMANDS, parser
+from lamina.catalog import COMMANDS
+from lamina.commands.run_job import parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 
+from lamina.catalog import JOBS
 from lamina.commands.arguments import Parser
 from lamina.core.json_types import Json
 from lamina.core.terminal import show, show_error
@@ -13,17 +15,24 @@ from lamina.jobs.row import JobRow
 CODES = {"interrupted": 130, "failed": 1}  # by the status of a result
 
 
+def parser(name: str) -> Parser:
+    """Return the parser of any command."""
+    if name in JOBS and not JOBS[name].own_command:
+        return parser_of(JOBS[name])
+    return importlib.import_module(f"lamina.commands.{name}").parser()
+
+
 def parser_of(row: JobRow) -> Parser:
     about = row.about + (f"\n{row.listing()}" if row.listing else "")
     words = "".join(f"{name.removesuffix('s...') + '...' * name.endswith('...')} " for name in row.positional).upper()
-    parser = Parser(row.name, about, row.examples, words)
-    parser.add_settings(row.settings(), row.positional)
+    flags = Parser(row.name, about, row.examples, words)
+    flags.add_settings(row.settings(), row.positional)
     if row.listing:
-        parser.add_flag("--list", "print the list above with all details, and exit", False)
+        flags.add_flag("--list", "print the list above with all details, and exit", False)
     for switch in row.switches:
-        parser.add_flag(f"--{switch.name.replace('_', '-')}", switch.help, False)
-    parser.add_output_modes(row.resumes)
-    return parser
+        flags.add_flag(f"--{switch.name.replace('_', '-')}", switch.help, False)
+    flags.add_output_modes(row.resumes)
+    return flags
 
 
 def run(row: JobRow, argv: Sequence[str]) -> int:

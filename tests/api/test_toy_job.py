@@ -3,7 +3,7 @@
 import pytest
 
 import lamina
-from lamina.catalog import JOBS
+from lamina.catalog import COMMANDS, JOBS
 from lamina.cli import main
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.row import JobRow
@@ -61,8 +61,7 @@ def added(monkeypatch, tmp_path):
     monkeypatch.setitem(JOBS, "toy", ROW)
     monkeypatch.setitem(registry._pages, "toy", page)  # as @report_of("toy") does
     monkeypatch.setitem(registry._endings, ("toy", ""), printed)  # as @ending_of("toy") does
-    monkeypatch.setattr("lamina.commands.catalog.JOBS", JOBS)
-    monkeypatch.setitem(__import__("lamina.commands.catalog", fromlist=["x"]).COMMANDS, "toy", ROW.summary)
+    monkeypatch.setitem(COMMANDS, "toy", ROW.summary)
 
 
 def test_it_has_flags_and_a_help(capsys, refused):

@@ -56,7 +56,7 @@ def line(name: str, **changes: str | None) -> list[str]:
 
 def options(name: str) -> list[Argument]:
     """The flags of a command, as its own parser has them."""
-    from lamina.commands.catalog import parser
+    from lamina.commands.run_job import parser
 
     return [option for option in parser(name).arguments if option.flags and option.name != "trainer"]
 
