@@ -275,6 +275,14 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         self.experts = experts
         if experts is not None:
             self.add_callback(experts)
+        self._operations: dict[int, int] = {}  # of a micro-batch, by the size of its main input
+
+    def floating_point_ops(self, inputs: Json) -> int:
+        """Return Trainer's estimate, made once per size of the input: it counts the parameters of all modules."""
+        size = inputs[self.bare_model().main_input_name].numel()
+        if size not in self._operations:
+            self._operations[size] = super().floating_point_ops(inputs)
+        return self._operations[size]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create Trainer's optimizer, or Muon; with scaling, one group per learning rate."""
