@@ -287,6 +287,7 @@ class Samples:
         self._keys: list[tuple[int, str]] = []  # of these moments: the parameter's place, and the key in its state
         self._tensors: list[torch.Tensor] = []
         self._views: list[torch.Tensor] = []
+        self._addresses: list[int] = []  # of the tensors whose views these are
         self._last: torch.Tensor | None = None
         self._drift: torch.Tensor | None = None
         self._anchor: torch.Tensor | None = None  # the weights at the last such change, or at first
@@ -351,11 +352,12 @@ class Samples:
         weights = [local_part(parameter) for parameter in parameters] if self.groups.sharded else parameters
         kept = [moments[key] if key in moments else torch.zeros_like(weights[key[0]]) for key in self._keys]
         tensors = [*weights, *kept]
-        if any(tensor.device != tensors[0].device for tensor in tensors):
-            return None
-        if [t.data_ptr() for t in tensors] != [t.data_ptr() for t in self._tensors]:  # else the views are right
+        if (addresses := [tensor.data_ptr() for tensor in tensors]) != self._addresses:  # else the views are right
+            if any(tensor.device != tensors[0].device for tensor in tensors):
+                return None
             sizes = [*self._sizes, *[SIZE] * len(kept)]
             self._tensors, self._views = tensors, list(map(_spread, tensors, sizes))
+            self._addresses = addresses  # the views keep this memory, so no other tensor can have its addresses
         return torch.cat(self._views).float()
 
     def rows(self, step: int, *, recorded: bool) -> list[Row]:
