@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils import get_total_norm
 from training.tiny_runs import layers, records, result, settings, values
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, ViTConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, ViTConfig
 
 from lamina import build
 from lamina.data.packed import prepare_blocks
@@ -18,6 +18,7 @@ from lamina.modeling.wiring_lamina import LaminaNorm
 from lamina.probes.engine.spikes import surges
 from lamina.training import pretrain as pretraining
 from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, gain_rows
+from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.stream_measures import hidden_state_rows, largest_magnitudes
 from lamina.training.monitor.writers import LOSS, NORM, LayersWriter, StepSeries, spike_columns
 from lamina.training.resolve import backbone_config
@@ -41,17 +42,17 @@ def naive_norms(model) -> dict[tuple[int, str, str], float]:
 
 @pytest.fixture
 def unclipped(monkeypatch):
-    """The naive norms by step, taken where Trainer gets the gradients: its own methods, which clip, come after."""
+    """The naive norms by step, taken where the trainer gets the gradients, before it clips them."""
     seen = {}
 
     def spy(name):
-        original = getattr(Trainer, name)
+        original = getattr(MonitoredTrainer, name)
 
         def method(self, model, *args, **kwargs):
             seen.setdefault(self.state.global_step + 1, naive_norms(model))
             return original(self, model, *args, **kwargs)
 
-        monkeypatch.setattr(Trainer, name, method)
+        monkeypatch.setattr(MonitoredTrainer, name, method)
 
     spy("_clip_grad_norm")
     spy("_get_grad_norm")
@@ -302,6 +303,41 @@ def test_the_cost_is_paid_at_recorded_steps_only(small, monkeypatch):
     assert sum(kept) == 2 < len(kept)
 
 
+@pytest.mark.parametrize(("limit", "broken"), [(1e-2, False), (1e9, False), (1e-2, True)])
+def test_clipping_with_the_norms_of_the_record_is_torchs_to_the_bit(limit, broken):
+    models = [
+        build(
+            LlamaConfig(
+                vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+            ),
+            "peri_ln",
+        )
+        for _ in range(2)
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        torch.manual_seed(0)
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad = None if index == 1 else torch.randn_like(parameter)
+        next(model.parameters()).grad[0] *= math.nan if broken else 1.0
+    ours, torchs = map(GradientNorms, models)
+    assert ours.clips()
+    squares = torchs.squares()
+    expected = torch.nn.utils.clip_grad_norm_(models[1].parameters(), limit)
+    norm, found = ours.clip(limit)
+    assert torch.equal(norm.nan_to_num(), expected.nan_to_num())
+    assert bool(norm.isnan()) == broken
+    assert torch.equal(found.nan_to_num(), squares.nan_to_num())
+    assert bool(found.isnan().any()) == broken
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad.nan_to_num(), other.grad.nan_to_num())
+    ours.parameters[0].grad = None
+    ours.parameters[0].data = ours.parameters[0].data.double()
+    ours.parameters[0].grad = torch.zeros_like(ours.parameters[0])
+    assert not ours.clips()  # torch's norms of two number formats are not stacked
+
+
 def series(folder, metric) -> dict[int, float]:
     table = layers(folder)
     rows = table[table.metric == metric]
@@ -312,13 +348,13 @@ def series(folder, metric) -> dict[int, float]:
 @pytest.mark.parametrize(("accumulation", "clip"), [(1, 1.0), (2, 0.0)])
 def test_each_step_has_its_own_loss_and_norm_before_clipping(trained, tmp_path, monkeypatch, accumulation, clip):
     norms, name = {}, "_clip_grad_norm" if clip else "_get_grad_norm"
-    original = getattr(Trainer, name)
+    original = getattr(MonitoredTrainer, name)
 
     def method(self, model, *args, **kwargs):
         norms[self.state.global_step + 1] = get_total_norm([p.grad for p in model.parameters()]).item()
         return original(self, model, *args, **kwargs)
 
-    monkeypatch.setattr(Trainer, name, method)
+    monkeypatch.setattr(MonitoredTrainer, name, method)
     trained(steps=7, logging_steps=3, gradient_accumulation=accumulation, max_grad_norm=clip)
     assert series(tmp_path / "run", NORM) == pytest.approx(norms, rel=1e-6)
     losses, before = series(tmp_path / "run", LOSS), 0

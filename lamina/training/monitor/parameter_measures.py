@@ -133,6 +133,7 @@ class GradientNorms:
         self.keys = list(keys)
         flat = FlatParameters(model)
         self.sharded = bool(flat) or any(isinstance(parameter, DTensor) for parameter in self.parameters)
+        self._all = list(map(id, self.parameters)) == list(map(id, model.parameters()))
         shares = [flat.share(parameter) for parameter in self.parameters]
         self._shares = [
             1.0 if not self.sharded else _share(parameter) if share is None else share
@@ -143,6 +144,22 @@ class GradientNorms:
     def squares(self) -> torch.Tensor:
         """Compute each group's squared norm in float64, without a device sync; call before clipping."""
         return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
+
+    def clips(self) -> bool:
+        """Return whether ``clip`` serves: the gradients are whole, in the model's order, and all of one kind."""
+        kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters if parameter.grad is not None}
+        return self._all and len(kinds) == 1 and not (self.sharded or self._exact)
+
+    @torch.no_grad()
+    def clip(self, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clip the gradients; return their norm and ``squares`` before, bit for bit, from one reading of them."""
+        present = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        parameters = [self.parameters[index] for index in present]
+        gradients = [cast(torch.Tensor, parameter.grad) for parameter in parameters]
+        norms = torch.stack(torch._foreach_norm(gradients, 2))  # pyright: ignore[reportPrivateImportUsage]
+        total = torch.linalg.vector_norm(norms)
+        nn.utils.clip_grads_with_norm_(parameters, limit, total)
+        return total, self.summed(norms.double().pow(2), present)
 
     def local_sums(self, tensors: Sequence[torch.Tensor | None], *, power: int = 2) -> torch.Tensor:
         """Sum |x|**power by group over this process's part of ``tensors``, one per parameter; None counts as zeros."""

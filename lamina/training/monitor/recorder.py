@@ -67,6 +67,8 @@ class MonitoredTrainer(_Trainer):
     _bare: LaminaForCausalLM
 
     def _clip_grad_norm(self, model: nn.Module) -> Norm:
+        if self.scaler() is None and self._groups().clips():
+            return self._checked(*self._groups().clip(self.args.max_grad_norm))
         squares = self._squares()  # before clipping: a norm that is not finite would spoil every layer's gradient
         shared = self.processes.tensor > 1
         return self._checked(
@@ -79,11 +81,14 @@ class MonitoredTrainer(_Trainer):
         squares = self._squares()  # without clipping, Trainer calls only this method
         return self._checked(super()._get_grad_norm(model), squares)
 
-    def _squares(self) -> torch.Tensor:
-        sum_partial(self.bare_model())
+    def _groups(self) -> GradientNorms:
         if self.gradient_norms is None:
             self.gradient_norms = GradientNorms(self.bare_model())
-        squares = self.gradient_norms.squares()
+        return self.gradient_norms
+
+    def _squares(self) -> torch.Tensor:
+        sum_partial(self.bare_model())
+        squares = self._groups().squares()
         if (scaler := self.scaler()) is not None:  # the gradients are still those of the scaled loss
             squares = squares / scaler.scale(torch.ones((), device=squares.device)) ** 2
         return squares
