@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -82,6 +83,12 @@ def runs(corpus, tmp_path_factory):
     def given(name, **changed):
         return settings(corpus, folder / name, **{**OPTIONS, **changed})
 
+    rows = folder / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"text": line[: 5 + 7 * n % 50]}) + "\n" for n, line in enumerate(corpus.open()))
+    )
+    padded = {"corpus": str(rows), "packing": "off"}
+    pretraining.pretrain(replace(given("padded-one"), **padded), bar=False)
     pretraining.pretrain(given("one"), bar=False)
     (folder / "one-then-two").mkdir()
     with cut_at(6):
@@ -96,6 +103,7 @@ def runs(corpus, tmp_path_factory):
         {"settings": given("spoiled", parallel="fsdp2").to_dict(), "spoil": 4},
         {"settings": given("streamed-ddp", **STREAMED).to_dict()},
         {"settings": given("streamed-two-then-one", parallel="fsdp2", **STREAMED).to_dict(), "terminate": 6},
+        {"settings": {**given("padded-ddp").to_dict(), **padded}},
         {"settings": given("tensor", **TENSOR).to_dict(), "terminate": 6},
         {"settings": given("tensor-then-one", **TENSOR).to_dict(), "terminate": 6},
         {"settings": given("tensor", **TENSOR).to_dict(), "resume": True},
@@ -122,10 +130,11 @@ def curve(folder, name):
     return [r[name] for r in records(folder) if name in r]
 
 
-@pytest.mark.parametrize("name", [*WAYS, "streamed-ddp", "streamed-two-then-one"])
+@pytest.mark.parametrize("name", [*WAYS, "streamed-ddp", "streamed-two-then-one", "padded-ddp"])
 def test_two_processes_take_the_steps_of_one(runs, name):
     """Also where they were stopped at step 6 (by a signal to one of them) or another number of them went on."""
-    folder, one = runs[0], "streamed-one" if "streamed" in name else "one"
+    folder, text = runs[0], name.partition("-")[0]
+    one = f"{text}-one" if text in ("streamed", "padded") else "one"
     for metric in ("loss", "grad_norm", "eval_loss", "learning_rate"):
         ours, theirs = curve(folder / name, metric), curve(folder / one, metric)
         assert len(ours) == len(theirs) == (2 if metric == "eval_loss" else STEPS)
