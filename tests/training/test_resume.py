@@ -149,7 +149,7 @@ def test_resuming_a_finished_run_changes_nothing(trained, tmp_path):
 
 
 def test_resuming_nothing_is_refused_and_auto_begins(trained, tmp_path):
-    with pytest.raises(UserError, match=r"run' holds nothing to resume .*--resume=auto"):
+    with pytest.raises(UserError, match=r"run' holds nothing to resume\..*--resume=auto"):
         trained(resume=True)
     assert not (tmp_path / "run").exists()
     assert trained(resume="auto")["steps"] == 4
