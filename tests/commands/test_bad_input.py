@@ -247,9 +247,9 @@ Deleted()
 def test_a_ctrl_c_that_an_import_would_swallow_ends_the_command(imported, tmp_path):
     (tmp_path / "swallows.py").write_text(imported)
     script = (
-        "import sys; from lamina import cli; from lamina.commands import catalog; "
-        "real = catalog.importlib.import_module; "
-        "catalog.importlib.import_module = lambda name: (__import__('swallows'), print('went on'), real(name))[2]; "
+        "import sys; from lamina import cli; "
+        "real = cli.importlib.import_module; "
+        "cli.importlib.import_module = lambda name: (__import__('swallows'), print('went on'), real(name))[2]; "
         "sys.argv = ['lamina', 'placements']; sys.exit(cli.main())"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
