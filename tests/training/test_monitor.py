@@ -6,6 +6,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils import get_total_norm
 from training.tiny_runs import layers, records, result, settings, values
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, ViTConfig
@@ -17,7 +18,7 @@ from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.wiring_lamina import LaminaNorm
 from lamina.probes.engine.spikes import surges
 from lamina.training import pretrain as pretraining
-from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, gain_rows
+from lamina.training.monitor.parameter_measures import GradientNorms, Samples, UpdateRatios, gain_rows
 from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.stream_measures import hidden_state_rows, largest_magnitudes
 from lamina.training.monitor.writers import LOSS, NORM, LayersWriter, StepSeries, spike_columns
@@ -336,6 +337,19 @@ def test_clipping_with_the_norms_of_the_record_is_torchs_to_the_bit(limit, broke
     ours.parameters[0].data = ours.parameters[0].data.double()
     ours.parameters[0].grad = torch.zeros_like(ours.parameters[0])
     assert not ours.clips()  # torch's norms of two number formats are not stacked
+
+
+def test_a_weight_that_gets_other_memory_is_still_compared():
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    samples = Samples(GradientNorms(model, [((0, "attention", "all"), model.weight)]))
+    for doubled in (False, False, True):
+        if doubled:
+            model.weight.data = 2 * model.weight.data
+        samples.before_step([optimizer])
+        samples.after_step([optimizer])
+    written = [row[-1] for row in samples.rows(3, recorded=True) if row[5] == "written_ratio"]
+    assert written == pytest.approx([0.5])
 
 
 def series(folder, metric) -> dict[int, float]:
