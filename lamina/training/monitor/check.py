@@ -24,10 +24,11 @@ from torch.nn import functional
 from lamina.errors import UserError, one_line
 from lamina.probes.structure.hooks import Output, fresh_gradients
 from lamina.probes.structure.sites import Structure, effective_gain, is_norm
-from lamina.training.monitor.flat_parameters import FlatParameters, is_deepspeeds
+from lamina.training.monitor.flat_parameters import FlatParameters
 from lamina.training.monitor.followed import follow
 from lamina.training.monitor.stream_measures import in_half
 from lamina.training.monitor.training_hooks import bare, called, stepping
+from lamina.training.monitor.zero import is_deepspeeds
 
 IGNORED = -100  # a label without a loss
 HEAD_ONLY = 0.1  # of the trainable elements: an optimizer that has fewer of them trains a head on purpose

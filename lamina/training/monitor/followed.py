@@ -141,14 +141,14 @@ def _proved(
     model: nn.Module, small: Inputs, structure: Structure, *, reads_tokens: bool = True
 ) -> tuple[Structure, bool]:
     """Prove that a structure's stream is the stream; return it with its notes, and whether that is so."""
-    if not any(
-        isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()
-    ):  # the proof needs a backward pass
+    sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    if not sharded and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # ZeRO 3
+        # The proof needs a backward pass.
         try:
             structure = prove(structure, small, model, reads_tokens=reads_tokens)
         except Exception as error:
             reason = str(error) if isinstance(error, UserError) else one_line(error)
-            note = f"the stream is not recorded, gradients and updates are: {reason}"
+            note = f"the stream is not recorded: {reason}"
             return replace(structure, notes=[*structure.notes, note]), False
     return structure, True
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lamina.probes.structure.sites import Structure
 from lamina.training.checkpointing.sharding import local_part
-from lamina.training.monitor.flat_parameters import HeldPart
+from lamina.training.monitor.held_parts import HeldPart
 from lamina.training.monitor.parameter_measures import GradientNorms, Owner
 from lamina.training.monitor.writers import Row
 
@@ -138,9 +138,9 @@ def places(owners: Iterable[Owner]) -> str:
 
 def named(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
     """Name some of a model's parameters, by their paths."""
-    wanted = {id(parameter) for parameter in parameters}
+    wanted = {id(getattr(parameter, "parameter", parameter)) for parameter in parameters}
     names = [name for name, parameter in model.named_parameters() if id(parameter) in wanted]
-    names += [parameter.path for parameter in parameters if isinstance(parameter, HeldPart)]
+    names += [parameter.path for parameter in parameters if isinstance(parameter, HeldPart) and parameter.path]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"
 

@@ -26,8 +26,10 @@ from lamina.modeling.wiring_lamina import SCALES, LaminaNorm
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Structure, effective_gain
 from lamina.training.checkpointing.sharding import local_part, reshard
-from lamina.training.monitor.flat_parameters import FlatParameters, part_of, stored
+from lamina.training.monitor.flat_parameters import FlatParameters
+from lamina.training.monitor.held_parts import part_of, stored
 from lamina.training.monitor.writers import Row
+from lamina.training.monitor.zero import ZeroGroups
 
 Owner: TypeAlias = tuple[int, str, str]
 """layer (-1 outside the blocks), sub-layer, role: "all", or "other" for a layer's parameters outside its sub-layers."""
@@ -41,7 +43,7 @@ _PIECE = 1024
 SIZE, FEWEST = 256, 8  # elements of a sub-layer's sample, and of each of its tensors at least
 _ROUNDED = 8.0  # times the resolution of a weight, below which a step may be rounded to nothing
 _START = 7919  # of the sample: the same in every run
-Optimizers: TypeAlias = Sequence[torch.optim.Optimizer]
+Optimizers: TypeAlias = Sequence[torch.optim.Optimizer | ZeroGroups]
 
 
 def owned_parameters(model: nn.Module) -> Owned:
@@ -53,13 +55,13 @@ def owned_parameters(model: nn.Module) -> Owned:
     ]
 
 
-def found_parameters(model: nn.Module, structure: Structure | None) -> Owned:
+def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatParameters | None = None) -> Owned:
     """List any model's parameters with their owners; without a structure the model owns them all.
 
     Parameters that several layers share (ALBERT) count in the first of them, tied ones in the embedding. Parameters of
     another stack of layers (a decoder behind the encoder) are neither embedding nor readout, but "other".
     """
-    flat = FlatParameters(model)
+    flat = flat or FlatParameters(model)
     if structure is None:
         return [((-1, "model", "all"), parameter) for parameter in flat.parameters(model)]
     owners: dict[int, Owner] = {}
@@ -110,7 +112,7 @@ def clip(model: nn.Module, limit: float) -> torch.Tensor:
 class GradientNorms:
     """The gradient's L2 norm by sub-layer and block, of the embedding, and of the readout.
 
-    For sharded parameters (FSDP1, FSDP2) the squares of the local parts are summed over the processes, so that the
+    For sharded parameters (FSDP, ZeRO) the squares of the local parts are summed over the processes, so that the
     norms equal those of one process.
 
     Args:
@@ -118,9 +120,17 @@ class GradientNorms:
         owned: each parameter with its owner, as ``found_parameters`` returns them.
         exact: whether a CPU sums in short pieces and adds these in float64: torch's norm of a tensor of 2**24 floats is
             off by 7e-4 there. A run's own records keep torch's bits.
+        flat: the model's flat parameters; None looks for FSDP1's.
     """
 
-    def __init__(self, model: nn.Module, owned: Owned | None = None, *, exact: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        owned: Owned | None = None,
+        *,
+        exact: bool = False,
+        flat: FlatParameters | None = None,
+    ):
         self._exact = exact
         keys: dict[Owner, int] = {}
         self.parameters: list[torch.Tensor] = []
@@ -131,7 +141,9 @@ class GradientNorms:
             self.parameters.append(parameter)
             self.groups.append(keys.setdefault(key, len(keys)))
         self.keys = list(keys)
-        flat = FlatParameters(model)
+        flat = flat or FlatParameters(model)
+        self.fleeting = bool(flat.zero)  # whether a step frees the gradients
+        self.device = next((parameter.device for parameter in model.parameters()), None)
         self.sharded = bool(flat) or any(isinstance(parameter, DTensor) for parameter in self.parameters)
         self._all = list(map(id, self.parameters)) == list(map(id, model.parameters()))
         shares = [flat.share(parameter) for parameter in self.parameters]
@@ -166,8 +178,7 @@ class GradientNorms:
         present = [index for index, tensor in enumerate(tensors) if tensor is not None]
         parts = [local_part(tensor) for tensor in tensors if tensor is not None]
         if not parts:
-            device = local_part(self.parameters[0]).device if self.parameters else None
-            return torch.zeros(len(self.keys), dtype=torch.float64, device=device)
+            return torch.zeros(len(self.keys), dtype=torch.float64, device=self.device)
         if self._exact and all(part.device.type == "cpu" for part in parts):
             powers = _in_pieces([part.flatten() for part in parts], power)
         else:
@@ -190,13 +201,14 @@ class GradientNorms:
         there = any(tensor is not None for tensor in tensors)
         if not self.sharded:
             return there
-        flag = torch.tensor(float(there), device=local_part(self.parameters[0]).device)
+        flag = torch.tensor(float(there), device=self.device)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
         return bool(flag)
 
     def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum the processes' shares in place; without sharding, each process already has the whole."""
+        """Sum the processes' shares; without sharding, each process already has the whole."""
         if self.sharded:
+            sums = sums.to(self.device)  # ZeRO may keep its parts on the CPU
             torch.distributed.all_reduce(sums)
         return sums
 
@@ -250,7 +262,8 @@ class FirstFailure:
 
 
 def _norms(parts: list[torch.Tensor], power: int) -> torch.Tensor:
-    return torch.stack(torch._foreach_norm(parts, power)).double()  # pyright: ignore[reportPrivateImportUsage]
+    norms = torch._foreach_norm(parts, power)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).double()
 
 
 def _in_pieces(parts: Sequence[torch.Tensor], power: int) -> torch.Tensor:
@@ -396,7 +409,7 @@ class Samples:
         away = torch.stack([part.double().sum() for part in moved.split(lengths[:count])])
         squares = torch.cat([squares, (away * torch.tensor(scale[:count], device=norms.device))[None]])
         sums = self.groups.over_processes(torch.stack([self.groups.summed(part) for part in squares]))
-        lost = torch.zeros_like(sums[0])
+        lost = norms.new_zeros(len(self.groups.keys))
         owners = torch.tensor([self.groups.groups[place] for place, _ in self._keys], device=norms.device).long()
         lost.scatter_reduce_(0, owners, norms[0, count:] / norms.amax(0)[count:].clamp(min=1e-30), "amax")
         found = {
@@ -456,6 +469,7 @@ class UpdateRatios(TrainerCallback):
         self._frozen: set[int] = set()  # the places of weights that stay as they are, such as LoRA's base
         self._sums: dict[str, torch.Tensor] = {}  # by metric: of each group, before the root is taken
         self.still: list[torch.Tensor] = []
+        self._gradients: torch.Tensor | None = None  # the largest |gradient| of each parameter, where steps free them
         self._largest: torch.Tensor | None = None  # |update|, |gradient| of each parameter [2, parameters]
         self._group_of: dict[int, tuple[int, float | None]] = {}  # by parameter: its optimizer and learning rate
 
@@ -475,6 +489,7 @@ class UpdateRatios(TrainerCallback):
             return
         self._frozen = {index for index, p in enumerate(self.groups.parameters) if not p.requires_grad}
         self._before = [local_part(p).clone() if p.requires_grad else local_part(p) for p in self.groups.parameters]
+        self._gradients = self._peaks([p.grad for p in self.groups.parameters]) if self.groups.fleeting else None
 
     @torch.no_grad()
     def after_step(self, optimizers: Optimizers = ()) -> None:
@@ -510,18 +525,21 @@ class UpdateRatios(TrainerCallback):
                 sums[metric] = self.groups.local_sums(moments, power=1 if metric == "second_moment" else 2)
         self._sums = dict(zip(sums, self.groups.over_processes(torch.stack(list(sums.values()))), strict=True))
 
+    def _peaks(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return the largest magnitude in each of these tensors, 0 where there is none; does not wait."""
+        there = [at for at, x in enumerate(tensors) if x is not None and not x.is_sparse and local_part(x).numel()]
+        parts = [local_part(cast(torch.Tensor, tensors[at])) for at in there]
+        peaks = torch.zeros(len(tensors), device=parts[0].device if parts else self.groups.device)
+        if parts and all(part.device == peaks.device for part in parts):
+            peaks[there] = torch.stack([torch.linalg.vector_norm(part, math.inf).float() for part in parts])
+        return peaks.to(self.groups.device)
+
     def _largest_of(self, moved: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return the largest |update| and |gradient| of each parameter, 0 where there is none; does not wait."""
-        gradients = [None if old is None else p.grad for old, p in zip(moved, self.groups.parameters, strict=True)]
-        device = local_part(self.groups.parameters[0]).device
-        largest = torch.zeros(2, len(moved), device=device)
-        for index, tensors in enumerate((moved, gradients)):
-            there = [at for at, x in enumerate(tensors) if x is not None and not x.is_sparse and local_part(x).numel()]
-            parts = [local_part(cast(torch.Tensor, tensors[at])) for at in there]
-            if parts and all(part.device == device for part in parts):
-                largest[index, there] = torch.stack(
-                    [torch.linalg.vector_norm(part, math.inf).float() for part in parts]
-                )
+        """Return the largest |update| and |gradient| of each parameter; does not wait."""
+        if (gradients := self._gradients) is None:
+            pairs = zip(moved, self.groups.parameters, strict=True)
+            gradients = self._peaks([None if old is None else p.grad for old, p in pairs])
+        self._gradients, largest = None, torch.stack([self._peaks(moved), gradients])
         if self.groups.sharded:
             torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         return largest

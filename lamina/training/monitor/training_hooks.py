@@ -21,7 +21,7 @@ from lamina.modeling.processes import Processes
 from lamina.probes.structure.hooks import Kwargs, Output
 from lamina.training.checkpointing.sharding import local_part
 from lamina.training.monitor.batches import KeptBatches
-from lamina.training.monitor.flat_parameters import FlatParameters, is_deepspeeds
+from lamina.training.monitor.flat_parameters import FlatParameters
 from lamina.training.monitor.followed import Followed, Inputs, follow, is_tokens
 from lamina.training.monitor.graph_hooks import GraphHooks, hook, is_compiled
 from lamina.training.monitor.listeners import listening
@@ -43,6 +43,7 @@ from lamina.training.monitor.stream_measures import (
     rows_of,
 )
 from lamina.training.monitor.writers import Row, WatchSettings
+from lamina.training.monitor.zero import ZeroGroups, is_deepspeeds, steps_of, zero_optimizer
 
 _MARKED = 8192  # elements that tell one batch from another
 
@@ -124,8 +125,8 @@ class Taken:
 def stepping(optimizer: object) -> torch.optim.Optimizer:
     """Unwrap the torch optimizer inside accelerate's or DeepSpeed's. Raises UserError for anything else."""
     inner: Output = optimizer
-    while not type(inner).__module__.startswith("torch.") and isinstance(
-        getattr(inner, "optimizer", None), torch.optim.Optimizer
+    while not type(inner).__module__.startswith("torch.") and hasattr(
+        getattr(inner, "optimizer", None), "param_groups"
     ):
         inner = inner.optimizer
     if not hasattr(inner, "register_step_pre_hook"):
@@ -187,7 +188,13 @@ class Instruments:
         parameters = list(self.model.parameters())
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
         self._device = next((parameter.device.type for parameter in parameters), "cpu")
-        self._flat = FlatParameters(self.model)
+        self._zero = zero_optimizer(model, optimizers)
+        self._flat = FlatParameters(self.model, self._zero)
+        self._groups: Sequence[torch.optim.Optimizer | ZeroGroups] = self.optimizers
+        if self._zero is not None:
+            self._groups = [ZeroGroups(optimizer, self._flat.zero) for optimizer in self.optimizers]
+            if settings.skip_outliers is not None:
+                raise UserError("skip_outliers: DeepSpeed takes every step (leave it out)")
         self.parameters = self._flat.numel(self.model)
         self.half = any(parameter.dtype == torch.float16 for parameter in parameters)
         self._clipped_at: float | None = None
@@ -235,12 +242,12 @@ class Instruments:
         self._judge, self._found, self._untold = judge, found, untold
         base = getattr(self.model, "base_model", None)
         roots = [self.model, base] if isinstance(base, nn.Module) and base is not self.model else [self.model]
-        with temporary_hooks() as hooks, listening(self), self._measuring:
+        with temporary_hooks() as hooks, listening(self), self._measuring, self._zero_steps():
             self._roots, (enter, leave) = roots, (hook(act, traced=False) for act in (self._enter, self._leave))
             for root in roots:
                 hooks.append(root.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
                 hooks.append(root.register_forward_hook(leave, with_kwargs=True, always_call=True))
-            for optimizer in self.optimizers:
+            for optimizer in self.optimizers if self._zero is None else ():
                 hooks.append(optimizer.register_step_pre_hook(self._before_step))
                 hooks.append(optimizer.register_step_post_hook(self._after_step))
             try:
@@ -249,6 +256,16 @@ class Instruments:
                 for part in (self._signs, self._graph):
                     if part is not None:
                         part.close()
+
+    @contextmanager
+    def _zero_steps(self) -> Iterator[None]:
+        """Look before and after each step of ZeRO's optimizer, which calls torch's several times a step."""
+        if self._zero is None:
+            yield
+            return
+        (optimizer,) = self.optimizers
+        with steps_of(self._zero, partial(self._before_step, optimizer, (optimizer,), {}), self._left_zero):
+            yield
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: Kwargs) -> None:
         if self._inside is not None or self._looking or all(module is not root for root in self._roots):
@@ -291,7 +308,8 @@ class Instruments:
         if before is not None:
             followed.notes[:] = [*before.notes, *(note for note in followed.notes if note not in before.notes)]
         known = set() if self._norms is None else {id(p) for p in self._norms.parameters}
-        self._norms = GradientNorms(self.model, found_parameters(self.model, structure), exact=True)
+        owned = found_parameters(self.model, structure, self._flat)
+        self._norms = GradientNorms(self.model, owned, exact=True, flat=self._flat)
         self._updates = UpdateRatios(self.model, self._norms)
         self._updates.samples.resumed = self.resumed
         compiled = is_compiled(self.model)
@@ -310,13 +328,15 @@ class Instruments:
             points = followed.points
             self._graph = GraphHooks(points) if compiled else None
             self._meter = ForwardMeter(points, structure if self.settings.attention else None, graph=self._graph)
-        self._gains = [] if structure is None or self._flat else gains_of(structure)
-        if is_deepspeeds(self.model):
+        hidden_by = self._flat.hidden_by
+        self._gains = [] if structure is None or hidden_by else gains_of(structure)
+        if is_deepspeeds(self.model) and not self._flat:
             self.note("DeepSpeed hides gradients and weights: they are not recorded by layer, and nothing is checked")
-        if self._flat:
-            self.note(
-                "FSDP1 hides whole weights: no norms' gains and longest rows are recorded, and nothing is checked"
-            )
+        elif hidden_by:
+            what = "no norms' gains and longest rows are recorded, and nothing is checked"
+            self.note(f"{hidden_by} hides whole weights: {what}")
+        elif self._flat:
+            self.note("nothing is checked before the first step under DeepSpeed")
         self._found(dict(inputs))
 
     def note(self, text: str) -> None:
@@ -333,10 +353,11 @@ class Instruments:
         self._scaled = None, None
         stepped = self._began or self.ended
         if self._passed and not stepped and self._inside is None and not self._looking:
+            optimizers = self.optimizers if self._zero is None else ()  # ZeRO zeroes gradients itself
             if not self._differentiated:
-                self._kept = kept_square(self.optimizers)
+                self._kept = kept_square(optimizers)
             elif self._kept is not None:  # a later micro-batch, or a loss whose gradient is zeroed only now
-                kept = kept_square(self.optimizers)
+                kept = kept_square(optimizers)
                 self._kept = None if kept is None else torch.minimum(self._kept, kept)
             self._differentiated.append((whole if scaled is loss and whole is not None else loss).detach())
 
@@ -393,6 +414,8 @@ class Instruments:
             self._follow(self.model, {main: torch.arange(1, 9, device=device)[None]})
         assert self._norms is not None
         self._current = self._norms.squares()
+        if self._zero is not None:  # float16's scale, by which its own step divides
+            self._current = self._current / float(self._zero.loss_scale) ** 2
         if not self.on_cpu or not math.isfinite(float(self._current.sum())):
             trained = [p if p.requires_grad else None for p in self._norms.parameters]
             self._weights = self._norms.over_processes(self._norms.local_sums(trained))
@@ -423,16 +446,24 @@ class Instruments:
         if first and self._updates is not None:
             self._moved = self.due or rate > GROWTH * self._measured_rate
             self._measured_rate = rate if self._moved else self._measured_rate
-            self._updates.before_step(self.optimizers, recorded=self._moved)
+            self._updates.before_step(self._groups, recorded=self._moved)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
         self.ended.add(id(optimizer))
         if len(self.ended) == len(self.optimizers) and self._updates is not None:
-            self._updates.after_step(self.optimizers)  # behind all optimizers' steps, in any order
+            self._updates.after_step(self._groups)  # behind all optimizers' steps, in any order
+
+    def _left_zero(self) -> None:
+        self._after_step(self.optimizers[0], (), {})
+        self.scales_losses |= float(self._zero.loss_scale) != 1.0
+        if self._zero.overflow:  # its step was left out
+            self._began.clear()
 
     @property
     def accumulates(self) -> bool:
         """Whether only a micro-batch of a step has ended; a step that a loss scaler skips counts as ended."""
+        if self._zero is not None:
+            return not self.ended
         return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
 
     def step_loss(self) -> torch.Tensor | None:
@@ -448,7 +479,7 @@ class Instruments:
 
     def end_step(self, step: int) -> Taken:
         if self._updates is not None:
-            self._updates.after_step(self.optimizers)  # if one of the optimizers left the step out
+            self._updates.after_step(self._groups)  # if one of the optimizers left the step out
         squares, self._current = self._current, None
         norm = None if squares is None else squares.sum().sqrt()
         stepped = bool(self._began)
@@ -567,7 +598,7 @@ class Instruments:
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
             "settings": {
                 "beta2": max((float(b[1]) for b in betas if isinstance(b, Sequence) and len(b) == 2), default=None),
-                "max_grad_norm": self._clipped_at,
+                "max_grad_norm": self._clipped_at or getattr(self._zero, "clip_grad", None) or None,
             },
             "half": self.half,
             "notes": followed.notes,

@@ -1,9 +1,10 @@
-"""Run by torchrun in two processes: a watched loop under DDP, FSDP1 or FSDP2, and what one process computes by hand.
+"""Run by torchrun in two processes: a watched loop under DDP, FSDP or DeepSpeed, and what one process computes by hand.
 
-Both are wrapped by PyTorch's own calls, and by accelerate.
+DDP and FSDP are wrapped by PyTorch's own calls, and by accelerate.
 """
 
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,10 @@ def by_hand():
 
 
 def whole(parameter):
+    if hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter)
     value = parameter.detach()
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
@@ -89,8 +94,28 @@ def wrapped_by_hand(kind, model):
     return wrapped, optimizer, torch.Tensor.backward, clip
 
 
+def deepspeeds(kind, model):
+    """ZeRO 1, 2 or 3 by DeepSpeed itself, which clips in its own step."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    sys.path.append(os.environ["LAMINA_DEEPSPEED"])
+    import deepspeed
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles its own communication
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.1,
+            "zero_optimization": {"stage": int(kind[4]), "stage3_param_persistence_threshold": 0},
+        },
+    )
+    return engine, optimizer, engine.backward, lambda parameters, limit: None
+
+
 def watched(kind, folder):
-    wrap = accelerated if kind.startswith("accelerate") else wrapped_by_hand
+    by_name = {"acce": accelerated, "zero": deepspeeds}
+    wrap = by_name.get(kind[:4], wrapped_by_hand)
     wrapped, optimizer, backward, clip = wrap(kind, llama())
     context = lamina.watch(wrapped, optimizer, output=str(folder), every=STEPS) if folder else torch.enable_grad()
     if one_line := bool(folder) and kind == "ddp-one-line":
@@ -102,7 +127,7 @@ def watched(kind, folder):
             loss = wrapped(input_ids=ids, labels=ids).loss
             backward(loss)
             clip(wrapped.parameters(), 0.1)
-            optimizer.step()
+            (wrapped if kind.startswith("zero") else optimizer).step()
             optimizer.zero_grad()
             if folder and not one_line:
                 monitor.step(loss)

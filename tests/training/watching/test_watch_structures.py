@@ -129,18 +129,6 @@ def test_each_layer_of_both_stacks_has_its_own_place(tmp_path, make):
     assert {layer for layer, _, _ in updates} == {-1, *range(len(layers) + len(others))}
 
 
-def test_deepspeed_is_said_to_hide_weights_and_no_optimizer_is_said_to_miss_them(tmp_path):
-    """A stand-in: ZeRO marks the model's parameters so, and its optimizer has others."""
-    model = NanoGpt()
-    for number, parameter in enumerate(model.parameters()):
-        parameter.ds_id = number
-    mine = [torch.nn.Parameter(parameter.detach().flatten()) for parameter in model.parameters()]
-    loop(model, tmp_path / "run", 2, optimizer=torch.optim.AdamW(mine))
-    notes = json.loads((tmp_path / "run" / "watched.json").read_text())["notes"]
-    assert any(note.startswith("DeepSpeed hides gradients") for note in notes)
-    assert not any("in no optimizer" in note for note in notes)
-
-
 @pytest.mark.parametrize("starts", [(), (9,)])
 def test_a_layer_is_compared_with_its_own_stack(starts):
     alarms = Alarms(starts=starts)

@@ -148,6 +148,9 @@ def test_trainer_computes_the_same_bits_and_its_dropout_draws_the_same_numbers(t
 
 
 SCRIPT = Path(__file__).with_name("sharded_loop.py")
+WITH_DEEPSPEED = pytest.mark.skipif(
+    "LAMINA_DEEPSPEED" not in os.environ, reason="LAMINA_DEEPSPEED names no folder with DeepSpeed"
+)
 
 
 @pytest.mark.slow
@@ -156,9 +159,15 @@ SCRIPT = Path(__file__).with_name("sharded_loop.py")
     [
         *("ddp", "ddp-one-line", "fsdp1", "fsdp1-flat", "fsdp2", "accelerate-ddp", "accelerate-fsdp2"),
         *("ddp-compiled", "ddp-compiled-layers", "fsdp2-compiled-layers"),
+        *(pytest.param(f"zero{stage}", marks=WITH_DEEPSPEED) for stage in (1, 2, 3)),
     ],
 )
 def test_two_processes_are_measured_as_one(tmp_path, kind):
+    """DeepSpeed itself comes from the folder that LAMINA_DEEPSPEED names; without it, ZeRO is skipped.
+
+    pip install --no-deps --target FOLDER deepspeed==0.19.8 einops msgpack hjson py-cpuinfo
+    LAMINA_DEEPSPEED=FOLDER pytest -m slow tests/training/watching -k zero
+    """
     roots = [str(SCRIPT.parents[2]), str(SCRIPT.parents[3])]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
     ended = subprocess.run(

@@ -1,0 +1,53 @@
+"""Parts of parameters that stand in for tensors: what this process holds of a flat one."""
+
+from __future__ import annotations
+
+import torch
+
+
+class HeldPart:
+    """This process's part of a module's parameter, inside a flat parameter; used in place of a tensor."""
+
+    def __init__(self, flat: torch.Tensor, path: str, first: int, count: int):
+        self.flat, self.path = flat, path
+        self._slice = slice(first, first + count)
+        self.shape, self.ndim = torch.Size([count]), 1
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.flat.requires_grad
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.flat.dtype
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return None if self.flat.grad is None else self.flat.grad[self._slice]
+
+    def detach(self) -> torch.Tensor:
+        return self.flat.detach()[self._slice]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def is_floating_point(self) -> bool:
+        return self.flat.is_floating_point()
+
+    def of(self, state: torch.Tensor) -> torch.Tensor | None:
+        """Return this part of the optimizer's state of the flat parameter; None for one of another shape."""
+        return state[self._slice] if state.shape == self.flat.shape else None
+
+
+def stored(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the parameter that an optimizer has: a part's flat one, or the parameter itself."""
+    return parameter.flat if isinstance(parameter, HeldPart) else parameter
+
+
+def part_of(parameter: torch.Tensor, state: object) -> torch.Tensor | None:
+    """Return what an optimizer keeps of a parameter, if that has its shape."""
+    if not isinstance(state, torch.Tensor):
+        return None
+    if isinstance(parameter, HeldPart):
+        return parameter.of(state)
+    return state if state.shape == parameter.shape else None

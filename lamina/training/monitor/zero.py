@@ -1,0 +1,157 @@
+"""DeepSpeed's ZeRO 1 to 3: which part of each parameter this process holds, and when a step is taken.
+
+ZeRO keeps float32 weights, gradients and the optimizer's moments in flat tensors, of which each process has a slice;
+stage 3 also splits the model's own parameters. Its optimizer updates slice after slice by a torch optimizer, and frees
+gradients on the way, so its own ``step`` is the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed import get_rank, get_world_size
+
+from lamina.core.json_types import Json
+from lamina.modeling.parts import patched
+from lamina.training.monitor.held_parts import HeldPart
+
+Zero: TypeAlias = Any
+"""ZeRO's optimizer; DeepSpeed need not be installed."""
+Marked: TypeAlias = Any
+"""A parameter with DeepSpeed's marks."""
+
+
+class ZeroPart(HeldPart):
+    """This process's part of a parameter: of the weights that ZeRO's optimizer updates.
+
+    Args:
+        place: the flat tensor, where the part begins there, and its length.
+        gradient: returns the part's gradient; its tensor may be of another shape or empty.
+        group: the optimizer's group; -1 for a frozen parameter, which none has.
+        share: the weight of this process's part in a sum over processes.
+    """
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        place: tuple[torch.Tensor, int, int],
+        gradient: Callable[[], torch.Tensor | None],
+        *,
+        group: int,
+        share: float = 1.0,
+    ):
+        super().__init__(place[0], "", *place[1:])
+        self.parameter, self.group, self.share, self._gradient = parameter, group, share, gradient
+
+    @property
+    def split(self) -> bool:
+        """Whether the model's own parameter is split, too."""
+        return hasattr(self.parameter, "ds_id")
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.parameter.requires_grad
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return self._gradient() if self.requires_grad and self.group >= 0 else None
+
+
+def is_deepspeeds(model: nn.Module) -> bool:
+    """Return whether DeepSpeed's ZeRO keeps a model's gradients and weights elsewhere (it marks the parameters)."""
+    return any(hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def zero_optimizer(model: object, optimizers: Iterable[object]) -> Zero:
+    """Find ZeRO's optimizer in DeepSpeed's engine or in what wraps it; None without one, or if it swaps to a disk."""
+    for found in (model, *optimizers):
+        while found is not None:
+            if hasattr(found, "bit16_groups") or hasattr(found, "fp32_partitioned_groups_flat"):
+                return None if getattr(found, "swap_optimizer", False) else found
+            found = getattr(found, "optimizer", None)
+    return None
+
+
+def zero_parts(zero: Zero, model: nn.Module) -> dict[int, ZeroPart]:
+    """Return each parameter's part, by the parameter's id."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        return {id(parameter): _stage_3(zero, parameter) for parameter in model.parameters()}
+    flats = zero.single_partition_of_fp32_groups
+    groups = zip(zero.bit16_groups, flats, strict=True)
+    return {
+        id(parameter): _stage_1_or_2(parameter, flat, group)
+        for group, (members, flat) in enumerate(groups)
+        for parameter in members
+    }
+
+
+def _stage_1_or_2(parameter: Marked, flat: torch.Tensor, group: int) -> ZeroPart:
+    mapping = parameter._hp_mapping  # None where another process has all of it
+    first = count = 0
+    if mapping is not None:
+        first, count = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+
+    def gradient() -> torch.Tensor | None:
+        try:
+            return None if mapping is None else mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
+        except ValueError:  # the step has freed it
+            return None
+
+    return ZeroPart(parameter, (flat, first, count), gradient, group=group)
+
+
+def _stage_3(zero: Zero, parameter: Marked) -> ZeroPart:
+    processes, size = parameter.ds_process_group, parameter.ds_tensor.numel()
+    share = get_world_size(processes) / get_world_size()
+    count = max(0, min(size, parameter.ds_numel - size * get_rank(processes)))  # padding is behind the last part
+    number = zero.get_param_id(parameter)
+    if number not in zero.grad_position:
+        place = (parameter.ds_tensor, 0, count)
+        return ZeroPart(parameter, place, lambda: None, group=-1, share=share)
+    sub_group, first, _ = zero.grad_position[number]
+
+    def gradient() -> torch.Tensor:
+        return zero._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)[0][:count]
+
+    place = (zero.fp32_partitioned_groups_flat[sub_group], first, count)
+    return ZeroPart(parameter, place, gradient, group=zero.sub_group_to_group_id[sub_group], share=share)
+
+
+class ZeroGroups:
+    """The groups and the state of ZeRO's torch optimizer, with a flat tensor for each parameter of a group.
+
+    Used in place of that optimizer, whose groups stage 3 empties between its updates.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parts: Mapping[int, ZeroPart]):
+        self._optimizer, self._parts = optimizer, list(parts.values())
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Json]:
+        return self._optimizer.state
+
+    @property
+    def param_groups(self) -> list[Json]:
+        return [
+            {**group, "params": [part.flat for part in self._parts if part.group == number]}
+            for number, group in enumerate(self._optimizer.param_groups)
+        ]
+
+
+@contextmanager
+def steps_of(zero: Zero, before: Callable[[], object], after: Callable[[], object]) -> Iterator[None]:
+    """Call functions before and after each step of ZeRO's optimizer inside the context."""
+    step = zero.step
+
+    def telling(*args: object, **kwargs: object) -> object:
+        before()
+        result = step(*args, **kwargs)
+        after()
+        return result
+
+    with patched(zero, step=telling):
+        yield
