@@ -37,10 +37,14 @@ def _section(name: str) -> Iterator[str]:
     yield placement.advice
     facts = {
         "Initializer": f"`{placement.initialization}`" if placement.initialization != "normal" else "",
-        "Source": re.sub(_ARXIV, r"[\1](https://arxiv.org/abs/\2)", placement.source.replace("; ", ", ")),
         "Evidence": _evidence(name),
     }
-    yield ". ".join(f"**{fact}:** {text}" for fact, text in facts.items() if text)
+    yield ". ".join([linked(placement.source), *(f"**{fact}:** {text}" for fact, text in facts.items() if text)])
+
+
+def linked(source: str) -> str:
+    """The papers of a source as links."""
+    return re.sub(_ARXIV, r"[\1](https://arxiv.org/abs/\2)", source.replace("; ", ", "))
 
 
 def _evidence(name: str) -> str:

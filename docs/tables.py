@@ -21,7 +21,7 @@ from measured_tables import (
     studies_sentence,
     watching_sentence,
 )
-from placement_sections import sections
+from placement_sections import linked, sections
 
 from lamina.core.architectures import ARCHITECTURES, conversions
 from lamina.jobs.columns import RESULT_COLUMNS
@@ -62,7 +62,7 @@ def wirings_table() -> str:
     rows = ["| wiring | equation | source |", "|---|---|---|"]
     for name in WIRINGS.names():
         wiring = WIRINGS.get(name)
-        rows.append(f"| `{name}` | `{wiring.equation}` | {wiring.source.replace('; ', ', ')} |")
+        rows.append(f"| `{name}` | `{wiring.equation}` | {linked(wiring.source)} |")
     return "\n".join(rows)
 
 
@@ -109,6 +109,9 @@ def placements_speed(name: str) -> str:
     )
 
 
+_BESIDE = ("transformers", "lamina")  # the others only compiled
+
+
 def training_table(name: str) -> str:
     """The largest size of a record of benchmarks/training.py: each contender's speed and memory."""
     record = _record(name)
@@ -116,7 +119,8 @@ def training_table(name: str) -> str:
         return _unmeasured(name)
     part = record["parts"][-1]
     lines = ["| trained in fp32 | speed | peak memory | first step |", "|---|---|---|---|"]
-    for row in (row for row in part["results"] if "absent" not in row):
+    measured = [row for row in part["results"] if "absent" not in row]
+    for row in (row for row in measured if not _label(row).endswith("eager") or _label(row).startswith(_BESIDE)):
         cells = [_label(row), f"{row['speed_ratio']:.2f}", f"{row['peak_memory_mib']:,} MiB"]
         cells.append(f"{row['first_step_seconds']:.0f} s")
         lines.append(f"| {' | '.join(cells)} |")

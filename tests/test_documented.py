@@ -31,7 +31,6 @@ PYTHON_ELSEWHERE = {  # pages whose Python is run by the test of their own
 }
 NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run here
     "pip install": "changes the environment; the extras are compared with pyproject.toml",
-    "python -m tools.reliability.command_lines": "takes minutes; tools/reliability has its own tests",
     "make demo": "makes a virtual environment; its only line is lamina compare's",
     "make test": "these tests",
     "make bench-gpu": "needs a GPU",
@@ -48,7 +47,6 @@ NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run h
     "tensorboard --logdir": "a server; tests/training/test_run_folder.py reads what it shows",
     "lamina study run mix-ppl\n": "half an hour; tests/lab/papers runs smaller ones to the end",
     "lamina study run mix-ppl,keel-lr": "hours; tests/lab/papers runs smaller ones to the end",
-    "lamina study run peri-lr": "hours; tests/lab/papers runs smaller ones to the end",
     "lamina study run all": "days",
     "lamina report runs/studies/mix-ppl-cpu": "needs that study; tests/lab/papers writes the figures of smaller ones",
     "lamina report runs/compare --screenshot": "needs Chromium",
@@ -56,7 +54,6 @@ NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run h
     "lamina eval --compare": "needs two evaluations of the same items: tests/evaluation/test_paired.py compares some",
     "lamina study worker mix-ppl --scale gpu": "hours on a GPU: tests/lab/papers has two workers",
     "lamina study run mix-ppl --scale gpu --engine ray": "needs a Ray cluster with GPUs",
-    "lamina study run fuse-128 --scale gpu": "needs a Ray cluster with GPUs",
     "from lamina.placements import Layer": "a file: tests/placements/test_own_placement_docs.py",
     "import torch\nfrom lamina.modeling import LaminaNorm": "the same file",
     "from dataclasses import replace\n\nfrom lamina.placements.plan": "the same file",

@@ -16,7 +16,7 @@ from lamina.placements.registry import placement
     source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; profile-free: admin-torch",
     initialization="admin",
     advice=(
-        "Mix-LN's authors use a learning rate of 1e-3 at 250M parameters, with 10 % warm-up. If the embedding starts "
+        "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. If the embedding starts "
         "with a standard deviation of 0.02, set embedding_norm=true. Otherwise all omegas but the first start near "
         "0.02 instead of 1."
     ),

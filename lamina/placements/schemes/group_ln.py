@@ -18,7 +18,7 @@ from lamina.placements.registry import placement
     source="Wu & He 2018 (arXiv 1803.08494); a baseline of Mix-LN Table 6, which does not say which variant it is",
     initialization="normal",
     advice=(
-        "Mix-LN's authors use a learning rate of 1e-3 at 250M parameters, with 10 % warm-up. The number of groups "
+        "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. The number of groups "
         "must divide the hidden size."
     ),
 )
