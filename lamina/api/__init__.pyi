@@ -837,8 +837,8 @@ def study(
 ) -> StudyOutcome:
     """Run a study and judge its claims, as `lamina study run` does.
 
-    The keywords are the settings of `lamina study`. ``study`` is a name of the catalog or the YAML file of your
-    own; OUTPUT/report.html is the page.
+    The keywords are the settings of `lamina study`. ``study`` is a name of the catalog or your YAML file;
+    OUTPUT/report.html is the page.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, an

@@ -63,7 +63,7 @@ def build(
         scaling: scales initial weights, and a named placement's multiplier, to other sizes
             (``lamina.modeling.scaling``).
         adapter: other names of the backbone's modules, by the fields of ``lamina.modeling.modeling_lamina.Adapter``
-            (``{"attention": "attn", "norm": "ln_f"}``); by default those of its configuration, ``lamina_adapter``.
+            (``{"attention": "attn", "norm": "ln_f"}``) (default: ``lamina_adapter`` of its configuration).
         placement_options: the placement's options and those that every placement takes.
 
     Returns:

@@ -231,8 +231,10 @@ class ScalingSettings(Settings, group="width and depth scaling"):
         None, "hidden size at which the learning rate was chosen, where width scaling changes nothing", at_least(1)
     )
     k_embedding: float = setting(1.0, "with width scaling, a factor on the embedding's learning rate", above(0.0))
-    k_hidden: float = setting(1.0, "the same for all weights between embedding and output head", above(0.0))
-    k_readout: float = setting(1.0, "the same for the output head", above(0.0))
+    k_hidden: float = setting(
+        1.0, "with width scaling, a factor on the learning rate between embedding and output head", above(0.0)
+    )
+    k_readout: float = setting(1.0, "with width scaling, a factor on the output head's learning rate", above(0.0))
     depth_scaling: Literal["none", "depth-mup", "completep"] = setting(
         "none",
         "how branches, rates and epsilon scale with the number of blocks: none, depth-mup (Yang et al. 2023) or "

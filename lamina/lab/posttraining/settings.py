@@ -134,7 +134,7 @@ class MemorySettings(Settings, group="machine"):
 
     weights: Literal["fp32", "bf16", "nf4", "int8"] = setting(
         "fp32",
-        "of the model in memory: fp32, bf16, or with LoRA nf4 or int8, whose linear layers bitsandbytes quantizes",
+        "number format of the weights in memory: fp32 or bf16. With LoRA also nf4 or int8, by bitsandbytes",
     )
     attn_implementation: str = setting(
         "auto",

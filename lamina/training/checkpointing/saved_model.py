@@ -172,8 +172,8 @@ def check_repository(name: str) -> None:
         reason = f"is not a repository's name ({one_line(error)}; allowed: OWNER/NAME)"
         raise UserError(f"push_to_hub: {name!r} {reason}") from None
     if get_token() is None:
-        allowed = "allowed: after `hf auth login`, or with HF_TOKEN"
-        raise UserError(f"push_to_hub: {name!r} needs a token of the Hugging Face hub ({allowed})")
+        reason = "needs a token of the Hugging Face hub. Run `hf auth login`, or set HF_TOKEN."
+        raise UserError(f"push_to_hub: {name!r} {reason}")
 
 
 def push(folder: Path, name: str) -> bool:

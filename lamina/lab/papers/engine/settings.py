@@ -44,7 +44,7 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     )
     order = ("study", "scale")
 
-    study: str | None = setting(None, "a study's name (see `lamina study list`), or the YAML file of your own", place)
+    study: str | None = setting(None, "a study's name (see `lamina study list`), or your YAML file", place)
     scale: ScaleName = setting("cpu", "cpu (2 cores, minutes to an hour), gpu (one GPU), paper (the paper's own)")
     seeds: str | None = setting(None, "other seeds than the study's, comma-separated", seed_list)
     corpus: str | None = setting(None, "another corpus than the study's", corpus_name)
@@ -58,7 +58,7 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     gpus: float = setting(0.0, "with the engine ray, GPUs of each process of a trial", not_below(0.0), decides=False)
     processes: int = setting(
         1,
-        "with the engine ray, processes per trial, on one host or several, one bundle each",
+        "processes per trial with the engine ray. Each is a bundle, on any host",
         at_least(1),
         decides=False,
     )
