@@ -14,7 +14,7 @@ from typing import TypeAlias, cast
 
 import torch
 from torch import nn
-from torch.distributed import get_world_size, is_initialized
+from torch.distributed import ProcessGroup, get_world_size, is_initialized
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback
 from transformers import TrainerState as State
@@ -121,6 +121,7 @@ class GradientNorms:
         exact: whether a CPU sums in short pieces and adds these in float64: torch's norm of a tensor of 2**24 floats is
             off by 7e-4 there. A run's own records keep torch's bits.
         flat: the model's flat parameters; None looks for FSDP1's.
+        group: the processes that share the model, a pipeline stage's; None for all.
     """
 
     def __init__(
@@ -130,8 +131,9 @@ class GradientNorms:
         *,
         exact: bool = False,
         flat: FlatParameters | None = None,
+        group: ProcessGroup | None = None,
     ):
-        self._exact = exact
+        self._exact, self.group = exact, group
         keys: dict[Owner, int] = {}
         self.parameters: list[torch.Tensor] = []
         self.groups: list[int] = []
@@ -147,8 +149,9 @@ class GradientNorms:
         self.sharded = bool(flat) or any(isinstance(parameter, DTensor) for parameter in self.parameters)
         self._all = list(map(id, self.parameters)) == list(map(id, model.parameters()))
         shares = [flat.share(parameter) for parameter in self.parameters]
+        others = 1.0 if group is None else get_world_size() / get_world_size(group)
         self._shares = [
-            1.0 if not self.sharded else _share(parameter) if share is None else share
+            1.0 if not self.sharded else others * (_share(parameter) if share is None else share)
             for parameter, share in zip(self.parameters, shares, strict=True)
         ]
         self._sent: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -202,14 +205,14 @@ class GradientNorms:
         if not self.sharded:
             return there
         flag = torch.tensor(float(there), device=self.device)
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self.group)
         return bool(flag)
 
     def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum the processes' shares; without sharding, each process already has the whole."""
         if self.sharded:
             sums = sums.to(self.device)  # ZeRO may keep its parts on the CPU
-            torch.distributed.all_reduce(sums)
+            torch.distributed.all_reduce(sums, group=self.group)
         return sums
 
     def trained(self) -> set[Owner]:
@@ -541,7 +544,7 @@ class UpdateRatios(TrainerCallback):
             gradients = self._peaks([None if old is None else p.grad for old, p in pairs])
         self._gradients, largest = None, torch.stack([self._peaks(moved), gradients])
         if self.groups.sharded:
-            torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+            torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=self.groups.group)
         return largest
 
     def _unmoved(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import Any
 
 from torch import distributed, nn
 
@@ -11,20 +12,21 @@ from lamina.modeling.processes import Processes
 from lamina.training.monitor.writers import WatchSettings
 
 
-def processes_of(model: nn.Module, settings: WatchSettings) -> Processes:
+def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, distributed.ProcessGroup | None]:
     """Return the processes that train the same layers: of several pipeline stages, each has its own folder.
 
-    All processes call it. Raises UserError if stages have the same folder.
+    Comes with the group that they share tensors in, None for all processes. All processes call it. Raises UserError if
+    stages have the same folder.
     """
     if not (distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1):
-        return Processes()
+        return Processes(), None
     group = None if distributed.get_backend() == "gloo" else distributed.new_group(backend="gloo")
     processes = Processes(rank=distributed.get_rank(), size=size, group=group)
     names = [name for name, _ in model.named_parameters()] if isinstance(model, nn.Module) else []
     part = settings.first_layer, sha256(" ".join(names).encode()).hexdigest()
     every = processes.everyones((settings.output, part))
     if len({part for _, part in every}) == 1:
-        return processes
+        return processes, None
     folders = dict.fromkeys(folder for folder, _ in every)
     if len(set(every)) > len(folders):
         raise UserError(
@@ -32,9 +34,11 @@ def processes_of(model: nn.Module, settings: WatchSettings) -> Processes:
             'folder: output=f"runs/mine/stage-{stage}"'
         )
     groups = {at: [rank for rank, (folder, _) in enumerate(every) if folder == at] for at in folders}
-    made = {folder: distributed.new_group(ranks, backend="gloo") for folder, ranks in groups.items()}
-    ranks = groups[settings.output]
-    return Processes(rank=ranks.index(processes.rank), size=len(ranks), group=made[settings.output])
+    made: dict[str, tuple[Any, Any]] = {
+        at: (distributed.new_group(ranks, backend="gloo"), distributed.new_group(ranks)) for at, ranks in groups.items()
+    }
+    ranks, (group, tensors) = groups[settings.output], made[settings.output]
+    return Processes(rank=ranks.index(processes.rank), size=len(ranks), group=group), tensors
 
 
 def first_number(model: nn.Module, path: str) -> int:

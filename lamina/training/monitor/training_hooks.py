@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from accelerate.state import GradientState
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
@@ -171,6 +172,7 @@ class Instruments:
     """
 
     resumed = False  # whether steps were done before
+    group: ProcessGroup | None = None  # the processes that share the model, if they are a pipeline stage's
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], settings: WatchSettings):
         if not isinstance(model, nn.Module):
@@ -309,7 +311,7 @@ class Instruments:
             followed.notes[:] = [*before.notes, *(note for note in followed.notes if note not in before.notes)]
         known = set() if self._norms is None else {id(p) for p in self._norms.parameters}
         owned = found_parameters(self.model, structure, self._flat)
-        self._norms = GradientNorms(self.model, owned, exact=True, flat=self._flat)
+        self._norms = GradientNorms(self.model, owned, exact=True, flat=self._flat, group=self.group)
         self._updates = UpdateRatios(self.model, self._norms)
         self._updates.samples.resumed = self.resumed
         compiled = is_compiled(self.model)

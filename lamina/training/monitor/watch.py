@@ -479,8 +479,9 @@ def open_monitor(
     Returns None, after one line in the log, if ``resume="auto"`` finds records after ``step`` steps that can't be
     continued: a training that has begun does not end because of its records. Otherwise raises UserError.
     """
-    processes = processes_of(model, settings)
+    processes, stage = processes_of(model, settings)
     instruments = Instruments(model, optimizers, settings)  # refuses before the folder is touched
+    instruments.group = stage
 
     records: list[WatchedRecords] = []
 

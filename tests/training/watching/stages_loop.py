@@ -1,6 +1,7 @@
-"""Run by torchrun in two processes: a GPT as two pipeline stages, each watched, and what one process computes by hand.
+"""Run by torchrun: a GPT as two pipeline stages, each watched, and what one process computes by hand.
 
-Each process writes its own folder; the first one also trains the whole model on the same batches.
+Each stage has its own folder; the first process also trains the whole model on the same batches. In four processes,
+FSDP2 shards each stage over two.
 """
 
 import json
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 from training.watching.loops import Naive, NanoGpt, Tokens
@@ -75,27 +78,34 @@ def by_hand():
 
 def main(kind, folder):
     distributed.init_process_group("gloo")
-    rank = distributed.get_rank()
+    copies = distributed.get_world_size() // 2  # processes over which FSDP2 shards each stage
+    rank, copy = divmod(distributed.get_rank(), copies)
     model = Stage(NanoGpt(layers=LAYERS), range(CUT) if rank == 0 else range(CUT, LAYERS))
+    group = None
+    if copies > 1:
+        mesh = init_device_mesh("cpu", (2, copies), mesh_dim_names=("stages", "copies"))
+        group = mesh["stages"].get_group()
+        for part in (*model.layers.values(), model):
+            fully_shard(part, mesh=mesh["copies"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
-    schedule = (ScheduleGPipe if kind == "gpipe" else Schedule1F1B)(stage, n_microbatches=MICRO, loss_fn=loss_of)
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"), group=group)
+    schedule = (Schedule1F1B if kind == "1f1b" else ScheduleGPipe)(stage, n_microbatches=MICRO, loss_fn=loss_of)
     try:
         lamina.watch(model, optimizer, output=str(folder / "one")).start()
         raise AssertionError("stages that write into one folder")
     except UserError as error:
         refused = str(error)
     watch = lamina.watch(model, optimizer, output=str(folder / f"stage-{rank}"), every=1)
-    with watch if kind == "gpipe" else nullcontext(watch.start()) as monitor:
+    with watch if kind != "1f1b" else nullcontext(watch.start()) as monitor:
         for step in range(STEPS):
-            inputs, targets = batch_of(step)
+            inputs, targets = (part.chunk(copies)[copy] for part in batch_of(step))
             losses = []
             schedule.step(inputs) if rank == 0 else schedule.step(target=targets, losses=losses)
             optimizer.step()
             optimizer.zero_grad()
-            if kind == "gpipe":
+            if kind != "1f1b":
                 monitor.step(torch.stack(losses).mean() if losses else None)
-    if rank == 0:
+    if distributed.get_rank() == 0:
         losses, gradients, norm = by_hand()
         told = {
             "refused": refused,

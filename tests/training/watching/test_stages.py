@@ -26,12 +26,12 @@ SCRIPT = Path(__file__).with_name("stages_loop.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
-def test_two_stages_are_measured_as_the_whole_model(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "processes"), [("gpipe", 2), ("1f1b", 2), ("fsdp2", 4)])
+def test_two_stages_are_measured_as_the_whole_model(tmp_path, kind, processes):
     roots = [str(SCRIPT.parents[2]), str(SCRIPT.parents[3])]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     ended = subprocess.run(
-        [*command, kind, str(tmp_path)],
+        [*command, str(processes), str(SCRIPT), kind, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
