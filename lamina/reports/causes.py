@@ -600,11 +600,11 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
     }
     total = sum(possible.values())
     (best, share), *runners_up = ((cause, part / total if total else 1.0) for cause, part in possible.items())
-    if signs.half is not False and best != NOT_KNOWN and (same := CAUSES[best].in_half):
-        pair = [(same, share / 2), (best, share / 2)]  # the record does not tell them apart
-        return pair if signs.half else pair[::-1]
     if best == NOT_KNOWN or (signs.view and share < LEAST):
         return [(NOT_KNOWN, share)]
+    if signs.half is not False and (same := CAUSES[best].in_half):
+        pair = [(same, share / 2), (best, share / 2)]  # the record does not tell them apart
+        return pair if signs.half else pair[::-1]
     second = [(cause, part) for cause, part in runners_up if cause != NOT_KNOWN and part >= SECOND]
     return [(best, share), *second[:1]]
 

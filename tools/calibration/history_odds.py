@@ -118,12 +118,15 @@ def reliability(histories: list[Derived], learned: Learned, *, with_rate: bool) 
     table = {name: [0, 0] for name in (*ranges.values(), NOT_KNOWN)}
     for one in histories:
         signs = one.signs if with_rate else replace(one.signs, rates={})
-        (name, odds), *_ = causes_of(signs, learned)
+        (name, odds), *others = causes_of(signs, learned)
+        names = [name]
+        if odds < LEAST_TOLD and others:  # two that the record does not tell apart share their odds
+            names, odds = [name, others[0][0]], 2 * odds
         told = NOT_KNOWN
         if name != NOT_KNOWN:
             told = next(said for (low, high), said in ranges.items() if low <= odds < high)
         table[told][0] += 1
-        table[told][1] += name in KINDS[one.kind].cause
+        table[told][1] += any(each in KINDS[one.kind].cause for each in names)
     return table
 
 

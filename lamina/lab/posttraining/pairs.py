@@ -187,7 +187,7 @@ class DirectPreferences(PairStage[DpoSettings]):
         same = better == worse or (room > 0 and better[:room] == worse[:room])
         return "the two answers are the same, or what is left of them" if same else ""
 
-    def tokens(self, row: Fields) -> list[int]:
+    def token_ids(self, row: Fields) -> list[int]:
         return [*row["prompt_ids"], *row["chosen_ids"]][: self.start.longest]
 
     def counts(self, *parts: Dataset | None) -> Json:

@@ -363,7 +363,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 
         return rows.map(encoded, batched=True, num_proc=self.config.dataset_num_proc)
 
-    def tokens(self, row: Fields) -> list[int]:
+    def token_ids(self, row: Fields) -> list[int]:
         return row["prompt_ids"]
 
     def wrong(self, row: Fields) -> str:

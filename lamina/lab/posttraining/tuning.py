@@ -310,7 +310,7 @@ class TuningStage(TrainingStage[S]):
     def wrong(self, row: Fields) -> str:
         """Say why a prepared row is of no use; empty if it is."""
 
-    def tokens(self, row: Fields) -> list[int]:
+    def token_ids(self, row: Fields) -> list[int]:
         """Return the token ids of a prepared row that the layer monitor reads."""
         return row[self.columns[0]]
 
@@ -377,7 +377,7 @@ class TuningStage(TrainingStage[S]):
             apart, others = self._prepared("eval_data", settings.eval_data)
         train, held_out = split(rows, settings, apart)
         self.train, self.held_out = self.dataset(train, train=True), self.dataset(held_out, train=False)
-        self.inputs = monitored([self.tokens(row) for row in cast("Iterator[Json]", self.held_out)])
+        self.inputs = monitored([self.token_ids(row) for row in cast("Iterator[Json]", self.held_out)])
         self.notes = {"examples": len(train), **self.counts(rows, apart), "held_out": len(held_out)}
         self.notes["skipped"] = skipped + others
         data = fingerprint(train, held_out)
