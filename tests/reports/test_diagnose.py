@@ -87,6 +87,18 @@ def test_what_fits_nothing_that_was_learned_is_not_known(rule, metric, layers, s
     assert 0.4 < odds < 1
 
 
+def test_a_history_does_not_tell_two_causes_that_share_too_little():
+    class Even:
+        def odds(self, factors):
+            return {"values that are not finite": 0.4, "bad batch": 0.35, "not known": 0.25}
+
+    rise = Alarm(
+        step=40, rule="rise", metric="gradient_norm", layer=1, sublayer="attention", role="all", value=9.0, usual=1.0
+    )
+    told = causes_of(Signs(alarms=(rise,), rose=None, half=None, view="loss"), Even())
+    assert [name for name, _ in told] == ["not known"]
+
+
 def test_signs_say_what_loss_and_rate_did():
     alarm = Alarm(
         step=40,

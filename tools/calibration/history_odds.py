@@ -134,10 +134,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, help="folder of the corpus")
     parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--judge", action="store_true", help="fit nothing: judge the committed odds on all these runs")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     every = [run for path in sorted(options.runs.glob("*.parquet")) if (run := Recorded.read(path)).kind]
     histories = [one for run in every for one in derived(run)]
+    if options.judge:
+        for view in VIEWS:
+            told = reliability([one for one in histories if one.view == view], Learned.read(view), with_rate=True)
+            print(view, len(every), "runs", json.dumps(told))
+        return
     record: dict[str, object] = {}
     for view in VIEWS:
         mine = [one for one in histories if one.view == view]
