@@ -169,6 +169,8 @@ NEEDS = {
     "base_depth": {"depth_scaling": "completep"},  # neither is taken alone
     "depth_scaling": {"base_depth": 2},
     "temperature": {"start": 0.25},
+    "start": {"wiring": "mhc"},
+    "collapse": {"wiring": "hc"},
 }
 VALUES = {"wiring": ["x0", "hc"]}
 REFUSED = {"depth_scaling", "base_depth"}  # by placements whose norms or skips act on the stream
@@ -218,7 +220,7 @@ OWN = [(n, o) for n, o in OPTIONS if o in get(n).options or n in ("pre_ln", "kee
 
 @pytest.mark.parametrize(("name", "option"), spread(OPTIONS, OWN), ids=lambda x: getattr(x, "name", x))
 def test_every_option_of_every_placement_is_read(name, option):
-    own = option.name == "groups" and "groups" in {o.name for o in get(name).options}
+    own = option.name in ("groups", "start") and option.name in {o.name for o in get(name).options}
     needs = {} if own else NEEDS.get(option.name, {})
     tried = VALUES.get(option.name) or values(option.type)
     taken = [{**needs, option.name: value} for value in tried if takes(name, option.name, value, needs)]
@@ -257,6 +259,7 @@ NORM = {
     "groups": 4,
     "zero_centered": True,
     "alpha": 0.25,
+    "eps": 1e14,  # this stream is as large without norms
 }
 KINDS = {"groups": "group", "alpha": "dyt"}
 

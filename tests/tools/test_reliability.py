@@ -34,9 +34,9 @@ def faults(cases):
 
 @pytest.mark.parametrize("name", list(bad_values.BASE))
 def test_every_commands_flags_are_read_off_its_own_parser(name):
-    found = bad_values.actions(name)
+    found = bad_values.options(name)
     assert name == "backbones" or len(found) > 1
-    kinds = {bad_values.kind_of(action) for action in found}
+    kinds = {bad_values.kind_of(option) for option in found}
     assert kinds <= {int, float, str, bool}
 
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.reliability.bad_values import BASE, Row, actions, line, word
+from tools.reliability.bad_values import BASE, Row, line, options, word
 from tools.reliability.record import called, environment_as_before
 
 _pristine: dict[Path, Path] = {}
@@ -222,7 +222,7 @@ def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
 def special_files() -> Iterator[Row]:
     """A pipe, which nobody writes into, and a name that steers a terminal, in every place of a command."""
     for name in BASE:
-        fields = [field for field in PLACES if any(action.dest == field for action in actions(name))]
+        fields = [field for field in PLACES if any(option.name == field for option in options(name))]
         for field in fields:
             said = (field, field.replace("_", "-"), field.removesuffix("s"), "from:", "pipe")
             yield "pipes", line(name, **{field: "pipe"}), said, {}, False
