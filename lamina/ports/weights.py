@@ -98,7 +98,7 @@ class Names:
     def to_ours(
         self, theirs: Mapping[str, torch.Tensor], wiring: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the trainer's tensors by Lamina's names. Raises UserError for one that is missing or left over.
+        """Return the trainer's tensors by Lamina's names. Raises UserError if a tensor is missing or left over.
 
         ``wiring`` has those with Lamina's names already.
         """

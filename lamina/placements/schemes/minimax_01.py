@@ -17,7 +17,7 @@ from lamina.placements.registry import placement
     ),
     source="MiniMax-01 (arXiv 2501.08313) Sec 2; transformers' minimax",
     initialization="deepnorm",
-    advice="MiniMax-01 has 80 layers and alpha = 3.5566. The norm of the last sum is the model's last norm.",
+    advice="MiniMax-01 has 80 layers and alpha = 3.5566. The norm after the last sum is the final norm.",
 )
 def minimax_01(num_layers: int, *, alpha: float | None = None, beta: float = 1.0) -> Plan:
     """The skip carries the normed residual stream, scaled up as in DeepNorm.

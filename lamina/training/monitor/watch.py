@@ -206,7 +206,7 @@ class LoopMonitor(Monitor):
         return skips
 
     def end_step(self, loss: torch.Tensor | float | None = None) -> None:
-        """End a step after the optimizer's, or a micro-batch of accelerate's ``accumulate``.
+        """End an optimizer step, or a micro-batch under accelerate's ``accumulate``.
 
         Raises Diverged if the run should stop, and UserError for a loss that is not one number.
         """
@@ -365,7 +365,7 @@ class Watch:
         return self
 
     def start(self) -> Self:
-        """Open the context until the process ends; for a loop to which only one line is added."""
+        """Watch until the process ends: for a loop to which you add only this line."""
         atexit.register(self._at_exit)
         return self.__enter__()
 
