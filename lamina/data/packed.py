@@ -354,7 +354,7 @@ def whole_blocks(
                 f"corpus: {spec!r} has {packed.all_tokens} tokens, too few for a block of sequence_length = "
                 f"{sequence_length}"
             )
-        return {"dtype": encoder.dtype.name, "blocks": packed.held_out.tokens // sequence_length}
+        return {}
 
     folder, _ = _cached(cache_root(), hashlib.sha256(identity.encode()).hexdigest(), write)
     return _opened(folder / _EVAL, encoder, sequence_length, padded=padded)

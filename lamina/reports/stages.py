@@ -33,11 +33,12 @@ from lamina.training.monitor.writers import (
 
 
 def stages_in(folder: Path) -> list[Path]:
-    """Return the folders of stages within a folder that is no job's; empty unless there are several."""
+    """Return the folders of stages in a folder that is no job's; empty unless there are several, one behind layer 0."""
     if kind_of(folder) is not None:
         return []
     stages = [about.parent for about in sorted(folder.glob(f"*/{WATCHED}")) if kind_of(about.parent) == Kind.WATCHED]
-    return stages if len(stages) > 1 else []
+    later = any(isinstance(first := read_about(at).get("first_layer"), int) and first > 0 for at in stages)
+    return stages if later and len(stages) > 1 else []  # whole models begin at layer 0
 
 
 def joined(folder: Path) -> Path:

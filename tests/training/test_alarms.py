@@ -241,6 +241,23 @@ def test_a_rate_of_its_own_is_a_note_unless_it_is_one_layers_or_does_harm(name):
     assert bool(alarms.notes) == (name != "one layer")
 
 
+def test_a_rate_of_its_own_is_no_cause_of_what_all_parts_share_and_rings_once():
+    place = {"layer": -1, "sublayer": "block", "role": "embedding"}
+
+    def records(others):
+        for step in range(20, 480, 20):
+            large = 20.0 if step in (220, 320, 420) else 1.0
+            rows = [row(step, large if others else 1.0, layer=at, metric="update_norm") for at in (1, 2, 3, 4)]
+            yield [
+                *rows,
+                row(step, 20.0, metric="rate_ratio", **place),
+                row(step, large, metric="update_norm", **place),
+            ]
+
+    assert "rate_ratio" not in [alarm.metric for alarm in told(records(True))]
+    assert [alarm.step for alarm in told(records(False)) if alarm.metric == "rate_ratio"] == [220]
+
+
 def test_a_head_that_starts_near_zero_may_grow_at_first():
     for start, said in ((0.01, []), (0.5, ["row_norm_abs_max"])):
         rows = (

@@ -30,6 +30,7 @@ MOST_BYTES = 2**28  # of batches that are kept
 MOST_STEPS = 100  # in the file
 SHOWN = 64  # tokens at a row's beginning
 _LONGEST = 200  # characters of them
+_BESIDE = ("mask", "position", "type")  # parts of the names of inputs that only say how to read another
 
 
 class Tokenizer(Protocol):
@@ -53,13 +54,14 @@ class KeptBatches:
     def see(self, inputs: Mapping[str, torch.Tensor], main: str | None) -> None:
         """Keep a micro-batch's tokens, or its main input if it has none, and the mask that tells padding."""
         tensors = {name: value.detach() for name, value in inputs.items() if value.ndim}
-        first = [main] if main in tensors else []
-        flat = [name for name in (*first, *tensors) if tensors[name].ndim == 2]
-        tokens = next((name for name in flat if not tensors[name].is_floating_point()), None)
-        name = tokens or next(iter((*first, *tensors)), None)
+        names = [*([main] if main in tensors else []), *(n for n in tensors if not any(part in n for part in _BESIDE))]
+        whole = {name for name in names if not tensors[name].is_floating_point()}
+        tokens = next((name for name in names if name in whole and tensors[name].ndim in (2, 1 + (name != main))), None)
+        name = tokens or next(iter(names), None)
         if name is None:
             return
         value, mask = tensors[name], tensors.get("attention_mask")
+        value = value[None] if tokens and value.ndim == 1 else value  # sequences in a row, without a batch's dimension
         fits = mask is not None and mask is not value and mask.shape == value.shape
         self._open.append(
             (value.clone().int() if tokens else value.clone(), mask.bool() if fits and mask is not None else None)
@@ -77,7 +79,7 @@ class KeptBatches:
         for value, mask in self.steps.get(step, []):
             kept = None if mask is None else mask.cpu()
             rows += [row if kept is None else row[kept[number]] for number, row in enumerate(value.cpu())]
-        return rows
+        return [row if row.is_floating_point() else row[row >= 0] for row in rows]  # labels have -100 for no token
 
 
 class BatchRecords:
@@ -104,7 +106,8 @@ class BatchRecords:
     def write(self, steps: Iterable[int], processes: Processes) -> None:
         """Write the batches of steps at which the first process saw something; all processes call it together."""
         written = {line["step"] for line in self._lines}
-        new = sorted(set(steps) - written)[: max(0, MOST_STEPS - len(written))]
+        new = sorted(step for step in set(steps) - written if self.kept.steps.get(step))
+        new = new[: max(0, MOST_STEPS - len(written))]
         new = processes.everyones(new)[0]
         if not new:
             return
@@ -131,7 +134,9 @@ class BatchRecords:
         if self.tokenizer is None and self._model is not None:
             self.tokenizer, self._model = tokenizer_of(self._model), None
         try:
-            return ids if self.tokenizer is None else str(self.tokenizer.decode(ids))[:_LONGEST]
+            if self.tokenizer is None:
+                return ids
+            return str(self.tokenizer.decode(ids))[:_LONGEST].encode("utf-8", "replace").decode()
         except Exception as error:  # anybody's tokenizer; a training does not end because of its records
             logger.warning("lamina.watch: batches: the tokenizer cannot decode a batch (%s)", error)
             self.tokenizer = self._model = None

@@ -70,6 +70,7 @@ class Monitor:
         self.alarms.folder = None if self.records is None else self.records.folder
         self.last_loss: float | None = None
         self._unjudged: list[Row] = []  # losses and norms that are written
+        self._waiting: list[Row] = []  # the same of what the training code says itself
 
     def _end_step(self, step: int, *, skipped: bool = False) -> None:
         """End a step, whose loss and norm are in the series; one that was ``skipped`` has no norm."""
@@ -90,7 +91,8 @@ class Monitor:
         """
         unwritten = self.new_steps()
         series, self._unjudged = [*self._unjudged, *unwritten], []
-        self._judge([*series, *rows], rate)
+        self._judge([*series, *self._waiting, *rows], rate)
+        self._waiting = []
         recorded = self.alarms.marked | ({self.step} if due else set())
         self._add([*unwritten, *(row for row in rows if row[0] in recorded)])
         self.guard.see_steps(series)

@@ -116,6 +116,8 @@ class PolicyCourse:
         self.begun = self.begun or (self.last + 1 if self.last else step)
         self.run += 1
         covered = step - self.last if self.last else 1
+        if not self.records and self.run == 2 and self.begun == self.last:  # the first record tells no interval
+            self.begun = max(1, self.last - covered + 1)
         chance = (self.equal + 2.0 * 0.5 ** min(covered, 30)) / (self.records + 2)
         steps = step - self.begun + 1
         rare = self.run * math.log(chance) < math.log(BY_CHANCE)

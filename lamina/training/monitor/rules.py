@@ -104,6 +104,7 @@ _HANDS = {"written_ratio", "forgotten_share"}
 _KEPT = {"update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", "kept_gradient", LOSS, *_HANDS}
 JUDGED = {*PASTS, *_KEPT}
 _UPDATES = ("update_norm", "update_ratio", "weight_norm", "unmoved_parameters")
+_OF_WEIGHTS = {*_UPDATES, "gain_mean", "gain_abs_max", "row_norm_mean", "row_norm_abs_max"}
 _IDLE = ("gradient_norm", "update_norm", "update_ratio")  # zero where a step does not call a layer
 _MOVES = ("gradient_norm", "update_norm", "first_moment", "second_moment")
 _STILL = {*_MOVES, *_IDLE, NORM, "unmoved_parameters"}  # not judged while equal rewards give no gradient
@@ -181,6 +182,7 @@ class Rules:
     _means: int = 0  # writes to all weights,
     _total: float = 0.0  # and what was written by the last step, in all
     _changed: dict[Place, int] = field(default_factory=dict)  # the last step at which others were trained
+    _harmful: set[Place] = field(default_factory=set)  # parts whose own learning rate did harm
     _policy: PolicyCourse = field(default_factory=PolicyCourse)
     _chance: bool = False  # whether layers are left out at times, so that the stream varies more
     _zeros: dict[Place, list[int]] = field(default_factory=dict)  # zero gradients: in a row, from step, before, of all
@@ -330,16 +332,23 @@ class Rules:
     def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
         """Judge learning rates: muP, Muon and fine-tuning have other ones outside the layers, or in all of them.
 
-        Such a rate is an alarm where its part has left its range in another way; otherwise it is a note.
+        Such a rate is an alarm once its part's weights have left their range and no other part's; before, it is a note.
         """
-        high = [row for row in rows if row[5] == "rate_ratio" and row[6] > HIGHER]
+        rates = [row for row in rows if row[5] == "rate_ratio"]
+        if not rates:
+            return
+        high = [row for row in rates if row[6] > HIGHER]
         layers = {row[1] for row in rows if row[5] in _MOVES and row[1] >= 0}
         several = len({row[1] for row in high if row[1] >= 0}) > max(1, FEW * len(layers))
-        harmed = {f.row[1:4] for f in found if f.left and f.row[5] not in GRADIENTS}
-        for row in (row for row in rows if row[5] == "rate_ratio"):
-            usual = (row[1] < 0 or several) and row[1:4] not in harmed
-            yield Found("apart", row, 1.0, left=row in high and not usual)
-        if high and (several or any(row[1] < 0 for row in high)) and not any(RATES in note for note in self.notes):
+        left = [each.row for each in found if each.left and each.row[5] not in GRADIENTS]
+        on_purpose = [row for row in high if row[1] < 0 or several]
+        owners = {row[1:4] for row in high}
+        if all(row[1:4] in owners for row in left if row[5] in _OF_WEIGHTS):  # else the rate is not what they share
+            self._harmful |= owners & {row[1:4] for row in left}
+        for row in rates:
+            alarming = row[6] > HIGHER and (row not in on_purpose or row[1:4] in self._harmful)
+            yield Found("apart", row, 1.0, left=alarming)
+        if on_purpose and not any(RATES in note for note in self.notes):
             self.notes.append(f"step {high[0][0]}: {RATES}: up to {max(row[6] for row in high):.3g} times the others'")
 
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
@@ -536,6 +545,7 @@ class Rules:
             "course": [list(self._losses), self._sums, self._skipped],
             "changed": [[*location, step] for location, step in self._changed.items()],
             "ways": [self._chance, self._means, self._total],
+            "harmful": sorted(map(list, self._harmful)),
             "policy": self._policy.state_dict(),
             "zeros": [[*location, *counts] for location, counts in self._zeros.items()],
         }
@@ -556,6 +566,7 @@ class Rules:
         self._changed = {(layer, sublayer, role): at for layer, sublayer, role, at in state.get("changed", [])}
         self._chance, self._means, self._total = state.get("ways", (False, 0, 0.0))
         self._zeros = {(layer, sublayer, role): counts for layer, sublayer, role, *counts in state.get("zeros", [])}
+        self._harmful = {(layer, sublayer, role) for layer, sublayer, role in state.get("harmful", [])}
         self._policy = PolicyCourse(**state.get("policy", {}))
         losses, sums, self._skipped = state.get("course", [[], {}, 0])
         self._losses, self._sums = deque(losses, maxlen=2 * WINDOW), dict(sums)

@@ -273,9 +273,9 @@ class LoopMonitor(Monitor):
             self.batches.write({alarm.step for alarm in self.alarms.told}, self.processes)
 
     def take(self, rows: Sequence[Row]) -> None:
-        """Judge and record what the training code says of a step itself."""
+        """Record what the training code says of a step itself; it is judged with that step's measures."""
         if self._open:
-            self._judge(rows)
+            self._waiting += rows
             self._add(rows)
 
     def new_steps(self) -> list[Row]:

@@ -88,10 +88,11 @@ class TrainOrder(Sampler[list[int]]):
 
     def total(self, values: np.ndarray, steps: int) -> int:
         """Add up a number per block over the blocks of the first ``steps`` steps, each as often as it comes."""
+        whole = int(values.sum())
 
         def upto(position: int) -> int:
             turn, first = divmod(position, self.blocks)
-            return turn * int(values.sum()) + int(values[self.turn(turn)[:first].numpy()].sum())
+            return turn * whole + (int(values[self.turn(turn)[:first].numpy()].sum()) if first else 0)
 
         return sum(upto(end) - upto(start) for start, end in self.spans(steps))
 

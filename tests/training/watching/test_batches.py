@@ -12,6 +12,7 @@ from training.watching.loops import NanoGpt, Tokens, llama
 from transformers import Trainer, TrainingArguments
 
 import lamina
+from lamina.modeling.processes import Processes
 from lamina.training.monitor import batches as kept_batches
 from lamina.training.monitor.batches import BatchRecords, KeptBatches, hash_of_row, read_batches
 
@@ -178,3 +179,33 @@ def test_a_models_own_tokenizer_is_found(tmp_path, vocabulary):
     found = kept_batches.tokenizer_of(model)
     assert (found is None) == (vocabulary == 3)  # of another vocabulary: not this model's
     assert found is None or found.decode([4, 5]).split() == ["w4", "w5"]
+
+
+SOUND = {"input_values": torch.rand(2, 3), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
+INPUTS = {
+    "sound beside a mask": (SOUND, "input_values", None),
+    "labels with -100": ({"x": torch.rand(1, 4, 4), "labels": torch.tensor([[5, 6, -100]])}, "x", [[5, 6]]),
+    "sequences in a row": (
+        {"input_ids": torch.arange(4), "position_ids": torch.zeros(1, 4).long()},
+        "input_ids",
+        [[0, 1, 2, 3]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_text_of_a_batch_is_told_from_what_is_beside_it(name):
+    inputs, main, rows = INPUTS[name]
+    kept = KeptBatches(every=20)
+    kept.see(inputs, main)
+    kept.end_step(1)
+    assert [row.tolist() for row in kept.rows(1)] == (inputs[main].tolist() if rows is None else rows)
+
+
+def test_steps_whose_batches_are_gone_take_no_room(tmp_path):
+    kept = KeptBatches(every=20)
+    kept.see({"input_ids": torch.ones(1, 3, dtype=torch.long)}, "input_ids")
+    kept.end_step(510)
+    records = BatchRecords(kept, tmp_path, 500, SimpleNamespace(decode=lambda ids: "\ud800"), None)
+    records.write({*range(1, 101), 510}, Processes())
+    assert [(line["step"], line["beginning"]) for line in read_batches(tmp_path)] == [(510, "?")]

@@ -19,6 +19,7 @@ import lamina
 from lamina.errors import UserError
 from lamina.reports.diagnosis import gather
 from lamina.reports.registry import follow
+from lamina.reports.stages import joined
 from lamina.training.monitor.alarms import read_alarms
 from lamina.training.monitor.stages import first_number
 
@@ -161,3 +162,14 @@ def test_stages_that_do_not_fit_are_refused_or_told(tmp_path):
     shutil.rmtree(tmp_path / "another")
     with pytest.raises(UserError, match="no records by layer"):
         lamina.diagnose(tmp_path)
+
+
+def test_two_whole_models_in_one_folder_are_no_stages(tmp_path):
+    for name in ("one", "other"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        with lamina.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), output=tmp_path / name) as monitor:
+            loss = model(torch.ones(2, 4)).sum()
+            loss.backward()
+            monitor.step(loss)
+    assert joined(tmp_path) == tmp_path
+    assert not (tmp_path.parent / f"{tmp_path.name}-lamina").exists()

@@ -5,6 +5,7 @@ import random
 import shutil
 
 import pytest
+import torch
 
 import lamina
 from lamina.training.monitor.alarms import Alarms
@@ -118,3 +119,27 @@ def test_gradients_that_are_back_with_the_rewards_are_no_alarm(every):
     again = Alarms()
     again.load_state_dict(json.loads(json.dumps(rules.state_dict())))
     assert again.state_dict() == rules.state_dict()
+
+
+@pytest.mark.parametrize("apart", [1, 10, 100])
+def test_rewards_that_are_equal_from_the_start_are_counted_from_it(apart):
+    course = PolicyCourse()
+    signs = [sign for at in range(1, 41) for sign in course.see(apart * at, {EQUAL: 1.0})]
+    assert signs[-1].left
+    assert (signs[-1].step, signs[-1].value) == (1, 40 * apart)
+
+
+def test_what_a_trainer_logs_is_judged_with_the_step_that_it_is_of(tmp_path, monkeypatch):
+    model = torch.nn.Linear(4, 1)
+    judged, see = [], Alarms.see
+    monkeypatch.setattr(
+        Alarms, "see", lambda self, rows, rate=None: see(self, judged.append([*rows]) or judged[-1], rate)
+    )
+    with lamina.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), output=tmp_path / "run") as monitor:
+        monitor.monitor.take([(1, -1, "model", "all", 0, "mean_reward", 0.5)])
+        assert judged == []
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        monitor.step(loss)
+    assert {"mean_reward", "step_loss"} <= {row[5] for row in judged[0]}
+    assert sum(row[5] == "mean_reward" for rows in judged for row in rows) == 1
