@@ -11,7 +11,7 @@ The plan, in seconds on an H100 with 16 cores:
     120  card      products, copies, and PyTorch's kernels of attention: 10 s
     130  50m       8 blocks, 50M parameters, vocabulary 8192, 0.5M tokens a step: two turns of 10 s each, 6 contenders
     270  400m      24 x 1024, vocabulary 50280: two turns of 10 s each, 5 contenders
-    410  watch     a plain loop at 400m with `lamina.watch` and without
+    410  watch     a plain loop at 400m with `lamina.watch` and without, eager, then its layers compiled
     450  variants  the 50m loop and Lamina with cuDNN's attention; Lamina with less memory: one turn of 10 s each
     490  then      a command of one's own (--then), in what is left of the time
 
@@ -232,6 +232,7 @@ class Bench:
             "OMP_NUM_THREADS": "2" if self.cuda else "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),  # not installed
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if self.cuda else "",
         }
         from lamina.training.execution.devices import peak_of
@@ -400,30 +401,33 @@ class Bench:
         self.say(f"{name}: code {run.returncode}, {(text.strip().splitlines() or ['no output'])[-1]}")
         return self.record["stages"][name]
 
-    def wanted(self, name: str) -> bool:
-        return name in self.arguments.stages and self.record["stages"].get(name, {}).get("code") != 0
+    def wanted(self, name: str, stage: str | None = None) -> bool:
+        return (stage or name) in self.arguments.stages and self.record["stages"].get(name, {}).get("code") != 0
 
     def tests(self) -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", "tests/gpu"]
         self.command("tests", command, min(TEST_SECONDS, self.left))
 
     def watch(self, reserve: float) -> None:
-        """`lamina.watch` on and off."""
-        seconds = self.left - reserve
-        if seconds < 20 and self.cuda:
-            self.say("watch: left out, too little time is left")
-            return
+        """`lamina.watch` on and off, eager and with compiled layers."""
         size, batch, _, length = self.shapes["400m"]
         output = self.arguments.output.with_suffix(".watch.json")
-        command = [sys.executable, str(ROOT / "benchmarks" / "watching.py"), "--device", self.arguments.device]
-        command += ["--size", size, "--batch-size", str(max(1, batch // 2)), "--sequence-length", str(length)]
-        command += ["--turns", "3", "--output", str(output)]
-        self.command("watch", command, seconds)
-        if output.is_file():
-            self.record["stages"]["watch"] |= json.loads(output.read_text(encoding="utf-8"))
-            output.unlink()
-            self.record["stages"]["watch"].pop("output")
-            self.write()
+        for stage, compiled in (("watch", "off"), ("watch-compiled", "layers")):
+            if not self.wanted(stage, "watch"):
+                continue
+            seconds = self.left - reserve
+            if seconds < 20 and self.cuda:
+                self.say(f"{stage}: left out, too little time is left")
+                return
+            command = [sys.executable, str(ROOT / "benchmarks" / "watching.py"), "--device", self.arguments.device]
+            command += ["--size", size, "--batch-size", str(max(1, batch // 2)), "--sequence-length", str(length)]
+            command += ["--compile", compiled, "--turns", "3", "--output", str(output)]
+            self.command(stage, command, seconds)
+            if output.is_file():
+                self.record["stages"][stage] |= json.loads(output.read_text(encoding="utf-8"))
+                output.unlink()
+                self.record["stages"][stage].pop("output")
+                self.write()
 
     def card(self) -> None:
         """What the card gives: products, copies, kernels of attention."""
@@ -450,8 +454,7 @@ class Bench:
                 self.card()
             self.stage("50m", reserve=150 if self.cuda and "400m" in stages else 20)
             self.stage("400m", reserve=50 if self.cuda and "watch" in stages else 0)
-            if self.wanted("watch"):
-                self.watch(reserve=10)
+            self.watch(reserve=10)
             self.stage("variants", reserve=5)
             if self.arguments.then and self.left > 5:
                 self.command("then", shlex.split(self.arguments.then), self.left)
