@@ -277,15 +277,15 @@ class Parser:
                 if earlier != outer:
                     raise UserError(f"{earlier} and {outer} are the same setting. Give one of them.")
             argument.take(values, outer, inner, text if equals else None, left)
-        self._take_words(values, words)
+        values |= self._lone_words(words)
         for name, value in values.items():
             if isinstance(value, str) and value.isprintable():
                 refuse_special(name, value)
         return SimpleNamespace(**values)
 
-    def _take_words(self, values: Json, words: list[str]) -> None:
-        """Put the words that stand alone into ``values``. Raises UserError for one too few or too many."""
-        missing = []
+    def _lone_words(self, words: list[str]) -> Json:
+        """Return the words that stand alone by their options' names. Raises UserError for one too few or too many."""
+        values, missing = dict[str, object](), list[str]()
         for argument in self.arguments:
             if not argument.flags and words:
                 values[argument.name] = words[:] if argument.is_list else words[0]
@@ -296,6 +296,7 @@ class Parser:
             raise UserError(f"the following arguments are required: {', '.join(missing)}")
         if words:
             raise self._unknown(words[0])
+        return values
 
     def _unknown(self, word: str) -> UserError:
         if _is_value(word):

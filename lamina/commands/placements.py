@@ -8,11 +8,12 @@ from pathlib import Path
 
 from lamina.api.models import placement_of
 from lamina.commands.arguments import Parser
+from lamina.core.specs import split
 from lamina.core.terminal import show
 from lamina.core.values import path, whole_number, writable_folder
 from lamina.errors import UserError
 from lamina.placements import names, resolve
-from lamina.placements.resolution import find, split_specs
+from lamina.placements.resolution import find
 
 EXAMPLES = """
   lamina placements
@@ -62,7 +63,7 @@ def run(argv: list[str]) -> int:
         writable_folder("svg", Path(options.svg).parent)
         if Path(options.svg).is_dir():
             raise UserError(f"svg: {options.svg!r} is a folder (allowed: a file)")
-    specs = split_specs(options.name) if options.name else names()
+    specs = split(options.name, "placement") if options.name else names()
     if len(specs) > 1:
         _list(specs, options.svg, options.num_layers)
     else:

@@ -53,7 +53,7 @@ def takes(kind: object) -> Callable[[C], C]:
 
 def taken(check: object) -> Any:
     """Return the types that Python callers may pass for a setting with this check; None for the setting's own type."""
-    return getattr(check.func if isinstance(check, partial) else check, "takes", None)
+    return getattr(check, "takes", getattr(getattr(check, "func", None), "takes", None))
 
 
 _ROWS = r"\.(jsonl|ndjson|json)(\.(gz|xz|zst))?$"  # the names of files with examples
@@ -247,16 +247,8 @@ def place(name: str, value: object) -> str:
     return place
 
 
-@takes(Text)
-def corpus_name(name: str, value: object) -> str:
-    """Check the name or path of a corpus."""
-    return place(name, value)
-
-
-@takes(Examples)
-def examples_name(name: str, value: object) -> str:
-    """Check the name or path of a set of examples."""
-    return place(name, value)
+corpus_name = takes(Text)(partial(place))
+examples_name = takes(Examples)(partial(place))
 
 
 def switch(name: str, value: object) -> bool:

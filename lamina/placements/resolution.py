@@ -204,11 +204,6 @@ def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:
     return (load(path) if path.suffix in SUFFIXES else target), options
 
 
-def split_specs(text: str) -> list[str]:
-    """Return the specs of a comma-separated list; commas inside an option's brackets stay."""
-    return specs.split(text, "placement")
-
-
 def _scheme_and_options(spec: str, /, **more: object) -> tuple[Placement, dict[str, object]]:
     target, options = parse_spec(spec)
     written = {option: as_written(option, value) for option, value in {**options, **more}.items()}

@@ -203,7 +203,19 @@ def train(
             that differ from those of the run to resume.
         OSError: the disk is full.
     """
-    job = reported_once(lambda: _open(stage, settings, resume=resume, overwrite=overwrite))
+    policy = stage.policy
+    job = reported_once(
+        lambda: open_job(
+            stage.kind,
+            stage.record,
+            stage.given(settings),
+            resume=resume,
+            overwrite=overwrite,
+            policy=policy,
+            stored=lambda folder: stored_settings(folder, policy.free | policy.compared),
+            wait=GRACE_SECONDS if resume else 0.0,
+        )
+    )
     options: Options = job.settings
     with join_processes(options.device, options.parallel, getattr(options, "tensor_parallel", 1)) as processes:
         bar = bar and processes.first
@@ -228,20 +240,6 @@ def train(
                 resumes=resumes,
                 seconds=float((earlier or {}).get("seconds") or 0.0),
             )
-
-
-def _open(stage: TrainingStage[S], settings: S | Mapping[str, Any], *, resume: Resume, overwrite: bool) -> Job[S]:
-    policy = stage.policy
-    return open_job(
-        stage.kind,
-        stage.record,
-        stage.given(settings),
-        resume=resume,
-        overwrite=overwrite,
-        policy=policy,
-        stored=lambda folder: stored_settings(folder, policy.free | policy.compared),
-        wait=GRACE_SECONDS if resume else 0.0,
-    )
 
 
 def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:

@@ -13,11 +13,12 @@ from lamina.core.backbone_presets import get as get_preset
 from lamina.core.backbone_presets import is_place
 from lamina.core.json_types import Json
 from lamina.core.scaling_schemes import DEPTH_SCHEMES, SCHEMES
+from lamina.core.specs import split
 from lamina.core.values import comma_separated, corpus_name, entries, mapping, one_of, path, place, steps_or_share, text
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import BatchSettings, TextSettings
 from lamina.jobs.settings import Settings, above, at_least, between, changed, not_below, setting
-from lamina.placements.resolution import check_spec, split_specs
+from lamina.placements.resolution import check_spec
 
 Balance = Literal["auto", "none", "bias", "loss"]
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -59,7 +60,7 @@ class ModelSettings(Settings, group="model"):
     def check_names(self) -> None:
         """Raise UserError for an unknown placement, initializer or backbone."""
         super().check_names()
-        specs = split_specs(str(getattr(self, "placements", "") or getattr(self, "placement", "")))
+        specs = split(str(getattr(self, "placements", "") or getattr(self, "placement", "")), "placement")
         files = [spec for spec in specs if re.search(r"\.py\s*(\(|$)", spec)]  # they run as code: once is enough
         for spec in specs:
             if spec not in files:

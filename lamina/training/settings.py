@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Literal
 
+from lamina.core.specs import split
 from lamina.core.values import Names, Numbers, comma_separated, numbers, place, steps_or_share, takes
 from lamina.errors import UserError, shortened
 from lamina.jobs.setting_groups import DeviceSettings, OutputSettings, ProbesSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, at_least, between, changed, setting
-from lamina.placements.resolution import split_specs
 from lamina.training.objective_rows import OwnSettings
 from lamina.training.setting_groups import (
     BlockSettings,
@@ -253,7 +253,7 @@ def placement_list(name: str, value: object) -> str:
                 "lamina.build takes a Plan)"
             )
     listed = comma_separated(name, value)
-    specs = split_specs(listed)
+    specs = split(listed, "placement")
     if not specs:
         raise UserError(f"{name}: none given (see `lamina placements` for the names)")
     if len(set(specs)) < len(specs):
@@ -273,7 +273,7 @@ class PlacementsSettings(Settings, group="model"):
 
     @property
     def specs(self) -> list[str]:
-        return split_specs(str(self.placements))
+        return split(str(self.placements), "placement")
 
 
 @takes(Numbers)

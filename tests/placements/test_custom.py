@@ -11,7 +11,7 @@ import yaml
 import lamina
 from lamina.errors import UserError
 from lamina.placements import Norm, registry, resolve
-from lamina.placements.resolution import find, parse_spec, split_specs
+from lamina.placements.resolution import find, parse_spec
 
 RULES = """
 placement: my_ln
@@ -78,11 +78,6 @@ def test_words_and_numbers_that_yaml_reads_otherwise_are_meant_as_written(spec, 
 
 def test_an_option_given_by_keyword_wins_over_one_in_brackets():
     assert resolve("keel(alpha=2)", 3, alpha=5).layers[1].attention.skip_scale == 5
-
-
-def test_a_list_of_specs_is_split_outside_the_brackets():
-    parts = ["pre_ln", "mix_ln(alpha=0.5, final_norm=false)", "keel"]
-    assert split_specs("pre_ln, mix_ln(alpha=0.5, final_norm=false),keel") == parts
 
 
 def test_yaml_rules_give_a_plan_and_later_rules_change_the_layers_they_name(file):
