@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -44,10 +44,10 @@ _SHOWN = 3
 class Mistake:
     """A mistake: its check's name, what is there, why it matters, and what to do."""
 
-    name: str
     what: str
     why: str
     do: str
+    name: str = ""
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}. {self.do}."
@@ -170,11 +170,9 @@ def checks(function: Check) -> Check:
 def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find trainable parameters that no optimizer has, unless only a small part is trained on purpose."""
     missing = [p for p in setup.trained if id(p) not in setup.groups] if setup.optimizers else []
-    known, all_of = (sum(p.numel() for p in part) for part in (setup.trained, setup.trained))
-    known -= sum(p.numel() for p in missing)
-    if missing and (known == 0 or known >= HEAD_ONLY * all_of):
+    all_of, left_out = (sum(p.numel() for p in part) for part in (setup.trained, missing))
+    if missing and (left_out == all_of or all_of - left_out >= HEAD_ONLY * all_of):
         yield Mistake(
-            name="in_no_optimizer",
             what=f"{len(missing)} trainable parameters are in no optimizer ({setup.listed(missing)})",
             why="they get a gradient and never move",
             do="Make the optimizer after the last change of the model, of all its parameters, or set their "
@@ -190,7 +188,6 @@ def of_another_model(setup: BeforeTraining) -> Iterator[Mistake]:
     foreign = sum(id(p) not in parameter_ids for p in every)
     if foreign and foreign < len(every) and any(id(p) not in setup.groups for p in setup.trained):
         yield Mistake(
-            name="of_another_model",
             what=f"{foreign} of the optimizer's {len(every)} parameters are not the model's",
             why="a part was replaced, resized or wrapped after the optimizer was made, and does not learn",
             do="Make the optimizer anew, after that change",
@@ -203,7 +200,6 @@ def in_two_optimizers(setup: BeforeTraining) -> Iterator[Mistake]:
     twice = [p for p in setup.trained if len(setup.groups.get(id(p), ())) > 1]
     if twice:
         yield Mistake(
-            name="in_two_optimizers",
             what=f"{len(twice)} parameters are in two groups or optimizers ({setup.listed(twice)})",
             why="each step updates them twice",
             do="Give each parameter to one group of one optimizer",
@@ -224,9 +220,8 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
             if (gain or name == "bias") and parameter.requires_grad and max(values, default=0.0) >= DECAY:
                 gains.append(parameter)
                 decay = max(decay, *values)
-    if any(p.ndim == 1 for p in gains) and gains:
+    if any(p.ndim == 1 for p in gains):
         yield Mistake(
-            name="decayed_gains",
             what=f"{len(gains)} norms' gains or biases have a weight decay of {decay:g} ({setup.listed(gains)})",
             why="decay pulls a gain toward 0, and with it what its layer contributes",
             do="Put them into a group with weight_decay=0.0",
@@ -250,7 +245,6 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
         if dead and (setup.trial is None or setup.trial.reached):
             do = "Call model.enable_input_require_grads(), or checkpoint with use_reentrant=False"
             yield Mistake(
-                name="no_gradient_to_blocks",
                 what=f"layers {', '.join(dead[:8])}{' ...' * (len(dead) > 8)} of {path} get no gradient",
                 why="reentrant checkpointing passes one on only to inputs that require it, and these are frozen"
                 if reentrant
@@ -283,7 +277,6 @@ def untied(setup: BeforeTraining) -> Iterator[Mistake]:
 
 def _untied(what: str) -> Mistake:
     return Mistake(
-        name="untied",
         what=what,
         why="they were tied and will now drift apart",
         do="Tie them again before the optimizer is made (model.tie_weights(), or head.weight = embedding.weight)",
@@ -296,7 +289,6 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     mask = setup.batch.get("attention_mask")
     if mask is not None and mask.ndim == 2 and (none := int((mask == 0).all(1).sum())):
         yield Mistake(
-            name="empty_rows",
             what=f"{none} of {len(mask)} rows of attention_mask are all 0",
             why="attention over nothing is NaN or uniform",
             do="Leave empty texts out, and see whether the mask is inverted",
@@ -305,7 +297,6 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     ids = labels is not None and labels.ndim == 2 and not labels.is_floating_point()
     if labels is not None and ids and (none := int((labels == IGNORED).all(1).sum())):
         yield Mistake(
-            name="empty_rows",
             what=f"{none} of {len(labels)} rows of labels are all {IGNORED}",
             why="they train nothing, and a mean over none of them is NaN",
             do="Leave out examples whose answer was cut off",
@@ -320,14 +311,12 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     shifts = _loss_shifts(setup)
     if shifts is True and setup.shifted:
         yield Mistake(
-            name="shift_of_labels",
             what="each label is the next token, and the loss shifts labels once more",
             why="the model learns to predict the token after the next",
             do="Pass labels equal to the input ids, or compute the loss without a shift",
         )
     if shifts is False and not setup.shifted:
         yield Mistake(
-            name="shift_of_labels",
             what="each label is the token at its own position, and the loss does not shift labels",
             why="the model learns to copy its input: the loss falls to 0 and nothing is learned",
             do="Compare logits[:, :-1] with labels[:, 1:]",
@@ -342,7 +331,6 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         return
     if not math.isfinite(trial.loss):
         yield Mistake(
-            name="first_loss",
             what=f"the first loss is {trial.loss}",
             why="no step can follow it",
             do="Run the pass under torch.autograd.set_detect_anomaly(True), and look at the batch's labels and mask",
@@ -357,7 +345,6 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     width = setup.structure.hidden_size if setup.structure is not None else 0
     if max(losses[0], min(losses[1:])) > guess + ABOVE + WIDER * width:
         yield Mistake(
-            name="first_loss",
             what=f"the first loss is {losses[0]:.3g}; guessing among {trial.logits.shape[-1]} tokens has {guess:.3g}",
             why="the logits start too large, or the loss is a sum and no mean",
             do="Draw head and embedding with a standard deviation of about 0.02 (or 1/sqrt(width)), and use a mean",
@@ -385,7 +372,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
             names = {id(module): name for name, module in setup.model.named_modules()}
             listed = ", ".join(names[id(module)] for module in found[:_SHOWN])
             what = f"{len(found)} norms have a gain of about {size} ({listed}{' ...' * (len(found) > _SHOWN)})"
-            yield Mistake(name="norm_gains", what=what, why=why, do=do)
+            yield Mistake(what=what, why=why, do=do)
 
 
 @checks
@@ -427,7 +414,6 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
     ):
         if paths:
             yield Mistake(
-                name="weight_scales",
                 what=f"{len(paths)} matrices have {what} ({', '.join(paths[:_SHOWN])}{' ...' * (len(paths) > _SHOWN)})",
                 why=why,
                 do="Draw them with 0.02, or 1/sqrt(inputs); divide output projections by sqrt(2 layers)",
@@ -440,14 +426,12 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
     weights = [p for p in setup.trained if p.dtype == torch.float16]
     if weights:
         yield Mistake(
-            name="float16_gradients",
             what=f"{len(weights)} trainable parameters are float16 ({setup.listed(weights)})",
             why="small gradients and updates round to 0, and a GradScaler refuses such gradients",
             do="Keep weights in float32 and compute under autocast, or load the model in bfloat16",
         )
     elif setup.half and setup.scaler is False:
         yield Mistake(
-            name="float16_gradients",
             what="autocast computes in float16 without a GradScaler",
             why="gradients below 6e-8 become 0",
             do="Scale the loss (torch.amp.GradScaler), or use bfloat16",
@@ -597,7 +581,7 @@ def findings(setup: BeforeTraining) -> list[Mistake]:
     """Return what the checks find, in their order; nothing where FSDP1 or DeepSpeed hides what they read."""
     if FlatParameters(setup.model) or is_deepspeeds(setup.model):
         return []
-    return [finding for check in CHECKS.values() for finding in check(setup)]
+    return [replace(found, name=name) for name, check in CHECKS.items() for found in check(setup)]
 
 
 def check(
