@@ -118,11 +118,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check every field, then the whole record. Raises UserError that names the field."""
-        for name in (entry.name for entry in fields(self)):
+        for name, (check, may_be_none) in _checks_of(type(self)).items():
             value = getattr(self, name)
             if name in self.without and value != self.default(name):
                 raise unknown("setting", name, self.names())
-            stored = _checked(name, value, self.kind(name), self.check_of(name))
+            stored = None if value is None and may_be_none else check(name, value)
             if stored is not value:
                 object.__setattr__(self, name, stored)
         self.check()
@@ -226,19 +226,21 @@ class Settings:
         return " ".join(words)
 
 
-def _checked(name: str, value: object, hint: object, check: Check | None) -> object:
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if value is None and NoneType in kinds:
-        return None
-    if check is not None:
-        return check(name, value)
-    kind = next(kind for kind in kinds if kind is not NoneType)
-    if get_origin(kind) is Literal:
-        return one_of(name, value, get_args(kind))
-    if kind is bool:
-        return switch(name, value)
-    if kind is str:
-        return text(name, value)
-    if get_origin(kind) is dict:
-        return mapping(name, value)
-    raise TypeError(f"{name}: a field of type {hint} needs a check")
+_OF_TYPES: dict[object, Check] = {bool: switch, str: text, dict: mapping}
+
+
+@cache
+def _checks_of(cls: type[Settings]) -> dict[str, tuple[Check, bool]]:
+    """Return each field's check, declared or decided by its type, and whether the field may be None."""
+    checks: dict[str, tuple[Check, bool]] = {}
+    for name in (entry.name for entry in fields(cls)):
+        hint = cls.kind(name)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kind = next(kind for kind in kinds if kind is not NoneType)
+        is_closed = get_origin(kind) is Literal
+        of_type = partial(one_of, allowed=get_args(kind)) if is_closed else _OF_TYPES.get(get_origin(kind) or kind)
+        check = cls.check_of(name) or of_type
+        if check is None:
+            raise TypeError(f"{name}: a field of type {hint} needs a check")
+        checks[name] = check, NoneType in kinds
+    return checks
