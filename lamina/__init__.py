@@ -1,6 +1,6 @@
 """Lamina: choose, train and diagnose where the norms sit in a Transformer.
 
-Importing this package loads neither torch nor transformers; the functions do when they are first used.
+Importing this package loads neither torch nor transformers. The functions load both when you first call them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Saved Lamina models load through transformers' Auto classes once both packages are imported, in either order.
 
-Registering a configuration takes its class, and that takes torch. So all that is left with transformers is a table that
-imports ``lamina.modeling``, which registers everything, the first time that somebody asks for a "lamina" model.
+To register a configuration class, we would have to load torch. So Lamina gives transformers a table instead. When
+somebody first asks for a "lamina" model, the table imports ``lamina.modeling``, which registers the classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lists of all jobs and commands: a row more here, and `lamina` has another command, function and page."""
+"""The lists of all jobs and commands. A new row here adds a command, a Python function and a page."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "eval": JOBS["eval"].summary,
         "generate": "continue a text with a trained model",
         "prune": "remove layers from a trained model: the ones you name, or the ones a probe finds least needed",
-        "graft": "put another placement on a trained model, its norms fitted so that the loss changes little",
-        "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
+        "graft": "put another placement on a trained model, and fit its norms so that the loss changes little",
+        "convert": "convert a transformers checkpoint to Lamina with the same logits, or back",
     },
     "compare and train": {
         **{name: JOBS[name].summary for name in ("compare", "preflight", "pretrain")},

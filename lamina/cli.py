@@ -1,4 +1,6 @@
-"""`lamina COMMAND`: parses and calls, nothing else. Imports nothing heavy before it knows the command."""
+"""`lamina COMMAND`: parse the command line and call the command. Nothing heavy is imported before the command is
+known.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The commands as Python functions, which train or measure and then write the page, as the command line does.
+"""The commands as Python functions: each trains or measures, then writes the page.
 
-Each function takes a command's settings by name, and has them all in its signature. Nothing is loaded before it is
-used.
+Each function takes its command's settings as keywords and lists them in its signature. Importing loads nothing heavy.
 """
 
 from __future__ import annotations

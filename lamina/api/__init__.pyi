@@ -161,7 +161,7 @@ def preflight(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Check a run before you start it. Lamina takes its first steps at full depth, measures the layers, and reports
+    """Check a run before you start it. Lamina trains its first steps at full depth, measures the layers, and reports
     whether the run will train, why, and what to change.
 
     The keywords are the settings of `lamina preflight`. Returns one row per planned run: its verdict, the reason,
@@ -343,7 +343,7 @@ def sft(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Fine-tune a model; OUTPUT/model chats with `lamina generate`.
+    """Fine-tune a model; chat with OUTPUT/model by `lamina generate --chat`.
 
     The keywords are the settings of `lamina sft`. ``data`` may also be a list of rows or a datasets.Dataset.
     Returns the content of result.json; OUTPUT/model is the model, OUTPUT/report.html the page.
@@ -610,7 +610,8 @@ def coord_check(
     bar: bool = True,
 ) -> Comparison:
     """Check whether a module's output grows with the width or the depth. Lamina trains several sizes for a few steps
-    on one batch and prints the exponent e of mean |x| ~ size^e. 0 is right. Above 0, a large model will blow up.
+    on one batch and prints the exponent e of mean |x| ~ size^e. 0 is right. If e is above 0, the output of a
+    large model will blow up.
 
     The keywords are the settings of `lamina coord-check`. Returns the rows of slopes.csv and the page;
     OUTPUT/result.json has the verdict.
@@ -706,9 +707,9 @@ def transfer(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Comparison:
-    """Find learning rates for a wide model by trying them on a narrow proxy. Lamina prints the rates that are stable
-    and best on the proxy, and the rates of each role at the target's width. If a rate fails on the proxy, it
-    fails on the target (FuseNorm Figure 4).
+    """Find learning rates for a wide model by trying them on a narrow proxy. Lamina prints the stable and the best
+    learning rates on the proxy, and the learning rate of each kind of weight at the target's width. A learning
+    rate that fails on the proxy also fails on the target (FuseNorm Figure 4).
 
     The keywords are the settings of `lamina transfer`. Returns the rows of results.csv and the page;
     OUTPUT/transfer.json holds the interval, the target's rates and the risk.

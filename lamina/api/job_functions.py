@@ -1,6 +1,6 @@
-"""The Python function of a job, made from its row: it refuses bad input early, runs the job and writes the page.
+"""Make a job's Python function from its row: check the input, run the job, write the page.
 
-The function takes objects where the command line has text: lists, paths, data sets.
+The function also accepts Python objects, such as lists, paths and data sets, where the command line takes text.
 """
 
 from __future__ import annotations

@@ -42,18 +42,21 @@ def generate(
 
     Args:
         model: a folder with a saved model, or a run's folder.
-        prompt: the text to continue; or turns, mappings with ``role`` and ``content``, the last of which is answered.
-        chat: take a text as the user's turn, and answer it.
-        system: with ``chat``, the system's turn before it.
-        max_new_tokens: the maximum number of new tokens; fewer where a model with learned positions has no more.
-        temperature: the temperature of the sampling; 0 always takes the likeliest token.
-        top_p: the share of the likeliest tokens that is sampled from, above 0 and at most 1; None for the model's own.
-        stop: texts that end the answer, and are not part of it.
+        prompt: the text to continue, or a list of messages (mappings with ``role`` and ``content``); the model answers
+            the last message.
+        chat: treat a text prompt as a user message, and answer it.
+        system: with ``chat``, the system message.
+        max_new_tokens: the maximum number of new tokens; fewer if a model with learned positions runs out of positions.
+        temperature: the sampling temperature; 0 always takes the likeliest token.
+        top_p: sample from the likeliest tokens with this total probability, above 0 and at most 1 (None: the model's
+            default).
+        stop: texts that end the answer; the result does not contain them.
         seed: the seed of the sampling.
         trust_remote_code: run the model's own Python code, if it has any.
 
     Raises:
-        UserError: (a ValueError) for an invalid value, a folder without a model, or a prompt that fills its context.
+        UserError: (a ValueError) for an invalid value, a folder without a model, or a prompt that fills the model's
+            context.
     """
     if not isinstance(prompt, str | list | tuple):
         raise UserError(f"prompt: {shortened(repr(prompt), 80)} (allowed: a text, or a list of turns)")
@@ -109,20 +112,22 @@ def convert(
     overwrite: bool = False,
     verify: bool = True,
 ) -> ConversionRecord:
-    """Turn a transformers checkpoint into a Lamina one with the same logits, or back, as `lamina convert` does.
+    """Convert a transformers checkpoint to a Lamina checkpoint with the same logits, or back, as `lamina convert` does.
 
-    To read another trainer's checkpoint, name the trainer in ``came_from``. To write one, name it in ``to``.
+    To read another trainer's checkpoint, name the trainer in ``came_from``. To write a trainer's checkpoint, name the
+    trainer in ``to``.
 
     Args:
         source: a folder with config.json and safetensors, a run's folder, or a name on the hub.
         output: a new or empty folder.
         to: "lamina", "transformers", or a trainer: "megatron", "mlx", "nanogpt", "olmo-core" or "torchtitan". By
-            default, a transformers checkpoint becomes Lamina's, and the reverse.
-        came_from: the trainer that wrote the source.
+            default, a transformers checkpoint becomes a Lamina checkpoint, and a Lamina checkpoint a transformers
+            checkpoint.
+        came_from: the trainer that wrote the source, if it is neither Lamina nor transformers.
         placement: the placement, if the trainer's checkpoint does not name it.
         dtype: the dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
         overwrite: first delete the files that Lamina wrote into ``output``.
-        verify: load the result and compare its logits with the source's.
+        verify: load the result and compare its logits with the source's logits.
 
     Raises:
         UserError: (a ValueError) for a model that can't be read or converted, or an output folder in use.
@@ -163,8 +168,8 @@ def emit(
     Args:
         placement: a placement with its options, or a YAML or Python file.
         to: the trainer: a name in ``lamina.ports.TARGETS``.
-        num_layers: the number of blocks; the file has the numbers of this depth.
-        output: the file to write (default: none, the text alone).
+        num_layers: the number of blocks; the file has the constants for this depth.
+        output: the file to write (default: only return the text).
         with_test: also write a test beside ``output``, which compares logits and gradients with Lamina's model.
         overwrite: replace files that exist.
 
@@ -205,19 +210,19 @@ def prune(
     overwrite: bool = False,
     **text_settings: object,
 ) -> Pruning:
-    """Write a trained decoder without some of its layers, as `lamina prune` does; measure the loss before and after.
+    """Remove layers from a trained decoder, as `lamina prune` does, and measure the loss before and after.
 
     Args:
         model: a folder with a saved model, Lamina's or transformers', or a run's folder.
         output: a new or empty folder.
-        layers: the layers to take out, counted from 0: a list, or a text such as "3,5-7".
-        by: instead of ``layers``, the measure that chooses ``drop`` layers: "angular_distance" (the block of that many
-            layers that turns the hidden states least, Gromov et al. 2024), "layer_drop" (the layers without which the
-            loss rises least, one at a time), or PROBE.METRIC with one value per layer (the layers with the lowest
-            values).
-        drop: the number of layers to take out.
+        layers: the layers to remove, counted from 0: a list, or a text such as "3,5-7".
+        by: instead of ``layers``, the measure by which Lamina chooses ``drop`` layers. "angular_distance" chooses the
+            contiguous block of layers that changes the hidden states' direction least (Gromov et al. 2024).
+            "layer_drop" chooses the layers whose single removal raises the loss least. PROBE.METRIC chooses the layers
+            with the lowest values.
+        drop: the number of layers to remove.
         overwrite: first delete the files that Lamina wrote into ``output``.
-        text_settings: those of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
+        text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
 
     Raises:
         UserError: (a ValueError) for a model or a text that can't be read, layers that the model does not have, or an
@@ -250,17 +255,18 @@ def graft(
     overwrite: bool = False,
     **text_settings: object,
 ) -> Grafting:
-    """Put another placement on a trained decoder, as `lamina graft` does; `lamina pretrain --from` heals it.
+    """Put another placement on a trained decoder, as `lamina graft` does.
 
-    The weights stay. Lamina fits the new norms' gains on one half of a text, so that each sub-layer's output stays
-    close to its old output. It measures both losses on the other half.
+    Lamina keeps the weights and fits the new norms' gains on one half of a text, so that each sub-layer's output stays
+    close to its old output. It measures the loss before and after on the other half. To train the remaining difference
+    away, run `lamina pretrain --from`.
 
     Args:
-        model: a folder with a saved decoder that `lamina convert` takes, or a Lamina model's.
+        model: a folder with a decoder that `lamina convert` takes, or with a Lamina model.
         output: a new or empty folder.
         placement: the new placement, with its options.
         overwrite: first delete the files that Lamina wrote into ``output``.
-        text_settings: those of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
+        text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
 
     Raises:
         UserError: (a ValueError) for a model, a placement or a text that can't be read, a module that can't absorb a
@@ -283,17 +289,17 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 
     Args:
         model: a transformers or Lamina model; a folder (of a run, or with config.json); or a configuration or the name
-            of a model type of transformers, of which Lamina makes a model with random weights. Lamina fetches nothing,
-            and runs no code that lies beside a checkpoint.
+            of a transformers model type, from which Lamina builds a model with random weights. Lamina downloads
+            nothing, and runs no code from a checkpoint's folder.
         layers: the path of the list of layers, if Lamina finds the wrong list.
 
     Returns:
         The result, with the evidence. ``placement`` is a name with options that ``lamina.placements.resolve`` takes.
-        ``match`` has the model's differences from it. ``unknown`` is the reason if Lamina found no placement.
-        ``text()`` is the command's output.
+        ``match`` lists the model's differences from this placement. ``unknown`` is the reason if Lamina found no
+        placement. ``text()`` is the command's output.
 
     Raises:
-        UserError: (a ValueError) for a path that holds no model, or a configuration that no model can be made of.
+        UserError: (a ValueError) for a path that holds no model, or a configuration from which no model can be built.
     """
     from lamina.probes.census.census import census
 
@@ -306,18 +312,19 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = None, *, which: str = "") -> Diagnosis:
     """Name a run's likely cause of trouble, its step and layer, and what to change; write the page.
 
-    Lamina writes another tool's converted records and their page into the folder NAME-lamina beside the records. If the
-    packages for the page are not installed, the last sentence of the answer names them.
+    Lamina writes another tool's converted records and their page into the folder NAME-lamina beside the records. If
+    packages for the page are missing, the last sentence of the returned text names them.
 
     Args:
-        run: the folder of a run, or of the folders of its pipeline stages, or another tool's history: a file, a folder,
-            or "-" for a pipe.
-        against: another run. Lamina then reports the step and the layer at which both part by more than their noise.
+        run: the folder of a run, a folder with one folder per pipeline stage, or another tool's history (a file, a
+            folder, or "-" for a pipe).
+        against: another run. Lamina then reports the first step and layer at which the two runs differ by more than the
+            noise.
         which: the name of the run, if the file or folder has several runs.
 
     Raises:
-        UserError: (a ValueError) for records that cannot be read, that hold neither a loss nor a gradient norm, or that
-            hold several runs; and for two runs without a common step.
+        UserError: (a ValueError) if the records cannot be read, hold neither a loss nor a gradient norm, or hold
+            several runs, and if two runs have no common step.
     """
     if against is not None:
         return _compared(Path(path("run", run)), Path(path("against", against)))

@@ -1,4 +1,4 @@
-"""A command's flags: those of its settings record, a YAML file, other names of settings; and the help text."""
+"""A command's flags, from its settings record, a YAML file and other tools' names of settings; and the help text."""
 
 from __future__ import annotations
 
@@ -228,9 +228,9 @@ class Parser:
     def add_text_flags(self) -> None:
         """Add the flags for the text on which a trained model is measured, as in `lamina probe`."""
         self.add_flag("--corpus", "embedded, a .txt/.jsonl file, a folder, hf:NAME", "embedded", "TEXT")
-        self.add_flag("--tokenizer", "tokenizer, for a model that has none", metavar="TEXT")
-        self.add_flag("--sequences", "how many blocks of the text", 64)
-        length = "tokens in a block (default: 256, or the model's positions where they are fewer)"
+        self.add_flag("--tokenizer", "tokenizer, if the model has none", metavar="TEXT")
+        self.add_flag("--sequences", "number of blocks of the text", 64)
+        length = "tokens in a block (default: 256, or the model's maximum if it is lower)"
         self.add_flag("--sequence-length", length, kind=int)
         self.add_flag("--batch-size", "blocks in a forward pass", 4)
         self.add_flag("--device", "cpu, cuda, ... (default: the fastest)", metavar="TEXT")

@@ -29,12 +29,17 @@ def parser() -> Parser:
     flags.add_word("source", "a folder with config.json and safetensors, a run's folder, or a name on the hub")
     flags.add_word("output", "a new or empty folder")
     trainers = "megatron, nanogpt, olmo-core, torchtitan"
-    flags.add_flag("--to", f"lamina or transformers (default: not SOURCE's kind); {trainers}, mlx", metavar="WORD")
+    flags.add_flag(
+        "--to",
+        f"format to write: lamina, transformers, {trainers} or mlx (default: transformers for a Lamina model, "
+        "otherwise lamina)",
+        metavar="WORD",
+    )
     flags.add_flag("--from", f"the trainer that wrote SOURCE: {trainers}", metavar="TRAINER")
-    flags.add_flag("--placement", "with --from, where the checkpoint does not say it", metavar="NAME")
+    flags.add_flag("--placement", "with --from, the placement, if the checkpoint does not name it", metavar="NAME")
     flags.add_flag("--dtype", f"{', '.join(DTYPES)} (auto: the checkpoint's)", "auto", "WORD")
     flags.add_flag("--overwrite", "first delete the files that Lamina wrote into OUTPUT", False)
-    flags.add_flag("--verify", "load the result and compare its logits with SOURCE's", True)
+    flags.add_flag("--verify", "load the result and compare its logits with SOURCE's logits", True)
     return flags
 
 

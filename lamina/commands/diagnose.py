@@ -26,12 +26,13 @@ def parser() -> Parser:
         "RUN is the folder of a run of Lamina, lamina.watch or lamina.LayerMonitor. It can also be another tool's\n"
         "record: a trainer's log, trainer_state.json or its folder, a CSV or JSON history, or files of TensorBoard,\n"
         "W&B or trackio. A loss is enough. If you add AGAINST, Lamina compares two runs and names the step and the\n"
-        "layer at which they part. Use it for ports, kernels, precisions and resumed runs.",
+        "layer at which they part. Compare two runs when you port a model, change a kernel or the precision, or\n"
+        "resume a run.",
         EXAMPLES,
         "RUN [AGAINST] ",
     )
     flags.add_word("run", "folder of the run, or another tool's record: a file, a folder, or - for a pipe")
-    flags.add_word("against", "second run, to compare with", needed=False)
+    flags.add_word("against", "second run, to compare the first with", needed=False)
     flags.add_flag("--run", "name of the run, if the record holds several", "", "NAME", name="which")
     return flags
 

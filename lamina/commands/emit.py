@@ -21,8 +21,8 @@ def parser() -> Parser:
 
     flags = Parser(
         "emit",
-        "Write a placement as one file for the trainer that you use: its block, with the numbers of your depth, and\n"
-        "the initializer that belongs to it. The file imports nothing of Lamina; commit it into your own repository.",
+        "Write a placement as one file for the trainer that you use. The file holds the block, the constants for "
+        "your depth, and the matching initializer. The file does not import Lamina; commit it to your repository.",
         EXAMPLES,
         "PLACEMENT ",
     )
@@ -30,7 +30,7 @@ def parser() -> Parser:
     flags.add_flag("--to", f"the trainer: {', '.join(TARGETS)}", metavar="TRAINER")
     flags.add_flag("--num-layers", "the number of blocks", kind=int)
     flags.add_flag("--output", "the file to write (default: print it)", metavar="FILE")
-    flags.add_flag("--with-test", "write a test beside it, which compares it with Lamina's model", False)
+    flags.add_flag("--with-test", "also write a test that compares the file's model with Lamina's model", False)
     flags.add_flag("--overwrite", "replace files that exist", False)
     return flags
 

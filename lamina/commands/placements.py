@@ -38,10 +38,12 @@ def parser() -> Parser:
     flags.add_word("name", about, needed=False)
     flags.add_flag("--num-layers", "number of layers of the plan to show", 4)
     flags.add_flag("--svg", "draw the diagram as an SVG file", metavar="FILE")
-    about = "name this model's placement, with the evidence: a folder, or a model type of transformers"
+    about = "identify the placement of this model, and print the evidence: a folder, or a model type of transformers"
     flags.add_flag("--of", about, metavar="MODEL")
-    flags.add_flag("--layers", "with --of, the path of the list of layers that is meant", metavar="PATH")
-    flags.add_flag("--json", "with --of, print it as JSON", False)
+    flags.add_flag(
+        "--layers", "with --of, the path of the list of layers, if Lamina finds the wrong list", metavar="PATH"
+    )
+    flags.add_flag("--json", "with --of, print the placement and the evidence as JSON", False)
     return flags
 
 

@@ -1,4 +1,4 @@
-"""`lamina prune MODEL`: takes layers out of a trained model."""
+"""`lamina prune MODEL`: removes layers from a trained model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ EXAMPLES = """
 
 def parser() -> Parser:
     about = (
-        "Remove layers from a trained decoder, Lamina's or transformers', and print the loss before and after. The\n"
-        "smaller model loads like the whole one. To train it further, run `lamina pretrain --from`."
+        "Remove layers from a trained decoder, Lamina's or transformers', and print the loss before and after. "
+        "The smaller model loads like the original model. To train it further, run `lamina pretrain --from`."
     )
     flags = Parser("prune", about, EXAMPLES, "MODEL ")
     flags.add_word("model", "a folder with a saved model, or a run's folder")
     flags.add_flag("--output", "a new or empty folder", "pruned", "DIR")
     flags.add_flag("--layers", "layers to remove, counted from 0, as in 3,5-7", metavar="LIST")
     flags.add_flag(
-        "--by", "measure whose lowest layers go: layer_drop, angular_distance, or PROBE.METRIC", metavar="MEASURE"
+        "--by",
+        "remove the layers with the lowest value of this measure: layer_drop, angular_distance, or PROBE.METRIC",
+        metavar="MEASURE",
     )
     flags.add_flag("--drop", "with --by, number of layers to remove", kind=int)
     flags.add_text_flags()

@@ -25,7 +25,7 @@ def parser() -> Parser:
     flags.add_flag("--height", "the screenshot's height in pixels, from the top of the page", 2300)
     about = "rewrite the page whenever its records have grown, until the run or study has ended"
     flags.add_flag("--follow", about, False)
-    flags.add_flag("--every", "with --follow, seconds between two looks at the folder", 10.0, "X")
+    flags.add_flag("--every", "with --follow, seconds between two reads of the folder", 10.0, "X")
     about = "also save the figures: of a study with claims as SVG and PDF (needs matplotlib), of `lamina probe` as PNG"
     flags.add_flag("--figures", about, False)
     return flags

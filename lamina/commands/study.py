@@ -29,10 +29,10 @@ _HELP = f"""lamina study: the papers' tables and figures as studies, each with a
 
 usage: lamina study list|show|run|worker [STUDY] [OPTIONS]      lamina study run --help for the options
 
-  list     all studies with their claims and verdicts (--json: as JSON)
-  show     one study: the question, its arms and trials, the verdicts so far
-  run      train what is missing, measure, judge; OUTPUT/report.html is the page
-  worker   train a share of a study's trials on another machine, for a store that the machines share
+  list     list all studies with their claims and verdicts (--json: as JSON)
+  show     show one study: the question, its settings and runs, the verdicts so far
+  run      train the missing runs, measure them, and judge the claims; OUTPUT/report.html is the page
+  worker   train some of a study's runs on this machine; several machines share one --store
 
 examples:
 {EXAMPLES.strip(chr(10))}

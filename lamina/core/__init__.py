@@ -1,1 +1,1 @@
-"""Tools for all rooms: checks of users' values, safe reading of files, registries."""
+"""Tools for all packages: checks of users' values, safe reading of files, registries."""

@@ -1,9 +1,9 @@
 """The model types of transformers that Lamina knows, one row each; loads no torch.
 
 A row has the roles of a type's weights, for initialization, and its placement, for conversion of its checkpoints. Every
-type of the table is tested: with its own placement its logits equal transformers' on the same weights. The names of the
-modules and the heads, without which a saved model cannot be built again, travel beside the checkpoint, in the rows of
-``ADAPTERS`` in modeling/modeling_lamina.py.
+type of the table is tested: with its own placement its logits equal transformers' on the same weights. A saved model
+also needs the names of its modules and heads. They are in ``ADAPTERS`` of modeling/modeling_lamina.py, which is saved
+beside the checkpoint.
 """
 
 from __future__ import annotations

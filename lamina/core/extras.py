@@ -1,4 +1,6 @@
-"""The package's extras, as in pyproject.toml: the modules of each, and the message that says what to install."""
+"""The package's extras, as in pyproject.toml: the modules of each extra, and the message that tells users what to
+install.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def require(what: str, extra: str) -> None:
 
 
 def missing_extra(what: str, error: ModuleNotFoundError) -> UserError | None:
-    """Return an error that names the extra to install for a missing module; None if it is in no extra."""
+    """Return an error that names the extra to install for a missing module, or None if no extra has the module."""
     module = str(error.name).partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if module in modules and extra != "report"), None)
     return None if extra is None else _missing(what, [module], extra)

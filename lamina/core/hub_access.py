@@ -1,4 +1,6 @@
-"""Access to the Hugging Face hub, tested first, because its clients retry for half a minute without a network."""
+"""Access to the Hugging Face hub. Lamina tests the connection first, because the hub's clients retry for half a minute
+without a network.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of paired numbers that the rooms share; scipy is imported late, since that takes a while."""
+"""Statistics of paired numbers, for all packages; scipy is imported late because its import is slow."""
 
 from __future__ import annotations
 

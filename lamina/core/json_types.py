@@ -1,4 +1,4 @@
-"""JSON content: its types, and how a text of it is parsed."""
+"""Types of JSON content, and a parser."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Callbacks that run once a module has been imported: now, or whenever that happens.
+"""Callbacks for imports: each runs at once if the module is loaded, otherwise after its import.
 
-So `import lamina` loads no other package, and the order of imports does not matter.
+With them, `import lamina` loads no other package, and imports may come in any order.
 """
 
 from __future__ import annotations

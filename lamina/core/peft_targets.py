@@ -1,8 +1,8 @@
-"""PEFT's defaults for Lamina models, so that `LoraConfig()` and its kin need no ``target_modules``.
+"""PEFT's defaults for Lamina models, so that `LoraConfig()` and similar configurations need no ``target_modules``.
 
-PEFT looks up a model by its type, in one table per method; "lamina" is one type with many backbones. Its row has the
-modules that the method adapts in a Llama, role by role, under every name that a backbone of core/architectures.py gives
-that role. No name has another meaning elsewhere, and PEFT skips those that a model lacks. A new method's table also
+PEFT looks up a model's type in one table per method. "lamina" is one type with many backbones. For each module that a
+method adapts in a Llama, Lamina's row lists the module's name in every backbone of core/architectures.py. No name means
+a different module in another backbone, and PEFT skips names that a model lacks. The table of a new PEFT method also
 gets a row.
 """
 

@@ -1,4 +1,6 @@
-"""Users' Python files. They run as code; an exception in one becomes a UserError that names the file."""
+"""Loading of users' Python files. The files run as code. If a file raises an exception, Lamina raises a UserError that
+names the file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registries of named entries that decorators add: the package's, those of plug-ins, a user's."""
+"""Registries of named entries, which decorators add: from Lamina, from plug-ins, or from a user's file."""
 
 from __future__ import annotations
 

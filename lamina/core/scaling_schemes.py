@@ -1,6 +1,6 @@
 """The schemes of width and depth scaling as data: exponents by kind of weight for the width, and one for the depth.
 
-They are in a room below the models, so that the settings know the schemes' names without loading torch.
+The schemes are separate from the models, so that the settings know the schemes' names without loading torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Specs: a name or file with options in brackets, ``name(option=value, ...)``, and lists of specs.
 
-A value is written as in YAML. A comma inside brackets or quotes is part of it: ``name(layers=[0, 3], text='a, b')``.
+A value is written as in YAML. A comma inside brackets or quotes belongs to the value: ``name(layers=[0, 3], text='a,
+b')``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _formatter = logging.Formatter()
 
 
 def escape_logs(prefix: str) -> None:
-    """Escape what a terminal obeys in each line that loggers named ``prefix...`` write from now on."""
+    """Escape terminal control characters in each line that loggers named ``prefix...`` write from now on."""
     make = logging.getLogRecordFactory()
 
     def escaped(*args: object, **kwargs: object) -> logging.LogRecord:

@@ -1,4 +1,4 @@
-"""Lists of numbers as a person writes them."""
+"""Lists of numbers as a person writes them, such as 3, 5-7."""
 
 from __future__ import annotations
 

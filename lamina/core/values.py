@@ -1,4 +1,4 @@
-"""Checks of users' values. Each raises a UserError that states the field, the value and what is allowed."""
+"""Checks of users' values. Each check raises a UserError that names the field, the value and the allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safe reading of users' YAML, bounded in size and depth, so that no file exhausts memory or time."""
+"""Safe reading of users' YAML, limited in size and depth, so that no file exhausts memory or time."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Text in, packed token blocks out."""
+"""Reading of texts and packing of their tokens into blocks."""

@@ -1,4 +1,4 @@
-"""Numbered items, the source of all training data: token blocks in a file, in memory, in a stream, or in a mix."""
+"""The training data as numbered items: token blocks in a file, in memory, in a stream, or in a mix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of costly results: one folder per result, named by a hash, complete or absent."""
+"""The cache of costly results: one folder per result, named by a hash, and never half written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The held-out part of a text, chosen by characters so that it is the same for every tokenizer."""
+"""The held-out part of a text, cut by characters, so that every tokenizer gets the same part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A corpus that is read during training: the held-out text comes first, the rest is a stream."""
+"""A corpus that is read during training: its beginning is held out, and the rest is streamed."""
 
 from __future__ import annotations
 

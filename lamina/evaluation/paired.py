@@ -1,4 +1,4 @@
-"""Models compared on the same items: differences, their intervals and tests; and the scores of earlier evaluations."""
+"""Comparison of models on the same items: differences with intervals and tests, from stored evaluations."""
 
 from __future__ import annotations
 

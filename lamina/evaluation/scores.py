@@ -1,4 +1,4 @@
-"""A model's scores on tasks and on each item, and tables in the papers' form."""
+"""A model's scores on tasks and on each item, and tables as the papers print them."""
 
 from __future__ import annotations
 

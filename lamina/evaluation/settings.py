@@ -55,7 +55,7 @@ class PerplexitySettings(Settings, group="data"):
         None, "tokens that the model reads at once (default: the model's maximum, at most 2048)", at_least(2)
     )
     stride: int | None = setting(
-        None, "tokens by which the window moves, each scored once (default: half the window)", at_least(1)
+        None, "tokens by which the window moves; each token is scored once (default: half the window)", at_least(1)
     )
 
 
@@ -82,22 +82,24 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     )
     tasks: str = setting(
         "",
-        "comma-separated tasks, groups or tags of lm-evaluation-harness, TASK@5 with five examples; a paper's "
-        "set (fusenorm, peri_ln, mix_ln, keel); generated",
+        "comma-separated: tasks, groups or tags of lm-evaluation-harness (TASK@5: with five examples), a paper's "
+        "set (fusenorm, peri_ln, mix_ln, keel), or generated",
         comma_separated,
         decides=False,
     )
     num_fewshot: int | None = setting(
-        None, "examples before each question (default: the set's, otherwise the task's)", at_least(0)
+        None, "examples before each question (default: as the set states, otherwise as the task states)", at_least(0)
     )
     compare: bool = setting(
-        False, "compare earlier evaluations, item by item; each MODEL is the folder of an evaluation", decides=False
+        False, "compare earlier evaluations item by item; MODEL is then the folder of an evaluation", decides=False
     )
-    limit: int | None = setting(None, "items per task, and documents of the corpus (default: all)", at_least(1))
+    limit: int | None = setting(
+        None, "maximum number of items per task, and of documents of the corpus (default: all)", at_least(1)
+    )
     data_dir: str | None = setting(
         None,
-        "folder to read the tasks' data from, in place of the hub: DIR/NAME/CONFIG/SPLIT.jsonl (or .arrow, .parquet), "
-        "and task files DIR/tasks/*.yaml",
+        "folder with the tasks' data, read instead of the hub: DIR/NAME/CONFIG/SPLIT.jsonl (or .arrow, "
+        ".parquet), and task files DIR/tasks/*.yaml",
         path,
         decides=False,
     )
@@ -111,13 +113,15 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         "float32", "float32, bfloat16, float16, or auto (the checkpoint's)"
     )
     chat_template: bool = setting(False, "put the questions into the tokenizer's chat template")
-    system: str | None = setting(None, "with chat_template, the system's turn before each question", text)
+    system: str | None = setting(None, "with chat_template, the system message before each question", text)
     generation: Json = setting(
-        {}, "arguments of generate for tasks that write, e.g. --generation.temperature 0.6", mapping
+        {},
+        "arguments of transformers' generate for tasks that generate text, e.g. --generation.temperature 0.6",
+        mapping,
     )
     run_code: bool = setting(
         False,
-        "run the task files in --data-dir, which are code, and code that a model writes (HumanEval, MBPP)",
+        "allow code to run: task files in --data-dir, and programs that a model writes (HumanEval, MBPP)",
         decides=False,
     )
     seed: int = changed(0, help="seed of the few-shot examples")

@@ -1,4 +1,4 @@
-"""SQuAD's F1 of a model with a question-answering head, on a local file of SQuAD's form."""
+"""SQuAD's F1 of a model with a question-answering head, on a local file in SQuAD's format."""
 
 from __future__ import annotations
 

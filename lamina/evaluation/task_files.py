@@ -1,7 +1,7 @@
 """The tasks of lm-evaluation-harness and of a user's files, with data from the hub or a folder.
 
-The harness's TaskManager reads and builds them. A user's task file is code (templates, functions, classes, metrics), so
-it is built only with ``run_code``; until then its text is read as data.
+The harness's TaskManager reads and builds them. A user's task file can contain code (templates, functions, classes,
+metrics). So Lamina builds it only with ``run_code``, and otherwise reads its text as data.
 """
 
 # pyright: reportMissingImports=false

@@ -1,4 +1,4 @@
-"""Other names of settings: those of transformers, TRL, lm-eval, litgpt and nanoGPT, and singulars and plurals."""
+"""Other names of settings, from transformers, TRL, lm-eval, litgpt and nanoGPT, and singulars and plurals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The columns of a run's result, each declared once for result.json, results.csv, the ranking and the pages.
 
-To add a scalar, add only its ``Column`` here and its value in ``lamina.training.pretrain``. A value without a column,
-or a measured column without a value, is an error when the first run ends.
+To add a scalar, add only its ``Column`` here and its value in ``lamina.training.pretrain``. Lamina raises an error at
+the end of the first run if a value has no column, or a measured column has no value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The files of a job's folder: written whole or not at all, synced before they are renamed, and read back."""
+"""Reading and writing of the files in a job's folder. A file is synced and then renamed, so it is never half
+written.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The manifest of a folder that is written once: a checkpoint, a saved model, an entry of the data cache.
 
-manifest.json lists each file's size and SHA-256, so that a missing, cut or altered file can be named.
+manifest.json lists each file's size and SHA-256, so that Lamina can name a missing, cut or changed file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The names of the files in a job's folder, each stated once."""
+"""The names of the files in a job's folder."""
 
 from __future__ import annotations
 

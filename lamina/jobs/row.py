@@ -1,4 +1,4 @@
-"""What a job is: a row from which its command and its Python function are made.
+"""The row of a job, from which Lamina makes its command and its Python function.
 
 To add a job, add its settings, its function, its page (``lamina.reports.registry.report_of``), the text that it prints
 (``ending_of``) and its row, in the room of the job. A row's functions import what is heavy when they are called. The
@@ -91,7 +91,7 @@ class JobRow:
     returns: str
     outcome: str = "RunResult"
     raises: str = "a corpus that can't be read"
-    resumes: str = "continue what is in the output folder"
+    resumes: str = "continue the job in the output folder"
     positional: tuple[str, ...] = ()
     switches: tuple[Switch, ...] = ()
     listing: Callable[..., str] | None = None

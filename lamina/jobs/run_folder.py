@@ -1,4 +1,4 @@
-"""Reading of a run's folder: its growing records, and which of them are damaged."""
+"""Reading of a run's folder, while its records grow or if some are damaged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The seal of a folder's records: result.json has its own digest, its trial's key and the hash of every record.
 
-An edited digit, or a file of another trial, is found by whoever reads the folder.
+So Lamina notices an edited digit, or a file of another trial, when it reads the folder.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ text, the key in YAML and in config.yaml, the check of a value, and the command 
         precision: Literal["auto", "fp32"] = setting("auto", "of the computation")
 
 Each record is a frozen, keyword-only dataclass, without a decorator. Records are composed from smaller ones by
-inheritance. A record overrides an inherited default or help text with ``changed``, and lists inherited fields that it
-does not offer in ``without``.
+inheritance. A record overrides an inherited default or help text with ``changed``. In ``without``, it lists the
+inherited fields that it drops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ends a job early: Ctrl-C and other signals, and the end of the process that started it."""
+"""Early ends of a job: by Ctrl-C, by another signal, or because the parent process ended."""
 
 from __future__ import annotations
 

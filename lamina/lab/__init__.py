@@ -1,1 +1,1 @@
-"""The lab: what reproduces the papers, and what works after pretraining. Nothing outside depends on it."""
+"""The lab: reproduction of the papers, vision, and training after pretraining. No other package depends on it."""

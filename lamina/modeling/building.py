@@ -45,26 +45,26 @@ def build(
     adapter: Mapping[str, object] | None = None,
     **placement_options: object,
 ) -> PreTrainedModel:
-    """Build a model from the backbone's attention and feed-forward modules, wired as the placement says.
+    """Build a model from a backbone's attention and feed-forward modules, with the norms where the placement puts them.
 
     Args:
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, a folder that
             holds one, or a model's name on the hub (without its weights, which `lamina convert` keeps).
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
-        num_layers: the number of blocks, if not the backbone's. ``hidden_size``, ``num_heads`` and ``vocab_size`` also
-            replace the backbone's sizes.
+        num_layers: the number of blocks (default: the backbone's). ``hidden_size``, ``num_heads`` and ``vocab_size``
+            also replace the backbone's sizes.
         head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification"; by default the first head
             in the backbone's row of ``ADAPTERS``.
-        num_labels: classes of a classifier; by default those of an image backbone's configuration, and 1 (a reward) for
-            sequences.
-        init: an initializer's name, ``"name(std=0.01)"``, or "recommended": the one of the paper's main runs.
+        num_labels: number of classes of a classifier (default: an image backbone's classes, or 1, a reward, for
+            sequences).
+        init: an initializer's name, ``"name(std=0.01)"``, or "recommended", the initializer of the paper's main runs.
         profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initializer that profiles the model
             (Admin's); random ones by default.
-        scaling: scales initial weights, and a named placement's multiplier, to other sizes
+        scaling: width and depth scaling of the initial weights, and of a named placement's multiplier
             (``lamina.modeling.scaling``).
         adapter: other names of the backbone's modules, by the fields of ``lamina.modeling.modeling_lamina.Adapter``
             (``{"attention": "attn", "norm": "ln_f"}``) (default: ``lamina_adapter`` of its configuration).
-        placement_options: the placement's options and those that every placement takes.
+        placement_options: options of this placement, or options that every placement takes.
 
     Returns:
         A LaminaForCausalLM (or the head's class) in float32, its weights drawn from torch's global generator (seed it
@@ -185,9 +185,9 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
     """Wire plain attention and feed-forward modules as one layer of a plan: a Block.
 
     Args:
-        attention: takes [batch, tokens, hidden_size] and the keyword arguments of the Block's call; returns a
-            tensor of the same shape, or a tuple that starts with it.
-        feed_forward: takes and returns [batch, tokens, hidden_size].
+        attention: a module that takes [batch, tokens, hidden_size] and the keyword arguments of the Block's call, and
+            returns a tensor of the same shape, or a tuple that starts with such a tensor.
+        feed_forward: a module that takes and returns [batch, tokens, hidden_size].
         layer_plan: an entry of ``Plan.layers``.
         hidden_size: the width of the residual stream.
 

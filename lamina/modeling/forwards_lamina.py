@@ -1,7 +1,7 @@
-"""A module's forward with more calls in it, as source that ``inspect.getsource`` gives.
+"""Adding calls to a module's forward, as source code that ``inspect.getsource`` returns.
 
-Serving engines read the source of a forward and rewrite it: what only the bytecode has would be lost there without a
-word. Transformers copies this file beside a checkpoint, so it imports neither the package nor torch's nn at run time.
+Serving engines read and rewrite the source of a forward. They would silently lose a call that is only in the bytecode.
+Transformers copies this file beside a checkpoint, so it imports neither the package nor torch's nn at run time.
 """
 
 from __future__ import annotations

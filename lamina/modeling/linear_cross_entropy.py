@@ -5,8 +5,8 @@ With the last states H [tokens, hidden_size], the head's weight W [vocab_size, h
     L = 1/n sum_i ( log sum_v exp z_iv  -  z_i,t_i ),     z_i = s W h_i,  or  c tanh(s W h_i / c)
 
 over the n labels that are not ignored. The gradient needs only the softmax P of the logits, dL/dz = (P - onehot(t)) /
-n. So each chunk of tokens adds its part of the loss and of both gradients in the forward pass and is then forgotten:
-memory holds [chunk, vocab_size] logits instead of several times [tokens, vocab_size].
+n. So the forward pass adds each chunk's part of the loss and of both gradients, then frees the chunk. Memory holds
+[chunk, vocab_size] logits instead of several times [tokens, vocab_size].
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Access to the parts of a Lamina model for measurements: its body, its sub-layers, hooks on them."""
+"""Access to the parts of a Lamina model for measurements: its body, its sub-layers, and hooks on them."""
 
 from __future__ import annotations
 

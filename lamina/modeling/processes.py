@@ -1,4 +1,4 @@
-"""The processes of a job: their ranks, their device, their agreements, and how they end together."""
+"""The processes of a job: ranks, devices, common decisions, and a common end."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Width and depth scaling: factors on rates, initial weights and Adam's epsilon that carry a rate to another size.
+"""Width and depth scaling: factors on learning rates, initial weights and Adam's epsilon, so that a learning rate suits
+models of other sizes.
 
-Everett et al. 2024 (arXiv 2407.05872): with width n a weight is multiplied by n^-a, starts with the standard deviation
-n^-b and learns at the rate n^-c. Here the multiplier is folded into the other two. Under Adam, whose steps don't depend
-on the gradient's size, (a, b, c) and (0, a + b, a + c) train the same function (up to Adam's epsilon and gradient
-clipping), and a checkpoint stays a plain model.
+Everett et al. 2024 (arXiv 2407.05872): at width n, a weight has the multiplier n^-a, the initial standard deviation
+n^-b and the learning rate n^-c. Lamina folds the multiplier into the other two factors. Under Adam, whose steps don't
+depend on the gradient's size, (a, b, c) and (0, a + b, a + c) train the same function (up to Adam's epsilon and
+gradient clipping), and a checkpoint stays a plain model.
 
 CompleteP (Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth every branch is divided by m^alpha.
 All parameters of a block, its norms and biases included, learn at m^(alpha - 1) of the rate with an epsilon of
 m^-alpha; initial weights and weight decay do not depend on the depth. The multiplier is part of the plan (the
-placement's option ``depth_scaling``), and so of every checkpoint.
+placement's option ``depth_scaling``), so every checkpoint stores it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What blocks pass on besides a single stream: several streams, or a memory of earlier states.
+"""Residual states beyond a single stream: several streams, or a memory of earlier states.
 
     h = read(S)        S' = C( skip_scale * mix(s) + write * branch )
 

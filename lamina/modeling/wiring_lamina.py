@@ -2,7 +2,7 @@
 
     y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
-Transformers copies this file beside a checkpoint, so it imports only torch, transformers and what it copies with it.
+Transformers copies this file beside a checkpoint, so it imports only torch, transformers and the files copied with it.
 """
 
 from __future__ import annotations

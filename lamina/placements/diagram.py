@@ -1,8 +1,8 @@
 """Drawings of a plan: a picture (SVG), a gallery of pictures, and equations for a terminal.
 
-The vertical line is the stream, bottom to top, and each module stands on a branch to its right: a norm on the line
-normalizes the stream, a norm on the branch does not. Several streams are as many lines; a small square is a state that
-is remembered, or read from the memory.
+The vertical line is the residual stream, from bottom to top, and each module is on a branch to its right. A norm on the
+line normalizes the stream; a norm on the branch does not. Several streams are several lines. A small square marks a
+state that is stored in the memory or read from it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The plan: one record per layer that says where the norms sit, what the skip carries and how it is scaled.
+"""The plan: one record per layer, with the positions of the norms, the skip's source and its scale.
 
 A sub-layer computes
 
     y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
-with A = ``pre_norm``, B = ``out_norm``, C = ``post_norm`` (the positions of Figure 2 in the Peri-LN paper) and s what
-the skip carries: the stream x, the block's input (FuseNorm's feed-forward) or the sum of both (B2T).
+with A = ``pre_norm``, B = ``out_norm``, C = ``post_norm`` (the positions of Figure 2 in the Peri-LN paper) and s the
+skip's source: the stream x, the block's input (FuseNorm's feed-forward) or the sum of both (B2T).
 
-Plain data: imports neither torch nor transformers, goes to JSON and comes back equal.
+A plan is plain data: it needs neither torch nor transformers, and survives JSON unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""From a placement's name, or a file of the user's own, and its options to the plan: ``resolve``.
+"""``resolve``: makes a plan from a placement's name, or a user's file, and its options.
 
 A YAML file holds rules (see ``from_rules``), or the full plan as ``Plan.to_dict`` writes it, for one depth. A Python
-file registers a scheme with ``@placement``. It runs as code, with the rights of whoever reads it; a YAML file cannot.
+file registers a scheme with ``@placement``. A Python file runs as code, with the user's rights. A YAML file cannot run
+code.
 """
 
 from __future__ import annotations

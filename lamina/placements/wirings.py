@@ -1,7 +1,7 @@
-"""Wirings: what a placement's residual carries besides the stream, by the option ``wiring`` of every placement.
+"""Wirings: residual paths beyond a single stream, for the option ``wiring`` of every placement.
 
-A wiring changes a plan whose sub-layers are placed already. Each is a function of the plan, and some of ``size``: the
-number of streams, or the layers of a block of depth (None: the wiring's own default); mHC's also of its ``start``.
+A wiring changes a finished plan. Each wiring is a function of the plan. Some also take ``size``: the number of streams,
+or the layers in a block of depth (None: the wiring's default). mHC also takes ``start``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Placements for other trainers: ``emit`` writes a plan as one file of theirs, ``weights`` carries weights both ways.
+"""Placements for other trainers: ``emit`` writes a plan as a trainer's file, and ``weights`` converts weights in both
+directions.
 
 A target is two files of ``targets/``: a template, and a table of the expressions and weight names that it uses.
 """

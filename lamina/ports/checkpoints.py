@@ -1,6 +1,6 @@
-"""Trainers' checkpoints: how each is read and written, and the transformers configuration of its model.
+"""Checkpoints of other trainers: reading, writing, and the transformers configuration of the model.
 
-A format of ``FORMATS`` knows its files and its configuration; the weights' names are the target's table.
+Each format in ``FORMATS`` defines its files and its configuration. The target's table defines the names of the weights.
 """
 
 from __future__ import annotations

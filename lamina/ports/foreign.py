@@ -1,4 +1,4 @@
-"""What trainers' checkpoints share: the record of one, and the reader of torch.distributed's files."""
+"""Shared code for trainers' checkpoints: a checkpoint's record, and the reader of torch.distributed's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's checkpoints of the format torch_dist: how one is read, and written."""
+"""Reading and writing of Megatron-Core's checkpoints in the format torch_dist."""
 
 from __future__ import annotations
 

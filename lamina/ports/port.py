@@ -1,7 +1,7 @@
-"""A plan as lines of Python: which norms a block has, its numbers, and its forward pass, in a target's names.
+"""A plan as lines of Python in a target's names: a block's norms, its constants, and its forward pass.
 
-Layers that are equal share one expression; a difference becomes a condition on the layer's index, and a table only
-where no condition says it. A norm or factor that no layer has is not written.
+Equal layers share one expression. A difference between layers becomes a condition on the layer's index, or a table if
+no condition can express it. The file omits norms and factors that no layer has.
 """
 
 from __future__ import annotations

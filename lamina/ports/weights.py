@@ -1,6 +1,6 @@
-"""A model's weights in a trainer's names, and back, by the names in the target's table.
+"""Renaming of a model's weights to a trainer's names and back, by the target's table.
 
-Each tensor is used exactly once, or a UserError names it.
+Lamina uses each tensor exactly once, or raises a UserError that names the tensor.
 """
 
 from __future__ import annotations

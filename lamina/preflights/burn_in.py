@@ -1,4 +1,4 @@
-"""The burn-in: the first steps of a planned run, or of a narrower stand-in, with measures by layer."""
+"""The burn-in: the first steps of a planned run, or of a narrower model in its place, measured by layer."""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ def will_not_train(rows: Frame) -> bool:
 PREFLIGHT = JobRow(
     name="preflight",
     kind=Kind.PREFLIGHT,
-    summary="before a run: will it train, why not, and what to change",
+    summary="check a planned run: whether it will train, why not, and what to change",
     about=(
-        "Check a run before you start it. Lamina takes its first steps at full depth, measures the layers, and\n"
+        "Check a run before you start it. Lamina trains its first steps at full depth, measures the layers, and\n"
         "reports whether the run will train, why, and what to change. The verdicts:\n\n"
         "  fine, risky      the model learned in these steps\n"
-        '  undecided        it has not learned yet; the line "change" names the steps that should decide\n'
+        '  undecided        it has not learned yet; the line "change" names a number of steps that should decide\n'
         "  will not train   it is not expected to learn\n\n"
         'The exit code is 0. With --strict it is 1 if any verdict is "will not train".'
     ),

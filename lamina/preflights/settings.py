@@ -53,17 +53,19 @@ class PreflightSettings(
     learning_rates: str | float | tuple[float | str, ...] = changed(
         "5e-3", help="comma-separated peak learning rates of the planned run"
     )
-    num_layers: int | None = changed(None, help="number of blocks (default: the backbone's); always measured in full")
+    num_layers: int | None = changed(
+        None, help="number of blocks (default: the backbone's); Lamina always measures at this depth"
+    )
     steps: int = changed(100, help="optimizer steps of the planned run")
     precision: Literal["auto", "fp32", "bf16"] = changed(
-        "auto", help="auto and fp32 (single), or bf16 (mixed: weights, losses and measurements stay fp32)"
+        "auto", help="fp32, or bf16 (mixed: weights, losses and measurements stay fp32); auto is fp32"
     )
     burn_in: int = setting(32, "optimizer steps before the verdict", at_least(4))
     sequences: int = changed(16, help="held-out blocks (2 or more) to measure the layers on", check=at_least(2))
     flops: float | None = setting(
         None,
-        "maximum operations per burn-in (default: 1e12 on a CPU, 1e14 on a GPU); beyond it, a narrower model of "
-        "the same depth on fewer blocks is measured",
+        "maximum FLOPs per check (default: 1e12 on a CPU, 1e14 on a GPU); above it, Lamina measures a narrower "
+        "model of the same depth on fewer blocks",
         above(0.0),
     )
     output: str | None = changed(None, help="folder for the page, the figures and the numbers (default: none)")

@@ -1,4 +1,4 @@
-"""The verdict on a burn-in: the numbers that decide it, the fitted rules, and the verdict in words.
+"""The verdict on a burn-in: the deciding numbers, the fitted rules, and the verdict in words.
 
 The rules' coefficients are data (calibration.json), fitted by tools/calibration/preflight_calibration.py on real runs.
 The rules use no names of placements, initializers or backbones.

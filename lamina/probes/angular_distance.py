@@ -1,4 +1,4 @@
-"""How far the stream turns from one layer to another."""
+"""The angle between the residual stream at one layer and at another."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class AngularDistance(DirectionsProbe):
 
     name = "angular_distance"
     title = "Angular distance between layers"
-    summary = "the angle between the streams before and behind each block of layers, and the best block to drop"
+    summary = "angle between the hidden states before and after each block of layers, and the best block to drop"
     source = "Gromov et al. 2024; Mix-LN Eq 8, Fig 5"
     over_steps = ("angular_distance",)
 

@@ -1,4 +1,4 @@
-"""Where attention looks: its entropy, its largest logit and the weight on the first token, by layer and head."""
+"""Attention by layer and head: the entropy of the weights, the largest logit, and the weight on the first token."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class Bounds(ShortProbe):
 
     name = "bounds"
     title = "Bounds"
-    summary = "left and right side of Peri-LN's Proposition 3.1 and of FuseNorm's Theorem 1, measured"
+    summary = "both measured sides of the inequalities in Peri-LN's Proposition 3.1 and FuseNorm's Theorem 1"
     source = (
         "Peri-LN (arXiv 2502.02732) Prop 3.1, C.1-C.3; FuseNorm (SpanNorm, arXiv 2601.22580) Thm 1, Eq 9, 13, 19-21"
     )

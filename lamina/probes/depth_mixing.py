@@ -1,4 +1,4 @@
-"""How much of each branch reaches each later layer through skips and norms alone."""
+"""How much of each branch's output reaches each later layer through skips and norms alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DepthMixing(ShortProbe):
 
     name = "depth_mixing"
     title = "Depth mixing"
-    summary = "how much of each branch's output reaches each later layer on the skips and norms alone"
+    summary = "how much of each branch's output reaches each later layer through skips and norms alone"
     source = "Attention Residuals (arXiv 2603.15031) Sec 6.2; mHC (arXiv 2512.24880)"
     of_streams = True
 

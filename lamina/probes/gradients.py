@@ -1,4 +1,4 @@
-"""How large the gradient is in every layer, sub-layer and role."""
+"""The size of the gradient in every layer, sub-layer and role."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Gradients(Probe):
 
     name = "gradients"
     title = "Gradients"
-    summary = "gradient norm and variance by layer, sub-layer and role, and of the states; the spike score of a run"
+    summary = "gradient norm and variance by layer, sub-layer and role, and of the hidden states; a run's spike score"
     needs = frozenset({"tokens"})
     source = "Peri-LN Fig 4, 5, 7; Mix-LN Fig 3, 6a; FuseNorm Fig 7; OLMo 2 Sec 3.1 (spike score)"
     of_streams = True

@@ -67,7 +67,10 @@ class HiddenStates(Probe):
 
     name = "hidden_states"
     title = "Hidden states"
-    summary = "variance and magnitudes of the stream by layer, massive activations, sigma at the norms, FP16 headroom"
+    summary = (
+        "variance and magnitudes of the residual stream by layer, massive activations, standard deviation before "
+        "each norm, distance to FP16's limit"
+    )
     source = "Peri-LN Fig 1, 6, 11, Eq 4; Mix-LN Eq 5-7; massive activations: Sun et al. 2024"
     of_streams = True
     over_steps = ("variance", "abs_mean", "abs_max")

@@ -1,4 +1,4 @@
-"""How much each layer stretches its input, and what the residual path alone would do."""
+"""How much each layer stretches its input, and how much the residual path alone would stretch it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ class JacobianProbe(ShortProbe):
     name = "jacobian"
     title = "Jacobians"
     summary = (
-        "spectral norm of every block's Jacobian, its product, its distance to the identity, and the residual path"
+        "spectral norm of each block's Jacobian, the product over all blocks, the distance to the identity, and "
+        "the residual path's Jacobian"
     )
     source = "Keel (arXiv 2601.19895) Eq 14-19; FuseNorm (SpanNorm, arXiv 2601.22580) Eq 9-11, 16-19"
     over_steps = ("norm",)

@@ -1,4 +1,4 @@
-"""What a model loses without each of its layers."""
+"""How much worse a model is without each of its layers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class LayerDrop(Probe):
 
     name = "layer_drop"
     title = "Dropping layers"
-    summary = "how much worse the model is without each layer (or block), in loss, perplexity or a task's score"
+    summary = "how much loss, perplexity or a task's score worsens without each layer (or block)"
     source = "Mix-LN Fig 2, 3, 6b; KEEL (dPPL); Gromov et al. 2024"
     of_streams = True
 

@@ -1,4 +1,4 @@
-"""What a layer does for later layers, whether its place matters, and whether a linear map could replace it."""
+"""How a layer affects later layers, whether its position matters, and whether a linear map could replace it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ class LayerUse(Probe):
 
     name = "layer_use"
     title = "Use of the layers"
-    summary = "how much each layer changes later layers' updates, and the loss with layers swapped or made linear"
+    summary = (
+        "how much each layer changes later layers' updates, and how the loss changes if layers are swapped or "
+        "made linear"
+    )
     source = "DepthBench (arXiv 2609.32534); causal score: Csordás et al. 2025 (arXiv 2505.13898)"
     needs = frozenset({"tokens"})
     of_streams = True

@@ -1,4 +1,6 @@
-"""The logit lens: the model's prediction from each state, through its own final norm and head."""
+"""The logit lens: the model's prediction from the hidden states of each layer, through its final norm and output
+head.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class LogitLens(Probe):
 
     name = "logit_lens"
     title = "Logit lens"
-    summary = "cross-entropy, KL to the final distribution and top-1 agreement of the predictions read off each state"
+    summary = (
+        "predictions of the output head from each layer: cross-entropy, KL to the final prediction, top-1 agreement"
+    )
     source = "nostalgebraist 2020; W_U FinalNorm(h_l) with the model's own final norm"
     over_steps = ("cross_entropy", "top1_agreement")
     needs = frozenset({"tokens"})

@@ -1,4 +1,4 @@
-"""The error of low precision in the stream: FP16, BF16, FP8 and INT8 round trips by layer."""
+"""The error, by layer, of rounding the residual stream to FP16, BF16, FP8 or INT8."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LowPrecision(Probe):
 
     name = "low_precision"
     title = "Low precision"
-    summary = "relative error of FP16, BF16, FP8 and INT8 round trips of the stream and of the feed-forward, by layer"
+    summary = "relative error by layer if the residual stream or feed-forward is rounded to FP16, BF16, FP8 or INT8"
     source = "OCP 8-bit floating point (e4m3, e5m2); absmax INT8: Dettmers et al. 2022; Peri-LN Fig 11 (FP16's limit)"
     of_streams = True
     over_steps = ("token_error",)

@@ -1,4 +1,4 @@
-"""How many directions the tokens of each state use, and the maps of several streams taken together."""
+"""How many directions the hidden states of each layer use, and how far several streams stay distinct."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class Ranks(Probe):
 
     name = "ranks"
     title = "Ranks"
-    summary = "stable and effective rank of each state's tokens, effective rank of the streams' maps taken together"
+    summary = (
+        "stable and effective rank of the hidden states at each layer; with several streams, also of their mixing maps"
+    )
     source = "DepthBench (arXiv 2609.32534); effective rank: Roy & Vetterli 2007"
     of_streams = True
 

@@ -1,4 +1,4 @@
-"""How similar the stream's states are, between layers and across one layer."""
+"""The similarity of the hidden states between all pairs of layers, and across each layer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class Similarity(DirectionsProbe):
 
     name = "similarity"
     title = "Similarity of the layers"
-    summary = "the cosine between all pairs of states, its mean by distance, and each layer's block influence"
+    summary = (
+        "cosine between the hidden states of all pairs of layers, its mean by distance, and each layer's block "
+        "influence"
+    )
     source = "FuseNorm Fig 12 (by distance); ShortGPT (block influence)"
     over_steps = ("cosine_by_distance", "block_influence")
 

@@ -63,7 +63,9 @@ class Spectra(Probe):
 
     name = "spectra"
     title = "Spectra"
-    summary = "eigenvalues of the embedding, condition numbers of the feed-forward's weights, ranks of its activations"
+    summary = (
+        "eigenvalues of the embedding, and condition numbers of the feed-forward's weights and ranks of its activations"
+    )
     of_streams = True
     source = "FuseNorm (SpanNorm, arXiv 2601.22580) Fig 8, 10, 11; Jha & Reagen (arXiv 2510.00537)"
 

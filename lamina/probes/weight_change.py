@@ -39,7 +39,7 @@ class WeightChange(Probe):
 
     name = "weight_change"
     title = "Weight change"
-    summary = "the sum of all changes to the weights since the initial ones, relative to these, by layer"
+    summary = "size of each layer's total weight change since initialization, relative to the initial weights"
     source = "FuseNorm (SpanNorm, arXiv 2601.22580) Eq 12"
     over_steps = ("change_ratio",)
     of_streams = True

@@ -1,7 +1,7 @@
-"""Causes of failures: what each looks like in the alarms, what to change, and how to check it.
+"""Causes of failures: the alarms of each cause, the change that helps, and a check of the cause.
 
-How likely a cause makes a sign was counted in runs broken on purpose (tools/calibration/alarms.py) and stands in the
-monitor's ``limits.json``.
+The probability of a sign under each cause is in the monitor's ``limits.json``, counted in runs that were broken on
+purpose (tools/calibration/alarms.py).
 """
 
 from __future__ import annotations

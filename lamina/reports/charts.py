@@ -1,4 +1,4 @@
-"""The kinds of charts: lines, alone or in panels, with their bands; and heat maps on one color scale."""
+"""The kinds of charts: lines with error bands, alone or in panels, and heat maps that share one color scale."""
 
 from __future__ import annotations
 

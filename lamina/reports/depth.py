@@ -1,4 +1,4 @@
-"""A quantity by layer and step, and its figures: both ends of training, a line for each of a few steps, and maps."""
+"""Figures of a quantity by layer and step: start and end of training, lines for a few steps, and heat maps."""
 
 from __future__ import annotations
 

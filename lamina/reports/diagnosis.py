@@ -1,6 +1,6 @@
 """A diagnosis: the likely cause of the first alarm, the evidence, and what to change.
 
-Needs neither pandas nor plotly, nor what reads Parquet: ``pages.diagnosis`` draws the page.
+The text needs neither pandas, plotly nor a reader of Parquet. ``pages.diagnosis`` draws the page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures of training: losses against tokens, the course of a run, the loss over the learning rates of a sweep."""
+"""Figures of training: loss against tokens, the metrics of a run by step, and loss against learning rate."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A run's rows by layer as its page draws them: of a long run, evenly spaced steps of each metric.
+"""A run's rows by layer, as its page draws them: for a long run, at evenly spaced steps of each metric.
 
-The parts are read one after another, so that memory grows with what the charts show and not with all that was recorded.
+Lamina reads the parts one after another, so that memory grows with the chart and not with the record.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page's sections about the layer monitor's records: one builder over the table of metrics."""
+"""The page's sections about the layer monitor's records, built from the table of metrics."""
 
 from __future__ import annotations
 

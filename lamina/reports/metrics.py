@@ -1,4 +1,4 @@
-"""The metrics of the layer monitor: one row each, with how the pages draw and explain it."""
+"""The metrics of the layer monitor: one row per metric, with its drawing and its explanation."""
 
 from __future__ import annotations
 

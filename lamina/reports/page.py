@@ -1,4 +1,4 @@
-"""The page itself: one file that loads nothing from any server (its content security policy forbids it)."""
+"""The page: one file that loads nothing from a server, which its content security policy forbids."""
 
 from __future__ import annotations
 

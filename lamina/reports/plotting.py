@@ -1,7 +1,7 @@
 """A figure as plotly.js draws it: traces and a layout in plain dictionaries.
 
-It has the methods of plotly's own ``Figure`` that the pages need. Plotly's checks each property that it is given, which
-took two thirds of a page's time.
+It has the methods of plotly's ``Figure`` that the pages need. Plotly's class checks every property, which took two
+thirds of the time for a page.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One row per placement at its best learning rate, sorted by eval loss, and the warnings to read before.
+"""The ranking: one row per placement at its best learning rate, sorted by eval loss, with warnings about its limits.
 
-Only a placement whose loss is below that of a bigram table of the text it read is ranked: a model above it has shown
-nothing of its depth, and so nothing of where its norms sit.
+Lamina ranks only placements that beat a bigram table of their text. A model that does not beat it makes no use of its
+depth, so its result shows nothing about the norms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading of a run's or a study's files. Missing or cut-off data are left out and never an error of the page."""
+"""Reading of a run's or a study's files. The page skips missing or cut-off data without an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a folder by its kind, written again whenever the records of a running job grow."""
+"""The page of each kind of folder, rewritten while the records of a running job grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened, in two or three plain sentences computed from the numbers."""
+"""Two or three plain sentences about a run, computed from its numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two runs side by side: the first step, and the first layer, at which they part by more than their noise."""
+"""Comparison of two runs: the first step and the first layer that differ by more than the noise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The look of each placement in all figures, their common style, and their way into a page.
+"""The style of each placement in all figures, the figures' common style, and the code that puts them into a page.
 
-A placement has a color, and a dash and a marker that also differ in gray.
+Each placement has a color, and a dash and a marker that also differ in gray.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The lines that a job prints when it ends: one function per kind of job, from its folder and its result.
 
-Numbers, warnings and sentences are those of the job's page.
+The numbers, warnings and sentences equal those on the job's page.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Many trials, one question."""
+"""Studies: many runs that answer one question."""

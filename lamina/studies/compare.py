@@ -1,4 +1,4 @@
-"""Studies of placements: side by side on the same text, or each under a learning rate that rises until it fails."""
+"""Studies of placements: side by side on the same text, or with a learning rate that rises until training fails."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ COORD_CHECK = JobRow(
     summary="check that no module's output grows with the width or depth, before and after a few steps",
     about=(
         "Check whether a module's output grows with the width or the depth. Lamina trains several sizes for a few\n"
-        "steps on one batch and prints the exponent e of mean |x| ~ size^e. 0 is right. Above 0, a\n"
-        "large model will blow up."
+        "steps on one batch and prints the exponent e of mean |x| ~ size^e. 0 is right. If e is above 0, the output\n"
+        "of a large model will blow up."
     ),
     examples="""
   lamina coord-check
@@ -81,7 +81,7 @@ COORD_CHECK = JobRow(
     run=coord_check,
     returns="Returns the rows of slopes.csv and the page; OUTPUT/result.json has the verdict.",
     outcome="Comparison",
-    resumes="skip the sizes and seeds that the folder already holds",
+    resumes="measure only the sizes and seeds that the folder lacks",
 )
 
 
@@ -100,11 +100,11 @@ def transfer(settings: Given, **modes: Unpack[Modes]) -> Frame:
 TRANSFER = JobRow(
     name="transfer",
     kind=Kind.TRANSFER,
-    summary="find the learning rates that are stable and best on a narrow proxy, and from them a wide target's",
+    summary="find good learning rates on a narrow model, and convert them to a wide model's width",
     about=(
-        "Find learning rates for a wide model by trying them on a narrow proxy. Lamina prints the rates that are\n"
-        "stable and best on the proxy, and the rates of each role at the target's width. If a rate fails on the\n"
-        "proxy, it fails on the target (FuseNorm Figure 4)."
+        "Find learning rates for a wide model by trying them on a narrow proxy. Lamina prints the stable and the best\n"
+        "learning rates on the proxy, and the learning rate of each kind of weight at the target's width. A learning\n"
+        "rate that fails on the proxy also fails on the target (FuseNorm Figure 4)."
     ),
     examples="""
   lamina transfer
@@ -139,14 +139,13 @@ MAX_LR = JobRow(
     kind=Kind.MAX_LR,
     summary="find the largest learning rate that each placement tolerates: one warm-up until it fails",
     about=(
-        "Find the largest learning rate that each placement tolerates. Each placement and seed has one run, whose\n"
-        "learning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). The run ends at the first\n"
-        "of these:\n\n"
-        "  not finite   a loss or a gradient is NaN or infinite\n"
-        "  spike        the loss stays --spike-margin nats above its low for --spike-patience\n"
-        "  plateau      the loss falls by less than --plateau-margin nats while the learning rate grows by\n"
-        "               --plateau-factor; called stuck if the loss never got below the corpus's unigram entropy\n\n"
-        "Lamina reports the last learning rate at which the loss was at its low, or still fell."
+        "Find the largest learning rate that each placement tolerates. Each placement and seed has one run, "
+        "whose\nlearning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). The run ends "
+        "at the first\nof these:\n\n  not finite   a loss or a gradient is NaN or infinite\n  spike        the "
+        "loss stays at least --spike-margin nats above its minimum for --spike-patience\n  plateau      the loss "
+        "falls by less than --plateau-margin nats while the learning rate grows by\n               "
+        "--plateau-factor; called stuck if the loss never got below the corpus's unigram entropy\n\nLamina "
+        "reports the last learning rate at which the loss still fell or was at its minimum."
     ),
     examples="""
   lamina max-lr

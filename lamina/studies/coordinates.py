@@ -1,8 +1,8 @@
 """The coordinate check: does any module's output grow with the width or depth, at the start or after a few steps?
 
-Several widths, or depths, take a few optimizer steps on the same batch; the mean magnitude of every module's output is
-recorded before each step and after the last. Under the right scaling it is the same at all sizes: the slope of log|x|
-against log(size) is 0. (The check of the muP package, Yang et al. 2022, App. D.1.)
+Models of several widths or depths take a few optimizer steps on the same batch. Lamina records the mean magnitude of
+every module's output before each step and after the last step. Under the right scaling, this magnitude is equal at all
+sizes: the slope of log|x| against log(size) is 0. (The check of the muP package, Yang et al. 2022, App. D.1.)
 """
 
 from __future__ import annotations

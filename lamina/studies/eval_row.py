@@ -40,8 +40,8 @@ Evaluate trained models: perplexity of a text per token, word and byte (--corpus
 (--tasks). MODEL is a Lamina or transformers checkpoint, the folder of a run, or the folder of a study. Lamina averages
 a study's runs over the seeds, with a standard deviation.
 
-OUTPUT/report.html is the page. table.csv, table.md and table.tex hold the table as the papers print it, results.csv
-holds every number, and items/ every question.
+OUTPUT/report.html is the page. The papers' form of the table is in table.csv, table.md and table.tex, every number is
+in results.csv, and every question is in items/.
 
 --tasks takes any task, group or tag of the harness, and these sets:""",
     examples="""
@@ -60,7 +60,7 @@ holds every number, and items/ every question.
         "the content of result.json."
     ),
     raises="an unknown task, data or a checkpoint that can't be read",
-    resumes="evaluate only what is not finished",
+    resumes="evaluate only unfinished tasks",
     positional=("models...",),
     listing=listing,
     inputs=("models",),

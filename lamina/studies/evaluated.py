@@ -1,4 +1,4 @@
-"""The runs in a study's folder as models to evaluate."""
+"""The runs in a study's folder, as models to evaluate."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""The rules that find a run's largest learning rate while the rate rises step by step.
+"""The rules that find a run's largest learning rate while the learning rate rises at each step.
 
-Keel's protocol (arXiv 2601.19895) warms up linearly from 0 and names three signs of failure without numbers: an early
-plateau, a spike whose loss does not return, a descent that is anomalously slow. These rules are ours. With L(s) the
-loss of step s, S(s) the mean of the last ``window`` losses up to s, and low(s) the least S so far, the run stops at
-the first step s at which one of these holds:
+Keel's protocol (arXiv 2601.19895) warms up linearly from 0 and names three signs of failure, without thresholds: an
+early plateau, a spike from which the loss does not return, and an anomalously slow descent. These rules are ours. With
+L(s) the loss of step s, S(s) the mean of the last ``window`` losses up to s, and low(s) the least S so far, the run
+stops at the first step s at which one of these holds:
 
 - non-finite: L(s), or the gradient's norm, is not finite.
-- spike: L has been above low + ``spike_margin`` at each of the last ``spike_patience`` steps. A spike whose loss
-  returns earlier is none.
+- spike: L has been above low + ``spike_margin`` at each of the last ``spike_patience`` steps. If the loss returns
+  earlier, it is not a spike.
 - plateau: the rate is ``plateau_factor`` times that of the first step a at which S was less than ``plateau_margin``
   above the low of now, and 2 ``window`` steps have passed: since a, the loss has not fallen. A descent slower than that
   is also a plateau. If low is not ``stuck_margin`` below the corpus's unigram entropy, the plateau is called "stuck".
-  The first rates are too low to move anything: a plateau counts once the loss has begun to fall, which is when low is
-  2 ``plateau_margin`` below S(1). A run that reaches its end without that is stuck, at a rate of 0.
+  At the lowest rates the loss hardly changes. So a plateau counts only after the loss has begun to fall: once low is 2
+  ``plateau_margin`` below S(1). A run that ends before the loss began to fall is stuck, and its largest rate is 0.
 
-The rate to report is the one just before: for a plateau that of step a, up to which the loss fell; for the others that
-of the last step at which S was less than ``plateau_margin`` above low.
+Lamina reports the rate just before the failure. For a plateau, this is the rate at step a, up to which the loss fell.
+For the other rules, it is the rate at the last step at which S was less than ``plateau_margin`` above low.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The driver's side of a study's processes: start a trial, check whether it runs, stop it.
 
-Each process starts from our own module in a new interpreter (worker.py), which never imports the caller's script.
+Each process starts from worker.py in a new interpreter, which never imports the caller's script.
 """
 
 from __future__ import annotations

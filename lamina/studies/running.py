@@ -1,4 +1,6 @@
-"""Running tasks with a progress bar, each in its own process, so that a failed trial is a row and not a crash."""
+"""Running of tasks with a progress bar, each in a separate process, so that a failed trial becomes a row and not a
+crash.
+"""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ from lamina.training.settings import (
 )
 
 _ONE_INIT = (
-    "one initializer for all: same:NAME (of `lamina pretrain --init`); or recommended: each placement's own, which "
-    "compares both together"
+    "same:NAME starts all placements with one initializer (NAME as for `lamina pretrain --init`); recommended "
+    "uses each placement's recommended initializer"
 )
 
 
@@ -89,8 +89,8 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     )
     learning_rates_of: str | Json = setting(
         "",
-        'placements with their own rates instead of these: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" (in YAML and Python '
-        "also a mapping from placements to rates)",
+        'learning rates of single placements, in place of learning_rates: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" (in '
+        "YAML and Python also a mapping)",
         rates_by_placement,
         decides=False,
     )
@@ -169,25 +169,25 @@ class RisingSettings(RunSettings):
 
     max_learning_rate: float = setting(
         0.15,
-        "learning rate at the end of the linear warm-up, which begins at 0 and takes all steps (Keel: 5e-2 over 5000)",
+        "learning rate at the last step; it rises linearly from 0 (Keel: 5e-2 over 5000 steps)",
         above(0.0),
     )
     steps: int = changed(300, help="optimizer steps of the warm-up")
-    window: int = setting(8, "steps whose mean is the smoothed loss", at_least(1))
-    spike_margin: float = setting(
-        0.5, "a spike is a loss that stays this many nats above the lowest smoothed loss ...", above(0.0)
-    )
+    window: int = setting(8, "number of steps over which the loss is averaged", at_least(1))
+    spike_margin: float = setting(0.5, "spike: nats by which the loss exceeds its lowest smoothed value", above(0.0))
     spike_patience: float = setting(
         0.05,
-        "... for this long, in steps (1 or more) or as a share of all steps (below 1)",
+        "spike: how long the loss stays that high, in steps (1 or more) or as a share of all steps (below 1)",
         partial(steps_or_share, open_low=True),
     )
     plateau_margin: float = setting(
-        0.05, "a plateau: the smoothed loss does not fall by this many nats ...", not_below(0.0)
+        0.05,
+        "plateau: the smoothed loss falls by less than this many nats while the learning rate grows by plateau_factor",
+        not_below(0.0),
     )
-    plateau_factor: float = setting(2.0, "... while the learning rate grows by this factor", above(1.0))
+    plateau_factor: float = setting(2.0, "plateau: factor by which the learning rate grows meanwhile", above(1.0))
     stuck_margin: float = changed(
-        help="a plateau counts as stuck if the loss is not this many nats below the corpus's unigram entropy",
+        help="a plateau counts as stuck unless the loss is this many nats below the corpus's unigram entropy",
         default=0.1,
     )
 
@@ -295,23 +295,23 @@ class CoordCheckSettings(
     depths: str = setting(
         "", "comma-separated numbers of blocks, at least two, to compare in place of widths", depths_or_none
     )
-    hidden_size: int | None = changed(None, help="with depths, the width of all (default: the backbone's)")
-    num_layers: int = changed(6, help="number of blocks; with depths, these")
+    hidden_size: int | None = changed(None, help="with depths, the width of all models (default: the backbone's)")
+    num_layers: int = changed(6, help="number of blocks (ignored if you set depths)")
     width_scaling: str = changed(
-        "standard", help=f"{', '.join(SCHEMES)} or none; with depths, none unless there is a base_width"
+        "standard", help=f"width scaling: {', '.join(SCHEMES)} or none (with depths: none, unless you set base_width)"
     )
     base_width: int | None = changed(
-        None, help="hidden size at which width scaling changes nothing (default: the smallest of the widths)"
+        None, help="base width: hidden size at which width scaling changes nothing (default: the smallest width)"
     )
     base_depth: int | None = changed(
-        None, help="number of blocks at which depth scaling changes nothing (default: the smallest of the depths)"
+        None, help="base depth: number of blocks at which depth scaling changes nothing (default: the smallest depth)"
     )
-    learning_rate: float = changed(1e-3, help="at the base width and depth; constant")
+    learning_rate: float = changed(1e-3, help="constant learning rate at the base width and depth")
     steps: int = changed(3, help="optimizer steps, all on the same batch")
     seeds: str | int | tuple[int | str, ...] = changed("0,1,2", help="comma-separated seeds of the weights")
     batch_size: int = changed(8, help="blocks in the batch")
     tolerance: float = setting(
-        0.3, "exponents of the width or depth within plus or minus this count as flat", above(0.0), decides=False
+        0.3, "largest exponent, positive or negative, that counts as flat", above(0.0), decides=False
     )
     output: str = changed("runs/coord-check")
 
@@ -382,24 +382,30 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     placement: str = changed("fusenorm")
     backbone: str = changed("llama-71m")
     hidden_size: int | None = changed(
-        None, help="the target's width (default: the backbone's); it is trained only for verify_rates", decides=False
+        None,
+        help="the target's width (default: the backbone's); Lamina trains this width only for verify_rates",
+        decides=False,
     )
-    proxy_width: int = setting(
-        64, "the proxy's hidden size, at which the rates are tried; also the base of width scaling", at_least(1)
-    )
+    proxy_width: int = setting(64, "the proxy's hidden size, and the base width of width scaling", at_least(1))
     learning_rates: str | float | tuple[float | str, ...] = changed(
         "1e-3,2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2", help="comma-separated peak learning rates to try on the proxy"
     )
     verify_rates: str = setting(
-        "", "comma-separated learning rates to try also at verify_width (default: none)", rates_or_none, decides=False
+        "",
+        "comma-separated learning rates to try at verify_width as well (default: none)",
+        rates_or_none,
+        decides=False,
     )
     verify_width: int | None = setting(
-        None, "hidden size for these rates (default: the target's)", at_least(1), decides=False
+        None, "hidden size at which to try verify_rates (default: the target's)", at_least(1), decides=False
     )
     width_scaling: str = changed("standard", help=f"{', '.join(SCHEMES)} (Everett et al. 2024)")
-    base_width: int | None = changed(None, help="always proxy_width")
+    base_width: int | None = changed(None, help="base width of width scaling: always proxy_width")
     best_margin: float = setting(
-        0.02, "nats above the lowest eval loss up to which a rate counts among the best", not_below(0.0), decides=False
+        0.02,
+        "a learning rate counts as best if its eval loss is within this many nats of the lowest",
+        not_below(0.0),
+        decides=False,
     )
     output: str = changed("runs/transfer")
 

@@ -1,4 +1,4 @@
-"""A task: one trial as its process gets it."""
+"""A task: the description of one trial that its process receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rates tried on a narrow proxy and carried over to a wide target (FuseNorm Section 4.2 and Figure 4)."""
+"""Learning rates found on a narrow proxy and converted to a wide target (FuseNorm Section 4.2 and Figure 4)."""
 
 from __future__ import annotations
 

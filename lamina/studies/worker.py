@@ -1,4 +1,4 @@
-"""The code of a study's own processes: a server from which each trial is forked, and the trial.
+"""The code in a study's processes: a server that forks a process for each trial, and the trial.
 
 The driver (processes.py) starts this module in a new interpreter, so the script, notebook or shell that started the
 study is never imported again.

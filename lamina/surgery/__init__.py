@@ -1,1 +1,1 @@
-"""Surgery on a trained model: taking layers out, or putting another placement on it."""
+"""Surgery on a trained model: removing layers, or changing the placement."""

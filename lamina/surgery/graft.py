@@ -1,9 +1,10 @@
-"""Grafting of another placement onto a trained model: weights stay, and new norms are fitted on a text.
+"""Grafting of another placement onto a trained model: Lamina keeps the weights and fits the new norms on a text.
 
-Both models run on the same text, the new one sub-layer by sub-layer. A new norm's gain is the least-squares fit, by
-channel, of the norm's output to the old model's tensor at that point: an input of a module, a branch, or the stream. In
-the same way, the projections around a module absorb the effect of removed norms and of new factors on the skip. If the
-formulas agree, so do the models; otherwise the gap in the loss is what the new placement cannot express.
+Lamina runs both models on the same text, and the new model one sub-layer at a time. A new norm's gain is the
+least-squares fit, by channel, of the norm's output to the old model's tensor at that point: an input of a module, a
+branch, or the stream. In the same way, the projections around a module absorb the effect of removed norms and of new
+factors on the skip. If both placements have the same formulas, the models agree. Otherwise the loss rises by the part
+that the new placement cannot express.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pruning of layers from a trained model: those that a user names, or that a probe finds least needed."""
+"""Pruning of a trained model: Lamina removes the layers that a user names, or that a probe finds least needed."""
 
 from __future__ import annotations
 

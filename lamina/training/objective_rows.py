@@ -1,4 +1,6 @@
-"""What the objectives add: the settings that only some of them read, and the one whose code is in the lab."""
+"""Additions of single objectives: settings that only some objectives read, and the image objective, whose code is in
+the lab.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pretraining as a stage: a model from scratch or from a checkpoint, on text or on images."""
+"""Pretraining of a model, from scratch or from a checkpoint, on text or on images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The resolved run: settings, plan and backbone, worked out once, checked and frozen."""
+"""The resolved run: settings, plan and backbone, computed once, checked and frozen."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One training run: from settings to a folder with records, checkpoints, a result and a model.
 
-The stage supplies the model, the data and the Trainer. Everything else is the same for all stages: one claim of the
-folder, one search for the checkpoint, one recorder, one verdict, one push.
+The stage supplies the model, the data and the Trainer. All stages share the rest: they lock the folder, find the
+checkpoint, record, judge the run and upload the model in the same way.
 """
 
 from __future__ import annotations

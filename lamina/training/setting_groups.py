@@ -44,17 +44,19 @@ class ModelSettings(Settings, group="model"):
     )
     num_layers: int | None = setting(None, "number of blocks (default: the backbone's)", at_least(1))
     hidden_size: int | None = setting(
-        None, "width (default: the backbone's); the feed-forward keeps its ratio", at_least(1)
+        None, "width (default: the backbone's); the feed-forward's width scales with it", at_least(1)
     )
     num_heads: int | None = setting(
-        None, "attention heads (default: the backbone's, or the number that keeps the width of a head)", at_least(1)
+        None,
+        "number of attention heads (default: the backbone's, or the number that keeps each head's width)",
+        at_least(1),
     )
     untie_embeddings: bool = setting(
-        False, "give the output head its own weight if the backbone ties it to the embedding"
+        False, "give the output head a separate weight if the backbone ties it to the embedding"
     )
     init: str = setting(
         "recommended",
-        "initializer: recommended (by the placement's main source), normal, scaled, deepnorm, xavier, small",
+        "initializer: recommended (by the placement's source), normal, scaled, deepnorm, xavier, small",
     )
 
     def check_names(self) -> None:
@@ -100,8 +102,8 @@ class PackingSettings(Settings, group="data"):
 
     packing: Literal["on", "off"] = setting(
         "on",
-        "on: join the documents and cut them into full blocks, or off: a block per document, cut at sequence_length or "
-        "padded to it, where padding counts neither in the loss nor among the tokens",
+        "on joins the documents and cuts them into full blocks; off makes one block per document, cut or padded "
+        "to sequence_length (padding is left out of the loss and the token count)",
     )
 
 
@@ -127,8 +129,8 @@ class ObjectiveSettings(Settings, group="objective"):
 
     objective: Literal["auto", "causal_lm", "masked_lm", "image_classification"] = setting(
         "auto",
-        "what is predicted: auto (what the backbone is for), causal_lm (the next token), masked_lm (masked "
-        "tokens), image_classification",
+        "training objective: auto (the backbone's), causal_lm (the next token), masked_lm (masked tokens), "
+        "image_classification",
     )
     mask_ratio: float = setting(
         0.3, "with masked_lm, the share of tokens to predict", between(0.0, 1.0, open_low=True, open_high=True)
@@ -139,17 +141,20 @@ class PretrainOptimizerSettings(Settings, group="optimizer"):
     """The optimizer of pretraining, stochastic depth, and averaged weights."""
 
     optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", "muon: Muon updates the matrices of the blocks, at AdamW's rate and decay, and AdamW all else"
+        "adamw",
+        "adamw, or muon: Muon for the blocks' matrices, with AdamW's learning rate and weight decay, and "
+        "AdamW for all other weights",
     )
     drop_path: float = setting(
         0.0,
-        "stochastic depth: probability that the last layer's branches are dropped for an item; it grows linearly with "
-        "the depth, from 0",
+        "stochastic depth: probability of dropping the last layer's branches for an item; the probability grows "
+        "linearly from 0 at the first layer",
         between(0.0, 1.0, open_high=True),
     )
     ema_decay: float = setting(
         0.0,
-        "average the weights over the steps with this decay, then evaluate and save the average (0: no average)",
+        "keep an exponential moving average of the weights with this decay; Lamina evaluates and saves the "
+        "average (0: no average)",
         between(0.0, 1.0, open_high=True),
     )
 
@@ -177,17 +182,19 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
         "cosine",
         "learning rate after the warm-up: cosine, or wsd (warm-up, stable, decay: constant until the decay)",
     )
-    min_learning_rate: float = setting(0.1, "the schedule's end, as a share of the peak", between(0.0, 1.0))
+    min_learning_rate: float = setting(
+        0.1, "learning rate at the end of the schedule, as a share of the peak", between(0.0, 1.0)
+    )
     warmup: float = setting(
         0.1, "linear warm-up, in steps (1 or more) or as a share of all steps (below 1)", steps_or_share
     )
     decay: float = setting(
         0.2,
-        "with wsd, how long the rate falls at the end, in steps (1 or more) or as a share of all steps (below 1)",
+        "with wsd, length of the final decay, in steps (1 or more) or as a share of all steps (below 1)",
         steps_or_share,
     )
     decay_shape: Literal["linear", "1-sqrt", "cosine"] = setting(
-        "linear", "with wsd, how the rate falls: linear, 1-sqrt or cosine"
+        "linear", "with wsd, shape of the final decay: linear, 1-sqrt or cosine"
     )
 
     def check(self) -> None:
@@ -213,7 +220,7 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
 class OptimizerSettings(Settings, group="optimizer"):
     """AdamW's hyperparameters, and gradient clipping."""
 
-    weight_decay: float = setting(0.1, "AdamW's, on weight matrices only", not_below(0.0))
+    weight_decay: float = setting(0.1, "AdamW's weight decay, on weight matrices only", not_below(0.0))
     beta1: float = setting(0.9, "AdamW's first beta", between(0.0, 1.0, open_high=True))
     beta2: float = setting(0.95, "AdamW's second beta", between(0.0, 1.0, open_high=True))
     epsilon: float = setting(1e-8, "AdamW's epsilon", above(0.0))
@@ -225,24 +232,31 @@ class ScalingSettings(Settings, group="width and depth scaling"):
 
     width_scaling: str = setting(
         "none",
-        f"how rates and weights scale with the width: {', '.join(WIDTH_SCALINGS)} (Everett et al. 2024)",
+        f"how learning rates and initial weights scale with the width: {', '.join(WIDTH_SCALINGS)} (Everett et "
+        "al. 2024)",
         partial(one_of, allowed=WIDTH_SCALINGS),
     )
     base_width: int | None = setting(
-        None, "hidden size at which the learning rate was chosen, where width scaling changes nothing", at_least(1)
+        None,
+        "hidden size at which you chose the learning rate; width scaling changes nothing at this size",
+        at_least(1),
     )
     k_embedding: float = setting(1.0, "with width scaling, a factor on the embedding's learning rate", above(0.0))
     k_hidden: float = setting(
-        1.0, "with width scaling, a factor on the learning rate between embedding and output head", above(0.0)
+        1.0,
+        "with width scaling, a factor on the learning rate of all weights between embedding and output head",
+        above(0.0),
     )
     k_readout: float = setting(1.0, "with width scaling, a factor on the output head's learning rate", above(0.0))
     depth_scaling: Literal["none", "depth-mup", "completep"] = setting(
         "none",
-        "how branches, rates and epsilon scale with the number of blocks: none, depth-mup (Yang et al. 2023) or "
-        "completep (Dey et al. 2025)",
+        "how branches, learning rates and Adam's epsilon scale with the number of blocks: none, depth-mup (Yang "
+        "et al. 2023) or completep (Dey et al. 2025)",
     )
     base_depth: int | None = setting(
-        None, "number of blocks at which the learning rate was chosen, where depth scaling changes nothing", at_least(1)
+        None,
+        "number of blocks at which you chose the learning rate; depth scaling changes nothing at this depth",
+        at_least(1),
     )
 
     @property
@@ -282,25 +296,25 @@ class RecordSettings(Settings, group="records"):
     eval_blocks: int = setting(256, "held-out blocks per evaluation (0 for all)", at_least(0))
     eval_corpus: str | None = setting(
         None,
-        "a second text to evaluate on, none of it trained on, with the same tokenizer: as --corpus, but no mix; of its "
-        "blocks, eval_blocks are used",
+        "second text, used only to evaluate: as --corpus, but no mix (Lamina uses the same tokenizer and at most "
+        "eval_blocks blocks)",
         corpus_name,
     )
     eval_tasks: str | None = setting(
         None,
-        "tasks of lm-evaluation-harness to score with every evaluation, comma-separated, as `lamina eval --tasks`",
+        "comma-separated tasks of lm-evaluation-harness to score at every evaluation, as for `lamina eval --tasks`",
         comma_separated,
     )
     eval_task_limit: int = setting(100, "items per task of eval_tasks (0 for all)", at_least(0))
     eval_data_dir: str | None = setting(
         None,
-        "folder to read the data of eval_tasks from, in place of the hub, as `lamina eval --data-dir`",
+        "folder with the data of eval_tasks, read instead of the hub, as for `lamina eval --data-dir`",
         path,
         decides=False,
     )
     run_code: bool = setting(
         False,
-        "for eval_tasks, run the task files in eval_data_dir, which are code, and code that a model writes",
+        "for eval_tasks, allow code to run: task files in eval_data_dir, and programs that a model writes",
         decides=False,
     )
     save_steps: int = setting(
@@ -308,7 +322,7 @@ class RecordSettings(Settings, group="records"):
     )
     keep: int = setting(2, "checkpoints to keep", at_least(1), decides=False)
     async_checkpoints: bool = setting(
-        False, "write checkpoints while training goes on, from a copy in CPU memory", decides=False
+        False, "write checkpoints in the background, from a copy in CPU memory", decides=False
     )
     monitor_blocks: int | None = setting(
         None, "held-out blocks for the layer monitor (default: a quarter of the batch)", at_least(1)
@@ -321,11 +335,13 @@ class RecordSettings(Settings, group="records"):
 class GuardSettings(Settings, group="divergence"):
     """The limits at which a run counts as diverged or stuck."""
 
-    divergence_margin: float = setting(1.0, "nats above its best at which a loss counts as diverging", not_below(0.0))
-    divergence_patience: int = setting(20, "steps that the loss must stay there", at_least(1))
+    divergence_margin: float = setting(1.0, "divergence margin: nats above the lowest loss so far", not_below(0.0))
+    divergence_patience: int = setting(
+        20, "divergence patience: steps that the loss must stay above this margin", at_least(1)
+    )
     stuck_margin: float = setting(
         0.1,
-        "nats below the unigram entropy that the eval loss must reach for the run not to count as stuck",
+        "a run counts as stuck unless its eval loss ends this many nats below the unigram entropy",
         not_below(0.0),
     )
 
@@ -334,10 +350,11 @@ class ExpertSettings(Settings, group="experts"):
     """The balance of a mixture's experts."""
 
     expert_balance: Balance = setting(
-        "auto", "for a backbone with experts: auto (bias if its routers have one, otherwise loss), none, bias, loss"
+        "auto",
+        "how to balance a backbone's experts: auto (bias if its routers have a bias, otherwise loss), none, bias, loss",
     )
     expert_balance_rate: float = setting(
-        1e-3, "the bias's change per step, or the auxiliary loss's factor", not_below(0.0)
+        1e-3, "strength of expert_balance: the bias's change per step, or the auxiliary loss's factor", not_below(0.0)
     )
 
 
@@ -352,10 +369,11 @@ class SpeedSettings(Settings, group="machine"):
     )
     compile: Literal["auto", "on", "off"] = setting(
         "auto",
-        f"torch.compile the blocks, a graph per kind of layer: on, off or auto (on a GPU, from {COMPILED_FROM} steps)",
+        "torch.compile the blocks, one graph per kind of layer: on, off, or auto (on a GPU, for runs of "
+        f"{COMPILED_FROM} steps or more)",
     )
     cuda_graphs: bool = setting(
-        False, "on a GPU, replay eager blocks as CUDA graphs: faster where a model is small", decides=False
+        False, "on a GPU, replay uncompiled blocks as CUDA graphs (faster for small models)", decides=False
     )
 
 

@@ -68,8 +68,8 @@ class SourceSettings(Settings, group="model"):
 
     from_model: str | None = setting(
         None,
-        "start from this model's weights: a run's folder, or a checkpoint of Lamina or (see lamina convert) "
-        "transformers; it decides placement, sizes, tokenizer",
+        "start from this model's weights, placement, sizes and tokenizer: a run's folder, or a checkpoint of "
+        "Lamina or (see lamina convert) of transformers",
         place,
     )
 
@@ -81,13 +81,14 @@ class ParallelSettings(DeviceSettings, group="machine"):
 
     parallel: Literal["auto", "ddp", "fsdp2"] = setting(
         "auto",
-        "how several processes share the work: auto (as accelerate is configured, otherwise ddp), ddp (each holds the "
-        "model), fsdp2 (each a part)",
+        "how several processes share the model: ddp (each holds all of it), fsdp2 (each holds a part), or auto "
+        "(as accelerate is configured, otherwise ddp)",
         decides=False,
     )
     tensor_parallel: int = setting(
         1,
-        "with fsdp2, processes that share each layer's matrices and its part of the batch",
+        "with fsdp2, tensor parallelism: number of processes that split each layer's matrices and train on the "
+        "same part of the batch",
         at_least(1),
         decides=False,
     )
@@ -99,15 +100,18 @@ class RollbackSettings(Settings, group="divergence"):
 
     rollback: int = setting(
         0,
-        "how often a run may roll back to the last good checkpoint after a divergence, rather than end (0: never)",
+        "maximum number of rollbacks to the last good checkpoint after a divergence (0: the run ends)",
         at_least(0),
     )
     rollback_factor: float = setting(
-        0.5, "factor on the learning rate at each rollback", between(0.0, 1.0, open_low=True), decides=False
+        0.5,
+        "factor that multiplies the learning rate at each rollback",
+        between(0.0, 1.0, open_low=True),
+        decides=False,
     )
     rollback_skip: int | None = setting(
         None,
-        "steps' worth of data to skip at a rollback (default: from the checkpoint to the step that diverged)",
+        "number of steps of data to skip at a rollback (default: from the checkpoint to the step that diverged)",
         at_least(0),
         decides=False,
     )
@@ -128,8 +132,8 @@ class BranchSettings(Settings, group="steps and learning rate"):
 
     branches: str | float | tuple[float, ...] | None = setting(
         None,
-        "with wsd, also give the loss of shorter runs, each a decay that leaves this one: comma-separated lengths, in "
-        "steps (1 or more) or as shares of all steps",
+        "with wsd, also train shorter runs, which start their decay from this run's stable phase: "
+        "comma-separated lengths, in steps (1 or more) or as shares of all steps",
         shares_or_steps,
     )
 
@@ -139,7 +143,7 @@ class EndSettings(Settings, group="output"):
 
     pause_step: int | None = setting(
         None,
-        "evaluate, save a checkpoint and stop after this step; --resume goes on from there",
+        "evaluate, save a checkpoint and stop after this step; continue later with --resume",
         at_least(1),
         decides=False,
     )

@@ -1,6 +1,6 @@
-"""The first steps of a run without a folder: the run's own Trainer, with no records, evaluations or checkpoints.
+"""The first steps of a run, by the run's Trainer, without a folder, records, evaluations or checkpoints.
 
-Jobs that examine a run before it starts train here, so that batches, losses, clipping, precision, accumulation, expert
+Jobs that check a run before it starts use this Trainer. So batches, losses, clipping, precision, accumulation, expert
 balance, optimizer and learning rates equal the run's.
 """
 

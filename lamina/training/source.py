@@ -1,4 +1,4 @@
-"""Training from a checkpoint: the settings that the checkpoint decides, and its model."""
+"""Training from a checkpoint: its model, and the settings that it fixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, and the same formats in a local folder, by the datasets library."""
+"""Data sets of the Hugging Face hub, or in the same formats in a local folder, read by the datasets library."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A dry run: the sizes and costs of a study's trials, from models on the meta device; nothing is read or trained.
+"""A dry run: the sizes and costs of a study's trials, computed from models on the meta device.
 
-No text, tokenizer or weight is loaded, so a scale of thousands of GPU-hours is checked on a laptop without a network:
-each trial's settings and placement are resolved, its model is built in full (without memory for its weights), and its
-parameters and FLOPs are counted.
+It loads no text, tokenizer or weights, so you can check thousands of GPU-hours on a laptop without a network. For each
+trial, it resolves settings and placement, builds the full model without memory for its weights, and counts parameters
+and FLOPs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A study as data, read from YAML and checked; and the places of the catalog and its records.
+"""A study as data, read from YAML and checked; and the paths of the catalog and its records.
 
 A study has up to three scales; a scale has axes, learning rates, seeds, measures, and stages that follow its trials.
 """

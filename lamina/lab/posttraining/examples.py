@@ -1,4 +1,4 @@
-"""Rows in TRL's forms: loaded by the datasets library, prepared by TRL."""
+"""Rows in TRL's formats, which the datasets library loads and TRL prepares."""
 
 from __future__ import annotations
 

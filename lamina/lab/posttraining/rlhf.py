@@ -1,4 +1,4 @@
-"""Policies by reinforcement learning on TRL's online trainers: its RLOO and GRPO, and ReMax on the former.
+"""Policies by reinforcement learning on TRL's online trainers: RLOO, GRPO, and ReMax, which uses TRL's RLOO trainer.
 
 ReMax (Li et al. 2024, arXiv 2310.10505), as in Adam-mini's code, takes one sampled and one greedy answer per prompt.
 With clipped rewards r, the log-probabilities logp of the policy and ref of the model that it started from, and the mask

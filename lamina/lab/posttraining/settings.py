@@ -91,21 +91,22 @@ class DataSettings(Settings, group="data"):
     )
     eval_data: str | None = setting(None, "held-out examples (default: eval_fraction of the data)", examples_name)
     eval_fraction: float = setting(
-        0.05, "share of the data that is held out, without eval_data", between(0.0, 0.5, open_low=True)
+        0.05, "share of the data to hold out, if eval_data is not given", between(0.0, 0.5, open_low=True)
     )
-    eval_examples: int = setting(256, "held-out examples per evaluation (0 for all)", at_least(0))
+    eval_examples: int = setting(256, "maximum number of held-out examples per evaluation (0 for all)", at_least(0))
     template: str = setting(
         "auto",
-        "how turns become text: auto (the tokenizer's template, otherwise alpaca, or chat), none, or, also for texts, "
-        "tokenizer, alpaca, human, chat, plain, or a Jinja file",
+        "prompt or chat template: auto (the tokenizer's template, otherwise alpaca or chat), none, tokenizer, "
+        "alpaca, human, chat, plain, or a Jinja file (auto leaves plain texts as they are)",
         place,
     )
     sequence_length: int | None = setting(
         None,
-        "longest example in tokens (default: the model's maximum; with packing at most 1024); longer ones are cut off",
+        "maximum tokens of an example; Lamina cuts longer examples (default: the model's maximum; with packing "
+        "at most 1024)",
         at_least(4),
     )
-    skip_bad: bool = setting(False, "leave out rows that can't be used, and count them, rather than stop")
+    skip_bad: bool = setting(False, "skip and count unusable rows instead of stopping")
 
     def check_names(self) -> None:
         """Raise UserError for missing files of examples."""
@@ -119,8 +120,8 @@ class DataSettings(Settings, group="data"):
 class LoraSettings(Settings, group="LoRA"):
     """LoRA, which trains added matrices and not all weights."""
 
-    lora_rank: int = setting(0, "train LoRA matrices of this rank, not all weights (0: all weights)", at_least(0))
-    lora_alpha: float | None = setting(None, "LoRA's scale times the rank (default: twice the rank)", above(0.0))
+    lora_rank: int = setting(0, "train LoRA matrices of this rank (0: train all weights)", at_least(0))
+    lora_alpha: float | None = setting(None, "LoRA's alpha (default: twice the rank)", above(0.0))
     lora_dropout: float = setting(0.0, "dropout on LoRA's input", between(0.0, 1.0, open_high=True))
     lora_targets: str = setting(
         "all-linear", "which linear layers get LoRA: all-linear, or comma-separated names such as q_proj,v_proj",
@@ -134,11 +135,12 @@ class MemorySettings(Settings, group="machine"):
 
     weights: Literal["fp32", "bf16", "nf4", "int8"] = setting(
         "fp32",
-        "number format of the weights in memory: fp32 or bf16. With LoRA also nf4 or int8, by bitsandbytes",
+        "number format of the weights in memory: fp32 or bf16. LoRA also allows nf4 and int8 (by bitsandbytes)",
     )
     attn_implementation: str = setting(
         "auto",
-        "attention kernel: auto (transformers' choice), sdpa, eager, flash_attention_2, or another of its own",
+        "attention kernel: auto (transformers' choice), sdpa, eager, flash_attention_2, or any other name that "
+        "transformers knows",
         text,
     )
 
@@ -189,11 +191,9 @@ class TuningSettings(
         None,
         help="the model to start from: a run's folder, a Lamina checkpoint, or any causal model of transformers",
     )
-    steps: int = changed(0, help="optimizer steps (0: as many as the epochs take)", check=at_least(0))
-    epochs: float = setting(1.0, "passes over the examples, unless steps are given", above(0.0))
-    group_by_length: bool = setting(
-        False, "make each batch of examples of about the same length, which need no padding"
-    )
+    steps: int = changed(0, help="optimizer steps (0: set by epochs)", check=at_least(0))
+    epochs: float = setting(1.0, "passes over the examples, unless you set steps", above(0.0))
+    group_by_length: bool = setting(False, "put examples of similar length into one batch, which saves padding")
     trl: Json = setting({}, "any other argument of TRL's own configuration, e.g. --trl.loss_type dft", mapping)
     batch_size: int = changed(8, help="examples per micro-batch, over all processes")
     warmup: float = changed(0.03)
@@ -243,17 +243,19 @@ class SftSettings(TuningSettings):
     main = (*_MAIN, "preset", "output")
 
     preset: str | None = setting(
-        None, f"a published recipe's settings, which your own override: {', '.join(PRESETS)}", decides=False
+        None,
+        f"start from a published recipe's settings, which your flags override: {', '.join(PRESETS)}",
+        decides=False,
     )
     epochs: float = changed(3.0)
     learning_rate: float = changed(2e-5)
     packing: bool = setting(
-        False, "fill each sequence with several examples, which don't attend to one another; sequence_length long"
+        False, "fill each sequence of sequence_length tokens with several examples, which do not attend to one another"
     )
     best_by: str = setting(
         "last",
-        "the model to keep: last, or that of the evaluation with the lowest held-out loss (loss) or the best score on "
-        "one of eval_tasks (its name)",
+        "the model to keep: last, loss (the model with the lowest held-out loss), or the name of a task in "
+        "eval_tasks (the model with the best score)",
         text,
     )
     output: str = changed("runs/sft")
@@ -303,7 +305,9 @@ class DpoSettings(TuningSettings):
     main = (*_MAIN, "beta", "output")
 
     learning_rate: float = changed(1e-6)
-    beta: float = setting(0.1, "how closely the policy is held to the model that it starts from", above(0.0))
+    beta: float = setting(
+        0.1, "beta of the DPO loss: a larger value keeps the policy closer to the model that it starts from", above(0.0)
+    )
     output: str = changed("runs/dpo")
 
 
@@ -323,31 +327,39 @@ class RlhfSettings(TuningSettings):
         help="the prompts: a .jsonl, .json, .csv or .parquet file, hf:NAME[:CONFIG][@SPLIT], or generated:answers",
     )
     reward_model: str | None = setting(
-        None, "the folder of a reward model, as lamina reward leaves it, or several, comma-separated", place
+        None, "comma-separated folders of reward models that `lamina reward` wrote", place
     )
     reward_function: str | None = setting(
         None,
-        "FILE.py:NAME, a function reward(prompt, answer, row) that returns a number, or one of TRL's form, with "
-        "completions, or several, comma-separated; the file runs as code",
+        "comma-separated FILE.py:NAME: functions reward(prompt, answer, row) that return a number, or TRL's "
+        "reward functions (with completions); the files run as code",
         place,
     )
     reward_weights: str | None = setting(
-        None, "comma-separated factors on the rewards, models first (default: 1 each); the reward is their sum", factors
+        None,
+        "comma-separated weights of the summed rewards, first of the reward models, then of the functions "
+        "(default: 1 each)",
+        factors,
     )
     reward_timeout: float = setting(
-        0.0, "seconds that a reward function may take for an answer, which then counts 0 (0: no limit)", not_below(0.0)
+        0.0,
+        "seconds that a reward function may take per answer; a slower answer gets the reward 0 (0: no limit)",
+        not_below(0.0),
     )
     algorithm: Literal["remax", "rloo", "grpo"] = setting("remax", "remax, rloo or grpo")
     kl_per: Literal["step", "sequence"] = setting(
-        "step", "with remax, what the KL penalty is charged to: each step (Adam-mini), or the sequence (TRL)"
+        "step",
+        "with remax, apply the KL penalty to each token (step, as Adam-mini) or to the whole answer (sequence, as TRL)",
     )
-    beta: float = setting(0.1, "the factor on the KL to the model that it starts from", not_below(0.0))
-    reward_clip: float = setting(5.0, "rewards are clipped to this magnitude (0 for no clipping)", not_below(0.0))
+    beta: float = setting(
+        0.1, "factor on the KL penalty, which keeps the policy close to the model that it starts from", not_below(0.0)
+    )
+    reward_clip: float = setting(5.0, "clip rewards to this magnitude (0 for no clipping)", not_below(0.0))
     num_generations: int = setting(
-        2, "answers per prompt: sampled ones; with remax, always one sampled and one greedy", at_least(2)
+        2, "sampled answers per prompt; remax always takes one sampled and one greedy answer", at_least(2)
     )
-    max_answer: int = setting(128, "longest answer in tokens", at_least(1))
-    temperature: float = setting(1.0, "of the sampled answers", above(0.0))
+    max_answer: int = setting(128, "maximum tokens of an answer", at_least(1))
+    temperature: float = setting(1.0, "sampling temperature of the answers", above(0.0))
     learning_rate: float = changed(2e-7)
     batch_size: int = changed(8, help="prompts per micro-batch, over all processes")
     output: str = changed("runs/rlhf")

@@ -1,4 +1,6 @@
-"""Lamina's additions to every TRL trainer: checkpoints, order, guard, layer monitor; and no telemetry."""
+"""Lamina's additions to every TRL trainer: checkpoints, data order, divergence guard and layer monitor, without
+telemetry.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The shared parts of the stages after pretraining: the model at the start, encoded rows, LoRA, the best weights."""
+"""The shared parts of the stages after pretraining: loading the model, encoding rows, LoRA, keeping the best
+weights.
+"""
 
 from __future__ import annotations
 

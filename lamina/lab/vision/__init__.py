@@ -1,1 +1,1 @@
-"""Vision: labeled images in, a classifier's objective, and the images that a probe reads."""
+"""Vision: reading of labeled images, the classifier's objective, and images for probes."""

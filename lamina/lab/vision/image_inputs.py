@@ -1,4 +1,4 @@
-"""The images that a probe's forward passes read: the user's, a corpus', or noise."""
+"""The images for a probe's forward passes: from the user, from a corpus, or noise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Conversion of checkpoints between transformers and Lamina, for the architectures whose placement is known.
 
-Nothing is trained, guessed or dropped: each tensor is used exactly once, or a UserError names it.
+Lamina does not train, guess or drop a tensor. It uses each tensor exactly once, or raises a UserError that names the
+tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Loading of saved models from a path: one way to load weights and tokenizers, with one set of errors.
+"""Loading of saved models from a path: the only code that loads weights and tokenizers.
 
-Whatever a folder holds, the result is the model or a UserError of one line. Weights are safetensors; nothing is
-unpickled, and no code beside a checkpoint runs, unless the caller allows it.
+Any folder gives either the model or a UserError of one line. Weights are safetensors. Lamina unpickles nothing, and
+runs code from a checkpoint's folder only if the caller allows it.
 """
 
 from __future__ import annotations

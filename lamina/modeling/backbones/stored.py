@@ -1,4 +1,4 @@
-"""The tensors in a checkpoint's files: read from the headers, and compared with the model that was made of them."""
+"""The tensors in a checkpoint's files, read from the headers and compared with the loaded model."""
 
 from __future__ import annotations
 

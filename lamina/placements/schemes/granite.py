@@ -1,4 +1,6 @@
-"""A constant factor on every branch: Granite's and HyperCLOVA X's, and MiniCPM's, which falls with the depth."""
+"""A constant factor on every branch: Granite's and HyperCLOVA X's factor, and MiniCPM's factor, which falls with the
+depth.
+"""
 
 import math
 

@@ -1,7 +1,7 @@
 """The equations of sub-layers, fitted to the tensors of one forward pass.
 
-Each sum on the stream is written as a combination of what it may be made of: the branches, and the stream, the layer's
-input, the norm's output or the embedding as the skip. The simplest combination that leaves rounding alone is the proof.
+Each sum on the residual stream is fitted by its possible terms: the branches, and as the skip the stream, the layer's
+input, the norm's output or the embedding. The simplest combination whose error is only rounding is the equation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The place of a norm inside an attention, found by changing its output and seeing what moves."""
+"""The location of a norm inside an attention module, found by changing the norm's output and seeing which tensors
+change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Earlier states: the sums of them that layers read in the stream's place, fitted to the tensors of two passes."""
+"""Earlier hidden states: the sums that layers read in place of the residual stream, fitted to the tensors of two
+passes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several streams: how each sub-layer reads, mixes and writes them, fitted token by token."""
+"""Several residual streams: how each sub-layer reads, mixes and writes the streams, fitted token by token."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The engine of the probes: their registry, the passes over the text, and the context that a probe gets."""
+"""The engine of the probes: the registry, the forward passes over the text, and each probe's context."""

@@ -1,4 +1,4 @@
-"""The context that a probe works in."""
+"""The context of a probe: the model, its structure and the inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The directions of a batch's states, held until the last layer has run, so that any two can be compared."""
+"""The directions of a batch's hidden states, kept until the last layer has run, so that any two layers can be
+compared.
+"""
 
 from __future__ import annotations
 

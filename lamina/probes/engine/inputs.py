@@ -1,4 +1,4 @@
-"""The inputs of a model: blocks of text cut from a corpus or given by the user, or what a row of another kind reads."""
+"""The inputs of a model: blocks of tokens, from a corpus or from the user, or another kind of input, such as images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of single layers at states of a real forward pass, for Jacobians and detached branches."""
+"""Calls of single layers on the hidden states of a real forward pass, for Jacobians and detached branches."""
 
 from __future__ import annotations
 

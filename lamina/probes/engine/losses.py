@@ -1,4 +1,4 @@
-"""The loss of a language model: of the next tokens, or of masked ones."""
+"""The loss of a language model, on next tokens or on masked tokens."""
 
 from __future__ import annotations
 

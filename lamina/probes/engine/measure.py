@@ -1,4 +1,4 @@
-"""`lamina.probe`: from a model or a checkpoint to one frame per probe."""
+"""`lamina.probe`: measures a model or a checkpoint, and returns one DataFrame per probe."""
 
 from __future__ import annotations
 
@@ -183,14 +183,15 @@ def probe(
         model_or_path: any transformers model, or a path as `lamina probe` takes it.
         probes: "all", or names (with options: ``angular_distance(tokens=all)``), or Probe objects.
         texts_or_blocks: texts, token blocks [sequences, tokens], or images [images, channels, height, width]. Lamina
-            measures all of them, unless you limit it by ``sequences`` or an option of the probe. By default, it takes
-            the setting ``corpus``. The columns ``sequences`` and ``tokens`` are the size of a row's sample.
+            measures all of them, unless you set ``sequences`` or an option of the probe. By default, Lamina reads the
+            setting ``corpus``. In the result, the columns ``sequences`` and ``tokens`` give the size of each row's
+            sample.
         tokenizer: for texts; by default the checkpoint's.
-        settings: those of `lamina probe`: sequence_length, sequences, batch_size, tolerance, layers, corpus, ...
+        settings: settings of `lamina probe`: sequence_length, sequences, batch_size, tolerance, layers, corpus, ...
 
     Raises:
         UserError: (a ValueError) for a path that is not a checkpoint, layers that cannot be found, text shorter than a
-            block, or a probe that does not apply to the model. Of "all", such probes are left out.
+            block, or a probe that does not apply to the model. With "all", Lamina skips probes that do not apply.
     """
     chosen = make_all(probes)
     record = ProbeSettings.from_dict(settings)

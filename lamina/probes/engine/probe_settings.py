@@ -42,21 +42,21 @@ class ProbeSettings(
 
     checkpoint: str = setting("", "folder with config.json, a run's folder, a .gguf file, or a name on the hub", place)
     sequences: int | None = changed(
-        None, help="maximum number of blocks (default: all of a corpus of your own, 64 of the embedded one)"
+        None, help="maximum number of blocks (default: your whole corpus, or 64 blocks of the embedded corpus)"
     )
     corpus: str = changed(
         "embedded",
-        help="embedded, or read whole: a .txt/.jsonl file (.gz/.xz/.zst), a folder, hf:NAME; for a vision model "
-        "noise, a .npy file, a folder",
+        help="embedded, a .txt/.jsonl file (.gz/.xz/.zst), a folder or hf:NAME; for a vision model noise, a .npy "
+        "file or a folder",
     )
     tolerance: float | None = setting(
         None,
-        "relative standard error at which the forward passes stop (0: only after all blocks; default: 0 for a "
-        "corpus of your own, 0.02 for the embedded one)",
+        "relative standard error at which the forward passes stop (0: measure all blocks; default: 0 for your "
+        "corpus, 0.02 for the embedded corpus)",
         between(0.0, 1.0, open_high=True),
     )
     layers: str | None = setting(
-        None, "path to the list of layers, e.g. encoder.block (default: discovered by following the tensors)"
+        None, "path to the list of layers, e.g. encoder.block (default: Lamina finds it by following the tensors)"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "float32", "float32, bfloat16, float16, or auto (the checkpoint's)"

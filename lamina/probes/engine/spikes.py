@@ -1,4 +1,4 @@
-"""Counts of the jumps in a run's loss or gradient norm."""
+"""Counting of the spikes in a run's loss or gradient norm."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`lamina probe`: a checkpoint in, a folder with tables and figures out."""
+"""`lamina probe`: measures a checkpoint, and writes a folder with tables and figures."""

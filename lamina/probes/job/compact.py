@@ -1,4 +1,4 @@
-"""A probe's figure made fit for a page: small at any depth, and with no markup except plotly's plain tags."""
+"""Preparation of a probe's figure for a page: small at any depth, and with no markup except plotly's plain tags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lamina probe`: a checkpoint in, a folder with a table and figures per probe out."""
+"""`lamina probe`: measures a checkpoint, and writes a folder with a table and figures for each probe."""
 
 from __future__ import annotations
 

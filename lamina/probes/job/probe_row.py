@@ -64,7 +64,7 @@ PROBE = JobRow(
         "``lamina.probe`` returns only the tables and writes nothing."
     ),
     raises="a checkpoint or a corpus that can't be read",
-    resumes="measure only the probes that are not finished",
+    resumes="measure only the unfinished probes",
     positional=("checkpoint",),
     switches=(
         Switch(

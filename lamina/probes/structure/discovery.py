@@ -1,6 +1,7 @@
-"""From a trace to the structure: which calls are layers, what each adds to the stream, and where.
+"""Discovery of a model's structure from a trace: the calls that are layers, and where each adds which tensor to the
+residual stream.
 
-The stream is followed through each layer's call: which tensor is the stream, a norm of it, or a branch.
+Lamina follows the stream through each layer's call, and marks each tensor as the stream, its norm, or a branch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two ways to reach a tensor of a forward pass: ``observe`` looks at it, ``intercept`` replaces it."""
+"""The two ways to reach a tensor of a forward pass: ``observe`` reads the tensor, ``intercept`` replaces it."""
 
 from __future__ import annotations
 

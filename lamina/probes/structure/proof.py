@@ -1,4 +1,6 @@
-"""The proof that the followed tensors are the stream, by small passes whose sizes occur on no other axis."""
+"""The proof that the followed tensors are the residual stream, by small forward passes with sizes that no other axis
+has.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The places of a model's layers, sub-layers and norms, which every probe works on.
+"""The locations of a model's layers, sub-layers and norms, for every probe.
 
-Found by running the model once and following its tensors (``tracing``), so no architecture's names matter.
+Lamina runs the model once and follows its tensors (``tracing``), so the names of its modules do not matter.
 """
 
 from __future__ import annotations

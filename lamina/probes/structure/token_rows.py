@@ -1,4 +1,4 @@
-"""How many token ids a model takes: the rows of the table that it looks them up in."""
+"""The number of token ids that a model takes: the rows of its embedding table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record of one small forward pass: the module and the tensors of each call, and how tensors were added.
+"""A record of one small forward pass: each call's module and tensors, and each addition of tensors.
 
 Tensors are followed by identity, under a dispatch mode that sees every addition, scaling and copy, wherever it is
 written. ``discovery`` reads the layers, sub-layers and norms off the record; module names do not matter.

@@ -1,6 +1,6 @@
 r"""The lines that trainers print: one row of ``FORMS`` for each form.
 
-A row says which lines are records and where a record's pairs of name and value are. To read another trainer's lines,
+A row defines which lines are records, and where a record's names and values are. To read another trainer's lines,
 add a row before "lines with a step".
 """
 

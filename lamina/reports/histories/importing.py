@@ -1,4 +1,4 @@
-"""A history's series, placed in the model and judged by the rules of the layer monitor."""
+"""A history's series, assigned to layers of the model and judged by the rules of the layer monitor."""
 
 from __future__ import annotations
 

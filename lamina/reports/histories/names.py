@@ -1,4 +1,4 @@
-"""What a series is, by its name: the loss, the gradient's norm, the learning rate, the step, the epoch, a parameter."""
+"""Identification of a series by its name: loss, gradient norm, learning rate, step, epoch or a parameter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where a parameter is in a model, by the names of all of its parameters: layer, sub-layer, role.
+"""A parameter's layer, sub-layer and role, from the names of all parameters of its model.
 
-A layer is where an attention and a feed-forward lie together: the deepest number in the names below which both are. So
-stages (layers.0.blocks.1) and stacks (encoder.block.0.layer.1) are told without a list of models.
+A layer holds an attention and a feed-forward: its index is the deepest number in the names that both share. So Lamina
+recognizes stages (layers.0.blocks.1) and stacks (encoder.block.0.layer.1) without a list of models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Series with their steps, from the lines of a history: which column has the steps, and where another run begins."""
+"""Series with their steps, from the lines of a history: Lamina finds the column of steps and the start of another
+run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders of other tools, as runs: which file a folder means, and how each form is read."""
+"""Runs in the files and folders of other tools: the choice of a folder's file, and a reader for each format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a transfer: which learning rates hold on the proxy, and their values at the target."""
+"""The page of a transfer: the learning rates that work on the proxy, and their values at the target."""
 
 from __future__ import annotations
 

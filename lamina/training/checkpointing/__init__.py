@@ -1,1 +1,1 @@
-"""Checkpoints: written whole, verified, resumed from, and rolled back to."""
+"""Checkpoints: writing, verifying, resuming and rolling back."""

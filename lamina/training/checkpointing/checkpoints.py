@@ -1,4 +1,6 @@
-"""Checkpoints that are whole or absent: written as drafts, hashed, synced, renamed, and verified when read."""
+"""Writing of checkpoints as drafts that are hashed, synced and renamed, so that none is half written; verifying at
+reading.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The state that a run resumes from: settings, result, checkpoint and rollbacks, checked to belong to the same run."""
+"""The state from which a run resumes: settings, result, checkpoint and rollbacks. Lamina checks that all belong to the
+same run.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 With one process or DDP: model.safetensors beside config.json, as transformers loads them, and
 optimizer/states.safetensors. With FSDP2: one safetensors file per process in model/ and optimizer/, by
-torch.distributed.checkpoint. Each form can be read by the other, with any number of processes: tensors are found by
-name and split as the reader needs them.
+torch.distributed.checkpoint. Any number of processes can read either form: Lamina finds tensors by name and splits them
+as the reader needs.
 """
 
 from __future__ import annotations

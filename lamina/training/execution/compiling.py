@@ -2,7 +2,7 @@
 
 All blocks share the code of one forward function, and whatever differs between layers (weights, indices, scales) is an
 input of its graph. So a model compiles one graph per *kind* of layer: per wiring and, in some backbones, per kind of
-attention. A scale with many values (1/sqrt(l)) costs one more graph, compiled for any value.
+attention. If a scale differs in many layers (1/sqrt(l)), the model compiles one more graph, which takes any value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Linear layers that multiply in float8 while training, by torchao; their weights stay float32 under the same names."""
+"""Linear layers that multiply in float8 during training, by torchao. Their weights stay float32 under the same
+names.
+"""
 
 from __future__ import annotations
 

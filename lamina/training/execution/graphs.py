@@ -1,8 +1,9 @@
-"""Blocks replayed as CUDA graphs: one launch for each pass of a block. It pays where launching kernels takes the time.
+"""Blocks replayed as CUDA graphs: one launch for each pass of a block. Graphs help if launching kernels takes most of
+the time.
 
 The first training pass runs eagerly and notes each block's arguments. The second captures every block's forward and
-backward pass, and from then on they are replayed: the same kernels in the same order, so the numbers are those of the
-eager run. As in a compiled model, evaluations and the layer monitor's passes run eagerly (`parts.uncompiled`).
+backward pass. Later passes replay them: the same kernels run in the same order, so the numbers equal an eager run's. As
+in a compiled model, evaluations and the layer monitor's passes run eagerly (`parts.uncompiled`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The monitor of a training run: measures of each layer at each step, the alarms, the guard, and the records."""
+"""The monitor of a training run: measurements of each layer at each step, alarms, the divergence guard, and records."""

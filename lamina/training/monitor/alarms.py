@@ -1,4 +1,5 @@
-"""Early alarms: a layer's gradient, update, moment or stream leaves its usual range before the loss does.
+"""Early alarms: the gradient, update, moment or residual stream of a layer leaves its usual range before the loss
+rises.
 
 Each rule names one sub-layer and one step. Loads no transformers: the pages read alarms.jsonl and notable.jsonl here.
 """

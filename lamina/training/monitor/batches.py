@@ -1,4 +1,4 @@
-"""The rows of the batches that stood out: batches.jsonl, so that the text behind a spike can be found.
+"""The rows of unusual batches (batches.jsonl), which show the text behind a spike.
 
 Loads neither torch nor transformers: the pages read batches.jsonl here.
 """

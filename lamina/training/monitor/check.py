@@ -1,7 +1,7 @@
-"""`lamina.check`: what is wrong with a training before its first step.
+"""`lamina.check`: finds mistakes in a training setup before the first step.
 
-Each of ``CHECKS`` is one function, which looks for one mistake. What people do on purpose (zero-initialized branches,
-frozen parts, depth-scaled initializers) is none.
+Each of ``CHECKS`` is one function, which looks for one mistake. Intentional choices, such as zero-initialized branches,
+frozen parts and depth-scaled initializers, are not mistakes.
 """
 
 from __future__ import annotations
@@ -596,15 +596,15 @@ def check(
 
     >>> lamina.check(model, optimizer, batch=batch)
 
-    Call it once the model and the optimizer are as you will train them. It restores gradients, buffers and random
-    states.
+    Call it just before training, with the final model and optimizer. It restores gradients, buffers and random states.
 
     Args:
         model: the model that will be trained.
         optimizer: the model's optimizer, or a list of several.
         batch: a batch on the model's device: a mapping of the model's arguments, a tuple of them, or one tensor. With
             a batch, Lamina also checks the first loss, labels, masks and each layer's gradient.
-        loss: a function of model and batch that returns a scalar loss (default: the loss of the model's output).
+        loss: a function that takes the model and the batch and returns a scalar loss (default: the loss in the model's
+            output).
         scaler: the GradScaler of float16 training, if there is one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Expert balance for mixture-of-experts feed-forwards, as in the DeepSeek papers, and the load of each expert.
+"""Load balancing of experts, as in the DeepSeek papers, and the load of each expert.
 
 Bias (DeepSeek-V3, arXiv 2412.19437 Section 2.1.2; Wang et al., arXiv 2408.15664 Algorithm 1): after each optimizer step
 

@@ -1,8 +1,8 @@
 """FSDP1 and DeepSpeed's ZeRO: which part of each parameter this process holds.
 
-FSDP1 keeps the parameters of a unit in a flat one, of which each process has a slice. With ``use_orig_params`` a
-module's parameters are views of the slice, which may be empty; without it, only the flat parameter is one. ``zero``
-tells of ZeRO.
+FSDP1 joins the parameters of a unit into one flat parameter, and each process holds a slice of it. With
+``use_orig_params`` a module's parameters are views of the slice, which may be empty; without it, only the flat
+parameter is a parameter. For ZeRO, see ``zero``.
 """
 
 from __future__ import annotations

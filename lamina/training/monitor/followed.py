@@ -1,4 +1,4 @@
-"""A model's layers, found from the arguments of its first training step, without leaving a trace."""
+"""Discovery of a model's layers from the arguments of its first training step, without changing the model."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
 The compiler inlines the hooks of the modules inside a compiled module. So a hook that calls ``lamina::see`` puts that
 call into the graph, which then calls Python with the tensor at every pass. The graph is the same at every step, whether
-the step is recorded or not. The name of the place reaches the call as a tensor on the module, not as a constant, so
-that layers compiled one by one still share a graph.
+the step is recorded or not. The call gets the location's name as a tensor on the module, not as a constant, so that
+layers compiled one by one still share a graph.
 
-The compiler does not look for hooks when it chooses among its graphs, but for the classes of modules. So a module with
-such hooks gets a class of its own, a subclass without any change: graphs made for other modules do not fit it.
+When the compiler chooses among its graphs, it checks the modules' classes and not their hooks. So a module with
+such hooks gets a separate class, an unchanged subclass, so that graphs made for other modules do not fit it.
 """
 
 from __future__ import annotations

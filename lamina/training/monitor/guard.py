@@ -1,4 +1,4 @@
-"""The divergence guard, which names the step and the layer that left its range first, and the rule for outliers."""
+"""The divergence guard, which names the step and the layer of the first anomaly, and the rule for outliers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of parameters that stand in for tensors: what this process holds of a flat one."""
+"""Tensor-like objects for the part of a flat parameter that this process holds."""
 
 from __future__ import annotations
 

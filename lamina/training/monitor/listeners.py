@@ -1,4 +1,4 @@
-"""Listens to torch's functions that compute, scale and clip gradients, while a training is watched."""
+"""Wrappers around torch's functions that compute, scale and clip gradients, active while Lamina watches a training."""
 
 from __future__ import annotations
 

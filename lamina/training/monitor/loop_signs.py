@@ -1,6 +1,6 @@
-"""What a training loop does besides its optimizers' steps: what it leaves out, freezes or replaces, and what it keeps.
-
-Most of it is done on purpose: LayerDrop, gradual unfreezing, LISA. It is noted once, and the rules judge accordingly.
+"""Signs of a training loop's special actions: layers that it skips, freezes or replaces, and gradients that it keeps.
+Most are intentional: LayerDrop, gradual unfreezing, LISA. Lamina notes each sign once, and the alarm rules take it into
+account.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The conductor of a monitored training: it alone ends a step, feeds the alarms and writes rows.
+"""The core of a monitored training: the only code that ends a step, feeds the alarms and writes rows.
 
-What was measured, and when, an adapter says: torch's hooks in other people's loops (``watch.LoopMonitor``), Trainer's
-callbacks in Lamina's own runs (``recorder.RunRecorder``).
+An adapter supplies the measurements: torch's hooks in a user's loop (``watch.LoopMonitor``), or Trainer's callbacks in
+a run of Lamina (``recorder.RunRecorder``).
 """
 
 from __future__ import annotations

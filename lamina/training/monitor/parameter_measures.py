@@ -1,7 +1,6 @@
 """Measures of parameters by sub-layer: gradients, updates, weights, moments, and gains of norms.
 
-In an unstable run, updates and first moments rise before the gradient and the loss do, and in some layers before the
-rest.
+In an unstable run, updates and first moments rise before the gradient and the loss, and in some layers first.
 """
 
 from __future__ import annotations

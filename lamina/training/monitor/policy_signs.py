@@ -1,6 +1,6 @@
-"""Signs of a policy that learns from rewards (GRPO, RLOO), in the numbers that its trainer logs.
+"""Signs of trouble in reinforcement learning (GRPO, RLOO), from the numbers that the trainer logs.
 
-Loads neither torch nor transformers: histories are read with it, too.
+Loads neither torch nor transformers: Lamina also reads histories with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lamina's own runs for the monitor: events from Trainer, progress, the clock, and the reaction to Ctrl-C."""
+"""The adapter between the monitor and Lamina's runs: Trainer's events, progress, timing, and the reaction to Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The rules behind the alarms: what each series of a run is compared with, and how far it may differ.
+"""The rules of the alarms: the reference for each series of a run, and the largest allowed difference.
 
-Each rule is a pure function of the rows so far, so that records can be judged again. The limits are in ``limits.json``,
-with the runs that they were fitted on (tools/calibration/alarms.py).
+Each rule is a pure function of the rows so far, so that Lamina can judge stored records again. The limits are in
+``limits.json``, with the runs that they were fitted on (tools/calibration/alarms.py).
 """
 
 from __future__ import annotations

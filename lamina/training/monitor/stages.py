@@ -1,4 +1,4 @@
-"""Stages of a pipeline: which processes train the same layers, and what number the first of these has."""
+"""Stages of a pipeline: the processes that train the same layers, and the rank of the first process."""
 
 from __future__ import annotations
 

@@ -428,9 +428,9 @@ def watch(
     ...         optimizer.zero_grad()
     ...         monitor.step(loss)
 
-    The one-line form ``lamina.watch(model, optimizer, output="runs/mine").start()`` before a loop watches it until the
-    process ends. A step then ends when the next forward pass begins. Its loss is the ``loss`` of the model's output, or
-    the tensor on which the loop calls ``backward``.
+    To change only one line, call ``lamina.watch(model, optimizer, output="runs/mine").start()`` before the loop. It
+    watches until the process ends. A step then ends when the next forward pass begins. Its loss is the ``loss`` of the
+    model's output, or the tensor on which the loop calls ``backward``.
 
     ``watch`` works with gradient accumulation, clipping, DDP and FSDP (call it in every process, after you wrap the
     model). With pipeline parallelism, give each stage its own folder: ``output=f"runs/mine/stage-{stage}"``.
@@ -442,13 +442,14 @@ def watch(
         optimizer: the model's optimizer, or a list of several that step together.
         output: the folder of the records.
         resume: continue the records of ``output`` after ``step``; "auto" continues them if there are any. If another
-            version wrote them, a training with ``step`` above 0 goes on without records.
+            version of Lamina wrote the records, a training with ``step`` above 0 continues without recording.
         overwrite: replace the records of ``output``.
-        step: the number of earlier steps.
+        step: the number of steps trained before this start.
         on_alarm: called in the first process with the first alarm of each event. The alarm has ``step``, ``layer``,
-            ``sublayer``, ``metric`` and ``value``, and ``str`` makes a sentence of it. An error in the function ends
-            the training.
-        tokenizer: with ``batches=True``, decodes the rows of recorded batches; None looks for the model's.
+            ``sublayer``, ``metric`` and ``value``; ``str(alarm)`` is a sentence. An error in the function ends the
+            training.
+        tokenizer: with ``batches=True``, decodes the rows of recorded batches (None: Lamina looks for the model's
+            tokenizer).
         settings: see ``WatchSettings``: every, layers, first_layer, attention, batches, on_divergence,
             divergence_margin, divergence_patience, skip_outliers, report_to.
 
@@ -574,7 +575,8 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         output: the folder of the records.
         overwrite: whether to replace the folder's content.
         on_alarm: called with the first alarm of each event, as by ``lamina.watch``.
-        tokenizer: with ``batches=True``, decodes the rows of recorded batches; None takes Trainer's or the model's.
+        tokenizer: with ``batches=True``, decodes the rows of recorded batches (None: Trainer's or the model's
+            tokenizer).
         settings: the other settings of ``lamina.watch``.
 
     Raises:

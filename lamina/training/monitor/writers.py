@@ -359,8 +359,10 @@ class WatchSettings(Settings):
     attention: bool = setting(True, "whether to record the largest attention logit and the experts' loads")
     batches: bool = setting(False, "whether to keep the rows of batches with an alarm, and of notable ones, with text")
     on_divergence: OnDivergence = setting("note", "note a divergence, or stop")
-    divergence_margin: float = setting(1.0, "nats above its best at which a loss counts as diverging", not_below(0.0))
-    divergence_patience: int = setting(20, "steps that the loss must stay there", at_least(1))
+    divergence_margin: float = setting(1.0, "divergence margin: nats above the lowest loss so far", not_below(0.0))
+    divergence_patience: int = setting(
+        20, "divergence patience: steps that the loss must stay above this margin", at_least(1)
+    )
     skip_outliers: float | None = setting(
         None, "standard deviations above the last 128 steps' mean at which a step is skipped (OLMo-core: 6)", above(0.0)
     )

@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO 1 to 3: which part of each parameter this process holds, and when a step is taken.
+"""DeepSpeed's ZeRO 1 to 3: the part of each parameter that this process holds, and the end of each step.
 
 ZeRO keeps float32 weights, gradients and the optimizer's moments in flat tensors, of which each process has a slice;
-stage 3 also splits the model's own parameters. Its optimizer updates slice after slice by a torch optimizer, and frees
-gradients on the way, so its own ``step`` is the step.
+stage 3 also splits the model's own parameters. Its optimizer updates one slice after another by a torch optimizer, and
+frees gradients meanwhile. So Lamina counts a step when ZeRO's ``step`` ends.
 """
 
 from __future__ import annotations

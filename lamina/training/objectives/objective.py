@@ -1,4 +1,4 @@
-"""The objective of a run: what the model predicts, and everything that follows from that."""
+"""The training objective of a run: the prediction target, and the data, loss and metrics that follow from it."""
 
 from __future__ import annotations
 

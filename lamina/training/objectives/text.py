@@ -1,4 +1,4 @@
-"""The objectives on text: their shared blocks of tokens and tokenizer, causal and masked prediction."""
+"""The objectives on text: causal and masked prediction, which share the tokenizer and the blocks of tokens."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The updates of a run's weights: parameter groups, learning rates, and the blocks of each step."""
+"""Optimization of a run: parameter groups, learning rates, and the order of the training blocks."""

@@ -1,4 +1,4 @@
-"""The order of the training blocks: endless, the same for any number of processes, with skips."""
+"""The order of the training blocks: endless, equal for any number of processes, and able to skip blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A study as text: its arms and trials, those that are done, and the cost of the rest."""
+"""A study as text: its arms, its finished trials, and the cost of the missing trials."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The plan of a scale: the trials that it needs, given the results so far.
 
-A study that tunes rates needs its sweep first, then wider rates if the best one is at the sweep's edge, then the
-study's seeds at each arm's best rate and, where the study asks for it, at another arm's. ``StudyPlan.wanted`` is a
-function of the results, so resuming needs no state.
+A study that tunes learning rates runs its sweep first. If the best rate is at the sweep's edge, wider rates follow.
+Then come the study's seeds at each arm's best rate and, if the study asks for it, at another arm's best rate.
+``StudyPlan.wanted`` depends only on the results, so resuming needs no stored state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Trials on a Ray cluster: one Ray task per trial, or one per process of a trial of several processes.
+"""Trials on a Ray cluster: one Ray task per trial, or per process if a trial has several processes.
 
 A task starts the trial's own process, as the local engine does, so the numbers are the same. If its worker is lost, Ray
-runs the task again, and the trial resumes from its last checkpoint. All machines must see the store, and have Lamina.
+runs the task again, and the trial resumes from its last checkpoint. All machines need Lamina and access to the store.
 """
 
 from __future__ import annotations

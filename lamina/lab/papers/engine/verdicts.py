@@ -1,4 +1,4 @@
-"""The verdicts of a study on its claims: claims.json, and those of all records."""
+"""The verdicts on a study's claims (claims.json), and the verdicts of all stored records."""
 
 from __future__ import annotations
 

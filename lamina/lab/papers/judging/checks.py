@@ -1,7 +1,7 @@
-"""Checks of arms against each other: their losses, or any other column, paired over the seeds.
+"""Comparisons of arms: their losses, or any other column, paired over the seeds.
 
-A run that diverged, or that got stuck near the unigram entropy, counts in the outcome: of losses and scores it is
-ranked last. How many runs of an arm failed is a second endpoint, and no arm that failed more often than its rival wins.
+A run that diverged, or got stuck near the unigram entropy, counts too: its loss or score ranks last. The number of
+failed runs is a second endpoint: an arm that failed more often than its rival cannot win.
 """
 
 from __future__ import annotations

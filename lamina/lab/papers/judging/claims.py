@@ -1,7 +1,8 @@
 """Claims: functions in a file next to a study's YAML that judge its trials, and the judge that calls them.
 
-A claim's code asks for numbers; `Reads` says of which trials, and `limited` applies the rules of power to these. So no
-claim can forget a rule, and one that reads only models before training is under none of them.
+A claim's code asks for numbers. `Reads` records which trials they come from, and `limited` applies the rules of
+statistical power to these trials. So no claim can forget a rule. The rules do not apply to a claim that reads only
+untrained models.
 """
 
 from __future__ import annotations

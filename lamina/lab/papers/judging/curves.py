@@ -1,4 +1,4 @@
-"""One number per seed from the tables of trials: from layers, pairs and slopes."""
+"""One number per seed, from the trials' tables: by layer, by pair of layers, or as a slope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The findings of a claim's checks: verdicts with their numbers, and how several make one."""
+"""The findings of a claim's checks: verdicts with their numbers, and rules that combine several findings."""
 
 from __future__ import annotations
 

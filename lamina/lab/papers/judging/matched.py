@@ -1,8 +1,8 @@
-"""Comparisons on equal terms: at one loss of pretraining, and at one KL to the start.
+"""Comparisons on equal terms: at equal pretraining loss, or at equal KL to the initial model.
 
-An arm whose pretraining ended at a lower loss may be better in all that follows for that reason alone. So the other arm
-is also pretrained longer, and both are compared at one loss. Of policies, equal steps favor the one whose logits move
-faster, so these are compared at equal KL.
+An arm that ended pretraining at a lower loss may do better later for this reason alone. So the other arm is pretrained
+longer, and both arms are compared at equal loss. At equal steps, the policy whose logits move faster has an advantage.
+So policies are compared at equal KL.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The learning rates of a sweep: each arm's best one.
 
-A rate that is chosen by the results of the runs that are then compared flatters its arm: `Trials.choose_rate` notes it,
-and the judge decides nothing by it.
+A rate chosen on the same runs that are then compared makes its arm look too good. `Trials.choose_rate` notes such a
+choice, and the judge bases no verdict on it.
 """
 
 from __future__ import annotations

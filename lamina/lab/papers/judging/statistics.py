@@ -1,4 +1,4 @@
-"""The statistics of the verdicts, on scipy, which is imported late since that takes a second."""
+"""The statistics of the verdicts. They use scipy, which is imported late because its import takes a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A study's arms as lines and panels: one axis has the colors, the other axes are panels."""
+"""A study's arms as lines and panels: the lines' colors show one axis, the panels show the other axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a study: those that its YAML names, and those that follow from its axes and measures.
+"""The figures of a study: the figures that its YAML names, and figures chosen by its axes and measures.
 
 Each kind is a function from a study's tables to a drawing.
 """

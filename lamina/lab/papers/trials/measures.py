@@ -1,7 +1,7 @@
 """Measures of a study's trials beyond their results: probes before and after training, and training records.
 
 A measure is "TIME/NAME": ``init/gradients``, ``end/angular_distance(tokens=all)``, ``records/layers``. Its table is a
-Parquet file in the trial's folder; measures.json says of each whether it was measured, or why it could not be.
+Parquet file in the trial's folder. For each measure, measures.json records whether it was measured, or why not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The store of trials, each in a folder named by its key, and the records of earlier studies."""
+"""The store of trials, with one folder per key, and the records of earlier studies."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A trial of a study, and its identity: everything that decides its numbers, and the key that is its hash.
+"""A trial of a study, and its identity: everything that decides its numbers, hashed to a key.
 
-Two trials with one key compute the same, on the same machine to the bit. So a trial that several studies need is
-trained once, and a trial that has changed never takes the place of the old one.
+Two trials with the same key give the same numbers, bit for bit on the same machine. So a trial that several studies
+need is trained once, and a changed trial never replaces the old trial.
 """
 
 from __future__ import annotations
