@@ -112,8 +112,8 @@ def census_table(record: dict[str, Any] | None, where: str) -> str:
         told = sorted(names, key=lambda name: not name.startswith("**"))  # first those that convert takes
         more = f", and {len(told) - 6} more" if len(told) > 6 else ""
         lines.append(f"| {layout} | {len(names)} | {', '.join(told[:6])}{more} |")
-    alone = f"{len(layouts) - len(shared)} more model types have their own layout"
-    return "\n".join([*lines, "", f"{alone}. Lamina does not know the layout of {unknown} types. {where}"])
+    alone = f"{len(layouts) - len(shared)} other model types each have a layout that no other type has"
+    return "\n".join([*lines, "", f"{alone}. Lamina cannot determine the layout of {unknown} types. {where}"])
 
 
 def _layout(match: dict[str, Any]) -> str:

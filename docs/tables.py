@@ -73,7 +73,7 @@ def columns_table() -> str:
         title = column.title or column.name.replace("_", " ")
         shown = f" ({title})" if title != column.name.replace("_", " ") else ""
         columns.append(f"`{column.name}`{_STAR * column.optional}{shown}")
-    return f"{', '.join(columns)}.\n\n\\* only where it applies. In parentheses: another name on the pages"
+    return f"{', '.join(columns)}.\n\n\\* only where it applies. Parentheses hold the name on the pages"
 
 
 def verified_types() -> str:

@@ -16,13 +16,13 @@ from lamina.placements.registry import placement
     source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; profile-free: admin-torch",
     initialization="admin",
     advice=(
-        "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. If the embedding starts "
-        "with a standard deviation of 0.02, set embedding_norm=true. Otherwise all omegas but the first start near "
-        "0.02 instead of 1."
+        "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. If the embedding "
+        "starts with a standard deviation of 0.02, set embedding_norm=true. Without it, all omegas except the "
+        "first start near 0.02 instead of 1."
     ),
 )
 def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] = "profiled") -> Plan:
-    """Starts each skip as strong as the sum of the branches below it, so that no branch dominates early training.
+    """Starts each skip as strong as the sum of all earlier branches, so that no branch dominates early training.
 
     Args:
         omega: where it starts: "profiled" by one forward pass (init admin); or, of n = 2 N sub-layers and without any

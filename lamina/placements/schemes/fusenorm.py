@@ -15,8 +15,8 @@ from lamina.placements.registry import placement
     source="FuseNorm (SpanNorm, arXiv 2601.22580) Eq 5-8",
     initialization="scaled",
     advice=(
-        "Use the scaled initializer, which it needs. The paper's learning rate is 2e-4 from 740M to 5B parameters "
-        "and 1.2e-4 at 128 layers, with 200 steps of warm-up."
+        "Use the initializer `scaled`, which FuseNorm needs. The paper's learning rate is 2e-4 from 740M to 5B "
+        "parameters and 1.2e-4 at 128 layers, with 200 steps of warm-up."
     ),
 )
 def fusenorm(num_layers: int, *, first_layer_norm: bool = True) -> Plan:

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
     ),
 )
 def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers: int | None = None) -> Plan:
-    """Post-LN has large gradients in its deepest layers, and Pre-LN in its earliest. Mix-LN begins with Post-LN blocks.
+    """Post-LN's gradients are large in the deepest layers, and Pre-LN's in the earliest layers. So Mix-LN combines
+    both: it begins with Post-LN blocks.
 
     Args:
         alpha: the share of Post-LN layers, the border being floor(alpha N) in exact arithmetic (default 0.25;

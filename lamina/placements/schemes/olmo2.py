@@ -31,7 +31,10 @@ def olmo2(num_layers: int) -> Plan:
     equation=("y = x + LN(A(x))", "x' = y + LN(F(y))", "logits = W LN(x_N)"),
     source="Peri-LN (arXiv 2502.02732) Table 5, position B",
     initialization="normal",
-    advice="The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. There this placement diverged.",
+    advice=(
+        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. At this rate, this placement diverged "
+        "in the paper."
+    ),
 )
 def out_ln(num_layers: int) -> Plan:
     """OLMo 2's wiring without its norms on queries and keys: position B alone."""

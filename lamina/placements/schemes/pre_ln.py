@@ -11,8 +11,8 @@ from lamina.placements.registry import placement
     source="Xiong et al. 2020 (arXiv 2002.04745); FuseNorm Eq 3-4",
     initialization="normal",
     advice=(
-        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. The largest stable one is 7.65e-3 at 64 "
-        "layers and 4.67e-3 at 512 (Keel Table 1)."
+        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. The largest stable learning rate is "
+        "7.65e-3 at 64 layers and 4.67e-3 at 512 (Keel Table 1)."
     ),
 )
 def pre_ln(num_layers: int) -> Plan:

@@ -18,7 +18,9 @@ def _plan(num_layers: int, start: float) -> Plan:
     advice="The paper uses no warm-up. Nothing bounds the logits: final_norm=true adds a norm.",
 )
 def rezero(num_layers: int) -> Plan:
-    """Every block starts as the identity, and the gates open as they learn. The paper shares one number in a block."""
+    """Every block starts as the identity, and the gates open as they learn. In the paper, both
+    sub-layers of a block share one number.
+    """
     return _plan(num_layers, 0.0)
 
 
@@ -28,8 +30,8 @@ def rezero(num_layers: int) -> Plan:
     equation=("y = x + a_1 A(x)", "x' = y + a_2 F(y)", "a = (2 N)^(-1/2) at the start, learned"),
     source="De & Smith 2020 (arXiv 2002.10444) Sec 3",
     advice=(
-        "Its authors found it for residual networks without batch norm. Nothing bounds the logits: final_norm=true "
-        "adds a norm."
+        "Its authors propose it for residual networks without batch norm. Nothing bounds the logits: "
+        "final_norm=true adds a norm."
     ),
 )
 def skipinit(num_layers: int, *, start: Literal["depth", "zero"] = "depth") -> Plan:

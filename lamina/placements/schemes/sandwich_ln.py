@@ -15,7 +15,7 @@ from lamina.placements.registry import placement
     ),
 )
 def sandwich_ln(num_layers: int) -> Plan:
-    """Its paper uses it to keep a text-to-image model's fp16 activations in range."""
+    """CogView uses it to keep a text-to-image model's fp16 activations in range."""
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm())
     return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())
 
@@ -25,7 +25,7 @@ def sandwich_ln(num_layers: int) -> Plan:
     title="depth-scaled Sandwich-LN",
     equation=("y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "outer gains start at c / sqrt(N)", "logits = W LN(x_N)"),
     source="Pangu Ultra (arXiv 2504.07866); Arcee Trinity (arXiv 2602.17004)",
-    advice="Trinity uses c = 1. It reports no loss spike in 17 trillion tokens at 400B parameters.",
+    advice="Arcee Trinity uses c = 1 and reports no loss spike in 17 trillion tokens at 400B parameters.",
 )
 def sandwich_depth_scaled(num_layers: int, *, c: float = 1.0) -> Plan:
     """Sandwich-LN whose branches start small, so that the residual stream's variance does not grow with depth.

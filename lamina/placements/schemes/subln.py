@@ -14,7 +14,7 @@ from lamina.placements.registry import placement
         "logits = W LN(x_N)",
     ),
     source="Magneto (arXiv 2210.06423) Sec 3; transformers' bitnet",
-    advice="Magneto scales its initial weights by sqrt(log 2 N). No initializer of Lamina does that.",
+    advice="Magneto scales its initial weights by sqrt(log 2 N). Lamina has no such initializer.",
 )
 def subln(num_layers: int) -> Plan:
     """The last projection reads normed channels, so its weights alone set the scale of its output."""
