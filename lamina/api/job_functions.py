@@ -62,8 +62,8 @@ def function_of(row: JobRow) -> Callable[..., Any]:
 def run_row(row: JobRow, settings: Json, modes: Json) -> Any:
     """Refuse bad input early, run a job with settings by Lamina's names, and write its page; returns the result."""
     require(row.name, row.extra)
-    if "output" in settings:
-        path("output", settings["output"])
+    if settings.get("output") is not None:
+        settings["output"] = path("output", settings["output"])
     folder = row.folder_of(settings)
     if os.environ.get("WORLD_SIZE", "1") in ("", "1"):  # of several processes the first one speaks, in the job
         _refuse(row, settings, folder, modes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from keyword import iskeyword
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
@@ -140,8 +141,10 @@ def convert(
     if trainers or came_from is not None:
         from lamina.ports import checkpoints
 
-        for name in trainers:
-            one_of("to" if name == to else "from", name, (*get_args(Target), *checkpoints.FORMATS))
+        if to is not None:
+            one_of("to", to, (*get_args(Target), *checkpoints.FORMATS))
+        if came_from is not None:
+            one_of("from", came_from, [name for name, (read, _) in checkpoints.FORMATS.items() if read is not None])
         if to is not None and came_from is not None and to != "lamina":
             raise UserError(f"--to: {to!r} beside --from {came_from}. Convert to lamina first.")
         trainer = str(came_from or to)
@@ -188,6 +191,8 @@ def emit(
         raise UserError(
             f"output: {str(output)!r} cannot be imported (allowed: a file NAME.py, with letters, digits and _ in NAME)"
         )
+    if file is not None and (iskeyword(file.stem) or file.stem == "torch"):
+        raise UserError(f"output: the name {file.name!r} is taken, by Python or torch. Choose another name.")
     emitted = run(spec, target, num_layers, module=file.stem if file else "")
     if file is not None:
         written = {file: emitted.code} | ({file.with_name(f"test_{file.name}"): emitted.test} if with_test else {})

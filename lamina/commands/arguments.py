@@ -41,6 +41,7 @@ ORDER = (
 SHORTER = {"from_model": ("--from",)}  # "from" is a keyword of Python, so no field can have that name
 
 
+_NEGATIVE = r"-(\.?\d.*|inf|nan)"  # -1e-3, or the list -1,2
 _SWITCH = {"true": True, "false": False}
 
 
@@ -98,7 +99,8 @@ class Argument:
             if has_negative and text is None and left and left[0].lower() in _SWITCH:
                 text = left.pop(0)
             if text is not None and not (has_negative and text.lower() in _SWITCH):
-                raise UserError(f"{names}: ignored explicit argument {text!r}")
+                fix = " (allowed: true, false)" if has_negative else ", but the flag takes no value. Leave it out."
+                raise UserError(f"{names}: {shortened(repr(text), 200)}{fix}")
             values[self.name] = (not flag.startswith("--no-")) == _SWITCH[(text or "true").lower()]
             return
         if text is None and (self.is_list or self.key):
@@ -110,7 +112,7 @@ class Argument:
         elif text is None and left and _is_value(left[0]):
             text = left.pop(0)
         if text is None:
-            raise UserError(f"{names}: expected one argument")
+            raise UserError(f"{names}: no value follows. Write: {''.join(self.shown)}")
         value = self.read(f"{self.key or inner}={text}" if self.key or inner else text, names)
         if isinstance(value, dict):
             value = {**values.get(self.name, {}), **value}
@@ -259,18 +261,20 @@ class Parser:
         """
         values = {argument.name: argument.default for argument in self.arguments if not argument.is_setting}
         words, left, names = list[str](), list(argv), dict[tuple[str, bool], str]()
+        options = left[: left.index("--")] if "--" in left else left
+        if asked := [number for number, word in enumerate(options) if word in ("-h", "--help", "--help=all")]:
+            self._print_help(in_full=options[asked[0]] == "--help=all" or options[asked[0] + 1 :][:1] == ["all"])
         while left:
             word = left.pop(0)
-            if word in ("-h", "--help", "--help=all"):
-                self._print_help(in_full=word == "--help=all" or left[:1] == ["all"])
             if word == "--" or _is_value(word):
-                words += [word] if word != "--" else []
+                words += left if word == "--" else [word]
+                left = [] if word == "--" else left
                 continue
             name, equals, text = word.partition("=")
             outer, _, inner = name.partition(".")
             outer = outer.replace("_", "-")
             argument = self._argument(outer)
-            if argument is None:
+            if argument is None or (inner and dict not in argument.kinds):
                 raise self._unknown(word)
             if not argument.key:
                 earlier = names.setdefault((argument.name, outer.startswith("--no-")), outer)
@@ -295,12 +299,10 @@ class Parser:
         if missing:
             raise UserError(f"the following arguments are required: {', '.join(missing)}")
         if words:
-            raise self._unknown(words[0])
+            raise UserError(f"unexpected argument {shortened(repr(words[0]), 80)} (see `{self.prog} --help`)")
         return values
 
     def _unknown(self, word: str) -> UserError:
-        if _is_value(word):
-            return UserError(f"unexpected argument {shortened(repr(word), 80)} (see `{self.prog} --help`)")
         flag, full = word.partition("=")[0], " all" if self.record and self.record.main else ""
         shown = {argument.name: argument.shown[0] for argument in self.arguments}
         near = suggestion(flag.strip("-").replace("-", "_"), shown)
@@ -310,8 +312,8 @@ class Parser:
     def _argument(self, flag: str) -> Argument | None:
         """Return the option of a flag: ours, another library's name for it, or what a setting passes on."""
         by_flag = {ours: argument for argument in self.arguments for ours in argument.flags}
-        if flag in by_flag:
-            return by_flag[flag]
+        if flag in by_flag or not flag.startswith("--"):
+            return by_flag.get(flag)
         name, offered = flag[2:].replace("-", "_"), {argument.name: argument for argument in self.arguments}
         if (setting := meaning(name, offered)) and offered[setting].flags:
             return offered[setting]
@@ -350,7 +352,7 @@ class Parser:
 
 def _is_value(word: str) -> bool:
     """Return whether a word behind a flag is its value: no flag, but perhaps a negative number or a sentence."""
-    return not word.startswith("-") or word == "-" or " " in word or re.fullmatch(r"-\d+|-\d*\.\d+", word) is not None
+    return not word.startswith("-") or word == "-" or " " in word or re.fullmatch(_NEGATIVE, word) is not None
 
 
 def _from_yaml(file: Path, record: type[Settings]) -> Json:

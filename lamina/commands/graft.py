@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+
 from lamina.api.models import graft
 from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
+from lamina.errors import UserError
 
 EXAMPLES = """
   lamina graft models/smollm2 --placement peri_ln --output runs/smollm2-peri
@@ -30,7 +33,10 @@ def parser() -> Parser:
 def run(argv: list[str]) -> int:
     options = {name: value for name, value in vars(parser().parse(argv)).items() if value is not None}
     output = options.pop("output")
-    record = graft(options.pop("model"), output, **{"placement": "", **options})
+    if not options.get("placement"):
+        command = f"lamina graft {shlex.quote(options['model'])} --placement peri_ln"
+        raise UserError(f"--placement: not given. Run: {command}")
+    record = graft(options.pop("model"), output, **options)
     show(f"{record['placement_before']} -> {record['placement']}")
     show(f"norms fitted: {len(record['fitted'])}, modules that took a factor: {len(record['folded'])}")
     if record["lost"]:

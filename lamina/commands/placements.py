@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
         return 0
     whole_number("num_layers", options.num_layers)
     if options.svg is not None:
-        path("svg", options.svg)
+        options.svg = path("svg", options.svg)
         writable_folder("svg", Path(options.svg).parent)
         if Path(options.svg).is_dir():
             raise UserError(f"svg: {options.svg!r} is a folder (allowed: a file)")

@@ -38,7 +38,7 @@ def run(argv: list[str]) -> int:
     number("every", options.every, 1.0)
     for name in ("folder", "screenshot"):
         if getattr(options, name) is not None:
-            path(name, getattr(options, name))
+            setattr(options, name, path(name, getattr(options, name)))
     require("report", "report")
     from lamina.reports import report
 

@@ -10,7 +10,7 @@ from lamina.catalog import JOBS
 from lamina.commands.arguments import Parser
 from lamina.core.json_types import Json
 from lamina.core.terminal import show, show_error
-from lamina.core.values import entries
+from lamina.core.values import entries, path
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.names import PAGE
 from lamina.lab.papers.engine.settings import StudySettings
@@ -59,7 +59,10 @@ def _list(argv: list[str]) -> int:
     from lamina.lab.papers.engine.verdicts import all_verdicts
     from lamina.lab.papers.study_catalog import records_folder
 
-    verdicts = all_verdicts(None if options.records is None else Path(options.records))
+    records = None if options.records is None else Path(path("records", options.records))
+    if records is not None and not records.is_dir():
+        raise UserError(f"records: {options.records!r} is not a folder. Give a folder of studies' records.")
+    verdicts = all_verdicts(records)
     if options.json:
         show(json.dumps(verdicts, indent=1, ensure_ascii=False))
         return 0
@@ -71,7 +74,7 @@ def _list(argv: list[str]) -> int:
     for judged in verdicts:
         counts[str(judged["verdict"])] = counts.get(str(judged["verdict"]), 0) + 1
     show("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
-    if options.records is None and not records_folder().is_dir():
+    if records is None and not records_folder().is_dir():
         show_error("the records are not installed. Run in a checkout: pip install ./studies/records")
     return 0
 
@@ -89,7 +92,7 @@ def _run(argv: list[str]) -> int:
     from lamina.lab.papers.study_catalog import names
 
     listed = str(typed.pop("study", None) or "")
-    studies = names() if listed == "all" else entries(listed)
+    studies = names() if listed == "all" else list(dict.fromkeys(entries(listed)))
     if not studies:
         raise UserError("study: none given (allowed: a name, several with commas, a YAML file, all)")
     if len(studies) > 1 and "output" in typed:

@@ -161,7 +161,7 @@ def refuse_special(name: str, value: str | Path, *, levels: int = _LEVELS, entri
 
 @takes(PathLike)
 def path(name: str, value: object) -> str:
-    """Return a path as text if a file or folder can have that name."""
+    """Return a path as text if a file or folder can have that name; ``~`` becomes the home folder."""
     if not isinstance(value, str | os.PathLike):
         raise UserError(f"{name}: {_shown(value)} is not a path")
     written = os.fspath(value)
@@ -178,6 +178,8 @@ def path(name: str, value: object) -> str:
             f"{name}: {_shown(written)} is too long (allowed: names of at most {LONGEST_NAME} bytes, "
             f"{LONGEST_PATH} in all)"
         )
+    if written.startswith("~"):  # a shell leaves --output=~/runs as it is
+        written = str(home(name, written))
     refuse_special(name, written, levels=0)
     return written
 

@@ -380,6 +380,8 @@ def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
 def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
     """Return the path of a file or folder. Raises UserError that suggests one of ``names`` or a neighboring file."""
     path = Path(spec).expanduser()
+    if spec and path.is_symlink() and not path.exists():
+        raise UserError(f"corpus: {spec!r} is a link to nothing ({allowed})")
     if not spec or not path.exists():
         siblings = os.listdir(path.parent) if spec and path.parent.is_dir() else []
         hint = nearest(path.name, [*names, *siblings])

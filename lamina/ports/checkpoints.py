@@ -26,7 +26,7 @@ from lamina.placements import Plan
 from lamina.placements.resolution import resolve
 from lamina.ports import depthbench, megatron
 from lamina.ports.emitting import emit
-from lamina.ports.foreign import ForeignCheckpoint, distributed
+from lamina.ports.foreign import ForeignCheckpoint, alone, distributed, reading
 from lamina.ports.foreign import file_of as _file
 from lamina.ports.weights import load_weights, weights_for
 
@@ -259,9 +259,9 @@ def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForC
     Raises UserError for a checkpoint that is incomplete, or whose placement nobody says.
     """
     read, _ = FORMATS[target]
-    if read is None:
-        raise UserError(f"--from: {target!r} has no checkpoints to read (allowed: the folder that it came from)")
-    stored = read(folder)
+    assert read is not None
+    with reading(folder, target), alone():
+        stored = read(folder)
     spec = placement or stored.placement
     if not spec:
         raise UserError(f"placement: the {target} checkpoint does not say it. Run: the same with --placement NAME")
@@ -302,7 +302,7 @@ def convert(
         "dtype": str(model.dtype).removeprefix("torch."),
         "largest_difference": None,
     }
-    with written_model(source, output, overwrite=overwrite) as draft:
+    with written_model(source, output, overwrite=overwrite) as draft, alone():
         if reads:
             model.save_pretrained(draft)
         else:

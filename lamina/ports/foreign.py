@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from transformers import PreTrainedConfig
 
-from lamina.errors import UserError
+from lamina.errors import UserError, one_line
 from lamina.placements import Plan
 
 
@@ -80,6 +82,29 @@ def distributed(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
     }
     load_distributed(dict(tensors), storage_reader=reader, no_dist=True)
     return tensors
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Silence torch's remark that it reads and writes in one process: ``no_dist`` asks for it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+@contextmanager
+def reading(folder: Path, trainer: str) -> Iterator[None]:
+    """Raise UserError in place of the many errors with which the reading of a damaged or other file ends."""
+    try:
+        yield
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        why = one_line(error).partition(". ")[0]  # torch's go on with advice about its own options
+        raise UserError(
+            f"source: {str(folder)!r} is damaged, or no checkpoint of {trainer} ({why}). Give a folder that {trainer} "
+            "wrote."
+        ) from error
 
 
 def file_of(folder: Path, name: str) -> Path:

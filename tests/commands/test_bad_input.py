@@ -15,6 +15,7 @@ import time
 
 import pytest
 import torch
+from huggingface_hub import constants
 from lab.papers.study_files import write_study
 from tqdm import tqdm
 from training.tiny_runs import SMALL, flags, start
@@ -365,3 +366,57 @@ def test_a_study_on_a_disk_that_fills_up_keeps_its_trials_and_resumes(corpus, tm
         assert process.returncode == 0, err
         assert len(list(disk.glob("store/*/result.json"))) == 4
         assert ended.items() <= {path: path.stat().st_mtime_ns for path in disk.glob("store/*/result.json")}.items()
+
+
+def test_a_tilde_that_the_shell_leaves_is_the_home_folder(tiny, tmp_path, monkeypatch):
+    """Bash does not expand --output=~/runs."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert main(tiny(output="~/runs/mine")) == 0
+    assert (tmp_path / "home/runs/mine/model/config.json").is_file()
+    assert not (tmp_path / "~").exists()
+    assert main(["emit", "keel", "--to", "nanogpt", "--num-layers", "2", "--output", "~/keel_block.py"]) == 0
+    assert (tmp_path / "home/keel_block.py").is_file()
+
+
+@pytest.mark.parametrize("command", ["prune", "graft"])
+def test_a_name_of_no_model_is_answered_at_once_without_a_network(refused, tmp_path, command, monkeypatch):
+    offline = []
+
+    def fetch(name, **_):
+        offline.append(constants.HF_HUB_OFFLINE)
+        raise OSError(name)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("lamina.core.hub_access.hub_resolves", lambda: False)
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", fetch)
+    how = ["--layers", "0"] if command == "prune" else ["--placement", "keel"]
+    assert "'no-model' is neither" in refused(command, "no-model", *how, "--output", str(tmp_path / "out"))
+    assert offline == [True]  # the hub's client would ask six times, for half a minute
+
+
+def test_a_link_to_nothing_is_not_suggested_for_itself(refused, tmp_path):
+    (tmp_path / "corpus.txt").symlink_to(tmp_path / "gone")
+    line = refused("pretrain", "--corpus", str(tmp_path / "corpus.txt"), "--output", str(tmp_path / "out"))
+    assert "corpus.txt' is a link to nothing" in line
+    assert "did you mean" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("emit keel --to nanogpt --num-layers 2 --output class.py", "the name 'class.py' is taken"),
+        ("emit keel --to nanogpt --num-layers 2 --output torch.py", "the name 'torch.py' is taken"),
+        ("graft no-model", "--placement: not given. Run: lamina graft no-model --placement peri_ln"),
+        ("study list --records no-folder", "records: 'no-folder' is not a folder"),
+        ("pretrain --hidden-size 63 --num-heads 4", "hidden_size: 63 cannot be divided into heads of an even width"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(refused, tmp_path, words, answer, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert answer in refused(*words.split())
+
+
+def test_a_study_that_is_named_twice_is_shown_once(capsys):
+    assert main(["study", "run", "mix-ppl,mix-ppl", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("mix-ppl, scale cpu") == 1

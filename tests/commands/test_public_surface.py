@@ -147,6 +147,8 @@ def said(command, *words) -> str:
          {"models": ["m"], "chat_template": True, "system": "sort"}),
         ("eval", "--tasks quiz m", {"tasks": "quiz", "models": ["m"]}),
         ("eval", "--tasks quiz", {"tasks": "quiz"}),
+        ("pretrain", "--lr -1e-3 --seed -1", {"learning_rate": -1e-3, "seed": -1}),
+        ("compare", "--seeds -1,2 --learning-rates -inf", {"seeds": "-1,2", "learning_rates": "-inf"}),
         ("study", "mix-ppl --set.steps 9 --resume", {"study": "mix-ppl", "set": {"steps": 9}}),
     ],
 )  # fmt: skip
@@ -164,8 +166,14 @@ def test_resume_takes_no_word_of_its_own():
 @pytest.mark.parametrize(
     ("command", "words", "answer"),
     [
-        ("pretrain", "--lr", "--learning-rate: expected one argument"),
-        ("pretrain", "--trainer.optim", "--trainer: expected one argument"),
+        ("pretrain", "--lr", "--learning-rate: no value follows. Write: --learning-rate X"),
+        ("pretrain", "--trainer.optim", "--trainer: no value follows. Write: --trainer.KEY VALUE"),
+        ("pretrain", "--lr --steps 3", "--learning-rate: no value follows"),
+        ("pretrain", "-xlr 0.1", "unknown option -xlr; did you mean '--learning-rate'?"),
+        ("pretrain", "--output.dir runs", "unknown option --output.dir; did you mean '--output'?"),
+        ("compare", "--overwrite.all", "unknown option --overwrite.all"),
+        ("pretrain", "--overwrite=true", "--overwrite: 'true', but the flag takes no value. Leave it out."),
+        ("pretrain", "--streaming=maybe", "--streaming/--no-streaming: 'maybe' (allowed: true, false)"),
         ("pretrain", "--placement pre_ln stray", "unexpected argument 'stray'"),
         ("pretrain", "--from a --from-model b", "--from and --from-model are the same setting. Give one of them."),
     ],
@@ -228,6 +236,18 @@ def test_a_yaml_file_may_use_the_other_names(tmp_path):
     assert typed("eval", "c", "--config", str(file)) == {"models": ["c"], "limit": 3}
     file.write_text("lr: 1\nlearning_rate: 2\n")
     assert "learning_rate: given by two names" in said("pretrain", "--config", str(file))
+
+
+@pytest.mark.parametrize("words", ["--steps --help", "--steps x -h", "--nonsense --help", "--corpus a b --help"])
+def test_help_is_shown_wherever_it_stands(words, capsys):
+    with pytest.raises(SystemExit):
+        parser_of("pretrain").parse(words.split())
+    assert capsys.readouterr().out.startswith("usage: lamina pretrain")
+
+
+def test_behind_two_dashes_no_word_is_an_option():
+    assert typed("probe", "--seed", "3", "--", "--help") == {"checkpoint": "--help", "seed": 3}
+    assert typed("eval", "--", "-a", "--tasks") == {"models": ["-a", "--tasks"]}
 
 
 @pytest.mark.parametrize("command", SETTINGS)

@@ -183,3 +183,32 @@ def test_an_index_that_would_run_code_is_refused(tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(UserError, match=r"the index \.metadata names posix.system"):
         distributed(tmp_path)
+
+
+@pytest.mark.parametrize("trainer", ["nanogpt", "olmo-core", "megatron", "torchtitan"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"ckpt.pt": b"hello", "config.json": b"{", "latest_checkpointed_iteration.txt": b"one"},
+        {"ckpt.pt": b"\x80\x04", "config.json": b'{"model_type": "llama"}', ".metadata": b"x", "common.pt": b"x"},
+        {"ckpt.pt": {"model": {}}, "config.json": b"[]", "common.pt": {"args": 3}},
+        {"ckpt.pt": [1], "config.json": b'{"model": {"block": 3}}', "common.pt": [1]},
+    ],
+)
+def test_a_damaged_or_foreign_checkpoint_is_answered_in_one_line(trainer, files, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (tmp_path / "in" / name).write_bytes(content)
+        else:
+            torch.save(content, tmp_path / "in" / name)
+    words = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--from", trainer, "--placement", "pre_ln"]
+    assert main(words) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["lamina", "transformers", "mlx", "nope"])
+def test_only_a_trainer_that_lamina_reads_is_taken(name, tmp_path, capsys):
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--from", name]) == 2
+    assert f"from: '{name}' (allowed: olmo-core, nanogpt, megatron, torchtitan)" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from lamina.core.architectures import ROLES
+from lamina.core.hub_access import local_when_unreachable
 from lamina.core.registry import Registry
 from lamina.core.values import refuse_special, whole_number
 from lamina.errors import UserError, one_line, unknown
@@ -165,7 +166,8 @@ def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]
             raise UserError(f"{field}: {name!r} holds no saved model (config.json is missing)")
         return read_json(folder / "config.json", source)
     try:
-        return PreTrainedConfig.get_config_dict(name)[0]
+        with local_when_unreachable():
+            return PreTrainedConfig.get_config_dict(name)[0]
     except Exception as error:
         raise UserError(f"{field}: {name!r} is neither a folder nor a readable model on the hub") from error
 

@@ -64,10 +64,10 @@ def resolve_backbone(
         changes["hidden_size"] = hidden_size
     if num_heads is not None:
         width = config.hidden_size if hidden_size is None else hidden_size
-        if width % num_heads or (width // num_heads) % 2:
+        if num_heads not in (fitting := _fitting_heads(width)):
             raise UserError(
                 f"num_heads: {num_heads} heads do not divide hidden_size {width} into heads of an even width "
-                f"(allowed: {', '.join(str(h) for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0)})"
+                f"(allowed: {', '.join(map(str, fitting))})"
             )
         key_heads = getattr(config, "num_key_value_heads", None)
         changes["num_attention_heads"] = num_heads
@@ -135,11 +135,16 @@ def head_dim_of(config: PreTrainedConfig) -> int:
 
 
 def _heads(width: int, head_dim: int) -> int:
-    """Return the number of heads, each of even width (for rotary), that comes nearest to ``head_dim``."""
+    """Return the number of heads whose width comes nearest to ``head_dim``."""
+    return min(_fitting_heads(width), key=lambda h: abs(width // h - head_dim))
+
+
+def _fitting_heads(width: int) -> list[int]:
+    """Return the numbers of heads of an even width, which rotary embeddings need. Raises UserError if there is none."""
     fitting = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
     if not fitting:
         raise UserError(f"hidden_size: {width} cannot be divided into heads of an even width (allowed: even numbers)")
-    return min(fitting, key=lambda h: abs(width // h - head_dim))
+    return fitting
 
 
 class Count(NamedTuple):
