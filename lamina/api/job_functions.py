@@ -221,7 +221,7 @@ def _documents(paths: Iterable[PathLike], field: str) -> Iterator[Mapping[str, o
 
 def _file(name: str, rows: Callable[[], Any]) -> str:
     """Write rows to a .jsonl file in the cache, named by their hash; iterates over them twice."""
-    from lamina.data.cache import cache_root, is_whole, publish
+    from lamina.data.cache import cache_root, publish
 
     digest = hashlib.sha256()
     for line in _lines(name, rows()):
@@ -232,8 +232,7 @@ def _file(name: str, rows: Callable[[], Any]) -> str:
         with (draft / "rows.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(_lines(name, rows()))
 
-    if not is_whole(folder):
-        publish(folder, write)
+    publish(folder, write)
     return str(folder / "rows.jsonl")
 
 

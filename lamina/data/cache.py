@@ -58,12 +58,14 @@ def is_whole(folder: Path) -> bool:
 
 
 def publish(folder: Path, write: Callable[[Path], object]) -> None:
-    """Create ``folder``: ``write`` fills a draft, which is then sealed with digests and renamed in one step.
+    """Create ``folder`` unless it is whole: ``write`` fills a draft, which is then sealed and renamed in one step.
 
     Processes may race: one of them wins, and afterwards the folder is complete for all. An error in ``write`` leaves
     nothing behind. A damaged folder is replaced. Drafts of killed processes are deleted. Raises UserError if the cache
     is not writable; any other error of the disk stays an OSError.
     """
+    if is_whole(folder):
+        return
     _sweep(folder.parent)
     # not tempfile.mkdtemp, whose folders are closed to other users of a shared cache
     draft = folder.parent / f".{folder.name}.{_host()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.data.blocks import ArrayBlocks, Blocks, BlockStats, TokenBlock, mix, spread, unigram_entropy
-from lamina.data.cache import cache_root, is_whole, publish
+from lamina.data.cache import cache_root, publish
 from lamina.data.corpus import EMBEDDED, Corpus, SingleCorpus
 from lamina.data.encoding import RowJoiner, TextEncoder, TokenJoiner
 from lamina.data.split import (
@@ -229,8 +229,7 @@ class _Packing:
 def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, Json]:
     """Return a cache folder and the content of its meta.json; ``write`` fills a missing folder and returns it."""
     folder = root / "blocks" / key[:32]
-    if not is_whole(folder):
-        publish(folder, lambda draft: (draft / _META).write_text(json.dumps(write(draft), indent=1), encoding="utf-8"))
+    publish(folder, lambda draft: (draft / _META).write_text(json.dumps(write(draft), indent=1), encoding="utf-8"))
     return folder, read_json(folder / _META)
 
 

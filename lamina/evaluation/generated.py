@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from lamina.core.values import real_path
-from lamina.data.cache import cache_root, is_whole, publish
+from lamina.data.cache import cache_root, publish
 from lamina.data.corpus import EmbeddedCorpus
 from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
 from lamina.data.tokenizers import EVAL_FRACTION
@@ -273,9 +273,8 @@ def version() -> str:
     return hashlib.sha256(f"{_FORMAT}|{TRAIN}|{TEST}".encode()).hexdigest()[:32]
 
 
-def cached(cache_dir: Path | str | None = None) -> Path:
+def cached() -> Path:
     """Return the folder of the generated tasks, generating them on the first call. Raises as ``publish`` does."""
-    folder = real_path(cache_root(cache_dir)) / "tasks" / version()
-    if not is_whole(folder):
-        publish(folder, lambda draft: write(draft, path=folder))
+    folder = real_path(cache_root()) / "tasks" / version()
+    publish(folder, lambda draft: write(draft, path=folder))
     return folder

@@ -21,7 +21,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CONFIG, ENVIRONMENT
 from lamina.jobs.seals import write_result
 from lamina.reports.diagnosis import BEFORE, restarts, wander_of
-from lamina.reports.histories.names import RATE, best, is_side_loss, parameter_of, plain, whole
+from lamina.reports.histories.names import OTHER, RATE, best, is_side_loss, parameter_of, plain, whole
 from lamina.reports.histories.owners import Owner, Places, places_of
 from lamina.reports.histories.recordings import Bools, Floats, Recording, Series
 from lamina.reports.histories.sources import read_runs, recorded_in
@@ -36,7 +36,6 @@ Key: TypeAlias = tuple[Owner, str]
 
 _MODEL: Owner = (-1, "model", "all")
 _WORDS = {LOSS: "loss", NORM: "gradient norm", RATE: "learning rate"}
-_NOT_USED = r"epoch|eval|val|test|system|perf"
 _SHOWN = 5
 _LONG = 300_000  # gradient norms of layers up to which all are judged
 EPOCH = "epoch"
@@ -192,22 +191,7 @@ def _placed(recording: Recording, source: Path) -> History:
 
 def _is_other(name: str) -> bool:
     """Return whether a series is of the machine, the evaluation or the clock: nobody expects it to be used."""
-    words = plain(name).split("_")
-    other = {
-        "epoch",
-        "eval",
-        "val",
-        "valid",
-        "validation",
-        "test",
-        "system",
-        "perf",
-        "time",
-        "wall",
-        "timestamp",
-        "runtime",
-    }
-    return bool(other & set(words)) or name.startswith("_")
+    return bool(OTHER & set(plain(name).split("_"))) or name.startswith("_")
 
 
 def _summed(metric: str, own: Mapping[str, Series], places: Places, *, has_total: bool) -> dict[Key, Series]:

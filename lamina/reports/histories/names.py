@@ -41,6 +41,11 @@ _RATED = {"lm": 0, "language": 0, "ce": 1, "cross": 1, "xent": 1, "nll": 2}
 _UNCLIPPED = _set("raw unclipped before pre preclip unclip")
 _CLIPPED = _set("after clipped post postclip")
 _POWERS = _set("l2 2 2norm 0")
+_NO_RATE = _set("min max decay ratio warmup")
+
+
+OTHER = _set("epoch eval val valid validation test system perf time wall timestamp runtime")
+"""Words in the names of series of the machine, the evaluation or the clock."""
 
 
 class Whole(NamedTuple):
@@ -105,13 +110,7 @@ def _norm(words: list[str]) -> Whole | None:
 
 def _rate(words: list[str]) -> Whole | None:
     some = set(words)
-    if not ("lr" in some or "lrm" in some or {"learning", "rate"} <= some) or some & {
-        "min",
-        "max",
-        "decay",
-        "ratio",
-        "warmup",
-    }:
+    if not ("lr" in some or "lrm" in some or {"learning", "rate"} <= some) or some & _NO_RATE:
         return None
     numbers = [int(word) for word in words if word.isdigit() and len(word) < 4]
     return Whole(RATE, numbers[-1] if numbers else 0)
