@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.core.hub_access import local_when_unreachable
-from lamina.data.cache import cache_root, is_whole, publish
+from lamina.data.cache import cache_root, publish
 from lamina.data.corpus import Corpus, EmbeddedCorpus
 from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
 from lamina.errors import UserError, nearest, one_line
@@ -126,7 +126,8 @@ def _trained_bpe(size: int, corpus: Corpus, cache: Path, eval_fraction: float) -
     settings = f"{_BPE_FORMAT}|{corpus.fingerprint()}|{size}|{eval_fraction!r}"
     folder = cache / "tokenizers" / hashlib.sha256(settings.encode()).hexdigest()[:32]
     file = folder / "tokenizer.json"
-    if not is_whole(folder):
+
+    def write(draft: Path) -> None:
         tokenizer = Tokenizer(models.BPE())
         _work_on_bytes(tokenizer, split_words=True)
         trainer = trainers.BpeTrainer(
@@ -138,7 +139,9 @@ def _trained_bpe(size: int, corpus: Corpus, cache: Path, eval_fraction: float) -
         tokenizer.train_from_iterator(_train_texts(corpus, eval_fraction), trainer=trainer)
         if tokenizer.get_vocab_size() < size:
             logger.warning("the corpus yields a bpe of %d tokens, fewer than %d", tokenizer.get_vocab_size(), size)
-        publish(folder, lambda draft: tokenizer.save(str(draft / file.name)))
+        tokenizer.save(str(draft / file.name))
+
+    publish(folder, write)
     return _wrap(Tokenizer.from_file(str(file)))
 
 
