@@ -45,7 +45,8 @@ _FIELD = "field"
 _HOW = (
     "**A verdict is about models of this size and no more.** The papers train models hundreds to thousands of times "
     "larger, on more than a hundred thousand times more text. [Methods](../methods.md) explains each verdict and its "
-    "test. `studies/records` has every number."
+    "test. `studies/records` has every number. Each study's section has the command that runs it again. To see a run's "
+    "trials first, add `--dry-run`."
 )
 WITHIN = 0.02  # nats above the best mean at which a rate still counts as good
 _SWEPT = 3  # rates from which on their interval says something
@@ -125,6 +126,7 @@ def study_section(
     return [
         f"### {study.name}",
         f"{plain(study.title)}.{source}",
+        *(f"To run it again: {code(said.command(study.name, name))}." for name in study.scales if name in folders),
         '<details markdown="1">\n<summary>All numbers and figures</summary>',
         *inside,
         *later,
@@ -239,9 +241,8 @@ def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
         machines[(one.get("gpus") or [one["processor"]])[0]] += one["trials"]
     trained = [f"{count} on {plain(name)}" for name, count in machines.most_common()]
     facts += [f"trained {', '.join(trained)}"] if set(machines) - {first.get("machine")} else []
-    again = code(said.command(folder.name, folder.scale))
     pdf = code(f"lamina report runs/studies/{folder.name}-{folder.scale} --figures")
-    return f"{', '.join(facts)}. Run it again: {again}; {pdf} then writes its figures as SVG and PDF."
+    return f"{', '.join(facts)}. After a run, {pdf} writes its figures as SVG and PDF."
 
 
 PAIRS = 5
