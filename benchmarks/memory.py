@@ -25,6 +25,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "130M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+             "vocab_size": 32000},
+    "1.3B": {"hidden_size": 2048, "intermediate_size": 5461, "num_hidden_layers": 24, "num_attention_heads": 32,
+             "vocab_size": 32000},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
              "num_key_value_heads": 32, "vocab_size": 49152, "tie_word_embeddings": True},
     "3B": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
@@ -41,13 +45,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 # Bytes of a weight: of the linear layers, of the others, and of those that are trained; nf4 has a scale of 8 bits for
 # each 64 weights, and a scale of 32 bits for each 256 of these.
 METHODS: dict[str, dict[str, Any]] = {
-    "`sft`, all weights": {"linear": 4.0, "other": 4.0},
+    "`pretrain` or `sft`, all weights": {"linear": 4.0, "other": 4.0},
     "`sft --weights bf16`": {"linear": 2.0, "other": 2.0},
     "`dpo`, all weights": {"linear": 4.0, "other": 4.0, "models": 2},
     "`--lora-rank 16`": {"linear": 4.0, "other": 4.0, "rank": 16},
     "`--lora-rank 16 --weights bf16`": {"linear": 2.0, "other": 2.0, "rank": 16},
     "`--lora-rank 16 --weights nf4`": {"linear": 0.5 + 1 / 64 + 4 / (64 * 256), "other": 2.0, "rank": 16},
 }
+ALL = next(iter(METHODS))
 TOKENS = 1024
 
 
@@ -101,15 +106,20 @@ def needed(config: LlamaConfig, method: dict[str, Any], tokens: int = TOKENS, pr
     return held / processes + states / processes + max(forward, trained * each / processes)
 
 
+def gigabytes(count: float) -> str:
+    """A number of the table."""
+    return f"{count / 1e9:.{0 if count >= 1.5e9 else 1}f}"
+
+
 def table() -> str:
     """GB by method and model."""
     names = list(SHAPES)
     lines = [f"| GB | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
     configs = [LlamaConfig(**shape, max_position_embeddings=8192) for shape in SHAPES.values()]
     for title, method in METHODS.items():
-        numbers = [f"{needed(config, method) / 1e9:.0f}" for config in configs]
+        numbers = [gigabytes(needed(config, method)) for config in configs]
         lines.append(f"| {title} | {' | '.join(numbers)} |")
-    sharded = [f"{needed(config, METHODS['`sft`, all weights'], processes=8) / 1e9:.0f}" for config in configs]
+    sharded = [gigabytes(needed(config, METHODS[ALL], processes=8)) for config in configs]
     return "\n".join([*lines, f"| `pretrain --parallel fsdp2`, each of 8 | {' | '.join(sharded)} |"])
 
 
@@ -148,7 +158,7 @@ def check() -> None:
     large = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, **sizes)
     small = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, **sizes)
     empty = peak(small)
-    for title, more in (("`sft`, all weights", {}), ("`--lora-rank 16`", {"lora_rank": 16})):
+    for title, more in ((ALL, {}), ("`--lora-rank 16`", {"lora_rank": 16})):
         found = peak(large, **more) - empty
         said = (needed(large, METHODS[title]) - needed(small, METHODS[title])) / 2**20
         print(f"{title}: {said:,.0f} MiB by arithmetic, {found:,.0f} MiB at the peak ({found / said - 1:+.0%})")

@@ -217,8 +217,8 @@ def test_the_arithmetic_of_memory_counts_weights_gradients_and_moments(common):
     linear = 2 * (4 * 64 * 64 + 3 * 64 * 96)
     lora = 2 * 16 * (4 * (64 + 64) + 3 * (64 + 96))
     found = {title: module.needed(config, method, tokens=2) for title, method in module.METHODS.items()}
-    assert found["`sft`, all weights"] == (4 + 4 + 8 + 4) * weights  # the last: the copy at a recorded step
-    assert found["`sft --weights bf16`"] == found["`sft`, all weights"] / 2
+    assert found[module.ALL] == (4 + 4 + 8 + 4) * weights  # the last: the copy at a recorded step
+    assert found["`sft --weights bf16`"] == found[module.ALL] / 2
     assert found["`dpo`, all weights"] == (4 + 4 + 4 + 8 + 4) * weights
     assert found["`--lora-rank 16`"] == 4 * weights + (4 + 4 + 8 + 4) * lora
     nf4 = linear * (0.5 + 1 / 64 + 1 / 4096) + 2 * (weights - linear) + (4 + 4 + 8 + 4) * lora
