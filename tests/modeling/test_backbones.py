@@ -324,6 +324,13 @@ def test_a_name_on_the_hub_is_a_backbone():
 
 
 @pytest.mark.usefixtures("cached")
+def test_a_name_on_the_hub_has_a_placement():
+    assert lamina.placement_of(NAME).placement == "pre_ln"
+    with pytest.raises(UserError, match=r"model: 'a/b/c': no such folder\. Give a folder"):
+        lamina.placement_of("a/b/c")
+
+
+@pytest.mark.usefixtures("cached")
 def test_a_model_that_is_not_there_is_one_line(capsys, tmp_path):
     with pytest.raises(UserError, match=r"backbone: 'nobody/nothing' is neither a folder nor a readable model"):
         lamina.build("nobody/nothing", "keel")

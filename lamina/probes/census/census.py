@@ -533,9 +533,12 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
         return _random_model(given)
     folder = Path(given).expanduser()
     if not folder.exists():
+        if len(folder.parts) == 2 and not folder.is_absolute():  # OWNER/NAME: its config.json alone
+            return _random_model(read_config(folder, "model", weights=False))
         if len(folder.parts) > 1:
             raise UserError(
-                f"model: {str(given)!r}: no such folder (allowed: one with config.json, or a type of transformers)"
+                f"model: {str(given)!r}: no such folder. Give a folder with config.json, a name on the hub "
+                "(OWNER/NAME), or a model type of transformers."
             )
         if str(given) not in transformers.CONFIG_MAPPING:
             refusal = unknown("model", str(given), transformers.CONFIG_MAPPING)
