@@ -304,11 +304,12 @@ def answer(evidence: Evidence) -> Answer:
         return Answer(
             cause=[], evidence=[*course, finding, *_rows(evidence)], changes=[more] if rose is not None else []
         )
-    causes, texts = causes_of(evidence), [_course(evidence), f"The first anomaly is at {_described(evidence, first)}."]
+    causes, where = causes_of(evidence), describe(first, evidence.names)
+    texts = [_course(evidence), f"The first anomaly is at {where}."]
     location, everywhere = evidence.place or first, _everywhere(evidence, first)
     inside = location.layer >= 0 or location.role != "all"
     if _place(location) != _place(first) and says_where(location) and inside and not everywhere:
-        texts.append(f"The first one that shows the location is at {_described(evidence, location)}.")
+        texts.append(f"The first one that shows the location is at {describe(location, evidence.names)}.")
     texts += [*_early(evidence, first), *_next(evidence, first, location), *everywhere, *course[1:]]
     texts += _rows(evidence)
     if causes[0][0] == NOT_KNOWN:
@@ -384,11 +385,6 @@ def _filled(text: str, evidence: Evidence) -> str:
     first = evidence.first
     assert first is not None
     return text.replace("{step}", str(first.step)).replace("{where}", place_in_words(evidence.place or first))
-
-
-def _described(evidence: Evidence, alarm: Alarm) -> str:
-    name = evidence.names.get(alarm.layer)
-    return describe(alarm) + (f" ({name})" if name else "")
 
 
 def _early(evidence: Evidence, first: Alarm) -> list[str]:

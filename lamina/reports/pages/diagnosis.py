@@ -47,8 +47,8 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
         html += figure(_series_figure(evidence, first), escape(caption))
     groups = events(evidence.alarms)
     listed = "".join(
-        f"<li>{escape(describe(group[0]))}{f' (and {len(group) - 1} more series)' * (len(group) > 1)}</li>"
-        for group in groups[:_SHOWN]
+        f"<li>{escape(describe(first, evidence.names))}{f' (and {len(others)} more series)' * bool(others)}</li>"
+        for first, *others in groups[:_SHOWN]
     )
     more = len(groups) - _SHOWN
     listed += f"<li>and {more} more</li>" if more > 0 else ""

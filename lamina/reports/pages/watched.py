@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from lamina.core.json_types import Json
@@ -31,6 +32,7 @@ def watched_report(folder: Path) -> Path:
         evidence = None
     study = read_run(folder, evidence.first.step if evidence and evidence.first else None)
     _, items, _ = sections.prepare(study)
+    names = evidence.names if evidence else {}
     title = headline(evidence) if evidence else f"A training of {about.get('model', 'a model')}"
     cause = "Cause, and what to change" if evidence and evidence.first else "What Lamina found"
     return write_page(
@@ -45,7 +47,9 @@ def watched_report(folder: Path) -> Path:
         ],
         command=study.header.get("command"),
         sections=[
-            Section("Diagnosis", cause, (findings(answer(evidence)) if evidence else "") + _summary(folder, about)),
+            Section(
+                "Diagnosis", cause, (findings(answer(evidence)) if evidence else "") + _summary(folder, about, names)
+            ),
             Section("Loss", "Training loss", loss_chart(evidence)) if evidence else sections.loss(study, items, False),
             Section("Course", "Learning rate and gradient norm", _course(evidence)),
             *([batches(evidence)] if evidence else []),
@@ -69,13 +73,13 @@ def _course(evidence: Evidence | None) -> str:
     return figure(charts.in_a_row(panels, "step", 300), "The gradient norm is before clipping.")
 
 
-def _summary(folder: Path, about: Json) -> str:
+def _summary(folder: Path, about: Json, names: Mapping[int, str]) -> str:
     result, alarms = read_result(folder) or {}, events(read_alarms(folder))
     texts = [sentence(f"{result['reason']}.")] if result.get("reason") else []
     if alarms:
         texts.append(
-            f"{len(alarms)} alarm{'s' * (len(alarms) > 1)}, the first at {describe(alarms[0][0])}. For charts of "
-            f"the failure, run: lamina diagnose {folder}"
+            f"{len(alarms)} alarm{'s' * (len(alarms) > 1)}, the first at {describe(alarms[0][0], names)}. For charts "
+            f"of the failure, run: lamina diagnose {folder}"
         )
     if result.get("skipped"):
         texts.append(f"{result['skipped']} steps were skipped as outliers.")

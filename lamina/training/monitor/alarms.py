@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
 
 from lamina.core.json_types import Json, RunState
@@ -104,12 +105,14 @@ class Alarms(Rules):
         told: alarms and notable batches so far, oldest first.
         marked: the steps at which something stood out in the last call.
         news: the news of the last call: the first alarm of an event, as a sentence without the final period.
+        paths: the layers' paths in the model, where they are known.
     """
 
     folder: Path | None = None
     told: list[Alarm] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
     news: str = ""
+    paths: Mapping[int, str] = field(default_factory=dict)
     _out: set[Key] = field(default_factory=set)
     _high: dict[Key, list[Alarm]] = field(default_factory=dict)  # gradients that stood out where they were last seen
     _single: list[Alarm] = field(default_factory=list)  # those that are back
@@ -145,7 +148,7 @@ class Alarms(Rules):
         alarms = sorted(alarms, key=lambda alarm: alarm.order)
         told = [alarm for alarm in alarms if alarm.rule != NOTABLE]
         last = max((alarm.step for alarm in self.told if alarm.rule != NOTABLE), default=-math.inf)
-        self.news = describe(told[0]) if told and told[0].step > last + EVENT else ""
+        self.news = describe(told[0], self.paths) if told and told[0].step > last + EVENT else ""
         self.marked |= {alarm.step for alarm in told}
         told_keys = {(alarm.step, _key(alarm)) for alarm in self.told}  # a resumed run tells what it had told
         if new := [alarm for alarm in alarms if (alarm.step, _key(alarm)) not in told_keys]:
@@ -270,8 +273,8 @@ def place_in_words(alarm: Alarm) -> str:
     return f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
 
 
-def describe(alarm: Alarm) -> str:
-    """Return an alarm as a sentence without the final period."""
+def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> str:
+    """Return an alarm as a sentence without the final period, with its layer's path in the model if it is known."""
     name = _NAMES.get(alarm.metric, f"the {alarm.metric.replace('_', ' ')}")
     others = "the other layers' median" if alarm.layer >= 0 else "the layers' median"
     words = {
@@ -299,7 +302,8 @@ def describe(alarm: Alarm) -> str:
     }
     if alarm.metric == LOSS and alarm.rule in ("rise", "fall"):
         words[alarm.rule] = f"the loss went from {alarm.usual:.3g} to {alarm.value:.3g}, outside its noise"
-    return f"step {alarm.step}, {place_in_words(alarm)}: {words[alarm.rule]}"
+    path = paths.get(alarm.layer)
+    return f"step {alarm.step}, {place_in_words(alarm)}: {words[alarm.rule]}{f' ({path})' if path else ''}"
 
 
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:

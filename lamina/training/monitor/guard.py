@@ -39,7 +39,6 @@ class DivergenceGuard:
     Attributes:
         alarms: receives the run's rows, and knows which series have left their range.
         above_since: the first step of those for which the loss has been above its best.
-        paths: the paths of the layers in a model that is not Lamina's.
     """
 
     margin: float
@@ -47,7 +46,6 @@ class DivergenceGuard:
     alarms: Alarms = field(default_factory=Alarms)
     best: float = math.inf
     above_since: int | None = None
-    paths: Mapping[int, str] = field(default_factory=dict)
     _recent: list[tuple[int, float]] = field(default_factory=list)  # steps and losses of the last ``patience`` steps
     _calm: deque[float] = field(default_factory=lambda: deque(maxlen=_CALM))  # the last losses that were not above
 
@@ -106,10 +104,8 @@ class DivergenceGuard:
         """Return a clause that names the series that left its range first, and the step."""
         if (first := self.alarms.first(math.inf if self.above_since is None else self.above_since)) is None:
             return "no layer has an anomaly before it"
-        if first.layer < 0:
-            return f"the first anomaly is at {describe(first)}"
-        name = self.paths.get(first.layer, f"model.model.layers[{first.layer}]")
-        return f"the first anomaly is at {describe(first)} ({name})"
+        paths = {first.layer: f"model.model.layers[{first.layer}]"} if first.layer >= 0 else {}
+        return f"the first anomaly is at {describe(first, paths | dict(self.alarms.paths))}"
 
 
 MakeGuard: TypeAlias = Callable[[GuardSettings, float], DivergenceGuard]

@@ -181,7 +181,7 @@ class LoopMonitor(Monitor):
             for finding in findings(setup):
                 self.instruments.note(f"check: {finding}")
         if followed.structure is not None:
-            self.guard.paths = {site.index: site.path for site in followed.structure.layers}
+            self.alarms.paths = {site.index: site.path for site in followed.structure.layers}
             self.alarms.starts = followed.structure.starts
             self.alarms.vocabulary = max(map(len, tables_of(followed.structure).values()), default=None)
         if self.records is None:
