@@ -155,7 +155,10 @@ class Runner:
         if isinstance(error, TemplateError):
             return f"its template can't be filled in: {one_line(error)}"
         if isinstance(error, AssertionError) and not str(error):
-            return f"an answer is empty, or longer than the model's context of {self._longest} tokens"
+            return (
+                f"an answer is empty, or longer than the model's context of {self._longest} tokens. Leave the task "
+                "out, or train with a larger --sequence-length"
+            )
         return f"the harness can't score it: {one_line(error)}"
 
 

@@ -73,7 +73,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         kept = labels[-longest:] if self.config.truncation_mode == "keep_end" else labels[:longest]
         if any(label != IGNORED for label in kept[1:]):
             return ""
-        return f"it has no token to train on in the {longest} that are kept"
+        return f"it has no token to train on in the {longest} that are kept; raise --sequence-length"
 
     def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
         packing = train and self.settings.packing
