@@ -246,7 +246,8 @@ def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> 
         )
     ticks = sorted(rates["learning_rate"].unique())
     figure.update_xaxes(type="log", title="learning rate", tickvals=ticks, ticktext=[f"{rate:g}" for rate in ticks])
-    figure.update_yaxes(title="eval loss", range=[float(losses.min()) - 0.1 * reach, top + 0.04 * reach])
+    unit = Guess.of_any(results).unit
+    figure.update_yaxes(title=f"eval loss ({unit})", range=[float(losses.min()) - 0.1 * reach, top + 0.04 * reach])
     figure.update_yaxes(showticklabels=len(measured_rates) > 0)
     return polish(figure, 420)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
@@ -20,21 +21,28 @@ from lamina.reports.registry import report_of
 from lamina.reports.style import PALETTE
 from lamina.reports.tables import number, status, table, text
 
+LEVEL = "#b9bcc2"
 _FIGURE = (
-    "Every line is a module, averaged over layers and seeds; both axes are logarithmic. Level lines are right. A "
-    "module whose line rises grows with a power of the {axis}, and the model blows up once it is {large} enough. A "
-    "module whose line falls matters less and less as the {axis} grows."
+    "Mean size of each module's output over layers and seeds. Both axes are logarithmic. Gray lines are level enough. "
+    "Where a colored line rises, a {large} model blows up. Where it falls, the module matters less in a {large} model."
 )
 _WORDS = {
     "width": {"axis": "width", "small": "narrow", "large": "wide"},
     "depth": {"axis": "depth", "small": "shallow", "large": "deep"},
 }
-_SAID = {
-    "flat": "No module's output grows or shrinks with the {axis}: a learning rate tuned {small} should hold {large}.",
-    "grows": "Outputs grow with the {axis}, so a learning rate tuned {small} will be too large {large}.",
-    "shrinks": "Outputs shrink with the {axis}: a {large} model learns less at the same learning rate.",
-    "broken": "Outputs are zero or not finite at some {axis}: the learning rate is too large, or a module is dead.",
+_TITLES = {
+    "flat": "No output grows or shrinks with the {axis}",
+    "grows": "Outputs grow with the {axis}",
+    "shrinks": "Outputs shrink with the {axis}",
+    "broken": "Outputs are zero or not finite at some {axis}",
 }
+_SAID = {
+    "flat": "A learning rate that you tune on a {small} model should hold for a {large} model.",
+    "grows": "A learning rate that you tune on a {small} model will be too large for a {large} model.",
+    "shrinks": "A {large} model learns less at the same learning rate.",
+    "broken": "The learning rate is too large, or a module is dead. Lower --learning-rate first.",
+}
+_SCALING = {"width": "--width-scaling standard", "depth": "--depth-scaling completep"}
 
 
 @report_of(Kind.COORD_CHECK, needs="coordinate check")
@@ -46,13 +54,17 @@ def coordinates_report(folder: Path) -> Path:
     settings: Json = header.get("settings", {})
     verdict, words = str(result.get("verdict", "")), _WORDS["depth" if "depth" in sizes else "width"]
     axis, scheme = words["axis"], settings.get(f"{words['axis']}_scaling", "")
-    said = prose([_SAID.get(verdict, verdict).format(**words)], {})
+    advice = [_SAID.get(verdict, verdict).format(**words)]
+    if verdict in ("grows", "shrinks") and scheme == "none":
+        advice.append(f"To scale the learning rates with the {axis}, add {_SCALING[axis]}.")
+    said = prose(advice, {}, "finding")
     if result.get("modules"):
-        said += callouts([f"{verdict}: {', '.join(map(str, result['modules']))}."])
+        said += callouts([f"{verdict.capitalize()}: {', '.join(map(str, result['modules']))}."])
     return write_page(
         folder,
-        title=f"{settings.get('placement', '')}, {axis} scaling {scheme}: outputs are {verdict}",
+        title=f"{_TITLES.get(verdict, verdict).format(**words)} ({settings.get('placement', '')})",
         facts=[
+            f"{axis} scaling {scheme}",
             f"{axis}s {settings.get(f'{axis}s', '')}",
             f"{settings.get('num_layers', '')} layers" if axis == "width" else "",
             f"learning rate {settings.get('learning_rate', '')}",
@@ -60,11 +72,11 @@ def coordinates_report(folder: Path) -> Path:
         ],
         command=header.get("command"),
         sections=[
-            Section("Verdict", "Verdict", said),
+            Section("Verdict", "What it means", said),
             Section(
                 "Sizes",
                 f"Size of the outputs against the {axis}",
-                figure(_figure(sizes, axis), _FIGURE.format(**words)),
+                figure(_figure(sizes, _verdicts(slopes), axis), _FIGURE.format(**words)),
             ),
             Section("Exponents", f"Exponents of the {axis}", _table(slopes, axis)),
             Section("Settings", "Settings", details("Settings", tables.settings_table(settings))),
@@ -72,39 +84,52 @@ def coordinates_report(folder: Path) -> Path:
     )
 
 
-def _figure(sizes: Frame, axis: str) -> Figure:
-    """Draw mean |x| against the width or depth: before the first step and after the last, one line per module."""
+def _verdicts(slopes: Frame) -> dict[str, str]:
+    """Return each module's verdict, the worst of its layers."""
+    found = {name: set(rows["verdict"]) for name, rows in slopes[slopes["metric"] == "size"].groupby("module")}
+    worst = ("broken", "grows", "shrinks")
+    return {str(name): next((one for one in worst if one in verdicts), "flat") for name, verdicts in found.items()}
+
+
+def _figure(sizes: Frame, verdicts: Mapping[str, str], axis: str) -> Figure:
+    """Draw mean |x| against the width or depth: before the first step and after the last, one line per module.
+
+    Only a module that grows, shrinks or is broken has a color and a name of its own.
+    """
     sizes = sizes[sizes["metric"] == "size"]
     steps = sorted({int(sizes["step"].min()), int(sizes["step"].max())})
     titles = ["before the first step" if step == 0 else f"after {step} steps" for step in steps]
     means = sizes.groupby(["step", "module", axis])["value"].mean()
     lines = []
+    modules = sorted(verdicts, key=lambda name: verdicts[name] != "flat")  # the level ones lie below
+    level = modules[0] if verdicts[modules[0]] == "flat" else None
     for column, step in enumerate(steps, start=1):
-        for index, module in enumerate(dict.fromkeys(sizes["module"])):
-            values = means.loc[step, module]
+        for index, module in enumerate(modules):
+            values, flat = means.loc[step, module], verdicts[module] == "flat"
             line = Line(
                 x=list(values.index),
                 y=list(values),
-                color=PALETTE[index % len(PALETTE)],
-                dash=("solid", "dot", "dash")[index // len(PALETTE) % 3],
-                width=None,
-                name=escape(module),
-                group=module,
-                legend=column == 1,
+                color=LEVEL if flat else PALETTE[index % len(PALETTE)],
+                dash="solid" if flat else ("solid", "dot", "dash")[index // len(PALETTE) % 3],
+                width=1.4 if flat else 2,
+                name="level" if flat else escape(module),
+                data_name=escape(module),
+                group="level" if flat else module,
+                legend=column == 1 and (not flat or module == level),
                 markers=True,
                 hover=f"{escape(module)}: %{{y:.3g}} at %{{x}}",
             )
             lines.append((column, line))
-    chart = charts.side_by_side(titles, lines, axis, "mean |x|", 560)
+    chart = charts.side_by_side(titles, lines, axis, "mean |x|", 460)
     ticks = sorted(set(map(int, sizes[axis])))
     chart.update_xaxes(type="log", tickvals=ticks, ticktext=[str(tick) for tick in ticks])
     chart.update_yaxes(type="log", exponentformat="power")
-    legend = {"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top", "font": {"size": 11}}
-    return chart.update_layout(legend=legend, margin={"t": 52, "r": 260}, hovermode=None)
+    return chart.update_layout(hovermode=None)
 
 
 def _table(slopes: Frame, axis: str) -> str:
     """Return a table of each module's exponent at the start and after the last step, with its range over the layers."""
+    verdicts = _verdicts(slopes)
     last = int(slopes["step"].max())
     rows = []
     for module in dict.fromkeys(slopes["module"]):
@@ -118,7 +143,7 @@ def _table(slopes: Frame, axis: str) -> str:
                 "start": sizes["slope"][0],
                 **{name: sizes[name][last] for name in ("slope", "low", "high")},
                 "change": change.iloc[0],
-                "verdict": next((v for v in ("broken", "grows", "shrinks") if sizes["verdict"].eq(v).any()), "flat"),
+                "verdict": verdicts[module],
             }
         )
     fields = [
@@ -131,5 +156,10 @@ def _table(slopes: Frame, axis: str) -> str:
         number("change", "+.2f", "of the change"),
         status("verdict", "verdict"),
     ]
-    note = f"<p>e in mean |x| ~ {axis}<sup>e</sup>; the change is mean |x &minus; x before the first step|.</p>"
-    return note + table(fields, rows, "ranking")
+    note = (
+        f"<p>The exponent e in mean |x| ~ {axis}<sup>e</sup>: 0 is level. The change is that of "
+        "mean |x &minus; x before the first step|.</p>"
+    )
+    bad = [row for row in rows if row["verdict"] != "flat"]
+    shown = table(fields, bad, "ranking") if bad else ""
+    return note + shown + details(f"All {len(rows)} modules", table(fields, rows, "ranking"))

@@ -15,7 +15,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.status import Status
 from lamina.reports import charts, sections
 from lamina.reports.charts import line_of
-from lamina.reports.page import Section, callouts, figure, prose, write_page
+from lamina.reports.page import Section, callouts, details, figure, prose, write_page
 from lamina.reports.plotting import Figure
 from lamina.reports.ranking import ONE_SEED, listed
 from lamina.reports.records import Frame, Study, Trial, complete, read_study, rows_of
@@ -60,16 +60,19 @@ def max_rate_report(folder: Path) -> Path:
         number("seconds", ",.0f"),
         text("reason", kind="reason"),
     ]
+    every = rows_of(study.results)
     return write_page(
         folder,
-        title=sentences(rows)[0].partition(":")[0].partition(";")[0].rstrip("."),
+        title=headline(rows),
         facts=sections.facts(study),
         command=study.header.get("command"),
         sections=[
             Section("Largest rates", "The largest learning rate", ranking),
             Section("Loss by rate", "Loss against learning rate", figure(loss_by_rate(study, color), _FIGURE)),
-            Section("Trials", "Every trial", table(fields, rows_of(study.results), "trials")),
-            Section("Rules", "The rules", prose(rules(study.settings), {})),
+            Section(
+                "Trials", "Every trial", details(f"All {len(study.results)} trials", table(fields, every, "trials"))
+            ),
+            Section("Rules", "How Lamina finds the rate", details("The rules", prose(rules(study.settings), {}))),
             sections.settings(study),
         ],
     )
@@ -105,10 +108,10 @@ def summarize(results: Frame) -> list[Json]:
 
 
 def spread(row: Row) -> str:
-    """Return the mean and the standard deviation of a placement's rates as text; a lower bound has ">="."""
+    """Return the mean and the standard deviation of a placement's rates as text; a lower bound has "≥"."""
     if not row["seeds"]:
         return "-"
-    bound = ">= " if row["open"] else ""
+    bound = "≥ " if row["open"] else ""
     return f"{bound}{row['mean']:.3g}" + (f" ± {row['std']:.2g}" if math.isfinite(row["std"]) else "")
 
 
@@ -127,6 +130,15 @@ def notices(rows: Sequence[Json]) -> list[str]:
     return texts
 
 
+def headline(rows: Sequence[Json]) -> str:
+    """Return the finding in a line; placements that reached the end of the warm-up share it."""
+    beyond = [row["placement"] for row in rows if row["open"]]
+    if len(beyond) > 1:
+        top = min(row["mean"] for row in rows if row["open"])
+        return f"{listed(beyond)} tolerate a learning rate of at least {top:.2g}"
+    return sentences(rows)[0].partition(":")[0].partition(";")[0].rstrip(".")
+
+
 def sentences(rows: Sequence[Json]) -> list[str]:
     """Say in plain sentences which placement tolerates the highest rate, and its ratio to the lowest one."""
     measured = [row for row in rows if row["seeds"] and row["mean"] > 0]
@@ -135,7 +147,9 @@ def sentences(rows: Sequence[Json]) -> list[str]:
     first, last = measured[0], measured[-1]
     least = "at least " if first["open"] else ""
     texts = [f"{first['placement']} tolerates a learning rate of {least}{first['mean']:.2g}."]
-    if len(measured) > 1:
+    if sum(bool(row["open"]) for row in measured) > 1:
+        texts[0] = f"{headline(measured)}."
+    elif len(measured) > 1:
         than = f": {least}{first['mean'] / last['mean']:.2g} times that of {last['placement']} ({last['mean']:.2g})"
         if last["open"]:
             than = f"; {last['placement']} tolerates at least {last['mean']:.2g}, so the ratio is unknown"

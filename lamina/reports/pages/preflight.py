@@ -16,14 +16,15 @@ from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import LAYERS, PREFLIGHT
+from lamina.preflights.verdict import VERDICTS
 from lamina.reports import charts
 from lamina.reports.charts import Line
-from lamina.reports.page import Section, figure, sentence, write_page
+from lamina.reports.page import Section, details, figure, sentence, write_page
 from lamina.reports.plotting import Figure
 from lamina.reports.ranking import listed
 from lamina.reports.records import Frame, read_parquet, rows_of
 from lamina.reports.registry import report_of
-from lamina.reports.style import GREY, colors
+from lamina.reports.style import colors
 from lamina.reports.tables import Field, Row, chip, number, status, swatch, table, text
 
 _FIGURES = (
@@ -31,7 +32,7 @@ _FIGURES = (
         "Root mean square gain of the Jacobian from each state to the last one, before the first step and after the "
         "burn-in. Where it falls by many orders of magnitude toward the embedding (-1), the early layers get no "
         "gradient; where it rises by as many, a small change in an early layer becomes a large one in the last."
-    ), "jacobian_gain", "gain from x^l to x^N"),
+    ), "jacobian_gain", "gain to the last layer"),
     ("Backward: gradient of the weights", (
         "Gradient norm of each block's weights on the held-out sequences, before clipping. Adam evens out differences "
         "of a few orders of magnitude; what lies below its epsilon does not learn."
@@ -61,10 +62,11 @@ def preflight_report(folder: Path) -> Path:
     labels = [label_of(row["placement"], row["learning_rate"], rows) for row in records]
     color = colors(labels)
     first = records[0]
-    sections = []
-    for title, caption, metric, quantity in _FIGURES:
-        html = figure(_by_layer(rows, layers, metric, quantity, color), caption)
-        sections.append(Section(sentence(title.split(":")[-1].strip()), title, html))
+    by_layer = [
+        (title, figure(_by_layer(rows, layers, metric, quantity, color), caption))
+        for title, caption, metric, quantity in _FIGURES
+    ]
+    folded = "".join(details(title, html) for title, html in by_layer[1:])
     steps = [int(row["burn_in_steps"]) for row in records]
     taken = str(min(steps)) if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
     lines = [
@@ -73,7 +75,7 @@ def preflight_report(folder: Path) -> Path:
     ]
     losses = charts.against("step", "loss (nats per token)", lines, 380)
     if losses is not None:
-        losses.add_hline(y=first["unigram_loss"], line={"color": GREY, "width": 1.2, "dash": "dash"})
+        charts.reference(losses, [1, max(steps)], first["unigram_loss"], "unigram entropy")
     return write_page(
         folder,
         title=_headline(records, labels),
@@ -84,9 +86,10 @@ def preflight_report(folder: Path) -> Path:
         command=result["command"],
         sections=[
             Section("Verdict", "Will it train?", _verdicts(records, labels, color)),
-            *sections,
             Section("Burn-in", "Loss in the burn-in", figure(losses, _BURN_IN)),
-            Section("Numbers", "All numbers", _numbers(records, labels)),
+            Section("Jacobian", *by_layer[0]),
+            Section("By layer", "More by layer", folded),
+            Section("Numbers", "All numbers", details("All numbers", _numbers(records, labels))),
         ],
     )
 
@@ -119,14 +122,16 @@ def label_of(placement: str, rate: float, rows: Frame) -> str:
 
 def _verdicts(records: list[Json], labels: list[str], color: Mapping[str, str]) -> str:
     """Return a table of verdicts, with reasons and advice below it, since a phone hides a wide column of text."""
-    reasons = []
-    for row, label in zip(records, labels, strict=True):
+    reasons, cited = [], set()
+    order = sorted(zip(records, labels, strict=True), key=lambda pair: -VERDICTS.index(pair[0]["verdict"]))
+    for row, label in order:
         parts = {
             "": sentence(str(row["reason"])),
             "What to change: ": row["change"],
             "Note: ": row["note"],
-            "Papers: ": row["advice"],
+            "Papers: ": "" if row["advice"] in cited else row["advice"],
         }
+        cited.add(row["advice"])
         texts = [f"{name}{part}".rstrip(".") for name, part in parts.items() if part]
         lines = "<br>".join(f"{escape(text)}." for text in texts)
         reasons.append(f"<p>{swatch(color[label])}<b>{escape(label)}</b> {chip(row['verdict'])}<br>{lines}</p>")
@@ -134,11 +139,15 @@ def _verdicts(records: list[Json], labels: list[str], color: Mapping[str, str]) 
         Field("placement", lambda row: swatch(color[row["label"]]) + escape(row["placement"]), "name"),
         number("learning_rate", "g", "learning rate"),
         status("verdict", "verdict"),
-        text("init"),
-        Field("FP16 headroom", lambda row: f"{row['fp16_headroom']:.3g} ×", "number"),
+        *([text("init")] if len({row["init"] for row in records}) > 1 else []),
+        Field("FP16 headroom", lambda row: f"{_short(row['fp16_headroom'])} ×", "number"),
     ]
-    rows = [{**row, "label": label} for row, label in zip(records, labels, strict=True)]
+    rows = [{**row, "label": label} for row, label in order]
     return table(fields, rows, "verdicts") + "".join(reasons)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _numbers(records: list[Json], labels: list[str]) -> str:

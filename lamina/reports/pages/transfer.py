@@ -67,12 +67,11 @@ def sentences(summary: Row) -> list[str]:
         return [f"No rate finished at width {proxy}, so there is none to carry over (try smaller ones, or more steps)."]
     low, high = summary["stable"]
     failing = f"{above:g} is the first higher rate that does not finish"
-    texts = [
-        f"Stable at width {proxy}: {low:g} to {high:g}; {failing if above else 'the largest rate tried is stable'}."
-    ]
+    stable = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    texts = [f"Stable at width {proxy}: {stable}; {failing if above else 'the largest rate tried is stable'}."]
     low, high = summary["best"]
-    within = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-    texts.append(f"Best at width {proxy}: {rate:g} ({within} within the margin).")
+    alike = "" if low == high else f" (the losses from {low:g} to {high:g} are too close to tell)"
+    texts.append(f"Best at width {proxy}: {rate:g}{alike}.")
     texts.append(f"Risk at width {summary['target_width']}: {rate:g} is {summary['risk']}.")
     if summary["at_the_grids_edge"]:
         texts.append(
@@ -90,7 +89,7 @@ def sentences(summary: Row) -> list[str]:
 def _roles(summary: Row) -> str:
     if summary["learning_rate"] is None:
         return ""
-    rows = [{"role": role, **numbers} for role, numbers in summary["roles"].items()]
+    rows = [{"role": _ROLES.get(role, role), **numbers} for role, numbers in summary["roles"].items()]
     names = ("learning_rate", "weight_decay", "factor")
     numbers = (number(name, ".4g", name.replace("_", " "), missing="–") for name in names)
     return table([text("role", f"at width {summary['target_width']}"), *numbers], rows, "trials")
@@ -120,4 +119,5 @@ def _verified(summary: Row) -> str:
     return table(fields, rows, "trials") if rows else ""
 
 
+_ROLES = {"readout": "output head", "hidden": "matrices in the blocks", "vector": "gains and biases"}
 _RATE = number("learning_rate", ".4g", "learning rate", missing="–")
