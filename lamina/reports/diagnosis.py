@@ -284,14 +284,15 @@ def sentences(evidence: Evidence) -> list[str]:
 
 
 def headline(evidence: Evidence) -> str:
-    """Return the finding in a line: the likely cause, or the first anomaly, and its step."""
+    """Return the finding in a line: the cause, as likely unless the record proves it, or the first anomaly."""
     first = evidence.first
     if first is None:
         return "No problem found" if evidence.rose is None else f"The loss rose at step {evidence.rose}"
     (cause, _), *_ = causes_of(evidence)
     if cause != NOT_KNOWN:
         finding = _filled(CAUSES[cause].finding, evidence)
-        return finding[0].upper() + finding[1:]
+        _, proved, _ = _recorded(evidence, CAUSES[cause])
+        return finding[0].upper() + finding[1:] if proved else f"Likely cause: {finding}"
     return f"Anomaly at {describe(first)}"
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from lamina.errors import UserError
 from lamina.reports.histories import is_history, read_history
-from lamina.training.monitor.alarms import Alarm, describe
+from lamina.training.monitor.alarms import Alarm, describe, in_words
 from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, Row, read_rows
 
@@ -43,8 +43,7 @@ class Parting:
         location = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
         alarm = Alarm(step=self.step, rule="rise", value=1.0, usual=1.0, **location)
         where = describe(alarm).partition(": ")[0]
-        name = {LOSS: "the loss", NORM: "gradient norm"}.get(metric, metric.replace("_", " "))
-        return f"{where}: {name} {self.first:.4g} and {self.second:.4g}"
+        return f"{where}: {in_words(metric)} is {self.first:.4g} and {self.second:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True)

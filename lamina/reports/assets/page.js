@@ -5,6 +5,7 @@
     "#fff": "#14181d", "#1f2933": "#e3e8ee", "#66717d": "#a7b1bc", "#edf0f3": "#262c34", "#c9d0d8": "#4a545f",
     "#000000": "#f2f4f6", "#332288": "#9b8ff0", "#661100": "#d97757", "#882255": "#c94f7c", "#0072b2": "#5a82f0",
     "#117733": "#4fb173", "#aa4499": "#d67fc8", "#009e73": "#2fc497", "#d55e00": "#f06a3a", "#e69f00": "#f7c64a", "#aa7744": "#cf9d6b",
+    "#b3261e": "#f2827a", "#3d6fb4": "#7fa8e8", "#c98f1e": "#e2b04a", "#b9bcc2": "#5b626c",
     "#6b7280": "#9aa3b0", "#4477aa": "#7aa9d8", "#444444": "#b5bdc6", "#333333": "#c3cad2",
   };
   const TYPES = {
@@ -74,7 +75,8 @@
     const [all, width] = [rows * height + (rows - 1) * gap, (1 - (across - 1) * gutter) / across];
     const below = ({ left }) => panels.findLast((each) => each.left === left && each.x.title?.text)?.x.title;
     const beside = ({ top }) => panels.find((each) => each.top === top && each.y.title?.text)?.y.title;
-    const titles = panels.map((panel) => ({ x: below(panel) || {}, y: beside(panel) || {} }));
+    const own = (axis) => (axis.title?.text ? axis.title : null);
+    const titles = panels.map((panel) => ({ x: own(panel.x) || below(panel) || {}, y: own(panel.y) || beside(panel) || {} }));
     const shared = panels.some(({ y }) => y.showticklabels === false);
     panels.forEach(({ x, y, title }, i) => {
       const [left, top] = [(i % across) * (width + gutter), 1 - (Math.floor(i / across) * (height + gap)) / all];

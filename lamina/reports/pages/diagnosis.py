@@ -15,11 +15,11 @@ from lamina.reports.causes import rate_jump
 from lamina.reports.charts import Line
 from lamina.reports.diagnosis import Answer, Evidence, answer, headline
 from lamina.reports.metrics import METRICS
-from lamina.reports.page import Section, details, figure, prose, sentence, write_page
+from lamina.reports.page import Section, details, figure, prose, sentence, words, write_page
 from lamina.reports.plotting import Figure
 from lamina.reports.side_by_side import Place, SideBySide
 from lamina.reports.style import polish
-from lamina.training.monitor.alarms import Alarm, describe, events
+from lamina.training.monitor.alarms import Alarm, describe, events, in_words
 from lamina.training.monitor.batches import beginning_of
 from lamina.training.monitor.writers import LOSS
 
@@ -29,6 +29,7 @@ Drawn: TypeAlias = tuple[str, str, Sequence[int] | np.ndarray, Sequence[float] |
 _SHOWN = 12  # alarms, and batches
 _ROWS = 200  # of a batch
 _POINTS, _NEAR = 1000, 100  # of a line, and those on each side of the first alarm
+_FEW = 8  # steps, of an axis with a tick at each
 _COLORS = ("#b3261e", "#c98f1e", "#3d6fb4")
 
 
@@ -39,11 +40,9 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
         rates = sorted(evidence.rates)
         lines = [("learning rate", _COLORS[2], rates, [evidence.rates[step] for step in rates])]
         html = figure(_drawn(evidence, lines, "learning rate"), "Learning rate that the run recorded.") + html
-    if (first := evidence.first) is not None:
-        quantity = sentence(_quantity(first))
-        caption = (
-            f"{quantity} of the first sub-layer with an anomaly (red), and of that sub-layer in other layers (gray)."
-        )
+    if (first := evidence.first) is not None and first.metric != LOSS:
+        others = " of the first sub-layer with an anomaly (red), and of that sub-layer in other layers (gray)"
+        caption = f"{sentence(_quantity(first))}{others if first.layer >= 0 else ' of the model'}."
         html += figure(_series_figure(evidence, first), escape(caption))
     groups = events(evidence.alarms)
     listed = "".join(
@@ -117,12 +116,11 @@ def write_comparison(path: Path, compared: SideBySide) -> Path:
     texts = _paragraphs(compared.sentences())
     parted = [part for part in (compared.whole, compared.layer) if part is not None]
     places = [(-1, "model", "all", LOSS), *(part.place for part in parted)]
+    mark = " Red: where they part." * bool(parted)
     html = "".join(
-        figure(
-            _pair(compared, location), f"{sentence(location[3].replace('_', ' '))} of both runs; red: where they part."
-        )
-        for location in dict.fromkeys(places)
-        if location in compared.series
+        figure(_pair(compared, place), f"{sentence(in_words(place[3]))} of both runs{_of_layer(place)}.{mark}")
+        for place in dict.fromkeys(places)
+        if place in compared.series
     )
     return write_page(
         path.parent,
@@ -143,7 +141,12 @@ def _pair(compared: SideBySide, place: Place) -> Figure:
         for name, color, values in zip(compared.names, _COLORS[1:], compared.series[place], strict=True)
     ]
     marks = ((compared.first.step, _COLORS[0]),) if compared.first is not None else ()
-    return _lines(lines, place[3].replace("_", " "), marks)
+    return _lines(lines, in_words(place[3]).removeprefix("the "), marks)
+
+
+def _of_layer(place: Place) -> str:
+    layer, sublayer, *_ = place
+    return f" at layer {layer} ({words(sublayer)})" if layer >= 0 else ""
 
 
 def _quantity(alarm: Alarm) -> str:
@@ -192,4 +195,5 @@ def _lines(lines: Sequence[Drawn], quantity: str, marks: Sequence[tuple[int, str
         ).draw(picture)
     for step, color in marks:
         picture.add_vline(x=step, line={"color": color, "width": 1.2, "dash": "dash"})
-    return polish(picture.update_xaxes(title="step").update_yaxes(title=quantity), 340)
+    few = max((max(steps) - min(steps) for _, _, steps, _ in lines if len(steps)), default=0) < _FEW
+    return polish(picture.update_xaxes(title="step", dtick=1 if few else None).update_yaxes(title=quantity), 340)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from functools import partial
 from html import escape
@@ -30,6 +31,7 @@ from lamina.reports.style import FONT, polish_own
 from lamina.reports.tables import Field, Row, in_form, table
 
 _PICTURE_WIDTH = 900
+OPEN = 4  # figures; those of later probes are folded
 MOST_ROWS = 60  # of a table of main numbers
 
 
@@ -42,16 +44,20 @@ def probing_report(folder: Path) -> Path:
     model, probes = result.get("model") or {}, result["probes"]
     facts = {k: v for k, v in model.items() if k != "notes" and v not in (None, "", [])}
     notes = callouts(str(note) for note in model.get("notes") or ())
+    opened, count = {}, 0
+    for name, entry in probes.items():
+        opened[name] = count < OPEN
+        count += len(entry.get("figures") or ())
     return write_page(
         folder,
-        title=f"What each layer does: {Path(str(model.get('name') or 'a model')).name}",
+        title=_headline(Path(str(model.get("name") or "a model")).name, probes),
         facts=_facts(result, environment),
         command=environment.get("command"),
         sections=[
             _in_short(result, probes),
             _prune(model, probes),
             Section("Model", "The model", (tables.settings_table(facts) if facts else "") + notes),
-            *(_probe(folder, name, entry) for name, entry in probes.items()),
+            *(_probe(folder, name, entry, opened[name]) for name, entry in probes.items()),
             sections.settings_of(result.get("settings"), environment),
         ],
     )
@@ -115,6 +121,15 @@ def _place(row: Any, columns: list[str]) -> str:
     )
 
 
+def _headline(model: str, probes: Json) -> str:
+    """Return the finding in a line: which layer matters least if that was measured, or what the first probe found."""
+    for name in ("layer_drop", *probes):
+        if said := probes.get(name, {}).get("sentences"):
+            found = re.split(r"[,;:] ", re.sub(r" \([^)]*\)", "", str(said[0])))[0].rstrip(".")
+            return f"{model}: {found[0].lower()}{found[1:]}"
+    return f"What each layer does: {model}"
+
+
 def _facts(result: Json, environment: Json) -> list[str]:
     model, inputs = result.get("model") or {}, result.get("inputs") or {}
     parameters, version = model.get("parameters"), (environment.get("versions") or {}).get("lamina")
@@ -154,13 +169,14 @@ def _prune(model: Json, probes: Json) -> Section:
     }
     texts = [str(text) for text in probes[done[0]].get("sentences") or ()][1:] if done[0] == "layer_drop" else []
     compared = any("angular distance" in text for text in texts)
+    texts = [text for at, text in enumerate(texts) if at == 0 or "angular distance" in text]  # as prune removes it
     texts.append(believe[len(done)] if not compared and (len(done) == 2 or not texts) else "")
     command = f"lamina prune {model.get('name') or 'MODEL'} --by {done[0]} --drop 1 --output pruned"
     run = f'<p>To remove the layer that harms least, run:</p><pre class="command" tabindex="0">{escape(command)}</pre>'
     return Section("Prune", "Remove layers", prose([text for text in texts if text], {}) + run)
 
 
-def _probe(folder: Path, name: str, result: Json) -> Section:
+def _probe(folder: Path, name: str, result: Json, opened: bool) -> Section:
     html = f'<p class="lead">{escape(sentence(str(result.get("summary") or "")))}</p>'
     if result.get("status") != "finished":
         reason = result.get("reason")
@@ -176,7 +192,8 @@ def _probe(folder: Path, name: str, result: Json) -> Section:
             continue
         pictures += figure(picture, str(drawn.get("caption") or ""), str(drawn.get("title") or ""))
     several = " several" if len(result.get("figures") or ()) > 1 else ""
-    html += f'<div class="drawn{several}">{pictures}</div>' if pictures else ""
+    pictures = f'<div class="drawn{several}">{pictures}</div>' if pictures else ""
+    html += pictures if opened else details("Charts", pictures)
     html += _numbers(folder, name)
     definition = f'<pre class="definition">{escape(str(result.get("definition") or ""))}</pre>'
     measured = f'<p class="source">Source: {escape(str(result.get("source") or "-"))}{escape(_measured(result))}</p>'

@@ -273,9 +273,14 @@ def place_in_words(alarm: Alarm) -> str:
     return f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
 
 
+def in_words(metric: str) -> str:
+    """Return a metric's name in words."""
+    return _NAMES.get(metric, f"the {metric.replace('_', ' ')}")
+
+
 def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> str:
     """Return an alarm as a sentence without the final period, with its layer's path in the model if it is known."""
-    name = _NAMES.get(alarm.metric, f"the {alarm.metric.replace('_', ' ')}")
+    name = in_words(alarm.metric)
     others = "the other layers' median" if alarm.layer >= 0 else "the layers' median"
     words = {
         "not_finite": f"{name} is not finite",
