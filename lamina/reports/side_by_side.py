@@ -42,7 +42,7 @@ class Parting:
         layer, sublayer, role, metric = self.place
         location = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
         alarm = Alarm(step=self.step, rule="rise", value=1.0, usual=1.0, **location)
-        where = describe(alarm).partition(": ")[0]
+        where = describe(alarm).partition(": ")[0] if layer >= 0 else f"step {self.step}"
         return f"{where}: {in_words(metric)} is {self.first:.4g} and {self.second:.4g}"
 
 

@@ -43,7 +43,7 @@ def test_the_first_layer_that_parts_is_named_with_its_step(tmp_path, noise):
     assert (found.layer.step, *found.layer.place) == (40, 1, "feed_forward", "all", "gradient_norm")
     assert found.same_until == (39 if not noise else None)
     said = " ".join(lamina.diagnose(first, second).sentences)
-    assert "The first layer to part is at step 40, layer 1 (feed-forward): gradient norm" in said
+    assert "The first layer to part is at step 40, layer 1 (feed-forward): the gradient norm is" in said
     assert ("They are the same up to step 39." in said) == (not noise)
 
 
