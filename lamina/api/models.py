@@ -293,9 +293,9 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
     """Identify a model's placement by measuring it, as `lamina placements --of MODEL` does.
 
     Args:
-        model: a transformers or Lamina model; a folder (of a run, or with config.json); or a configuration, a transformers
-            model type or a name on the hub, from which Lamina builds a model with random weights. From the hub, Lamina
-            downloads only config.json. It runs no code from a checkpoint's folder.
+        model: a transformers or Lamina model; a folder (of a run, or with config.json); or a configuration, a
+            transformers model type or a name on the hub, from which Lamina builds a model with random weights. From the
+            hub, Lamina downloads only config.json. It runs no code from a checkpoint's folder.
         layers: the path of the list of layers, if Lamina finds the wrong list.
 
     Returns:

@@ -30,7 +30,7 @@ def parser() -> Parser:
     flags = Parser(
         "placements",
         "List the placements, show one in full, or find a model's placement. Lamina runs no code that lies beside a\n"
-        "checkpoint. Of a model on the hub, it fetches only config.json.",
+        "checkpoint. From the hub, it downloads only config.json.",
         EXAMPLES,
         "[NAME] ",
     )
@@ -38,7 +38,7 @@ def parser() -> Parser:
     flags.add_word("name", about, needed=False)
     flags.add_flag("--num-layers", "number of layers of the plan to show", 4)
     flags.add_flag("--svg", "draw the diagram as an SVG file", metavar="FILE")
-    about = "identify this model's placement, with the evidence: a folder, a name on the hub, or a transformers model type"
+    about = "identify this model's placement, with evidence: a folder, a name on the hub, or a transformers model type"
     flags.add_flag("--of", about, metavar="MODEL")
     flags.add_flag(
         "--layers", "with --of, the path of the list of layers, if Lamina finds the wrong list", metavar="PATH"
