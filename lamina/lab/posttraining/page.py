@@ -12,7 +12,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.run_folder import RunFolder
 from lamina.reports import charts, layers, sections
 from lamina.reports.charts import Line
-from lamina.reports.page import Section, callouts, details, figure, write_page
+from lamina.reports.page import Section, callouts, details, figure, sentence, write_page
 from lamina.reports.plotting import Figure
 from lamina.reports.records import is_number, read_run
 from lamina.reports.registry import ending_of, report_of
@@ -80,6 +80,12 @@ _TITLES = {
     Kind.DPO: "Direct preference optimization",
     Kind.RLHF: "A policy",
 }
+_JUDGED_BY = {
+    Kind.SFT: "eval_loss",
+    Kind.REWARD: "eval_accuracy",
+    Kind.DPO: "eval_rewards_accuracies",
+    Kind.RLHF: "eval_reward",
+}
 _COUNTS = {"examples": "examples", "held_out": "held out", "skipped": "left out", "truncated": "cut off"}
 
 
@@ -92,8 +98,14 @@ def _write(kind: Kind, folder: Path) -> Path:
     body = chip(status) + (callouts([reason]) if reason else "") + _numbers(result)
     return write_page(
         folder,
-        title=f"{_TITLES[kind]} with {study.results['placement'].iloc[0]}",
-        facts=[f"status: {status}", origin, *counts, *sections.facts(study)],
+        title=_headline(kind, records),
+        facts=[
+            f"{_TITLES[kind]} with {study.results['placement'].iloc[0]}",
+            f"status: {status}",
+            origin,
+            *counts,
+            *sections.facts(study),
+        ],
         command=study.header.get("command"),
         sections=[
             Section("Result", "Result", body),
@@ -109,6 +121,16 @@ def _write(kind: Kind, folder: Path) -> Path:
 
 for _kind in _TITLES:
     report_of(_kind)(partial(_write, _kind))
+
+
+def _headline(kind: Kind, records: Sequence[Json]) -> str:
+    """Return the finding in a line: what the training did to the number that it is judged by."""
+    name = _JUDGED_BY[kind]
+    values = [record[name] for record in records if is_number(record.get(name))]
+    if len(values) < 2:
+        return _TITLES[kind]
+    measure, form = MEASURES[name]
+    return f"{sentence(measure)} went from {values[0]:{form}} to {values[-1]:{form}}"
 
 
 def _numbers(result: Json) -> str:

@@ -117,11 +117,11 @@ def write_comparison(path: Path, compared: SideBySide) -> Path:
     parted = [part for part in (compared.whole, compared.layer) if part is not None]
     places = [(-1, "model", "all", LOSS), *(part.place for part in parted)]
     mark = " Red: where they part." * bool(parted)
-    html = "".join(
-        figure(_pair(compared, place), f"{sentence(in_words(place[3]))} of both runs{_of_layer(place)}.{mark}")
-        for place in dict.fromkeys(places)
-        if place in compared.series
-    )
+    html = ""
+    for place in dict.fromkeys(place for place in places if place in compared.series):
+        layer, sublayer, _, metric = place
+        where = f" at layer {layer} ({words(sublayer)})" if layer >= 0 else ""
+        html += figure(_pair(compared, place), f"{sentence(in_words(metric))} of both runs{where}.{mark}")
     return write_page(
         path.parent,
         name=path.name,
@@ -142,11 +142,6 @@ def _pair(compared: SideBySide, place: Place) -> Figure:
     ]
     marks = ((compared.first.step, _COLORS[0]),) if compared.first is not None else ()
     return _lines(lines, in_words(place[3]).removeprefix("the "), marks)
-
-
-def _of_layer(place: Place) -> str:
-    layer, sublayer, *_ = place
-    return f" at layer {layer} ({words(sublayer)})" if layer >= 0 else ""
 
 
 def _quantity(alarm: Alarm) -> str:

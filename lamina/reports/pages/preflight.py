@@ -140,14 +140,10 @@ def _verdicts(records: list[Json], labels: list[str], color: Mapping[str, str]) 
         number("learning_rate", "g", "learning rate"),
         status("verdict", "verdict"),
         *([text("init")] if len({row["init"] for row in records}) > 1 else []),
-        Field("FP16 headroom", lambda row: f"{_short(row['fp16_headroom'])} ×", "number"),
+        number("fp16_headroom", ",.1f", "FP16 headroom (times)"),
     ]
     rows = [{**row, "label": label} for row, label in order]
     return table(fields, rows, "verdicts") + "".join(reasons)
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _numbers(records: list[Json], labels: list[str]) -> str:
