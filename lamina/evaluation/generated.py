@@ -233,7 +233,7 @@ def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]
     return drawn
 
 
-def write(folder: Path, *, train: int = TRAIN, test: int = TEST, seed: int = 0, path: Path | None = None) -> None:
+def write(folder: Path, *, train: int = TRAIN, test: int = TEST, path: Path | None = None) -> None:
     """Write NAME/train.jsonl, NAME/test.jsonl and NAME.yaml for every task.
 
     A row has ``question``, ``choices``, ``answer`` (an index), and for fine-tuning ``instruction``, ``input`` and
@@ -245,7 +245,7 @@ def write(folder: Path, *, train: int = TRAIN, test: int = TEST, seed: int = 0, 
         files = {}
         for split, count in (("train", train), ("test", test)):
             lines = []
-            for item in items(task, count, held_out=split == "test", seed=seed):
+            for item in items(task, count, held_out=split == "test"):
                 tuning = {"instruction": item.question, "input": "", "output": item.choices[item.answer]}
                 row = {"question": item.question, "choices": item.choices, "answer": item.answer, **tuning}
                 lines.append(json.dumps(row) + "\n")

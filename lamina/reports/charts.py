@@ -147,8 +147,8 @@ def side_by_side(
     return titles_above(figure.update_layout(margin={"t": 84}, legend={"y": 1.1}))
 
 
-def in_a_row(lines_by_title: Mapping[str, Iterable[Line]], x: str, height: int) -> Figure | None:
-    """Draw panels that share their x axis only, by the titles of their y axes; None if there are none."""
+def over_steps(lines_by_title: Mapping[str, Iterable[Line]], height: int) -> Figure | None:
+    """Draw panels over the steps side by side, by the titles of their y axes; None if there are none."""
     if not lines_by_title:
         return None
     figure = panels(1, len(lines_by_title), across=0.08)
@@ -156,7 +156,7 @@ def in_a_row(lines_by_title: Mapping[str, Iterable[Line]], x: str, height: int) 
         for line in lines:
             line.draw(figure, 1, number)
         figure.update_yaxes(title=title, row=1, col=number)
-    return polish(figure.update_xaxes(title=x), height)
+    return polish(figure.update_xaxes(title="step"), height)
 
 
 def reference(figure: Figure, x: Sequence[float], y: float, name: str) -> None:

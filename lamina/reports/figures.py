@@ -190,7 +190,7 @@ def course(item: Shown) -> Figure | None:
                 Line(x=rows["step"], y=rows[column], color=item.color, width=1.8, legend=False, hover=hover)
             ]
             steep = column == "grad_norm" and rows[column].max() > 20 * rows[column].min() > 0
-    figure = charts.in_a_row(panels, "step", 300)
+    figure = charts.over_steps(panels, 300)
     if steep and figure is not None:
         figure.update_yaxes(type="log", row=1, col=len(panels))
     return None if figure is None else figure.update_layout(margin={"t": 24})

@@ -100,7 +100,7 @@ def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> F
             hover = "step %{x}: %{y:.4g}"
             panels[label].append(line_of(item, rows["step"], values, legend=legend, markers=True, hover=hover))
             named.add(item.placement)
-    figure = charts.in_a_row(panels, "step", 320)
+    figure = charts.over_steps(panels, 320)
     return None if figure is None else figure.update_yaxes(exponentformat="power")
 
 

@@ -599,9 +599,9 @@ def fingerprint(*parts: Dataset) -> str:
     return digest.hexdigest()
 
 
-def monitored(sequences: Iterable[Sequence[int]], count: int = 4) -> torch.Tensor:
-    """Choose the longest sequences for the layer monitor, cut to equal length: [sequences, tokens]."""
-    longest = heapq.nlargest(count, sequences, key=len)
+def monitored(sequences: Iterable[Sequence[int]]) -> torch.Tensor:
+    """Choose the four longest sequences for the layer monitor, cut to equal length: [sequences, tokens]."""
+    longest = heapq.nlargest(4, sequences, key=len)
     length = min(map(len, longest))
     return torch.tensor([list(ids[:length]) for ids in longest])
 

@@ -434,17 +434,15 @@ def _folded(plan: Plan) -> Plan:
     return computed(replace(plan, layers=layers, embedding_norm=None, embedding_scale=1.0, qk_norm="off", v_norm="off"))
 
 
-def load(
-    path: str | Path, *, dtype: str | torch.dtype = "auto", field: str = "source", head: str = "causal_lm"
-) -> PreTrainedModel:
+def load(path: str | Path, *, dtype: str | torch.dtype = "auto", head: str = "causal_lm") -> PreTrainedModel:
     """Load a model with a head, of Lamina or transformers, from a folder or a name on the hub.
 
     Reads safetensors only and runs no remote code. Raises UserError naming the invalid field, file or tensor; a missing
     or extra tensor is an error.
     """
-    config = read_config(path, field=field)
+    config = read_config(path)
     auto = getattr(transformers, HEADS[head].auto_class)
-    model, _ = load_weights(path, config, auto, field, dtype=dtype, extra=False)
+    model, _ = load_weights(path, config, auto, "source", dtype=dtype, extra=False)
     if config.tie_word_embeddings:
         _check_tied(model)
     return model

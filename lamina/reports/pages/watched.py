@@ -70,7 +70,7 @@ def _course(evidence: Evidence | None) -> str:
         if values:
             steps, heights = charts.series(values)
             panels[name] = [Line(x=steps.tolist(), y=heights.tolist(), color=PALETTE[0], width=1.6, legend=False)]
-    return figure(charts.in_a_row(panels, "step", 300), "The gradient norm is before clipping.")
+    return figure(charts.over_steps(panels, 300), "The gradient norm is before clipping.")
 
 
 def _summary(folder: Path, about: Json, names: Mapping[int, str]) -> str:
