@@ -156,19 +156,15 @@ def _series_figure(evidence: Evidence, first: Alarm) -> Figure | None:
     lines = []
     for layer, values in sorted(layers.items(), key=lambda pair: (pair[0] == first.layer, pair[0])):
         color = _COLORS[0] if layer == first.layer else "#b9bcc2"
-        steps = _thinned(sorted(values), first.step)
+        steps = sorted(values)
+        at, every = bisect_left(steps, first.step), max(1, len(steps) // _POINTS)
+        steps = sorted({*steps[::every], *steps[max(0, at - _NEAR) : at + _NEAR]})  # all of those near the alarm
         lines.append((f"layer {layer}", color, steps, [values[step] for step in steps]))
     if not lines:
         return None
     picture = _drawn(evidence, lines, _quantity(first))
     picture.update_layout(showlegend=False)  # the caption says which is which, a layer's name stands at its points
     return charts.log_axis(picture)
-
-
-def _thinned(steps: list[int], near: int) -> list[int]:
-    """Return every n-th of many steps, and all of those near one."""
-    at, every = bisect_left(steps, near), max(1, len(steps) // _POINTS)
-    return sorted({*steps[::every], *steps[max(0, at - _NEAR) : at + _NEAR]})
 
 
 def _drawn(evidence: Evidence, lines: Sequence[Drawn], quantity: str) -> Figure:
