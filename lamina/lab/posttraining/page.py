@@ -130,7 +130,8 @@ def _headline(kind: Kind, records: Sequence[Json]) -> str:
     if len(values) < 2:
         return _TITLES[kind]
     measure, form = MEASURES[name]
-    return f"{sentence(measure)} went from {values[0]:{form}} to {values[-1]:{form}}"
+    first, last = (f"{value:{form}}" for value in (values[0], values[-1]))
+    return f"{sentence(measure)} {f'stayed at {last}' if first == last else f'went from {first} to {last}'}"
 
 
 def _numbers(result: Json) -> str:
