@@ -16,7 +16,6 @@ from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import LAYERS, PREFLIGHT
-from lamina.preflights.verdict import VERDICTS
 from lamina.reports import charts
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, details, figure, sentence, write_page
@@ -123,7 +122,7 @@ def label_of(placement: str, rate: float, rows: Frame) -> str:
 def _verdicts(records: list[Json], labels: list[str], color: Mapping[str, str]) -> str:
     """Return a table of verdicts, with reasons and advice below it, since a phone hides a wide column of text."""
     reasons, cited = [], set()
-    order = sorted(zip(records, labels, strict=True), key=lambda pair: -VERDICTS.index(pair[0]["verdict"]))
+    order = sorted(zip(records, labels, strict=True), key=lambda pair: pair[0]["chance"])
     for row, label in order:
         parts = {
             "": sentence(str(row["reason"])),
