@@ -85,8 +85,18 @@ class PaddedBlocks(PackedBlocks):
         return [{"input_ids": row, "attention_mask": shown, "labels": wanted} for row, shown, wanted in batch]
 
     @property
+    def _lengths_file(self) -> Path:
+        return self.path.with_suffix(".lengths.npy")
+
+    def write_lengths(self) -> None:
+        """Save the rows' lengths beside the file, so that no run reads all rows for them."""
+        np.save(self._lengths_file, self.lengths)
+
+    @property
     def lengths(self) -> np.ndarray:
-        if self._lengths is None:
+        if self._lengths is None and self._lengths_file.is_file():
+            self._lengths = np.load(self._lengths_file, mmap_mode="r")
+        if self._lengths is None:  # an older version packed the rows
             step = max(1, 2**22 // self.shape[1])
             parts = [self.array[start : start + step] != self.padding for start in range(0, len(self), step)]
             self._lengths = np.concatenate([part.sum(1) for part in parts])
@@ -183,6 +193,8 @@ class _Packing:
                 seen = "; its bpe tokenizer was trained on a part of that" if trained else ""
                 logger.warning(small, corpus.spec, fraction, eval_fraction, seen)
             train, held_out = self._open(draft)
+            if isinstance(train, PaddedBlocks):
+                train.write_lengths()
             stats = BlockStats(
                 train_tokens=packed.train.tokens,
                 eval_tokens=packed.held_out.tokens,

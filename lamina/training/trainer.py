@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.core.json_types import Json
-from lamina.modeling.parts import decaying, one_sequence_each, patched, uncompiled
+from lamina.modeling.parts import decaying, one_sequence_each, uncompiled
 from lamina.modeling.processes import Processes
 from lamina.modeling.scaling import StepFactors
 from lamina.probes.structure.hooks import evaluating
@@ -317,11 +317,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return (result[0] + extra, result[1]) if return_outputs else result + extra
 
     def training_step(self, model: nn.Module, inputs: Json, num_items_in_batch: Any = None) -> torch.Tensor:
-        told = patched(model, train=lambda mode=True: model)  # Trainer would tell every module in every step
-        with (
-            one_sequence_each() if "position_ids" not in inputs else nullcontext(),
-            told if model.training and self.bare_model().training else nullcontext(),
-        ):
+        with one_sequence_each() if "position_ids" not in inputs else nullcontext():
             loss = super().training_step(model, inputs, num_items_in_batch)
         if (value := self.failed_loss(loss)) is not None:
             step = self.state.global_step + 1

@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections import Counter
+import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Generic
+from typing import Any, Generic, SupportsIndex
 
 import torch
 from torch import nn
@@ -45,20 +46,42 @@ _LIBRARY.impl("see", call_seer, "CompositeExplicitAutograd")
 torch.library.register_fake("lamina::see", lambda tensor, place: None, lib=_LIBRARY)
 
 
-def hook(act: Callable[..., Output], *, traced: bool) -> Callable[..., Output]:
-    """Return a hook for a module that may be compiled.
+class Hook:
+    """A hook for a module that may be compiled; it does not keep alive the object whose method it calls.
 
-    The hooks of a compiled module itself run outside of its graph: there ``act`` runs uncompiled. Inside a graph, the
-    hook is inlined: ``act`` becomes a part of the graph if it is ``traced``, and otherwise does nothing.
+    The hooks of a compiled module itself run outside of its graph: there the method runs uncompiled. Inside a graph,
+    the hook is inlined and does nothing. A copy of the hook, as in a copied or pickled model, does nothing either.
     """
+
+    def __init__(self, method: Callable[..., Output] | None = None):
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, *args: Output) -> Output:
+        if torch.compiler.is_compiling() or self._method is None:
+            return None
+        return _uncompiled(self._method, *args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+@torch.compiler.disable
+def _uncompiled(method: weakref.WeakMethod[Callable[..., Output]], *args: Output) -> Output:
+    act = method()
+    return None if act is None else act(*args)
+
+
+skip_code(Hook.__call__.__code__)  # else it is compiled on its own, where is_compiling() holds
+
+
+def _traced(act: Callable[..., Output]) -> Callable[..., Output]:
+    """Return a hook that is a part of a compiled module's graph; the hooks of that module itself run outside of it."""
     uncompiled: Callable[..., Output] = torch.compiler.disable(act)
 
     def acting(*args: Output) -> Output:
-        if not torch.compiler.is_compiling():
-            return uncompiled(*args)
-        return act(*args) if traced else None
+        return act(*args) if torch.compiler.is_compiling() else uncompiled(*args)
 
-    skip_code(acting.__code__)  # else it is compiled on its own, where is_compiling() holds
+    skip_code(acting.__code__)
     return acting
 
 
@@ -76,13 +99,33 @@ def show_output(module: nn.Module, args: Args, output: Output) -> None:
     _show(output, getattr(module, _OUTPUT))
 
 
-_SHOW_INPUT, _SHOW_OUTPUT = hook(show_input, traced=True), hook(show_output, traced=True)
+_SHOW_INPUT, _SHOW_OUTPUT = _traced(show_input), _traced(show_output)
 
 
 @functools.cache
 def class_with_hooks(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass that tells the compiler apart modules with hooks."""
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    """Return the subclass that tells the compiler apart modules with hooks; a copy is of the class ``cls`` again."""
+
+    def __reduce_ex__(self: nn.Module, protocol: SupportsIndex) -> tuple[Any, ...]:
+        reduced: Any = cls.__reduce_ex__(self, protocol)
+        make, args, state, *rest = reduced
+        args = tuple(cls if type(self) is arg else arg for arg in args)
+        make = cls.__new__ if make.__name__ == "__newobj__" else make  # pickle wants the object's class there
+        return make, args, _without_hooks(state) if isinstance(state, dict) else state, *rest
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": __reduce_ex__}
+    return type(cls.__name__, (cls,), names)
+
+
+def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's state without the hooks of this file."""
+    state = {name: value for name, value in state.items() if name not in (_INPUT, _OUTPUT, _ARGUMENT)}
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = state[name]
+        ours = {number for number, hook in hooks.items() if hook in (_SHOW_INPUT, _SHOW_OUTPUT)}
+        for kind in (name, f"{name}_with_kwargs"):  # a number may be given again in another process
+            state[kind] = OrderedDict((number, value) for number, value in state[kind].items() if number not in ours)
+    return state
 
 
 def is_compiled(model: nn.Module) -> bool:

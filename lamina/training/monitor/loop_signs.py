@@ -42,6 +42,18 @@ class StepSigns:
         return rows + [(step, *owner, 0, "trained_changed", float(count)) for owner, count in self.changed.items()]
 
 
+@dataclass(frozen=True, eq=False)
+class _Mark:
+    """A hook that notes a sub-layer's call; a copied model's hook notes it in a set of its own."""
+
+    called: set[tuple[int, str]]
+    layer: int
+    kind: str
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        self.called.add((self.layer, self.kind))
+
+
 class LoopSigns:
     """Sees a loop's ways by forward hooks on the sub-layers, and by what requires a gradient at each step.
 
@@ -65,15 +77,9 @@ class LoopSigns:
         for site in structure.layers if structure is not None and hooks else ():
             for sublayer in site.sublayers:
                 for _, module in sublayer.modules:
-                    self._handles.append(module.register_forward_pre_hook(self._marking(site.index, sublayer.kind)))
-
-    def _marking(self, layer: int, kind: str) -> Callable[[nn.Module, tuple], None]:
-        location, called = (layer, kind), self._called
-
-        def mark(module: nn.Module, args: tuple) -> None:
-            called.add(location)
-
-        return mark
+                    self._handles.append(
+                        module.register_forward_pre_hook(_Mark(self._called, site.index, sublayer.kind))
+                    )
 
     def close(self) -> None:
         for handle in self._handles:

@@ -24,7 +24,7 @@ from lamina.training.checkpointing.sharding import local_part
 from lamina.training.monitor.batches import KeptBatches
 from lamina.training.monitor.flat_parameters import FlatParameters
 from lamina.training.monitor.followed import Followed, Inputs, follow, is_tokens
-from lamina.training.monitor.graph_hooks import GraphHooks, hook, is_compiled
+from lamina.training.monitor.graph_hooks import GraphHooks, Hook, is_compiled
 from lamina.training.monitor.listeners import listening
 from lamina.training.monitor.loop_signs import LoopSigns, StepSigns, kept_square, named
 from lamina.training.monitor.parameter_measures import (
@@ -245,7 +245,7 @@ class Instruments:
         base = getattr(self.model, "base_model", None)
         roots = [self.model, base] if isinstance(base, nn.Module) and base is not self.model else [self.model]
         with temporary_hooks() as hooks, listening(self), self._measuring, self._zero_steps():
-            self._roots, (enter, leave) = roots, (hook(act, traced=False) for act in (self._enter, self._leave))
+            self._roots, (enter, leave) = roots, (Hook(self._enter), Hook(self._leave))
             for root in roots:
                 hooks.append(root.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
                 hooks.append(root.register_forward_hook(leave, with_kwargs=True, always_call=True))

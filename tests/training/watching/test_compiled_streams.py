@@ -1,7 +1,9 @@
 """The residual stream of compiled models: the values of the eager run, without a graph break or another loss."""
 
 import copy
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -205,6 +207,30 @@ def test_a_copy_of_a_watched_model_is_not_watched(tmp_path, compiled):
     )
     tokens = [json.loads((tmp_path / name / "result.json").read_text())["tokens"] for name in ("run", "alone")]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("wrap", [None, whole, in_place, blocks])
+def test_a_copy_keeps_no_monitor_alive_and_both_can_be_pickled_whole(tmp_path, wrap):
+    model = llama(2)
+    compiled = model if wrap is None else wrap(model, backend=BACKEND)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.arange(32).reshape(2, 16) % model.config.vocab_size
+    with lamina.watch(compiled, optimizer, output=tmp_path / "run") as monitor:
+        for _ in range(2):
+            of_call(compiled, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step()
+        copied, instruments = copy.deepcopy(model), weakref.ref(monitor.monitor.instruments)
+        made = [model, copied]
+        for each in (model, copied):
+            torch.save(each, tmp_path / "whole.pt")
+            made.append(torch.load(tmp_path / "whole.pt", weights_only=False))
+    del monitor, compiled
+    gc.collect()
+    assert wrap is None or instruments() is None
+    assert {type(module) for each in made for module in each.modules()} == {type(m) for m in llama(2).modules()}
+    assert [of_call(each, batch).item() for each in made] == pytest.approx([of_call(model, batch).item()] * 4, rel=1e-6)
 
 
 def test_one_line_before_a_loop_ends_the_steps_of_a_compiled_model(tmp_path):
