@@ -152,7 +152,8 @@ def refuse_foreign(
     left = [key for key in left if not key.startswith(_VALUE_HEAD)]
     if left:
         others = _tensors_of_heads(model)
-        refuse_tensors(f"{source}: extra", [key for key in left if key not in others], _why(model))
+        why = f"is not one of the model type {model.config.model_type!r} (allowed: the tensors of the model)"
+        refuse_tensors(f"{source}: extra", [key for key in left if key not in others], why)
     tensors: Mapping[str, torch.Tensor] = model.state_dict()
     for key, tensor in stored.items():
         expected = tensors.get(key, tensors.get(f"{model.base_model_prefix}.{key}"))
@@ -170,10 +171,6 @@ def _is_packed(key: str, modules: set[str]) -> bool:
     *path, last = key.split(".")
     inside = any(".".join(path[:count]) in modules for count in range(1, len(path) + 1))
     return inside and last not in ("weight", "bias")
-
-
-def _why(model: PreTrainedModel) -> str:
-    return f"is not one of the model type {model.config.model_type!r} (allowed: the tensors of the model)"
 
 
 def _is_mask(key: str, stored: Stored | None) -> bool:

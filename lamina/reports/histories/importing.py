@@ -174,8 +174,8 @@ def _placed(recording: Recording, source: Path) -> History:
     for name, series in recording.series.items():
         if plain(name) in (EPOCH, "train_epoch"):
             history.series[_MODEL, EPOCH] = series
-        elif name not in named and name not in history.read.values() and not _is_other(name):
-            history.unused.append(name)
+        elif name not in named and name not in history.read.values() and not name.startswith("_"):
+            history.unused += [] if OTHER & set(plain(name).split("_")) else [name]  # else nobody expects it to be used
     _read_filtered_losses(history)
     if not any(metric in (LOSS, NORM, "gradient_norm") for _, metric in history.series):
         names = sorted(recording.series)
@@ -187,11 +187,6 @@ def _placed(recording: Recording, source: Path) -> History:
         )
     history.notes += _notes(history)
     return history
-
-
-def _is_other(name: str) -> bool:
-    """Return whether a series is of the machine, the evaluation or the clock: nobody expects it to be used."""
-    return bool(OTHER & set(plain(name).split("_"))) or name.startswith("_")
 
 
 def _summed(metric: str, own: Mapping[str, Series], places: Places, *, has_total: bool) -> dict[Key, Series]:
