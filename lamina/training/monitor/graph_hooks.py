@@ -26,6 +26,7 @@ from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lamina.core.json_types import Json
 from lamina.probes.structure.hooks import Args, Key, Kwargs, Output, argument_of, first_tensor
 from lamina.probes.structure.sites import Point
 
@@ -106,7 +107,7 @@ _SHOW_INPUT, _SHOW_OUTPUT = _traced(show_input), _traced(show_output)
 def class_with_hooks(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass that tells the compiler apart modules with hooks; a copy is of the class ``cls`` again."""
 
-    def __reduce_ex__(self: nn.Module, protocol: SupportsIndex) -> tuple[Any, ...]:
+    def __reduce_ex__(self: nn.Module, protocol: SupportsIndex) -> tuple[object, ...]:
         reduced: Any = cls.__reduce_ex__(self, protocol)
         make, args, state, *rest = reduced
         args = tuple(cls if type(self) is arg else arg for arg in args)
@@ -117,7 +118,7 @@ def class_with_hooks(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (cls,), names)
 
 
-def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
+def _without_hooks(state: Json) -> Json:
     """Return a module's state without the hooks of this file."""
     state = {name: value for name, value in state.items() if name not in (_INPUT, _OUTPUT, _ARGUMENT)}
     for name in ("_forward_hooks", "_forward_pre_hooks"):
