@@ -45,8 +45,8 @@ STEPS, BREAKS, RATE = 200, 100, 2e-3
 LATER = 7  # steps by which the next seed's break comes later: most lie between two records
 AFTER, FROM_START = 60, 90  # steps behind the break, and of what is broken from the start
 BROKEN_SEEDS = 2
-SEEN = (6, 10)  # the first seeds of what was judged with earlier rules, and looked at while these were made
-FRESH = 14  # the first seed of what is judged
+SEEN = (6, 10, 14)  # the first seeds of what was judged with earlier rules, and looked at while these were made
+FRESH = 18  # the first seed of what is judged
 HELD, HELD_EVERY = 4, 2  # sequences of the batch whose loss says when a model is worse than its twin, and steps
 VOCABULARY, TOKENS = 256, 2048  # bytes; tokens of text
 COLUMNS = ("call", "step", "layer", "sublayer", "role", "index", "metric", "value")
@@ -190,7 +190,7 @@ OTHER = "other"
 SETUPS |= {
     f"{OTHER}-{family}-{number}": other(family, number, fitted)
     for family, fitted in OTHERS.items()
-    for number in range(2 if fitted else 4)
+    for number in range(2 if fitted else 6)
 }
 
 
@@ -1312,8 +1312,8 @@ Wanted = tuple[str, str, float, int]
 def begun_at(name: str) -> tuple[int, ...]:
     """The first seeds that are tried of a set-up that is not fitted."""
     if name.startswith(OTHER):
-        return (SEEN[-1] if int(name.rpartition("-")[2]) < 2 else FRESH,)
-    return (SEEN[-1], FRESH) if name.startswith(DRAWN) else (*SEEN, FRESH)
+        return ((*SEEN[1:], FRESH)[int(name.rpartition("-")[2]) // 2],)
+    return (*SEEN, FRESH)[name.startswith(DRAWN) :]
 
 
 def wanted() -> Iterator[Wanted]:
