@@ -109,7 +109,8 @@ def monitor(arguments: argparse.Namespace) -> dict[str, Any]:
     from transformers import LlamaConfig
 
     import lamina
-    from lamina.training.monitor.parameter_measures import GradientNorms, gain_rows
+    from lamina.training.monitor.gain_measures import gain_rows
+    from lamina.training.monitor.parameter_measures import GradientNorms
     from lamina.training.monitor.stream_measures import hidden_state_rows
 
     torch.manual_seed(0)

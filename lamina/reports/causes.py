@@ -407,6 +407,7 @@ class Signs:
 _FAMILIES = {
     "step_gradient_norm": "gradient",
     "gradient_norm": "gradient",
+    "without_gradient": "gradient",
     "first_moment": "gradient",
     "hidden_abs_max": "stream",
     "hidden_variance": "stream",

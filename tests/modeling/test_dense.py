@@ -12,7 +12,7 @@ import lamina
 from lamina.errors import UserError
 from lamina.placements import Layer, Plan, Sublayer, resolve
 from lamina.placements.plan import Sources
-from lamina.training.monitor.parameter_measures import gain_rows
+from lamina.training.monitor.gain_measures import gain_rows
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.resolve import wiring_multiplications
 

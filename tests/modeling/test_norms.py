@@ -28,7 +28,7 @@ from lamina.modeling.wiring_lamina import (
 )
 from lamina.placements import Norm, Plan, Sublayer, names, resolve
 from lamina.placements.plan import Layer
-from lamina.training.monitor.parameter_measures import gain_rows
+from lamina.training.monitor.gain_measures import gain_rows
 
 FORMULAS = {
     "rms": lambda x, p: x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt(),

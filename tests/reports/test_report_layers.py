@@ -19,7 +19,8 @@ from lamina.reports.records import Trial, read_study
 from lamina.reports.scheduled_probes import quantities, sections
 from lamina.reports.sections import prepare
 from lamina.reports.style import Shown
-from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, gain_rows
+from lamina.training.monitor.gain_measures import gain_rows
+from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.writers import LAYER_COLUMNS, LOSS, NORM
 

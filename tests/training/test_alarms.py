@@ -90,6 +90,41 @@ def test_a_warm_up_is_no_alarm_since_updates_are_divided_by_the_rate():
     assert [a.rule for a in alarms.see([row(60, 6.0, metric="update_norm")], rate=6e-4)] == ["rise"]
 
 
+@pytest.mark.parametrize("estimates", [True, False])
+def test_while_an_optimizer_raises_its_own_rate_weights_may_move_far(estimates):
+    """As under Prodigy: its estimate doubles at each step, and stays level from step 16 on."""
+    alarms, found = Alarms(), []
+    for step in range(1, 81):
+        part = min(1.0, 2.0 ** (step - 16))
+        rate = outside(step, 0.01 * part, metric="rate_estimate", role="all")
+        ratio = 0.3 if step == 70 else 0.2 * part * 0.9 ** max(0, step - 16)
+        rows = [row(step, ratio, metric="update_ratio"), row(step, 1.0, metric="update_norm")]
+        rows += [row(step, 1.0 + 20 * part, metric=metric) for metric in ("weight_norm", "hidden_variance")]
+        found += alarms.see([*rows, rate] if estimates else rows)
+    first = [(70, "rewritten")]
+    said = [(alarm.step, alarm.rule) for alarm in found]
+    assert said == first if estimates else (15, "rewritten") in said and (16, "rise") in said
+    assert len(alarms.notes) == estimates
+    resumed = Alarms()
+    resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
+    assert resumed.state_dict() == alarms.state_dict()
+
+
+def test_a_stream_may_grow_from_nothing_and_not_go_on():
+    grown = [0.06 * 1.5**record for record in range(16)]  # to 26, as with Muon's usual rates
+    assert run([*grown, *[grown[-1]] * 5], metric="hidden_abs_max") == []
+    (first,) = run([grown[-1] * 1.5**record for record in range(16)], metric="hidden_abs_max")
+    assert (first.rule, first.step <= 12) == ("rise", True)
+
+
+def test_parameters_that_stay_without_a_gradient_are_named_from_the_first_record_on():
+    alarms = Alarms()
+    records = [steady(step, **({} if step in (20, 60) else {"without_gradient": 1.0})) for step in range(20, 161, 20)]
+    (first,) = told(records, alarms)
+    assert (first.step, first.rule, first.layer, first.metric) == (80, "dead", 1, "without_gradient")
+    assert "1 of its parameters get no gradient" in describe(first)
+
+
 def test_what_is_not_finite_a_saturated_attention_and_the_end_of_float16():
     assert [a.rule for a in run([1.0, math.nan, math.inf])] == ["not_finite"]
     assert [a.rule for a in run([10.0, 60.0, 700.0], metric="attention_logit")] == ["logit"]  # 60: at high rates

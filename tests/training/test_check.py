@@ -58,6 +58,12 @@ class Detached(NanoGpt):
         return super().forward(idx, targets)
 
 
+def detached(path):
+    model = llama(layers=4)
+    model.get_submodule(path).register_forward_hook(lambda m, args, output: output.detach())
+    return model
+
+
 class Plain(nn.Module):
     """A wrapper whose loss does not shift."""
 
@@ -109,6 +115,8 @@ FAULTS = {
     "no_gradient_to_blocks": lambda: (reentrant(hooked=False), None, {"batch": BATCH}),
     "no_gradient_to_blocks: unseen": lambda: (reentrant(hooked=False), None, {}),
     "no_gradient_to_blocks: detached": lambda: (Detached(layers=4), None, {"batch": nano_batch()}),
+    "no_gradient_to_parts": lambda: (detached("model.layers.2.self_attn.k_proj"), None, {"batch": BATCH}),
+    "no_gradient_to_parts: a sub-layer": lambda: (detached("model.layers.1.mlp"), None, {"batch": BATCH}),
     "untied": lambda: (
         m := llama(tie_word_embeddings=True),
         setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight.detach().clone())),

@@ -18,7 +18,8 @@ from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.wiring_lamina import LaminaNorm
 from lamina.probes.engine.spikes import surges
 from lamina.training import pretrain as pretraining
-from lamina.training.monitor.parameter_measures import GradientNorms, Samples, UpdateRatios, gain_rows
+from lamina.training.monitor.gain_measures import gain_rows
+from lamina.training.monitor.parameter_measures import GradientNorms, Samples, UpdateRatios
 from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.stream_measures import hidden_state_rows, largest_magnitudes
 from lamina.training.monitor.writers import LOSS, NORM, LayersWriter, StepSeries, spike_columns

@@ -38,7 +38,7 @@ import lamina
 from lamina.core.json_types import Json
 from lamina.data.corpus import single_corpus
 from lamina.data.tokenizers import load_tokenizer
-from lamina.training.monitor.parameter_measures import tables_of
+from lamina.training.monitor.gain_measures import tables_of
 from tools.calibration.alarm_habits import FITTED, HABITS
 
 STEPS, BREAKS, RATE = 200, 100, 2e-3

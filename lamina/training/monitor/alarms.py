@@ -305,6 +305,8 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
         NOTABLE: f"{name} was {alarm.excess:.3g} times its usual value, and nothing followed",
         "rewritten": f"one step changes its weights by {alarm.value:.0%} of their norm",
     }
+    if alarm.metric == "without_gradient":
+        words["dead"] = f"{alarm.value:g} of its parameters get no gradient, though most other layers' do"
     if alarm.metric == LOSS and alarm.rule in ("rise", "fall"):
         words[alarm.rule] = f"the loss went from {alarm.usual:.3g} to {alarm.value:.3g}, outside its noise"
     path = paths.get(alarm.layer)

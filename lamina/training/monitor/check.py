@@ -26,6 +26,7 @@ from lamina.probes.structure.hooks import Output, fresh_gradients
 from lamina.probes.structure.sites import Structure, effective_gain, is_norm
 from lamina.training.monitor.flat_parameters import FlatParameters
 from lamina.training.monitor.followed import follow
+from lamina.training.monitor.silent_parameters import named_alike
 from lamina.training.monitor.stream_measures import in_half
 from lamina.training.monitor.training_hooks import bare, called, stepping
 from lamina.training.monitor.zero import is_deepspeeds
@@ -250,6 +251,34 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
                 if reentrant
                 else "something between them and the loss detaches the stream",
                 do=do if reentrant else "Look for .detach(), .data, torch.no_grad() or .item() behind these layers",
+            )
+
+
+@checks
+def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find parameters of layers whose modules run and that get no gradient, though most other layers' do."""
+    if setup.trial is None:
+        return
+    for _, layers in setup.blocks:
+        peers: dict[str, list[nn.Parameter]] = {}
+        for layer in layers:
+            for name, module, parameter in named_alike(layer):
+                if parameter.requires_grad and id(module) in setup.trial.ran:
+                    peers.setdefault(name, []).append(parameter)
+        alive = {id(layer): {*map(id, layer.parameters())} & setup.trial.reached for layer in layers}
+        inside = {id(p) for layer in layers if alive[id(layer)] for p in layer.parameters()}
+        silent = [
+            p
+            for of in peers.values()
+            if sum(id(p) in setup.trial.reached for p in of) > len(of) / 2
+            for p in of
+            if id(p) not in setup.trial.reached and id(p) in inside
+        ]
+        if silent:
+            yield Mistake(
+                what=f"{len(silent)} parameters of layers get no gradient ({setup.listed(silent)})",
+                why="the same ones of most other layers do, so something detaches what these compute",
+                do="Look for .detach(), .data, torch.no_grad() or .item() behind their modules",
             )
 
 

@@ -17,8 +17,8 @@ from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Point, Structure
 from lamina.training.checkpointing.sharding import reshard
 from lamina.training.monitor.flat_parameters import reshard_root
+from lamina.training.monitor.gain_measures import gains_of, rows_of_gains
 from lamina.training.monitor.graph_hooks import is_compiled
-from lamina.training.monitor.parameter_measures import gains_of, rows_of_gains
 from lamina.training.monitor.stages import first_number
 from lamina.training.monitor.stream_measures import Spot, stream_points, stream_rows
 from lamina.training.monitor.writers import Row

@@ -1,4 +1,4 @@
-"""Measures of parameters by sub-layer: gradients, updates, weights, moments, and gains of norms.
+"""Measures of parameters by sub-layer: gradients, updates, weights and moments.
 
 In an unstable run, updates and first moments rise before the gradient and the loss, and in some layers first.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias, cast
 
 import torch
@@ -20,21 +20,19 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 
 from lamina.modeling.initialization import weights
-from lamina.modeling.parts import body_of, sublayers
-from lamina.modeling.wiring_lamina import SCALES, LaminaNorm
+from lamina.modeling.parts import body_of
 from lamina.probes.structure.hooks import Output
-from lamina.probes.structure.sites import Structure, effective_gain
-from lamina.training.checkpointing.sharding import local_part, reshard
+from lamina.probes.structure.sites import Structure
+from lamina.training.checkpointing.sharding import local_part
 from lamina.training.monitor.flat_parameters import FlatParameters
 from lamina.training.monitor.held_parts import part_of, stored
+from lamina.training.monitor.silent_parameters import SilentParameters
 from lamina.training.monitor.writers import Row
 from lamina.training.monitor.zero import ZeroGroups
 
 Owner: TypeAlias = tuple[int, str, str]
 """layer (-1 outside the blocks), sub-layer, role: "all", or "other" for a layer's parameters outside its sub-layers."""
 Owned: TypeAlias = list[tuple[Owner, torch.Tensor]]
-Gain: TypeAlias = tuple[int, str, str, int, float, torch.Tensor]
-"""layer (-1 outside the layers), sub-layer, role, which of several there, what the norm adds to it, the gain."""
 
 MOMENTS = {"first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
 """Metrics, and under which key Adam and its relatives in torch keep them."""
@@ -288,10 +286,17 @@ def is_recorded(step: int, args: Arguments) -> bool:
     return step == 1 or step % max(1, int(args.logging_steps)) == 0
 
 
+def estimate_of(group: Mapping[str, Output]) -> float | None:
+    """Return the learning rate that Prodigy and D-Adaptation estimate for a group, which its own rate multiplies."""
+    estimate = group.get("d")
+    return float(estimate) if isinstance(estimate, int | float) else None
+
+
 def largest_rate(optimizers: Optimizers) -> float | None:
     """Return the largest learning rate of all groups; None if no group has one (Adafactor's own step)."""
-    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-    return max((float(rate) for rate in rates if rate is not None), default=None)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [(group.get("lr"), estimate_of(group)) for group in groups]
+    return max((float(rate) * (1.0 if d is None else d) for rate, d in rates if rate is not None), default=None)
 
 
 class Samples:
@@ -300,8 +305,8 @@ class Samples:
     In most trainings only the optimizers change weights and moments, so no limit needs fitting. Metrics:
     ``written_ratio``, the norm of all changes to the weights since the last record, divided by the weights' norm;
     ``moved_ratio``, beside it, how far they had moved by then since the change before, or since the first step;
-    ``forgotten_share``, the largest change to one of the optimizer's tensors, divided by that tensor's norm: 1 if the
-    tensor is lost.
+    ``forgotten_share``, the largest loss of magnitude in one of the optimizer's tensors, divided by that tensor's
+    norm: 1 if the tensor is lost.
 
     Nothing waits for the device before ``rows``. A resumed run begins with a new sample, so its first step is not
     compared.
@@ -343,6 +348,7 @@ class Samples:
             return
         if now.device.type != "cpu" or not torch.equal(now, self._last):  # comparing on a GPU would wait for it
             change, count = now - self._last, self._count
+            change[count:] = (now[count:].abs() - self._last[count:].abs()).clamp(max=0.0)  # what grows is not lost
             self._drift = change if self._drift is None else self._drift + change
             anchor = self._last[:count] if self._anchor is None else self._anchor
             wrote = (change[:count] != 0).any()
@@ -443,8 +449,9 @@ class UpdateRatios(TrainerCallback):
     rate and weight decay. Metrics: ``update_norm`` |w' - w|, ``weight_norm`` |w|, ``update_ratio`` |w' - w| / |w|, and
     if the optimizer has Adam's moments after the step, ``first_moment`` |m| and ``second_moment``, the norm of sqrt(v)
     (both in units of the gradient). ``unmoved_parameters`` is the number of parameters with a gradient and an update of
-    exactly 0. If the learning rates of the groups differ, ``rate_ratio`` is the largest divided
-    by that of most parameters.
+    exactly 0, and ``without_gradient`` that of ``SilentParameters``. If the learning rates of the groups differ,
+    ``rate_ratio`` is the largest divided by that of most parameters. ``rate_estimate`` is the rate that an optimizer
+    estimates itself.
 
     At a recorded step the weights are held twice between the backward pass and the end of the step; at all other steps
     only ``samples`` of them are. Nothing waits for the device before ``rows``.
@@ -452,25 +459,30 @@ class UpdateRatios(TrainerCallback):
     Args:
         model: a Lamina model; unused if there are ``groups``.
         groups: the parameters by sub-layer.
+        structure: the model's layers; None looks for no parameters without a gradient.
 
     Attributes:
         rate: the largest learning rate of the last measured step.
         samples: finds changes that the optimizers did not make.
         still: the parameters of the last record that got a gradient and did not move.
         missing: whether no optimizer has any of these.
+        silent: the parameters of the last record without a gradient.
     """
 
     rate: float | None = None
     missing = False
 
-    def __init__(self, model: nn.Module, groups: GradientNorms | None = None):
+    def __init__(self, model: nn.Module, groups: GradientNorms | None = None, structure: Structure | None = None):
         self.groups = GradientNorms(model) if groups is None else groups
+        self._silent = SilentParameters(structure, self.groups.parameters, self.groups.groups)
         self.samples = Samples(self.groups)
         self._ratios: dict[Owner, float] = {}
+        self._estimates: list[float] = []
         self._before: list[torch.Tensor] = []
         self._frozen: set[int] = set()  # the places of weights that stay as they are, such as LoRA's base
         self._sums: dict[str, torch.Tensor] = {}  # by metric: of each group, before the root is taken
         self.still: list[torch.Tensor] = []
+        self.silent: list[torch.Tensor] = []
         self._gradients: torch.Tensor | None = None  # the largest |gradient| of each parameter, where steps free them
         self._largest: torch.Tensor | None = None  # |update|, |gradient| of each parameter [2, parameters]
         self._group_of: dict[int, tuple[int, float | None]] = {}  # by parameter: its optimizer and learning rate
@@ -501,6 +513,7 @@ class UpdateRatios(TrainerCallback):
             return
         before, self._before = self._before, []
         self.rate, self._ratios = largest_rate(optimizers), self._rate_ratios(optimizers)
+        self._estimates = [d for each in optimizers for group in each.param_groups if (d := estimate_of(group))]
         sums = {"weight_norm": self.groups.local_sums(before)}
         moved = [None if index in self._frozen else old for index, old in enumerate(before)]
         pairs = [(old, local_part(p)) for old, p in zip(moved, self.groups.parameters, strict=True) if old is not None]
@@ -573,6 +586,18 @@ class UpdateRatios(TrainerCallback):
                     unmoved.append(index)
         return unmoved
 
+    def _without_gradient(self) -> list[int]:
+        """Return the places of trained parameters whose gradient is zero, other than in most layers."""
+        if self._largest is None:
+            return []
+        ids = [id(stored(parameter)) for parameter in self.groups.parameters]
+        trained = {place for place, key in enumerate(ids) if key in self._group_of and place not in self._frozen}
+        return self._silent.found(self._largest[1].tolist(), trained)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._silent.close()
+
     def _rate_ratios(self, optimizers: Optimizers) -> dict[Owner, float]:
         owners: dict[int, list[Owner]] = {}
         for parameter, group in zip(self.groups.parameters, self.groups.groups, strict=True):
@@ -599,99 +624,18 @@ class UpdateRatios(TrainerCallback):
         if not any(values["update_norm"]):
             return rows
         rows += [(step, *owner, 0, "rate_ratio", ratio) for owner, ratio in self._ratios.items()]
+        rows += [(step, -1, "model", "all", 0, "rate_estimate", max(self._estimates))] if self._estimates else []
         places = self._unmoved()
         self.still = [self.groups.parameters[place] for place in places]
         self.missing = not any(id(stored(parameter)) in self._group_of for parameter in self.still)
-        unmoved = Counter(self.groups.keys[self.groups.groups[place]] for place in places)
-        rows += [(step, *owner, 0, "unmoved_parameters", float(count)) for owner, count in unmoved.items()]
+        silent = self._without_gradient()
+        self.silent = [self.groups.parameters[place] for place in silent]
+        for metric, found in (("unmoved_parameters", places), ("without_gradient", silent)):
+            counts = Counter(self.groups.keys[self.groups.groups[place]] for place in found)
+            rows += [(step, *owner, 0, metric, float(count)) for owner, count in counts.items()]
         for totals in zip(*(self.groups.totals(sums) for sums in values.values()), strict=True):
             owner, by_metric = totals[0][0], dict(zip(values, (total for _, total in totals), strict=True))
             rows += [(step, *owner, 0, metric, total**0.5) for metric, total in by_metric.items()]
             if weight := by_metric["weight_norm"]:
                 rows.append((step, *owner, 0, "update_ratio", (by_metric["update_norm"] / weight) ** 0.5))
         return rows
-
-
-def gain_rows(model: nn.Module, step: int) -> list[Row]:
-    """Measure mean and largest magnitude of each gain and learned scale of a Lamina model."""
-    reshard(model)
-    base = body_of(model, "layer monitor")
-    roles = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", *SCALES, "gate")
-    parts = [(index, name, role, getattr(res, role)) for index, name, res in sublayers(base) for role in roles]
-    parts += [(-1, "block", "embedding_norm", base.embedding_norm), (-1, "block", "final_norm", base.norm)]
-    gains: list[Gain] = []
-    for layer, sublayer, role, part in parts:
-        norm = isinstance(part, LaminaNorm)
-        weight, offset = (part.weight, float(part.zero_centered)) if norm else (part, 0.0)
-        gains += [(layer, sublayer, role, 0, offset, weight)] if isinstance(weight, nn.Parameter) else []
-    return rows_of_gains(gains, step)
-
-
-def gains_of(structure: Structure) -> list[Gain]:
-    """List the learned gains of a followed model's norms, and the tables of its embedding and readout."""
-    gains: list[Gain] = []
-    counts: Counter[Owner] = Counter()
-    for layer, sublayer, norm in structure.norms():
-        if isinstance(weight := getattr(norm.module, "weight", None), torch.Tensor) and weight.ndim == 1:
-            owner = (layer, "block" if layer < 0 else sublayer, norm.role)
-            gains.append((*owner, counts[owner], _offset(norm.module), weight))
-            counts[owner] += 1
-    weights = tables_of(structure)
-    gains += [(-1, "block", role, 0, 0.0, weight) for role, weight in weights.items()]
-    return gains
-
-
-def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
-    """Return the largest weight [rows, width] of the embedding, and of the readout unless the two are tied."""
-    tables: dict[str, nn.Parameter] = {}
-    kinds = {"embedding": nn.Embedding, "readout": nn.Linear}
-    for role, module in (("embedding", structure.embedding), ("readout", structure.head), *structure.outside):
-        for part in () if module is None or role not in kinds else module.modules():
-            if not isinstance(part, kinds[role]):
-                continue
-            weight = cast(nn.Parameter, part.weight)
-            if weight.ndim == 2 and (role not in tables or len(weight) > len(tables[role])):  # else FSDP1's part
-                tables[role] = weight
-    if tables.get("readout") is tables.get("embedding"):
-        tables.pop("readout", None)
-    return tables
-
-
-def _offset(norm: nn.Module) -> float:
-    """Return what a norm adds to its stored gain: 1 for Gemma's norms, 0 otherwise."""
-    weight = norm.weight.detach()  # type: ignore[union-attr]
-    try:
-        effective = effective_gain(norm)
-    except RuntimeError:  # a sharded weight
-        return 0.0
-    return 0.0 if effective is None else float(round(float((effective - weight.float()).mean())))
-
-
-def rows_of_gains(gains: Iterable[Gain], step: int) -> list[Row]:
-    """Return mean and largest magnitude as tidy rows: of each gain, and of the norms of each table's rows."""
-    keys, names, sums, magnitudes, mesh = [], [], [], [], None
-    for *key, offset, parameter in gains:
-        keys.append(key)
-        names.append("row_norm" if parameter.ndim == 2 else "gain")
-        value, whole = parameter.detach(), parameter.shape[0] if parameter.ndim == 2 else parameter.numel()
-        if isinstance(value, DTensor):
-            mesh, value = value.device_mesh, value.to_local()
-        if parameter.ndim == 2:
-            value = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
-        value = value.float() + offset if offset else value.float()
-        sums.append(value.sum() / whole)
-        magnitudes.append(value.abs().max() if value.numel() else value.new_zeros(()))
-    if not keys:
-        return []
-    means, largests = torch.stack(sums), torch.stack(magnitudes)
-    if mesh is not None:
-        torch.distributed.all_reduce(means, group=mesh.get_group())
-        torch.distributed.all_reduce(largests, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group())
-    rows: list[Row] = []
-    for key, name, mean, largest in zip(keys, names, means.tolist(), largests.tolist(), strict=True):
-        layer, sublayer, role, index = key
-        rows += [
-            (step, layer, sublayer, role, index, f"{name}_mean", mean),
-            (step, layer, sublayer, role, index, f"{name}_abs_max", largest),
-        ]
-    return rows

@@ -28,6 +28,7 @@ from lamina.modeling.processes import Processes
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.checkpointing.sharding import sum_partial
 from lamina.training.monitor.experts import ExpertBalance
+from lamina.training.monitor.gain_measures import gain_rows
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.monitor import Monitor
 from lamina.training.monitor.parameter_measures import (
@@ -35,7 +36,6 @@ from lamina.training.monitor.parameter_measures import (
     GradientNorms,
     UpdateRatios,
     clip,
-    gain_rows,
     is_recorded,
     reading_waits,
 )

@@ -48,6 +48,7 @@ CERTAIN, ZEROS = 1e-7, 5  # zero gradients are no chance below this probability,
 KEPT = 0.1  # share of a gradient that earlier steps left in it
 RECENT, SAME_WAY = 10, 5  # a course is judged by so many records, so many of which must go the same way
 FORGOTTEN = 0.5  # share of an optimizer's moments that is lost when it counts as reset
+GROWS = 1.1  # an optimizer's own estimate of its rate still grows if it does by this factor between two records
 HIGHER = 16.0  # multiple of the others' rate; LoRA+ (arXiv 2402.12354) uses up to this on purpose
 MATCH, NO_MATCH = 0.99, 0.95  # share of labels that equal the batch's tokens: while they fit, and once they do not
 REPEATS = 6  # steps with the same batch that are too many: GRPO and PPO take fewer
@@ -97,20 +98,25 @@ COURSES: Mapping[str, float] = {
     **dict.fromkeys(("gain_mean", "gain_abs_max", "weight_norm"), 0.0),
     **dict.fromkeys(("row_norm_mean", "row_norm_abs_max"), 0.1),  # an output head that starts near zero
     "hidden_variance": 1.0,
-    "hidden_abs_max": 1.0,
+    "hidden_abs_max": 10.0,  # of a stream that begins at 0.02, under Muon's usual rates too
 }
 """Series of records that must not go on for long as they go, and the value below which they may rise."""
 _HANDS = {"written_ratio", "forgotten_share"}
 _KEPT = {"update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", "kept_gradient", LOSS, *_HANDS}
 JUDGED = {*PASTS, *_KEPT}
-_UPDATES = ("update_norm", "update_ratio", "weight_norm", "unmoved_parameters")
+_UPDATES = ("update_norm", "update_ratio", "weight_norm", "unmoved_parameters", "without_gradient")
 _OF_WEIGHTS = {*_UPDATES, "gain_mean", "gain_abs_max", "row_norm_mean", "row_norm_abs_max"}
 _IDLE = ("gradient_norm", "update_norm", "update_ratio")  # zero where a step does not call a layer
 _MOVES = ("gradient_norm", "update_norm", "first_moment", "second_moment")
+_EVERY_STEP = {metric for metric, past in PASTS.items() if past.fewest == EVERY_STEP}
 _STILL = {*_MOVES, *_IDLE, NORM, "unmoved_parameters"}  # not judged while equal rewards give no gradient
 AVERAGED = (
     "something else than the optimizer wrote to all weights, no further than they had moved: a mean or a way back "
     "(look-ahead, DiLoCo, weight averages), or a checkpoint that was loaded; such writes are no alarm"
+)
+ESTIMATES = (
+    "the optimizer raises its own estimate of the learning rate: until it stays level, weights, updates and hidden "
+    "states are not compared with their past"
 )
 RATES = "parts have a learning rate of their own, which is no alarm unless something else there leaves its range"
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
@@ -181,10 +187,14 @@ class Rules:
     _skipped: int = 0  # steps in a row that a loss scaler left out
     _means: int = 0  # writes to all weights,
     _total: float = 0.0  # and what was written by the last step, in all
+    _estimate: tuple[float, int] = (0.0, -INTERVAL)  # the highest rate that an optimizer estimated, and when it grew
     _changed: dict[Place, int] = field(default_factory=dict)  # the last step at which others were trained
     _harmful: set[Place] = field(default_factory=set)  # parts whose own learning rate did harm
     _policy: PolicyCourse = field(default_factory=PolicyCourse)
     _chance: bool = False  # whether layers are left out at times, so that the stream varies more
+    _silent: dict[Place, tuple[int, int]] = field(
+        default_factory=dict
+    )  # records in a row with such parameters, and from
     _zeros: dict[Place, list[int]] = field(default_factory=dict)  # zero gradients: in a row, from step, before, of all
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
@@ -206,7 +216,8 @@ class Rules:
         new = {
             owner for owner, at in self._changed.items() if step < at + INTERVAL
         }  # Adam's first steps are the largest
-        rows = [row for row in rows if row[5] != "update_ratio" or row[1:4] not in new]
+        starts = self._estimated(step, rows)
+        rows = [row for row in rows if row[5] != "update_ratio" or not (starts or row[1:4] in new)]
         left_out = {row[1] for row in rows if row[5] == "not_called"}
         self._chance |= bool(left_out)
         rows = [row for row in rows if row[6] != 0.0 or row[1] not in left_out or row[5] not in _IDLE]
@@ -241,6 +252,22 @@ class Rules:
             for series in [series for series in self._recent if series[3] in _STILL]:
                 del self._recent[series]
                 self._seen.pop(series, None)
+
+    def _estimated(self, step: int, rows: Iterable[Row]) -> bool:
+        """Return whether an optimizer's estimate of its rate has just grown: the training starts only then.
+
+        The estimate begins far too low (Prodigy, D-Adaptation). While it grows, series of records start anew.
+        """
+        value, (highest, grew) = max((row[6] for row in rows if row[5] == "rate_estimate"), default=0.0), self._estimate
+        if value > GROWS * highest > 0:
+            grew = step
+            for series in [series for series in self._recent if series[3] in PASTS and series[3] not in _EVERY_STEP]:
+                del self._recent[series]
+                self._seen.pop(series, None)
+            if not any(ESTIMATES in note for note in self.notes):
+                self.notes.append(f"step {step}: {ESTIMATES}")
+        self._estimate = max(value, highest), grew
+        return step < grew + INTERVAL
 
     def _restart(self, owners: Collection[Place]) -> None:
         """Forget the course of owners whose set of trained parameters has changed, and the whole model's."""
@@ -436,6 +463,11 @@ class Rules:
                     before is not None and before[2] > 0
                 )  # else, in most parts, it is the loop's way
                 yield Found("unmoved", update, 0.0, left="unmoved_parameters" in of and (moved or moving))
+                run, begun = self._silent.get(location, (0, step))
+                run, begun = (run + 1, begun if run else step) if "without_gradient" in of else (0, step)
+                self._silent[location] = run, begun
+                silent = (begun, *location, 0, "without_gradient", of.get("without_gradient", update)[6])
+                yield Found("dead", silent, 0.0, left=run >= STAYS)
             if (weights := of.get("weight_norm")) is not None:
                 self._weights[location] = (step, weights[6], 0.0 if update is None else update[6])
 
@@ -546,6 +578,8 @@ class Rules:
             "changed": [[*location, step] for location, step in self._changed.items()],
             "ways": [self._chance, self._means, self._total],
             "harmful": sorted(map(list, self._harmful)),
+            "estimate": list(self._estimate),
+            "silent": [[*location, *counts] for location, counts in self._silent.items()],
             "policy": self._policy.state_dict(),
             "zeros": [[*location, *counts] for location, counts in self._zeros.items()],
         }
@@ -567,7 +601,11 @@ class Rules:
         self._chance, self._means, self._total = state.get("ways", (False, 0, 0.0))
         self._zeros = {(layer, sublayer, role): counts for layer, sublayer, role, *counts in state.get("zeros", [])}
         self._harmful = {(layer, sublayer, role) for layer, sublayer, role in state.get("harmful", [])}
-        self._policy = PolicyCourse(**state.get("policy", {}))
+        self._silent = {
+            (layer, sublayer, role): (run, begun) for layer, sublayer, role, run, begun in state.get("silent", [])
+        }
+        highest, grew = state.get("estimate", self._estimate)
+        self._estimate, self._policy = (highest, grew), PolicyCourse(**state.get("policy", {}))
         losses, sums, self._skipped = state.get("course", [[], {}, 0])
         self._losses, self._sums = deque(losses, maxlen=2 * WINDOW), dict(sums)
 

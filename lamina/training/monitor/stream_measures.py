@@ -224,7 +224,8 @@ def rows_of(step: int, parts: Sequence[PassNumbers]) -> list[Row]:
         rows.append((step, layer, sublayer, "all", 0, "stream_cosine", cosine))
         rows += [(step, layer, sublayer, "all", i, "stream_rms", square**0.5) for i, square in enumerate(squares)]
     for layer, logits in _by_key(part.logits for part in parts).items():
-        rows.append((step, layer, "attention", "all", 0, "attention_logit", max(logits)))
+        if (largest := max(logits)) != -math.inf:  # else a mask left no key to any query
+            rows.append((step, layer, "attention", "all", 0, "attention_logit", largest))
     for layer, loads in _by_key(part.loads for part in parts).items():
         tokens = sum(count for count, _ in loads)
         for expert, values in enumerate(zip(*(load for _, load in loads), strict=True)):

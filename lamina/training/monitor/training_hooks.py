@@ -24,18 +24,11 @@ from lamina.training.checkpointing.sharding import local_part
 from lamina.training.monitor.batches import KeptBatches
 from lamina.training.monitor.flat_parameters import FlatParameters
 from lamina.training.monitor.followed import Followed, Inputs, follow, is_tokens
+from lamina.training.monitor.gain_measures import Gain, gains_of, rows_of_gains
 from lamina.training.monitor.graph_hooks import GraphHooks, Hook, is_compiled
 from lamina.training.monitor.listeners import listening
 from lamina.training.monitor.loop_signs import LoopSigns, StepSigns, kept_square, named
-from lamina.training.monitor.parameter_measures import (
-    Gain,
-    GradientNorms,
-    UpdateRatios,
-    found_parameters,
-    gains_of,
-    largest_rate,
-    rows_of_gains,
-)
+from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, found_parameters, largest_rate
 from lamina.training.monitor.stream_measures import (
     ForwardMeter,
     PassNumbers,
@@ -255,7 +248,7 @@ class Instruments:
             try:
                 yield
             finally:
-                for part in (self._signs, self._graph):
+                for part in (self._signs, self._graph, self._updates):
                     if part is not None:
                         part.close()
 
@@ -312,7 +305,9 @@ class Instruments:
         known = set() if self._norms is None else {id(p) for p in self._norms.parameters}
         owned = found_parameters(self.model, structure, self._flat)
         self._norms = GradientNorms(self.model, owned, exact=True, flat=self._flat, group=self.group)
-        self._updates = UpdateRatios(self.model, self._norms)
+        if self._updates is not None:
+            self._updates.close()
+        self._updates = UpdateRatios(self.model, self._norms, structure)
         self._updates.samples.resumed = self.resumed
         compiled = is_compiled(self.model)
         if self._signs is not None:
@@ -577,6 +572,8 @@ class Instruments:
                 self._told_still = True
                 missing = " (no optimizer has them)" if self._updates.missing else ""
                 self.note(f"step {step}: these get a gradient and do not move{missing}: {named(self.model, still)}")
+            if silent := self._updates.silent:
+                self.note(f"these get no gradient, though most other layers' do: {named(self.model, silent)}")
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model
             rows += rows_of_gains(self._gains, step)
         return rows

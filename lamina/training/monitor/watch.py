@@ -39,9 +39,9 @@ from lamina.training.monitor.alarms import Alarms, events
 from lamina.training.monitor.batches import BatchRecords, Tokenizer
 from lamina.training.monitor.check import BeforeTraining, findings
 from lamina.training.monitor.followed import Inputs
+from lamina.training.monitor.gain_measures import tables_of
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.monitor import Monitor, OnAlarm, Writers
-from lamina.training.monitor.parameter_measures import tables_of
 from lamina.training.monitor.policy_signs import logged
 from lamina.training.monitor.stages import processes_of
 from lamina.training.monitor.trackers import installed

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from training.watching.loops import NanoGpt, Tokens, found, loop
+from training.watching.loops import NanoGpt, Tokens, found, llama, loop
 
 import lamina
 from lamina.training.monitor.alarms import NOTABLE
@@ -71,6 +71,71 @@ def test_a_parameter_that_no_optimizer_has_is_named(tmp_path, part):
     place = (1, "feed_forward") if part.startswith("h") else (-1, "block")
     assert told == [("unmoved", *place)]
     assert [note for note in notes if "no optimizer has them" in note and part in note]
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_parameter_behind_a_detach_is_named_and_one_that_nothing_calls_is_not(tmp_path, called):
+    model = llama(layers=4)
+    attention = model.model.layers[2].self_attn
+    if called:
+        attention.k_proj.register_forward_hook(lambda m, args, output: output.detach())
+    else:
+        keys = nn.Linear(16, 8, bias=False).requires_grad_(False)  # as of a layer that shares another one's keys
+        attention.k_proj.forward = lambda x: keys(x)
+        attention.k_proj.__class__ = type("Shared", (nn.Linear,), {"__call__": lambda self, x: self.forward(x)})
+
+    def loss_of(model, batch):
+        return model(input_ids=batch, labels=batch).loss
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    told, notes = watched(tmp_path / "run", model, optimizer=optimizer, loss_of=loss_of)
+    assert told == ([("dead", 2, "attention")] if called else [])
+    names = [note for note in notes if note.startswith("these get no gradient")]
+    assert [note.endswith("layers.2.self_attn.k_proj.weight") for note in names] == [True] * called
+    assert not attention.k_proj._forward_pre_hooks
+
+
+def test_a_mask_that_hides_all_tokens_leaves_nothing_to_measure_and_attention_without_a_gradient(tmp_path):
+    def loss_of(model, batch):
+        return model(input_ids=batch, labels=batch, attention_mask=torch.zeros_like(batch)).loss
+
+    told, _ = watched(tmp_path / "run", llama(layers=3), loss_of=loss_of)
+    assert "not_finite" not in {rule for rule, _, _ in told}
+
+
+class Estimating(torch.optim.SGD):
+    """Raises its own estimate of the rate in ``d``, as Prodigy and D-Adaptation do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= group["d"] * group["lr"] * parameter.grad
+            group["d"] *= 2.0
+
+
+def test_the_rate_of_an_optimizer_that_estimates_it_is_its_estimate(tmp_path):
+    model = NanoGpt()
+    optimizer = Estimating(model.parameters(), lr=0.5)
+    optimizer.param_groups[0]["d"] = 1e-6
+    loop(model, tmp_path / "run", steps=4, every=1, optimizer=optimizer)
+    rates = [found(tmp_path / "run", "learning_rate", step)[-1, "model", "all"] for step in range(1, 5)]
+    assert rates == pytest.approx([0.5e-6 * 2**step for step in range(4)])
+    assert found(tmp_path / "run", "rate_estimate", 4)[-1, "model", "all"] == pytest.approx(16e-6)
+
+
+def test_a_state_that_the_loop_adds_to_is_not_lost(tmp_path):
+    """As Sophia's estimate of the Hessian, which starts at zero and is updated apart from the steps."""
+    model = NanoGpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    @torch.no_grad()
+    def update(step):
+        for parameter in model.parameters():
+            average = optimizer.state[parameter].setdefault("hessian", torch.zeros_like(parameter))
+            average.mul_(0.99).add_(parameter.grad.square()) if step % 10 == 2 else None
+
+    told, _ = watched(tmp_path / "run", model, optimizer=optimizer, after=update)
+    assert told == []
 
 
 def test_an_optimizer_that_rests_a_rate_of_zero_and_rounded_steps_are_no_alarm(tmp_path):
