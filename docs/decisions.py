@@ -67,7 +67,7 @@ lamina compare --corpus my_texts/ --placements pre_ln,peri_ln,keel,fusenorm --le
 ```
 
 Use this advice to decide what to compare, not what to ship. The evidence is small: {scale} The papers' models are
-hundreds to thousands of times larger ([how we judge](methods.md))."""
+hundreds to thousands of times larger ([how we judge](evidence/methods.md))."""
 
 
 def _advice(question: Question, known: dict[str, Json]) -> list[str]:

@@ -91,24 +91,24 @@ def _main(argv: list[str]) -> int:
         *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
         if str(raised_in.f_globals.get("__name__")).startswith("lamina.commands."):  # --help
             raise
-        return _fail(f"code in one of your files ended the process ({error.code!r}); what was finished is kept", 1)
+        return _fail(f"code in one of your files ended the process ({error.code!r}); finished work is kept", 1)
     except OSError as error:
         if error.errno not in _USER_ERRORS:  # so a closed pipe leaves, too
             raise
         where = f": {error.filename}" if error.filename else ""
-        return _fail(f"{error.strerror}{where}; what was finished is kept", 2, reported=is_reported(error))
+        return _fail(f"{error.strerror}{where}; finished work is kept", 2, reported=is_reported(error))
     except Exception as error:
         if (reason := out_of_memory(error)) is None:
             raise
         lower = "--batch-size, --sequence-length, --hidden-size, --num-layers or --workers"
-        return _fail(f"{reason}. What was finished is kept. Lower {lower}, if the command has it.", 2)
+        return _fail(f"{reason}. Finished work is kept. Lower {lower}, if the command has it.", 2)
 
 
 def _interrupted(command: str = "") -> int:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     resumes = command in JOBS and JOBS[command].resumes
-    return _fail(f"interrupted{'; what was finished is kept (--resume continues it)' if resumes else ''}", 130)
+    return _fail(f"interrupted{'; finished work is kept (continue with --resume)' if resumes else ''}", 130)
 
 
 def _fail(message: str, code: int, *, reported: bool = False) -> int:

@@ -170,7 +170,7 @@ def _refuse_splits(name: str, value: object) -> None:
     """Raise UserError for a datasets.DatasetDict, as `load_dataset(NAME)` returns it."""
     if isinstance(splits := getattr(value, "column_names", None), Mapping):
         names = [str(split) for split in splits]
-        allowed = f"one of them, as in data[{names[0]!r}]" if names else "a datasets.Dataset"
+        allowed = f"one split, as in data[{names[0]!r}]" if names else "a datasets.Dataset"
         raise UserError(f"{name}: a DatasetDict of {', '.join(names) or 'no splits'} (allowed: {allowed})")
 
 
@@ -187,7 +187,9 @@ def _corpus(name: str, value: object, field: str) -> str:
         return os.fspath(value[0]) if len(value) == 1 else _file(name, lambda: _documents(value, field))
     if any(are_paths):
         missing = value[are_paths.index(False)]
-        raise UserError(f"{name}: {missing[:80]!r} is no file, but others are. Give paths alone, or texts alone.")
+        raise UserError(
+            f"{name}: {missing[:80]!r} is not a file, but other entries are files. Give paths alone, or texts alone."
+        )
     if all(_PLACE.fullmatch(str(x)) for x in value):
         raise UserError(f"{name}: {str(value[0])[:80]!r}: no such file. Give a list of paths, or a list of texts.")
     return _file(name, lambda: ({field: text} for text in value))

@@ -183,7 +183,7 @@ def emit(
     spec, target = text("placement", placement), text("to", to)
     whole_number("num_layers", num_layers)
     if with_test and output is None:
-        raise UserError("with_test: Lamina writes the test beside a file. Run: the same with --output NAME.py")
+        raise UserError("with_test: Lamina writes the test beside a file. Run the command again with --output NAME.py")
     from lamina.ports import emit as run
 
     file = None if output is None else Path(path("output", output))
@@ -198,7 +198,7 @@ def emit(
         written = {file: emitted.code} | ({file.with_name(f"test_{file.name}"): emitted.test} if with_test else {})
         for each in written:
             if each.exists() and not overwrite:
-                raise UserError(f"output: {str(each)!r} exists. Run: the same with --overwrite, or choose another name")
+                raise UserError(f"output: {str(each)!r} exists. Add --overwrite, or choose another name")
         file.parent.mkdir(parents=True, exist_ok=True)
         for each, code in written.items():
             each.write_text(code, encoding="utf-8")

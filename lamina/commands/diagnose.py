@@ -25,8 +25,8 @@ def parser() -> Parser:
         "page with charts beside the record.\n\n"
         "RUN is the folder of a run of Lamina, lamina.watch or lamina.LayerMonitor. It can also be another tool's\n"
         "record: a trainer's log, trainer_state.json or its folder, a CSV or JSON history, or files of TensorBoard,\n"
-        "W&B or trackio. A loss is enough. If you add AGAINST, Lamina compares two runs and names the step and the\n"
-        "layer at which they part. Compare two runs when you port a model, change a kernel or the precision, or\n"
+        "W&B or trackio. A loss is enough. If you add AGAINST, Lamina compares two runs and names the first step and\n"
+        "layer that differ. Compare two runs when you port a model, change a kernel or the precision, or\n"
         "resume a run.",
         EXAMPLES,
         "RUN [AGAINST] ",

@@ -21,7 +21,7 @@ def parser() -> Parser:
 
     flags = Parser(
         "emit",
-        "Write a placement as one file for the trainer that you use. The file holds the block, the constants for "
+        "Write a placement as one file for the trainer that you use. The file holds the block, the constants for\n"
         "your depth, and the matching initializer. The file does not import Lamina; commit it to your repository.",
         EXAMPLES,
         "PLACEMENT ",

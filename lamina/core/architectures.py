@@ -59,7 +59,7 @@ _PRE_LN = Conversion(
     placement="pre_ln",
     norms={"input_layernorm": "attention.pre_norm", "post_attention_layernorm": "feed_forward.pre_norm"},
 )
-_GAIN = "multiplies by its norms' gains in float32 and rounds afterwards, Lamina rounds first"
+_GAIN = "multiplies by its norms' gains in float32 and then rounds, whereas Lamina rounds first"
 _OLMO2 = Conversion(
     placement="olmo2(qk_norm=off)",
     norms={"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"},
@@ -100,23 +100,27 @@ _HYPERCLOVA = replace(
 )
 _MINICPM = Conversion(placement="minicpm", norms=_PRE_LN.norms, options={"scale_depth": "scale_depth"})
 _PARALLEL = {"wiring": "use_parallel_residual"}
-_ADDS = "adds both branches before it adds them to the stream, Lamina adds one after the other"
+_ADDS = "sums both branches and adds the sum to the stream, whereas Lamina adds one branch after the other"
 _NEOX = Conversion(
-    placement="pre_ln", norms=_PRE_LN.norms, options=_PARALLEL, rounds=_ADDS, note="`wiring=parallel` where it says so"
+    placement="pre_ln",
+    norms=_PRE_LN.norms,
+    options=_PARALLEL,
+    rounds=_ADDS,
+    note="`wiring=parallel` if its configuration sets it",
 )
 _STABLELM = replace(_NEOX, rounds="", one_norm=True)
 _COHERE = Conversion(
     placement="pre_ln(wiring=parallel)",
     norms=_PRE_LN.norms,
     one_norm=True,
-    rounds="computes its LayerNorms step by step, Lamina at once",
+    rounds="computes its LayerNorms in several operations, whereas Lamina uses one operation",
     note="its norm for both branches twice",
 )
 _PHI = replace(_COHERE, rounds=_ADDS)
 # Why other types are neither wired nor converted.
 UNCONVERTED = dict.fromkeys(
     ("codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj"),
-    "its layers return more than the stream, so no other can stand in their place",
+    "its layers return more than the residual stream, so Lamina cannot replace them",
 )
 # The usual names in decoders, in those that are not in the table, too.
 _DECODER = {

@@ -47,7 +47,7 @@ def is_whole(folder: Path) -> bool:
             return True
         broken = what_is_broken(folder)
         if broken is None and (stray_files := strays(folder)):
-            broken = f"{stray_files[0]} is not one of its files"
+            broken = f"{stray_files[0]} does not belong to it"
     except OSError as error:
         state, broken = [], str(error.strerror)
     if broken is None:
@@ -73,8 +73,8 @@ def publish(folder: Path, write: Callable[[Path], object]) -> None:
         draft.mkdir(parents=True)
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
         raise UserError(
-            f"the cache folder {str(folder.parent)!r} cannot be written to ({error.strerror}); "
-            "set LAMINA_CACHE to a folder that can"
+            f"the cache folder {str(folder.parent)!r} cannot be written to ({error.strerror}). Set LAMINA_CACHE "
+            "to a writable folder"
         ) from None
     try:
         write(draft)

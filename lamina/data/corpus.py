@@ -79,8 +79,9 @@ class FileShard:
         start = cast("Position | None", position) or (0, 0)
         begun = start[1] > 0
         rows_as_text = (
-            f"{self.corpus}: JSON rows with the field {self.text_field!r} are read as plain text, braces and all, "
-            "where the file's name does not say so (rows: one per line in a .jsonl, or .parquet)"
+            f"{self.corpus}: Lamina reads this file as plain text, braces included, although it has JSON rows "
+            f"with the field {self.text_field!r}. To read rows, name the file .jsonl (one row per line) or use "
+            ".parquet"
         )
         options = {"part_chars": self.part_chars, "on_rows": lambda: self.warn(rows_as_text)}
         try:
@@ -94,7 +95,9 @@ class FileShard:
                 raise UserError(f"corpus: {self.corpus!r} {error} (allowed: {ALLOWED})") from None
             if begun:
                 # its first documents have been handed out, and nobody wants half a file
-                raise UserError(f"corpus: {str(self.path)!r} {error}, after some text; fix or remove it") from None
+                raise UserError(
+                    f"corpus: {str(self.path)!r} {error}, after some readable text. Fix or remove the file"
+                ) from None
             self.skip(self.path, error)
         except OSError as error:
             reason = error.strerror or " ".join(str(error).split())
@@ -104,8 +107,7 @@ class FileShard:
     def _refuse_change(self) -> None:
         if self.state is not None and state_of(self.path) != self.state:
             raise UserError(
-                f"corpus: {str(self.path)!r} has changed while the run was reading it (allowed: files that stay as "
-                "they are; put it back and resume)"
+                f"corpus: {str(self.path)!r} has changed while the run was reading it. Restore the file and resume"
             )
 
 
@@ -131,7 +133,9 @@ class HubShard:
         # networks and formats raise dozens of types
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise UserError(f"corpus: {self.corpus!r} stopped being readable ({reason}); resume when it is") from error
+            raise UserError(
+                f"corpus: {self.corpus!r} can no longer be read ({reason}). Resume once it is readable"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -291,7 +295,9 @@ class FileCorpus(SingleCorpus):
         if linked:
             names = ", ".join(path.relative_to(self.path).as_posix() for path in linked[:3])
             more = ", ..." * (len(linked) > 3)
-            self._warn_once(f"{self.path}: links to folders are not followed ({names}{more}); name them as a mix")
+            self._warn_once(
+                f"{self.path}: Lamina does not follow links to folders ({names}{more}). Pass these folders as a mix"
+            )
         return paths
 
     def _documents(self) -> Iterator[Document]:

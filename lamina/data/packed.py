@@ -189,8 +189,8 @@ class _Packing:
         def write(draft: Path) -> Json:
             packed, fraction = self._pack(draft, corpus, eval_fraction)
             if fraction != eval_fraction:
-                small = "%s is small: %g of it is held out, not %g, to fill a block%s"
-                seen = "; its bpe tokenizer was trained on a part of that" if trained else ""
+                small = "%s is small, so Lamina holds out the share %g instead of %g, to fill a block%s"
+                seen = "; Lamina trained the BPE tokenizer on a part of this share" if trained else ""
                 logger.warning(small, corpus.spec, fraction, eval_fraction, seen)
             train, held_out = self._open(draft)
             if isinstance(train, PaddedBlocks):

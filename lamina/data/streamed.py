@@ -79,8 +79,9 @@ def stream_blocks(
     check_split(sequence_length, eval_fraction)
     if is_trained(tokenizer_spec):
         raise UserError(
-            f"tokenizer: {tokenizer_spec!r} is trained on the whole corpus first (allowed with streaming: bytes, or "
-            "a tokenizer of transformers by folder or name, such as the model/ of a run on a part of the corpus)"
+            f"tokenizer: {tokenizer_spec!r} would be trained on the whole corpus, which --streaming never holds. "
+            "Give bytes, or a transformers tokenizer's folder or name, such as the model/ of a run on a part of "
+            "the corpus"
         )
     text = Corpus.parse(corpus, text_field)
     tokenizer = load_tokenizer(tokenizer_spec)
@@ -389,7 +390,7 @@ class StreamedBlocks(BlockSource):
             self._coming = None
             if self.verbose and self._anchors[self._next].turn == 0 < after.turn:
                 logger.warning(
-                    "corpus %s ends within blocks %d to %d of this run; from there on it is read again",
+                    "corpus %s ends within blocks %d to %d of this run, and Lamina then reads it again",
                     *(self.stream.corpus, self._next * self.size, (self._next + 1) * self.size - 1),
                 )
             self._held, self._next = (self._next, chunk), self._next + 1

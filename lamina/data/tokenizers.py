@@ -138,7 +138,9 @@ def _trained_bpe(size: int, corpus: Corpus, cache: Path, eval_fraction: float) -
         )
         tokenizer.train_from_iterator(_train_texts(corpus, eval_fraction), trainer=trainer)
         if tokenizer.get_vocab_size() < size:
-            logger.warning("the corpus yields a bpe of %d tokens, fewer than %d", tokenizer.get_vocab_size(), size)
+            logger.warning(
+                "the corpus gives a BPE tokenizer of only %d tokens, not %d", tokenizer.get_vocab_size(), size
+            )
         tokenizer.save(str(draft / file.name))
 
     publish(folder, write)

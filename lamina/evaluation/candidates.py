@@ -128,7 +128,7 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
         loaded = load(str(model_folder(path)), dtype=settings.dtype, device=device)
     model = loaded.model
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
-        raise UserError(f"models: {path!r} is a {type(model).__name__}, which predicts no next token")
+        raise UserError(f"models: {path!r} is a {type(model).__name__}, which does not predict next tokens")
     if loaded.notes:
         raise UserError(f"models: {path!r}: {loaded.notes[0]}. Choose a checkpoint with all its weights.")
     tokenizer = _tokenizer(loaded.tokenizer, path, settings)
@@ -136,7 +136,8 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
     size = model.get_input_embeddings().num_embeddings
     if isinstance(size, int | torch.Tensor) and largest >= int(size):
         raise UserError(
-            f"tokenizer: it has {largest + 1} tokens, the model {path!r} has {int(size)}. Use the model's own."
+            f"tokenizer: it has {largest + 1} tokens, but the model {path!r} has {int(size)}. Use the model's "
+            "tokenizer."
         )
     return model, tokenizer
 

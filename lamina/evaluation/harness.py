@@ -123,10 +123,14 @@ class Runner:
                     mark_reported(refused)  # all fail alike, and the first says it
                 raise refused from error
         cut = sum(self.processes.everyones(sum("exceeds model's maximum length" in text for text in warnings)))
-        notes = [f"{cut} questions are longer than the model's context: their beginnings were cut"] if cut else []
+        notes = (
+            [f"{cut} questions are longer than the model's context, so Lamina cut off their beginnings"] if cut else []
+        )
         zero = sorted(str(name) for name, shots in results.get("n-shot", {}).items() if shots == 0)
         if num_fewshot and zero:
-            notes.append(f"{', '.join(zero)}: without examples, as the task's own file says, not {num_fewshot}")
+            notes.append(
+                f"{', '.join(zero)}: scored without examples, as the task's file states, and not with {num_fewshot}"
+            )
         return results, notes
 
     def _prepare(self, built: TaskDict, num_fewshot: int | None) -> None:

@@ -61,7 +61,7 @@ MOST = 64  # sequences per forward pass that are tried first, as the harness doe
 LONGEST_WINDOW = 2048  # tokens, where neither the user nor the model says less
 _ABOUT = ("name", "path", "arm", "seed", "status", "left_out")  # of a candidate, in result.json
 PAIRED = "paired.csv"
-RUNNING = "it is still running, or was killed (--resume continues)"
+RUNNING = "it is still running, or was killed (continue with --resume)"
 POLICY = ResumePolicy(what="evaluation", free=EvalSettings.free() | {"batch_size"})  # it may not have fit
 
 
@@ -137,7 +137,7 @@ def check_generation(options: Json, writes: bool) -> None:
         if name not in arguments:
             raise unknown("generation argument", name, arguments)
     if not writes:
-        raise UserError(f"generation.{next(iter(options))}: no effect: none of the tasks has the model write")
+        raise UserError(f"generation.{next(iter(options))}: has no effect, because no task generates text")
 
 
 class Evaluation:
@@ -199,7 +199,7 @@ class Evaluation:
                 if todo and not candidate.left_out:
                     self._evaluate(candidate, todo, f"{number} of {len(self.candidates)}")
         except KeyboardInterrupt:
-            self._end(Status.INTERRUPTED, "stopped by Ctrl-C; finished scores are kept (--resume continues)")
+            self._end(Status.INTERRUPTED, "stopped by Ctrl-C; finished scores are kept (continue with --resume)")
             raise
         except Exception as error:
             if disk_full(error):
@@ -326,7 +326,7 @@ class Evaluation:
                     if record["state"] == self._state(candidate, unit) and from_rows(record["scores"]):
                         finished[candidate.name, unit] = record
                 except (OSError, ValueError, KeyError, TypeError) as error:
-                    logger.warning("%s is missing or damaged (%s): it is computed again", path, one_line(error))
+                    logger.warning("%s is missing or damaged (%s), so Lamina computes it again", path, one_line(error))
         return finished
 
     def scores(self, records: Mapping[tuple[str, str], Json] | None = None) -> dict[tuple[str, Wanted], Score]:

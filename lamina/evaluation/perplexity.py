@@ -129,7 +129,7 @@ def perplexity(
     if not counts["tokens"]:
         raise UserError("corpus: it has no tokens. Give a text.")
     if not math.isfinite(total):
-        raise UserError(f"corpus: the model's loss on it is {total}")
+        raise UserError(f"corpus: the model's loss on this text is {total}")
     return Perplexity(nll=total, **counts)
 
 

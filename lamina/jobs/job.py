@@ -57,8 +57,8 @@ class ResumePolicy:
             if name not in self.free and name not in self.compared and value != old:
                 changeable = ", ".join(sorted(set(self.free) - {"output"}))
                 raise UserError(
-                    f"{name}: {value!r} differs from the {self.what}'s {old!r} (allowed with --resume: the same, or "
-                    f"another of {changeable}; else another --output)"
+                    f"{name}: {value!r} differs from the {self.what}'s {old!r}. With --resume, keep all settings "
+                    f"except {changeable}, or choose another --output"
                 )
         return {**stored, **given}
 

@@ -119,7 +119,7 @@ def refuse_damaged(folder: Path) -> None:
     state = tuple((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in about)
     broken = _damage(folder, state) or _of_another_run(folder)
     if broken is not None:
-        raise UserError(f"checkpoint {str(folder)!r}: {broken}. Restore the files as they were written.")
+        raise UserError(f"checkpoint {str(folder)!r}: {broken}. Restore the original files.")
 
 
 @lru_cache(maxsize=64)
@@ -128,7 +128,7 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str |
     broken = what_is_broken(folder)
     if broken is None:
         foreign = [n for n in strays(folder) if not (n.endswith(_PLAIN) or Path(n).name.startswith("."))]
-        broken = f"{foreign[0]} is not one of its files" if foreign else None
+        broken = f"{foreign[0]} does not belong to it" if foreign else None
     return broken
 
 
@@ -140,7 +140,7 @@ def _of_another_run(folder: Path) -> str | None:
         return None
     digest = sealed.get(f"{folder.name}/{MANIFEST}")
     another = digest is not None and digest != sha256(folder / MANIFEST)
-    return f"another model than the run's, as {RESULT} beside it says" if another else None
+    return f"not the run's model, according to {RESULT} beside it" if another else None
 
 
 def model_folder(path: str | Path) -> Path:

@@ -130,7 +130,7 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
     seal = read_seal(folder / by, noted(folder / by)) or {}
     faults = {}
     if seal and seal["trial"] != _trial(folder):
-        faults[by] = f"of another trial than {TRIAL} says"
+        faults[by] = f"of another trial than {TRIAL} names"
     for name, digest in seal.get("files", {}).items():
         if name == f"{MODEL}/{MANIFEST}":
             continue
@@ -138,9 +138,9 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
         if not path.is_file():
             faults |= {name: _MISSING} if missing else {}
         elif sha256(path) != digest and name == CONFIG:  # which has a digest of its own
-            faults[by] = f"not of the run whose {CONFIG} is beside it, or one of the two is altered"
+            faults[by] = f"not from the run of the {CONFIG} beside it, or one of the two files has changed"
         elif sha256(path) != digest and not (name == STUDY and _is_cut(path)):
-            faults[name] = f"altered since {by} was written, or of another run"
+            faults[name] = f"changed after {by} was written, or from another run"
     if seal and by == RESULT:
         there = {path.relative_to(folder).as_posix() for pattern in GROWING for path in folder.glob(pattern)}
         faults |= dict.fromkeys(sorted(there - seal["files"].keys()), f"not one of the records that {RESULT} lists")
@@ -156,8 +156,8 @@ def _refuse(folder: Path, by: str, faults: Mapping[str, str]) -> None:
     for name, fault in faults.items():
         again = f"delete the folder {str(folder)!r} and run it again"
         if by == SEALED and name not in (STUDY, *_OF_PREFLIGHT):
-            again = "add --resume, which writes it again"
-        raise UserError(f"{str(folder / name)!r}: {fault}. Restore the file as it was written, or {again}.")
+            again = "add --resume to write it again"
+        raise UserError(f"{str(folder / name)!r}: {fault}. Restore the original file, or {again}.")
 
 
 def refuse_page(folder: Path) -> None:
@@ -192,13 +192,13 @@ def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoin
         name = METRICS if entry == _FIRST else entry
         path = folder / name
         if not path.is_file() and name.startswith("probes/"):  # the other writers name theirs
-            logger.warning("%s: %s: what it held is left out", path, _MISSING)
+            logger.warning("%s: %s, so the page leaves its content out", path, _MISSING)
         if not path.is_file() or (name == METRICS and path.stat().st_size < size):
             continue
         if _beginning(path, size) != digest:
             raise UserError(
-                f"resume: {name} in {str(folder)!r} is not what it was when {checkpoint} was saved. Restore "
-                "the file as it was, remove it, or begin again with --overwrite."
+                f"resume: {name} in {str(folder)!r} has changed since {checkpoint} was saved. Restore the "
+                "original file, remove it, or begin again with --overwrite."
             )
 
 

@@ -141,7 +141,7 @@ def _check_runs(model: PreTrainedModel) -> None:
         return
     text_config = backbone_of(model.config)
     ids = torch.arange(1, 5, device=next(model.parameters()).device).remainder(text_config.vocab_size)[None]
-    subject, training = f"backbone {text_config.model_type!r}: wired by a placement it", model.training
+    subject, training = f"backbone {text_config.model_type!r}: with a placement, it", model.training
     try:
         with torch.random.fork_rng(devices=[]):
             runs: Any = model.eval()
@@ -153,7 +153,7 @@ def _check_runs(model: PreTrainedModel) -> None:
                 logits, cached = logits[:, -1], cached[:, -1]
                 if not torch.allclose(logits, cached, rtol=1e-2, atol=1e-2 * float(logits.abs().max())):
                     raise UserError(
-                        f"{subject} has other logits with its cache than without (allowed: another backbone)"
+                        f"{subject} gives different logits with and without its cache. Choose another backbone"
                     )
     except UserError:
         raise
@@ -173,10 +173,12 @@ def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan
     if not isinstance(placement, Plan):
         return resolve(placement, num_layers, **options)
     if options:
-        raise UserError(f"placement: a plan takes no options ({', '.join(options)}); they belong to resolve")
+        raise UserError(
+            f"placement: a plan takes no options ({', '.join(options)}). Pass them to lamina.placements.resolve"
+        )
     if placement.num_layers != num_layers:
         raise UserError(
-            f"placement: the plan is for {placement.num_layers} layers, the backbone has num_layers {num_layers}"
+            f"placement: the plan is for {placement.num_layers} layers, but the backbone has num_layers {num_layers}"
         )
     return placement
 
@@ -204,7 +206,7 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
     whole_number("hidden_size", hidden_size)
     halves = (layer_plan.attention, layer_plan.feed_forward)
     if layer_plan.sources or layer_plan.boundary or any(half.streams or half.reads_memory for half in halves):
-        raise UserError("layer_plan: it needs the blocks around it, for its streams or memory (allowed: lamina.build)")
+        raise UserError("layer_plan: its streams or earlier states need the blocks around it. Use lamina.build")
     wiring = Plan(placement="wire", layers=(layer_plan,)).to_dict()["layers"][0]
     style = NormStyle()
     try:

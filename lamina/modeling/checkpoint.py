@@ -71,7 +71,7 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     model: Any = loaded[0]  # transformers' decorators hide the signature of `to`
     missing = loaded[1]
     some = f"{', '.join(missing[:4])}{' ...' * (len(missing) > 4)}"
-    notes = [f"not in the checkpoint, so random: {some}"] if missing else []
+    notes = [f"missing in the checkpoint, so Lamina drew random weights: {some}"] if missing else []
     return Loaded(model=model.to(device).eval(), tokenizer=tokenizer, run=run, notes=notes)
 
 

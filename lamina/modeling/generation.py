@@ -92,8 +92,8 @@ class Speaker:
         """Raise UserError if the model's tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
             raise UserError(
-                f"chat: the tokenizer of {self.path!r} has no chat template (allowed: a model that lamina sft has "
-                "tuned on turns or instructions, or one with a template; else without --chat)"
+                f"chat: the tokenizer of {self.path!r} has no chat template. Choose a model with a template, such "
+                "as a model that `lamina sft` has tuned on conversations, or leave out --chat"
             )
 
     def answer(self, turns: list[dict[str, str]], tell: Callable[[str], object] | None = None) -> str:
@@ -102,7 +102,7 @@ class Speaker:
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # whatever a template raises
-            raise UserError(f"chat: the template does not take these turns ({one_line(error)})") from None
+            raise UserError(f"chat: the template does not accept these messages ({one_line(error)})") from None
         inputs = self.tokenizer(str(text), return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
         teller = None if tell is None else Teller(self.tokenizer, self.stop, tell)
         ids = self._generated(dict(inputs), teller)[0, inputs["input_ids"].shape[1] :]

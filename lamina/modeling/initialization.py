@@ -96,7 +96,7 @@ def initialize(
                 weight.parameter[module.padding_idx].zero_()
     if unknown:
         logger.warning(
-            "init %r: %d weights of the blocks have names that Lamina does not know, and are drawn like queries",
+            "init %r: Lamina does not know the names of %d weights of the blocks, and draws them like queries",
             name,
             unknown,
         )

@@ -183,7 +183,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Scale the kept gradients by the loss's gradient, in place, so that this works only once."""
         if ctx.gradients is None:
-            raise RuntimeError("the chunked loss goes backward once (retain_graph is not supported)")
+            raise RuntimeError("the chunked loss supports only one backward pass (no retain_graph)")
         (by_hidden, by_weight), ctx.gradients = ctx.gradients, None
         if by_hidden is not None:
             by_hidden = (by_hidden.to(gradients[0].dtype) * gradients[0]).to(ctx.dtypes[0])

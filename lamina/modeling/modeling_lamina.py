@@ -287,8 +287,8 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
     for scale in ("residual_multiplier", "scale_depth"):
         if not (scaled or known) and getattr(backbone.config, scale, None) not in (None, 1, 1.0):
             raise ValueError(
-                f"{kind}: its layers scale their branches ({scale}), which wiring them again would lose (allowed: a "
-                "placement with an out_scale, such as granite or minicpm)"
+                f"{kind}: its layers scale their branches ({scale}), and this placement would drop the scale. Use "
+                "a placement with an out_scale, such as granite or minicpm"
             )
     norm = type(backbone.get_submodule(adapter.norm))
     used = {(layer, path.partition(".")[0]) for layer in layers for path in adapter.halves(layer)}
@@ -297,12 +297,12 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
     parallel = all(layer["feed_forward"].get("read") == "block_input" for layer in plan["layers"])
     beside = len(norms) < 2 or any(getattr(backbone.config, name, False) for name in PARALLEL)
     if beside and not (parallel or known):
-        raise ValueError(f"{kind}: its layers run attention and feed-forward side by side (allowed: wiring=parallel)")
+        raise ValueError(f"{kind}: its layers run attention and feed-forward in parallel. Add wiring=parallel")
     if not known:
         lost = [key for key, one in modules.items() if key not in norms and any(True for _ in one.parameters())]
         logger.warning_once(
-            f"{kind} is not among those whose wiring is checked against transformers ({', '.join(ADAPTERS)}): make "
-            "sure that its layers do nothing but attention, feed-forward, norms and adds"
+            f"{kind} is not a model type that we test against transformers ({', '.join(ADAPTERS)}). Make sure "
+            "that its layers contain only attention, feed-forward, norms and adds"
             + (f"; {', '.join(lost)} of its layers are left out" if lost else "")
         )
 
@@ -373,8 +373,8 @@ class LaminaModel(LaminaPreTrainedModel):
         """Raise ValueError if an engine has cut the model where the plan needs all of it; it asks before it serves."""
         if not (self._pp_plan or all(isinstance(layer, Block) for layer in self.layers)):
             raise ValueError(
-                "plan: its embedding is scaled or normed, or its blocks pass on more than a stream, so it has no "
-                "pipeline stages (needed: a pipeline parallel size of 1)"
+                "plan: it scales or norms the embedding, or its blocks pass on more than one stream, so it "
+                "cannot be split into pipeline stages. Set the pipeline parallel size to 1"
             )
         plan = self.config.plan or {}
         inner = any(layer[half].get("inner_norm") for layer in plan["layers"] for half in HALVES)
@@ -382,8 +382,8 @@ class LaminaModel(LaminaPreTrainedModel):
             return
         if any((getattr(module, "tp_size", None) or 1) > 1 for module in self.modules()):
             raise ValueError(
-                "plan: a norm over all heads, or before a last projection, needs channels that are on other devices "
-                "(needed: a tensor parallel size of 1)"
+                "plan: a norm over all heads, or before a module's last projection, needs channels from other "
+                "devices. Set the tensor parallel size to 1"
             )
 
     def _scaled_and_normed(self, x: torch.Tensor) -> torch.Tensor:
@@ -514,7 +514,7 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         # Named one by one: Trainer and TRL keep only the columns whose names are in this signature.
         if kwargs.get("output_router_logits"):
-            raise ValueError("output_router_logits: not supported (the router's balance is a loss of its own)")
+            raise ValueError("output_router_logits: not supported. Lamina adds the router's balance loss itself")
         loss_kwargs = {k: kwargs.pop(k) for k in ("num_items_in_batch", "shift_labels") if k in kwargs}
         outputs = self.model(
             input_ids=input_ids,

@@ -234,7 +234,8 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
     if size == 1:
         if {"MASTER_PORT", "ACCELERATE_USE_CPU"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
             logger.warning(
-                "accelerate launch --cpu has started one process (several: torchrun, docs/accelerate/ddp.yaml)"
+                "accelerate launch --cpu has started a single process. To start several, use torchrun or "
+                "docs/accelerate/ddp.yaml"
             )
         yield ALONE
         return
@@ -255,7 +256,9 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
         try:
             distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"WORLD_SIZE: {size} processes could not meet ({' '.join(str(error).split())})") from error
+            raise UserError(
+                f"WORLD_SIZE: {size} processes could not connect ({' '.join(str(error).split())})"
+            ) from error
     group = distributed.new_group(backend="gloo", timeout=PATIENCE) if device == "cuda" else None
     failed = True
     try:

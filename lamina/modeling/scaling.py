@@ -76,8 +76,8 @@ class Scaling:
         if any(options.get(name) != value for name, value in self.placement_options.items()):
             stated = ", ".join(f"{name}={value}" for name, value in self.placement_options.items())
             raise UserError(
-                f"depth_scaling: {self.depth!r}, but the model's branches are not divided by it (allowed: a placement "
-                f"with the options {stated}, or none)"
+                f"depth_scaling: {self.depth!r}, but the placement does not divide its branches by it. Give the "
+                f"placement the options {stated}, or set depth_scaling to none"
             )
 
     def exponents(self, kind: Kind) -> tuple[float, float]:
@@ -187,8 +187,8 @@ def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
         return model
     if outer.tie_word_embeddings:
         raise UserError(
-            "width_scaling: the backbone ties its output head to its embedding, and the two need rates of their own "
-            "(allowed: --untie-embeddings, or --width-scaling none)"
+            "width_scaling: the backbone ties its output head to its embedding, but the two need different "
+            "learning rates. Add --untie-embeddings, or set --width-scaling none"
         )
     try:
         config = resolve_backbone(backbone_of(outer), hidden_size=scaling.base_width)

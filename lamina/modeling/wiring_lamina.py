@@ -535,7 +535,9 @@ class Block(GradientCheckpointingLayer):
         With n streams they are [batch, tokens, n, hidden_size]; with a memory, a State.
         """
         if len(args) > len(self.arguments):
-            raise TypeError(f"layers get more than the attention takes by name: {', '.join(self.arguments)}")
+            raise TypeError(
+                f"the layers receive arguments that the attention does not accept: {', '.join(self.arguments)}"
+            )
         kwargs.update(zip(self.arguments, args, strict=False))
         if self._takes_mask:  # a module of the user's own may not know of masks
             kwargs.setdefault("attention_mask", None)

@@ -126,7 +126,9 @@ def plan_notes(plan: Plan) -> list[str]:
         norms = f", norms: {', '.join(first.streams.norms)}" if first.streams.norms else ""
         notes.append(f"{plan.streams} streams: {first.streams.weights} weights, mix: {first.streams.mix}{norms}")
     if first.reads_memory:
-        notes.append("each sub-layer reads a softmax over earlier sums of blocks, and its own block's so far")
+        notes.append(
+            "each sub-layer reads a softmax-weighted sum of earlier blocks' sums and of the sum so far in its block"
+        )
     elif plan.has_memory:
         states = [len(layer.sources.states) if layer.sources else 0 for layer in plan.layers]
         notes.append(f"earlier states are added to a block's input: {states[0]} in the first, {states[-1]} in the last")

@@ -45,8 +45,8 @@ class Match:
     @property
     def notes(self) -> list[str]:
         """The note on the plans that match here."""
-        told = "can't be told apart here, and differ at other depths or once the weights have moved"
-        return [f"{self.placement} and {', '.join(self.here)} {told}; the simplest is named"] if self.here else []
+        told = "are equal here, and differ at other depths or after training"
+        return [f"{self.placement} and {', '.join(self.here)} {told}; Lamina names the simplest"] if self.here else []
 
 
 def norm_fact(norm: Norm | None) -> str:

@@ -385,9 +385,9 @@ class Plan:
         if len(counts) > 1:
             raise UserError(f"streams: {sorted(counts)} in one plan (allowed: one number, also in the readout)")
         if self.readout and (self.readout.write or self.readout.mix != "identity"):
-            raise UserError("readout: it writes or mixes, behind the last block (allowed: a read alone)")
+            raise UserError("readout: it writes or mixes after the last block, where it may only read")
         if self.streams > 1 and self.has_memory:
-            raise UserError("streams: several have no meaning beside sources or a memory, which hold one")
+            raise UserError("streams: sources and earlier states need a single stream")
         ends = [*enumerate(layer.sources for layer in self.layers), (len(self.layers), self.final_sources)]
         for index, sources in ends:
             for state, _ in sources.states if sources else ():

@@ -58,35 +58,43 @@ COMMON: tuple[Option, ...] = (
     Option(name="groups", type=int | None, default=None, help="with norm='group': parts of a token's channels (8)"),
     Option(name="qk_norm", type=HeadNorm | None, default=None, help="a norm on queries and keys"),
     Option(name="v_norm", type=HeadNorm | None, default=None, help="a norm on values"),
-    Option(name="wiring", type=str | None, default=None, help="what the residual carries: x0, mhc ..., a .py file"),
+    Option(
+        name="wiring",
+        type=str | None,
+        default=None,
+        help="residual paths beyond a single stream: x0, mhc ..., or a .py file",
+    ),
     Option(
         name="size",
         type=int | None,
         default=None,
-        help="with wiring: streams (4), layers in a block of depth (0: sub-layers), mudd's step",
+        help="with wiring: number of streams (4), layers in a block of depth (0: one sub-layer), or mudd's width step",
     ),
     Option(
         name="start",
         type=Literal["liger", "mean", "dlcl"] | None,
         default=None,
-        help="with wiring=mhc: as Liger's kernels begin (liger); with denseformer: weights of 1/(l+1) (mean), of "
-        "normed states (dlcl)",
+        help="initial values: with wiring=mhc, Liger's (liger); with denseformer, weights of 1/(l+1) (mean), also "
+        "on normed states (dlcl)",
     ),
     Option(
         name="collapse",
         type=Literal["mean", "sum", "sum_of_norms"] | None,
         default=None,
-        help="with wiring: make one of several streams by their mean, their sum, or the sum of each one's final norm",
+        help="with wiring: join several streams by their mean, by their sum, or by the sum of the normed streams",
     ),
     Option(
         name="depth_scaling",
         type=DepthScheme | None,
         default=None,
-        help="divide every branch by (num_layers / base_depth)^alpha: alpha 1/2 (depth-mup) or 1 (completep); the "
-        "rates that go with it are `--depth-scaling`'s",
+        help="divide every branch by (num_layers / base_depth)^alpha, with alpha 1/2 (depth-mup) or 1 "
+        "(completep); `--depth-scaling` also sets the learning rates",
     ),
     Option(
-        name="base_depth", type=int | None, default=None, help="with depth_scaling: blocks at which it changes nothing"
+        name="base_depth",
+        type=int | None,
+        default=None,
+        help="with depth_scaling: number of blocks at which it changes nothing",
     ),
 )
 

@@ -239,7 +239,9 @@ def resolve(name: str, num_layers: int, **options: object) -> Plan:
     if not isinstance(plan, Plan):
         raise UserError(f"placement {scheme.name!r}: it makes {shortened(repr(plan), 200)} (allowed: a Plan)")
     if plan.num_layers != num_layers:
-        raise UserError(f"placement {scheme.name!r}: its plan has {plan.num_layers} layers, num_layers is {num_layers}")
+        raise UserError(
+            f"placement {scheme.name!r}: its plan has {plan.num_layers} layers, but num_layers is {num_layers}"
+        )
     plan = replace(
         plan, placement=scheme.name, initialization=plan.initialization or scheme.initialization, options=options
     )
@@ -301,8 +303,8 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
     whole_number("base_depth", base_depth)
     if more := next(_on_the_stream(plan), None):
         raise UserError(
-            f"{name} depth_scaling {scheme!r} is for streams to which blocks only add, and {more} (allowed: a "
-            "placement with norms and scales in its branches alone, or no depth scaling)"
+            f"{name} depth_scaling {scheme!r} needs a residual stream to which blocks only add, and {more}. Use a "
+            "placement with norms and scales only in its branches, or no depth scaling"
         )
     factor = (plan.num_layers / base_depth) ** -DEPTH_SCHEMES[scheme]
     layers = [layer.map(lambda sub: replace(sub, out_scale=sub.out_scale * factor)) for layer in plan.layers]

@@ -168,9 +168,9 @@ def _check_sums(plan: Plan, reason: str, *, post_norms: bool) -> None:
 @wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
 def residual(plan: Plan) -> Plan:
     """Add to a Post-LN a second stream that no norm touches before the end."""
-    _check_sums(plan, "its second stream is the plain sum beside normed ones", post_norms=True)
+    _check_sums(plan, "its second stream is the plain sum of the branches, beside a normed stream", post_norms=True)
     if plan.options.get("final_norm") is False:
-        raise UserError("final_norm: False leaves its second stream without the norm at the end (allowed: true)")
+        raise UserError("final_norm: False leaves the second stream without a final norm. Set it to true")
     plan = replace(plan, final_norm=plan.final_norm or plan.layers[-1].feed_forward.post_norm)
     streams = Streams(weights="constant", read=(1.0, 0.0), write=(1.0, 1.0), normed=(True, False))
     return with_streams(plan, lambda index: streams, Streams(weights="constant", read=(1.0, 1.0), normed=(False, True)))

@@ -113,8 +113,8 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
         if scale := re.fullmatch(r"blocks\.(\d+)\.ln_scale", name):  # a buffer, which the plan has as a number
             if abs(float(tensor) - (expected := (int(scale[1]) + 1) ** -0.5)) > 1e-6:
                 raise UserError(
-                    f"source: {name} is {float(tensor):.3g} in place of {expected:.3g}, so the model was trained with "
-                    "another factor (allowed: a run of an OLMo-core that sets it)"
+                    f"source: {name} is {float(tensor):.3g} instead of {expected:.3g}, so the model was trained "
+                    "with another factor. Give a run of an OLMo-core version that sets it"
                 )
         else:
             weights[re.sub(r"\.attention\.([qk])_norm\.", r".attention.w_\1.norm.", name)] = tensor
@@ -264,7 +264,9 @@ def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForC
         stored = read(folder)
     spec = placement or stored.placement
     if not spec:
-        raise UserError(f"placement: the {target} checkpoint does not say it. Run: the same with --placement NAME")
+        raise UserError(
+            f"placement: the {target} checkpoint does not name it. Run the command again with --placement NAME"
+        )
     options = {} if placement and "(" in placement else stored.options
     plan = stored.settled(resolve(spec, stored.config.num_hidden_layers, **options))
     model = build(stored.config, plan, adapter=stored.adapter)

@@ -71,7 +71,7 @@ def _arguments(file: Path) -> Namespace:
     except (zipfile.BadZipFile, ValueError, pickle.UnpicklingError, EOFError) as error:
         raise UserError(f"source: {str(file)!r} cannot be read: {error}") from error
     if not isinstance(stored, dict) or not isinstance(stored.get("args"), Namespace):
-        raise UserError(f"source: {str(file)!r} has no 'args', by which Lamina knows the model's sizes")
+        raise UserError(f"source: {str(file)!r} has no 'args', from which Lamina reads the model's sizes")
     return stored["args"]
 
 

@@ -99,7 +99,7 @@ class Port:
     def _refuse(self) -> None:
         plan, halves = self.plan, [half for layer in self.plan.layers for half in (layer.attention, layer.feed_forward)]
         if plan.streams > 1:
-            self._refused(f"its residual carries {plan.streams} streams", "one stream, without wiring")
+            self._refused(f"its residual path has {plan.streams} streams", "one stream, without wiring")
         if plan.has_memory or any(half.reads_memory for half in halves):
             self._refused("its blocks read states of earlier blocks", "one stream, without wiring")
         gates = {
@@ -108,7 +108,7 @@ class Port:
         if any(learned != "no" for *_, learned in gates) and (
             len(gates) > 1 or any(half.coupling == "none" for half in halves)
         ):
-            self._refused("its gates differ between sub-layers", "one coupling and gate_temperature in all of them")
+            self._refused("its gates differ between sub-layers", "one coupling and gate_temperature in all sub-layers")
         for norm in self._all_norms():
             self.norm_kind(norm)
         for name, why in self.target.lacks.items():
@@ -118,7 +118,7 @@ class Port:
 
     def _refused(self, what: str, allowed: str) -> None:
         raise UserError(
-            f"placement {self.plan.placement!r}: {what}, which a block for {self.target.title} cannot hold "
+            f"placement {self.plan.placement!r}: {what}, which a block for {self.target.title} does not support "
             f"(allowed: {allowed})"
         )
 

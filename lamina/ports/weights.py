@@ -129,7 +129,7 @@ class Names:
     @staticmethod
     def _check_shape(name: str, shape: torch.Size, expected: torch.Size) -> None:
         if shape != expected and not shape.numel() == expected.numel() == 1:
-            sizes = f"{list(shape)}, the configuration asks for {list(expected)}"
+            sizes = f"{list(shape)}, but the configuration asks for {list(expected)}"
             raise UserError(f"tensor {name!r}: its shape is {sizes}")
 
     def _stacked(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -66,12 +66,12 @@ class Proxy:
         parts = []
         if self.hidden_size != self.planned_hidden_size:
             parts.append(
-                f"width {self.hidden_size} in place of {self.planned_hidden_size} (weights and rates scaled as in "
-                "Everett et al. 2024 for the standard parametrization)"
+                f"width {self.hidden_size} instead of {self.planned_hidden_size} (with initial weights and "
+                "learning rates scaled by Everett et al. 2024's standard parametrization)"
             )
         blocks = self.settings.batch_size * self.settings.gradient_accumulation
         if blocks != self.planned_blocks:
-            parts.append(f"{blocks} blocks per step in place of {self.planned_blocks}")
+            parts.append(f"{blocks} blocks per step instead of {self.planned_blocks}")
         return f"measured at {' and '.join(parts)}" if parts else ""
 
 

@@ -220,17 +220,17 @@ def _place(layer: int) -> str:
 
 def _collapse(numbers: Features, burn_in: BurnIn) -> str:
     return (
-        f"after {len(burn_in.losses)} steps a change at {_place(numbers.jacobian_layer)} reaches the last layer with a "
-        f"gain of {10**numbers.jacobian:.0e} (the gradient comes back as weak), and all tokens look the same there "
-        f"(mean cosine {numbers.similarity:.3f}): the model no longer reads its input and stays at the tokens' "
-        "frequencies"
+        f"after {len(burn_in.losses)} steps a change at {_place(numbers.jacobian_layer)} reaches the last layer "
+        f"with a gain of {10**numbers.jacobian:.0e} (and the gradient fades as much), where all tokens have "
+        f"nearly the same hidden state (mean cosine {numbers.similarity:.3f}): the model ignores its input and "
+        "predicts token frequencies"
     )
 
 
 def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) -> str:
     constant = (
         f"the held-out loss is {abs(numbers.excess):.2f} ± {CLEAR * numbers.excess_error:.2f} nats "
-        f"{'below' if numbers.excess < 0 else 'above'} that of a constant prediction"
+        f"{'below' if numbers.excess < 0 else 'above'} the loss of a constant prediction"
     )
     worth = f"{max(numbers.context, 0.0):.3f} nats"
     taken = len(burn_in.losses)
@@ -239,22 +239,23 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) 
     weak = f"; the gain from {layer_text} to the last layer is down to {gain:.1e}" if numbers.jacobian < -1 else ""
     if kind == "fine":
         return (
-            f"after {taken} steps {constant}, the predictions use the input (worth {numbers.context:.2f} nats) "
-            f"and every layer is connected: the smallest gain to the last layer is {gain:.2g}, from {layer_text}"
+            f"after {taken} steps {constant}, the input improves the predictions by {numbers.context:.2f} nats, "
+            f"and every layer affects the output: the smallest gain to the last layer is {gain:.2g}, from "
+            f"{layer_text}"
         )
     if kind == "risky":
         return (
-            f"{after} steps {constant}, but the rule on progress gives it a chance of only {100 * sure:.0f} % to get "
-            f"clearly below{weak}"
+            f"{after} steps {constant}, but the estimated chance of getting clearly below it is only "
+            f"{100 * sure:.0f} %{weak}"
         )
     if kind == "undecided":
         return (
-            f"not decided by these steps: {after} {constant} and the input is worth {worth} to the predictions: "
-            f"nothing shows yet that the run gets below{weak}"
+            f"these steps cannot decide: {after} {constant}, and the input improves the predictions by {worth}, "
+            f"so we cannot tell yet whether the run gets below{weak}"
         )
     return (
-        f"{after} steps the input is worth only {worth} to the predictions and {constant}{weak}: the rule on progress "
-        f"gives it a chance of {100 * sure:.0f} % to get clearly below"
+        f"{after} steps the input improves the predictions by only {worth}, and {constant}{weak}: the estimated "
+        f"chance of getting clearly below it is {100 * sure:.0f} %"
     )
 
 
@@ -262,17 +263,17 @@ def _longer(numbers: Features, burn_in: BurnIn, deciding: int) -> str:
     by = f"by step {deciding}" if deciding < burn_in.planned.steps else "only toward the end or not at all"
     if learns_frequencies(numbers):
         estimate = (
-            f"at the pace of these steps, as it slows down, the loss is clearly below a constant prediction's {by}"
+            f"at the pace of these steps, which usually slows, the loss is clearly below a constant prediction's {by}"
         )
     else:
         times = calibration()["deciding"]["times"]
         estimate = (
-            "the loss has come close to a constant prediction's; of the runs that left it four in five had done so "
-            f"at {times:g} times the learning rates spent, {by}"
+            "the loss is close to a constant prediction's; four in five of the runs that got below it had done "
+            f"so at {times:g} times the sum of learning rates so far, {by}"
         )
     if deciding >= burn_in.planned.steps:
-        return f"only the whole run decides it: {estimate}; or {_faster(numbers, burn_in)}"
-    return f"look longer, with --burn-in {deciding}: {estimate}"
+        return f"only the whole run can decide: {estimate}; or {_faster(numbers, burn_in)}"
+    return f"measure more steps, with --burn-in {deciding}: {estimate}"
 
 
 def _reconnect(burn_in: BurnIn) -> str:
@@ -295,4 +296,4 @@ def _faster(numbers: Features, burn_in: BurnIn) -> str:
     if numbers.spike > HIGH:
         return f"a lower learning rate ({planned.learning_rate / 3:.1g}): the loss rose by {numbers.spike:.1f} nats"
     higher = f"a higher learning rate ({planned.learning_rate * 2:.1g})"
-    return f"more steps than {planned.steps}, or {higher} if a preflight with it is fine"
+    return f"plan more steps than {planned.steps}, or {higher} if preflight calls it fine"

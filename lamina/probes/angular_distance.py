@@ -62,7 +62,7 @@ class AngularDistance(DirectionsProbe):
     def begin(self, context: Context) -> None:
         super().begin(context)
         self._whose = WHOSE[str(self.tokens)]
-        context.note(f"The angles are those of {self._whose}.")
+        context.note(f"The angles use {self._whose}.")
         self.note_streams(context)
 
     def standard_error(self) -> float | None:
@@ -81,11 +81,15 @@ class AngularDistance(DirectionsProbe):
             (
                 scaled_rows(distances),
                 "Angular distance, each block size by itself",
-                "Angular distance d(l, l + n) of the streams before and behind the block of n layers that starts at "
-                "layer l, each block size scaled to its own range (1st to 99th percentile), as Mix-LN's Figure 5: the "
-                "lightest block of a row is the one whose layers turn the stream least.",
+                "Angular distance d(l, l + n) between the hidden states before and after the n layers that start at "
+                "layer l. As in Mix-LN's Figure 5, the colors of each row span its 1st to 99th percentile, so the "
+                "lightest block of a row has the smallest angle.",
             ),
-            (distances, "Angular distance", "The distances themselves: 0 is the same direction, 0.5 a right angle."),
+            (
+                distances,
+                "Angular distance",
+                "The same distances, not scaled: 0 is the same direction, 0.5 a right angle.",
+            ),
         ):
             figure = heat_map(table, "start", "size", "value", title=title, **axes)
             yield (figure, f"{caption} Angles of {tokens}." if tokens else caption)
@@ -101,14 +105,14 @@ class AngularDistance(DirectionsProbe):
         powers = [2**k for k in range(num_layers.bit_length()) if 2**k <= max(1, num_layers // 2)]
         sizes = [size for size in powers if size < num_layers and size in best.index]
         if not sizes:
-            yield f"The only layer turns the residual stream by {by_block[1, 0]:.3f} (0.5 is a right angle)."
+            yield f"The only layer changes the hidden states' direction by {by_block[1, 0]:.3f} (0.5 is a right angle)."
             return
         blocks = [
-            f"layer{f' {best[size]}' if size == 1 else f's {best[size]} to {best[size] + size - 1}'} "
-            f"(turned by {by_block[size, best[size]]:.3f})"
+            f"layer{f' {best[size]}' if size == 1 else f's {best[size]} to {best[size] + size - 1}'} (angle "
+            f"{by_block[size, best[size]]:.3f})"
             for size in sizes
         ]
-        yield f"These blocks turn the residual stream least, so try to remove them first: {'; '.join(blocks)}."
+        yield f"These blocks have the smallest angle, so try to remove them first: {'; '.join(blocks)}."
         yield from _early_or_deep(by_block[1].to_numpy())
 
 
@@ -138,11 +142,11 @@ def _early_or_deep(turns: np.ndarray) -> list[str]:
         return []
     half = len(turns) // 2
     early, deep = float(np.median(turns[:half])), float(np.median(turns[-half:]))
-    numbers = f"the median layer of the deeper half turns the stream by {deep:.3f}, of the earlier half by {early:.3f}"
+    numbers = f"the median angle is {deep:.3f} in the deeper half of the layers and {early:.3f} in the earlier half"
     if max(early, deep) < 1.2 * min(early, deep):
         return [f"Neither the early nor the deep layers are clearly more similar: {numbers}."]
     similar = "deep" if deep < early else "early"
     return [
-        f"The {similar} layers are the more similar ones: {numbers} (Mix-LN finds the deep ones in Pre-LN and "
-        "the early ones in Post-LN models)."
+        f"The {similar} layers are more similar: {numbers} (Mix-LN finds this for deep layers in Pre-LN models "
+        "and for early layers in Post-LN models)."
     ]

@@ -77,9 +77,7 @@ class Attention(Probe):
             context.progress(number, len(batches), self.name)
             self._add(context, context.on_device(inputs))
         if not self._samples:
-            raise UserError(
-                "attention: no layer takes a softmax over keys (allowed: a model with softmax attention of its own)"
-            )
+            raise UserError("attention: no layer computes a softmax over keys. Choose a model with softmax attention")
         rows = [row for layer in sorted(self._samples) for row in self._rows(layer)]
         return pd.DataFrame(rows, columns=COLUMNS)
 
@@ -126,19 +124,19 @@ class Attention(Probe):
         yield from chart(
             every[every["metric"].isin(["entropy_share", "first_token_share"])],
             *("How spread out attention is, and the weight on the first token", "share"),
-            "Entropy of the attention weights over the largest possible, and the weight on the first token; means "
-            "over the heads.",
+            "Entropy of the attention weights divided by its maximum, and the weight on the first token, both "
+            "averaged over the heads.",
             color="metric",
             band="standard_error",
         )
         yield from chart(
             every[every["metric"] == "max_logit"],
             *("Largest attention logit", "logit"),
-            "The largest value that goes into the softmax in a layer, over all heads and the whole sample.",
+            "The largest input of the softmax in each layer, over all heads and the whole sample.",
         )
         yield (
             heat_map(heads, "layer", "index", "value", title="Entropy of each head", **axes),
-            "Each head's entropy over the largest possible: 0 looks at one key, 1 at all equally.",
+            "Each head's entropy divided by its maximum: 0 means one key, 1 means all keys equally.",
         )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
@@ -148,8 +146,8 @@ class Attention(Probe):
         top = heads.loc[heads["value"].idxmax()] if heads["value"].notna().any() else None
         if spread.notna().any():
             yield (
-                f"Attention is sharpest in layer {spread.idxmin()} ({spread.min():.0%} of the largest possible "
-                f"entropy) and most even in layer {spread.idxmax()} ({spread.max():.0%})."
+                f"Attention is sharpest in layer {spread.idxmin()} ({spread.min():.0%} of the maximum entropy) "
+                f"and most even in layer {spread.idxmax()} ({spread.max():.0%})."
             )
         if first.notna().any():
             sinks = int((first > 0.5).sum())

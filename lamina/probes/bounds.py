@@ -246,7 +246,9 @@ class Bounds(ShortProbe):
         self._rows = []
         self.take(context)
         if context.structure.carries_more:
-            context.notes.append("bounds: only FuseNorm's Eq 21: the other statements are of one stream.")
+            context.notes.append(
+                "bounds: measured only FuseNorm's Eq 21, because the other statements need a single stream."
+            )
             with frozen(context.model):
                 self._add_all([self._branches(context, inputs) for inputs in self.inputs])
             return pd.DataFrame(self._rows, columns=COLUMNS)
@@ -371,18 +373,18 @@ class Bounds(ShortProbe):
                 )
             elif role in _STATEMENTS and len(ratios):
                 yield (
-                    f"{_STATEMENTS[str(role)]}: left over right is {ratios.median():.3g} (median over the layers), "
-                    f"from {ratios.min():.3g} to {ratios.max():.3g}."
+                    f"{_STATEMENTS[str(role)]}: left side / right side is {ratios.median():.3g} (median over the "
+                    f"layers), from {ratios.min():.3g} to {ratios.max():.3g}."
                 )
         for role, bound in (("fusenorm_eq_9", "sigma_l"), ("fusenorm_eq_9_depth", "(l + 1)")):
             if (role, "left", -1, "model") in values.index:
                 slope, expected = values[role, "left", -1, "model"], values[role, "right", -1, "model"]
                 error = errors[role, "left", -1, "model"]
                 if error < _TOLD:
-                    yield f"||J - I|| goes as {bound}^({slope:.2f} ± {error:.2f}); the paper has {expected:g}."
+                    yield f"||J - I|| scales as {bound}^({slope:.2f} ± {error:.2f}); the paper has {expected:g}."
                 else:
                     yield (
-                        f"How ||J - I|| goes with {bound} can't be told from {layers} layers (the exponent is "
+                        f"{layers} layers are too few to tell how ||J - I|| scales with {bound} (the exponent is "
                         f"{slope:.2g} ± {error:.2g}; the paper has {expected:g})."
                     )
 

@@ -85,14 +85,14 @@ class DepthMixing(ShortProbe):
         axes = {"x_title": "sub-layer that a branch comes from (-1: the embedding)", "y_title": "state"}
         yield (
             heat_map(mixing, "index", "layer", "value", title="Depth-mixing matrix", **axes),
-            "How much each branch's output is stretched on its way to each later state, on skips and norms alone.",
+            "The factor by which skips and norms alone scale each branch's output until each later state.",
         )
         gains = frame[frame["metric"] == "composite_gain"]
         yield from chart(
             gains,
             "Composite gain",
-            "stretch to the last state",
-            "The stretch from each state to the last.",
+            "factor to the last state",
+            "The factor from each state to the last.",
             x_title="state",
         )
 
@@ -103,11 +103,11 @@ class DepthMixing(ShortProbe):
         nowhere = sorted(int(i) for i in branches.loc[branches["value"] <= _NOTHING, "index"])
         least, most = branches["value"].min(), branches["value"].max()
         yield (
-            f"Into the last state the branches come with {least:.3g} to {most:.3g} of their size, the embedding with "
+            f"The branches reach the last state scaled by {least:.3g} to {most:.3g}, and the embedding by "
             f"{float(last.loc[last['index'] < 0, 'value'].iloc[0]):.3g}."
         )
         if nowhere:
-            yield f"The branches of sub-layers {ranges(nowhere)} reach it through later branches alone."
+            yield f"The branches of sub-layers {ranges(nowhere)} reach the last state only through later branches."
 
     def _measure(self, context: Context, inputs: dict[str, torch.Tensor]) -> dict[tuple[int, int], float]:
         """Return the stretch from sub-layer to state by (state, sub-layer), and to the last state by (state, -1)."""

@@ -60,7 +60,7 @@ class Gains(Probe):
         layers = frame[frame["layer"] >= 0]
         number = np.where(layers["index"] > 0, " " + (layers["index"] + 1).astype(str), "")
         layers = layers.assign(norm=layers["sublayer"] + ", " + layers["role"] + number)
-        caption = "The effective gain's elements, of each norm and learned scale of a layer."
+        caption = "The elements of the effective gain, for each norm and learned scale of a layer."
         for metric, title in (("gain_mean", "Mean gain by depth"), ("gain_max", "Largest gain by depth")):
             yield from chart(layers[layers["metric"] == metric], title, metric.replace("_", " "), caption, color="norm")
 

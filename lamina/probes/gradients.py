@@ -81,13 +81,13 @@ class Gradients(Probe):
         parameters = dict(context.model.named_parameters())
         if shared := shared_layers(context.structure):
             context.notes.append(
-                f"The layers {ranges(shared)} share their parameters, so there is one gradient, their sum, shown "
-                "at the first; the gradients of the states are each layer's own."
+                f"The layers {ranges(shared)} share their parameters, so Lamina shows their summed gradient at "
+                "the first layer. The gradients of the hidden states are separate for each layer."
             )
         weight = getattr(context.structure.head, "weight", None)
         if weight is not None and weight is getattr(context.structure.embedding, "weight", None):
             context.notes.append(
-                "The readout is the embedding (tied): one parameter, whose gradient is the embedding's."
+                "The output head is tied to the embedding, so both share one gradient, shown at the embedding."
             )
         groups: dict[tuple[int, str, str], _Moments] = {}
         with fresh_gradients(parameters.values()), torch.enable_grad():
@@ -112,7 +112,7 @@ class Gradients(Probe):
             rows += [(*key, "gradient_norm", groups[key].norm), (*key, "gradient_variance", groups[key].variance)]
         run = context.state.get("run")
         for name, (score, count) in (spike_scores(Path(run)) if run is not None else {}).items():
-            context.notes.append(f"The spike score of {name} is that of the {count} values that the run logged.")
+            context.notes.append(f"The spike score of {name} uses the {count} values that the run logged.")
             rows.append((-1, "model", name, "spike_score", score))
         return pd.DataFrame(rows, columns=["layer", "sublayer", "role", "metric", "value"])
 
@@ -123,14 +123,15 @@ class Gradients(Probe):
             yield from chart(
                 rows if rows["value"].max() > 0 else rows[:0],
                 *(f"Gradient {word} of the layers' parameters", f"gradient {word}"),
-                f"Gradient {word} of each layer's parameters, at these weights, not clipped.",
+                f"Gradient {word} of each layer's parameters at the checkpoint's weights, not clipped.",
                 color="sublayer",
                 log_y=True,
             )
         yield from chart(
             layers[(layers["role"] == "state") & (layers["metric"] == "gradient_norm")],
             *("Gradient norm of the states", "norm of d loss / d x"),
-            "Norm of the loss' gradient with respect to the stream before each layer; the last is behind all layers.",
+            "Norm of the loss's gradient with respect to the residual stream before each layer. The last value "
+            "is after all layers.",
             x_title="state",
             log_y=True,
         )
@@ -146,7 +147,9 @@ class Gradients(Probe):
         if len(layers):
             shared = layers.index.max() < frame["layer"].max() - 1  # the states count one more than the layers
             owner = "the layers' shared" if shared else "the last layer's"
-            yield f"The total gradient norm is {total:.3g}, that of {owner} parameters {layers.iloc[-1]:.3g}."
+            yield (
+                f"The gradient norm of all parameters is {total:.3g}, and of {owner} parameters {layers.iloc[-1]:.3g}."
+            )
         for row in frame[frame["metric"] == "spike_score"].itertuples():
             label = {"loss": "training loss", "grad_norm": "gradient norm"}[str(row.role)]
             yield f"Spike score of the run's {label}: {100 * float(row.value):.2f} % of the logged values."

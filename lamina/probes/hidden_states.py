@@ -184,8 +184,8 @@ class HiddenStates(Probe):
         yield from chart(
             states[states["metric"].isin(["variance", "token_variance"])],
             *("Variance of the hidden states", "variance"),
-            "Variance of x^l over all elements, and each token's own, averaged. State 0 is the embedding, the last "
-            "state is behind the last layer and before the final norm.",
+            "Variance of x^l over all elements, and the variance within each token, averaged. State 0 is the "
+            "embedding, and the last state is after the last layer and before the final norm.",
             **by_state,
         )
         yield from chart(
@@ -197,19 +197,19 @@ class HiddenStates(Probe):
         yield from chart(
             frame[frame["metric"] == "stream_cosine"],
             *("Collapse of the streams", "cosine"),
-            "The mean cosine of two streams of a token: at 1 they carry the same.",
+            "The mean cosine between two streams of a token. At 1, both are equal in direction.",
             x_title="state",
         )
         yield from chart(
             around,
-            *("Variance of what each sub-layer adds, and of the stream behind it", "variance"),
-            "contribution: what is added to the stream. after: the stream behind the addition.",
+            *("Variance of each sub-layer's contribution, and of the residual stream after it", "variance"),
+            "contribution: the tensor that is added to the residual stream. after: the stream after the addition.",
             **by_layer,
         )
         yield from chart(
             named[(named["metric"] == "sigma") & (named["layer"] >= 0)],
             *("Standard deviation at the norms' inputs", "sigma"),
-            "A norm's Jacobian goes as 1 / sigma (Mix-LN Eq 5-7): above 1 it shrinks.",
+            "A norm's Jacobian scales as 1 / sigma (Mix-LN Eq 5-7), so a sigma above 1 shrinks gradients.",
             **by_layer,
         )
 
@@ -226,15 +226,15 @@ class HiddenStates(Probe):
         if len(cosine):
             yield (
                 f"Two streams of a token have a cosine of {cosine.iloc[0]:.2f} at state {cosine.index[0]} and of "
-                f"{cosine.iloc[-1]:.2f} at state {cosine.index[-1]} (1: they carry the same)."
+                f"{cosine.iloc[-1]:.2f} at state {cosine.index[-1]} (1: equal directions)."
             )
         sigma = frame[(frame["metric"] == "sigma") & (frame["role"] == "pre_norm") & (frame["layer"] >= 0)]
         if len(sigma):
             by_layer = sigma.groupby("layer")["value"].mean()
             yield (
                 f"The standard deviation at the pre-norms' inputs goes from {by_layer.iloc[0]:.3g} in layer "
-                f"{by_layer.index[0]} to {by_layer.iloc[-1]:.3g} in layer {by_layer.index[-1]}; a norm's Jacobian goes "
-                "with its inverse."
+                f"{by_layer.index[0]} to {by_layer.iloc[-1]:.3g} in layer {by_layer.index[-1]}; a norm's Jacobian "
+                "scales with its inverse."
             )
 
 

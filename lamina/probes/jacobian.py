@@ -113,7 +113,10 @@ class JacobianProbe(ShortProbe):
 
     def begin(self, context: Context) -> None:
         if any(getattr(site.module, "has_memory", False) for site in context.structure.layers):
-            raise UserError("jacobian: a layer reads earlier states, not x^l alone (allowed: models without a memory)")
+            raise UserError(
+                "jacobian: a layer reads earlier states, not only x^l. Leave out this probe, or choose a model "
+                "without such reads"
+            )
 
     def finish(self, context: Context) -> pd.DataFrame:
         """Run the layers one by one on the first ``sequences`` texts' first ``tokens`` tokens."""
@@ -147,14 +150,17 @@ class JacobianProbe(ShortProbe):
             logs: dict[str, torch.Tensor] = {}
             bare = [block.site.index for block in blocks if not block.site.sublayers]
             if bare:
-                context.note(f"Jacobians: no residual path, the sub-layers of layer {ranges(bare)} were not found.")
+                context.note(
+                    f"Jacobians: no residual path, because Lamina did not find the sub-layers of layer {ranges(bare)}."
+                )
             norms = {block.site.index: [n for part in block.site.sublayers for n in part.norms] for block in blocks}
             odd = [at for at, own in norms.items() if not all(getattr(n.module, "divides", True) for n in own)]
             if blocks[0].site.carries_more:
                 odd = [block.site.index for block in blocks]
             elif odd:
                 context.note(
-                    f"Jacobians: no closed formulas, norms of layer {ranges(odd)} do not divide by a mean square."
+                    f"Jacobians: no closed formulas, because norms of layer {ranges(odd)} do not divide by a root "
+                    "mean square."
                 )
             for block, wiring, sigmas in zip(blocks, wirings, expected, strict=True):
                 norms = self._block(block, path=not bare)
@@ -243,7 +249,8 @@ class JacobianProbe(ShortProbe):
         yield from chart(
             products,
             *("Products from the first layer on", "log10 of the product"),
-            "Products of these norms over the layers so far: how far a gradient can grow or fade on its way back.",
+            "Products of these norms over the layers so far. They bound how much a gradient can grow or fade on "
+            "its way back.",
             color="which",
         )
 
@@ -261,17 +268,17 @@ class JacobianProbe(ShortProbe):
         if ("jacobian", "log10_total") in model:
             total = model["jacobian", "log10_total"]
             yield (
-                f"The Jacobian from x^0 to x^{num_layers} itself has the norm {_power(total)}: the product overstates "
-                f"it by a factor of {_power(product - total)}."
+                f"The whole Jacobian from x^0 to x^{num_layers} has the norm {_power(total)}, so the product "
+                f"overstates it by a factor of {_power(product - total)}."
             )
         quarter = max(1, num_layers // 4)
         first, last = distance.iloc[:quarter], distance.iloc[-quarter:]
         typical = frame[(frame.role == "identity") & (frame.metric == "typical")].value
         yield (
-            f"The distance to the identity is {first.median():.3g} in the first quarter of the layers and "
-            f"{last.median():.3g} in the last (medians) in the worst direction, {typical.iloc[:quarter].median():.3g} "
-            f"and {typical.iloc[-quarter:].median():.3g} in a typical one. "
-            "A layer near 0 passes its input on unchanged."
+            f"The distance to the identity (median) is {first.median():.3g} in the first quarter of the layers "
+            f"and {last.median():.3g} in the last quarter in the worst direction, and "
+            f"{typical.iloc[:quarter].median():.3g} and {typical.iloc[-quarter:].median():.3g} in a typical "
+            "direction. A layer with a distance near 0 passes its input on unchanged."
         )
         if ("residual_path", "log10_product") not in model:
             return
@@ -283,8 +290,9 @@ class JacobianProbe(ShortProbe):
             return
         keel, fuse = (model[role, "log10_product"] for role in ("keel", "fusenorm"))
         yield (
-            f"Along the residual path alone the product is {_power(path)}; the formula with the measured sigma gives "
-            f"{_power(fuse)}, the one from gains and scales alone (Keel Eq 14-19) {_power(keel)}."
+            f"Along the residual path alone the product is {_power(path)}; the formula with the measured sigma "
+            f"gives {_power(fuse)}, and the formula with only gains and scales (Keel Eq 14-19) gives "
+            f"{_power(keel)}."
         )
 
 

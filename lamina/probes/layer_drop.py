@@ -141,9 +141,7 @@ class LayerDrop(Probe):
             context.check_head()
         count = context.structure.num_layers
         if count < 2:
-            raise UserError(
-                "layer_drop: without its one layer there is no model (allowed: a model of 2 layers or more)"
-            )
+            raise UserError("layer_drop: the model has a single layer. Choose a model with 2 layers or more")
         if self.block >= count:
             raise UserError(f"block: {self.block} of {count} layers leaves none. Choose at most {count - 1}.")
         bare = [site.index for site in context.structure.layers if not site.sublayers]
@@ -154,7 +152,9 @@ class LayerDrop(Probe):
                     "(allowed: remove)"
                 )
             self.meanings = (REMOVE,)
-            context.notes.append(f"layer_drop: only 'remove', the sub-layers of {ranges(bare)} were not found.")
+            context.notes.append(
+                f"layer_drop: measured only 'remove', because Lamina did not find the sub-layers of {ranges(bare)}."
+            )
 
     def measured(self, context: Context) -> Sample | None:
         return sample_of(self._read) if self._read else None  # a score's and a task's texts are their own
@@ -244,7 +244,7 @@ class LayerDrop(Probe):
                 group if several else group[group["meaning"] == group["meaning"].iloc[0]],
                 f"{_words(metric).capitalize()} without {'each layer' if size == 1 else f'{size} layers'}",
                 _words(metric),
-                "Positive is harm. Bars are standard errors, where they are known.",
+                "Positive is harm. Bars are standard errors, if known.",
                 color="meaning" if several else None,
                 x_title="layer dropped" if size == 1 else "first layer dropped",
                 band="standard_error",
@@ -304,13 +304,15 @@ def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
     harmless = group[group["value"] < border]
     if not len(harmless):
         text = (
-            "No layer can go unnoticed: removing any one costs more than 1 % of the whole and over two standard errors."
+            "Every layer matters: removing any single layer costs more than 1 % of the whole model's value and "
+            "over two standard errors."
         )
         return [text]
-    limit = f"(harm below 1 % of the whole's {whole:.3g}{unit}, or below two standard errors)"
+    limit = f"(harm below 1 % of the whole model's {whole:.3g}{unit}, or below two standard errors)"
     if len(harmless) == len(group):
         return [
-            f"Each layer can go alone {limit}, so the text is too short to tell or the model hardly uses its depth."
+            f"You can remove any single layer {limit}, so the text is too short to tell, or the model hardly uses "
+            "its depth."
         ]
     layers = ranges([int(layer) for layer in harmless["layer"]])
     return [f"Layers that you can remove, one at a time: {layers} {limit}."]
@@ -327,10 +329,10 @@ def _agreement(frame: Frame, harm: Frame) -> list[str]:
     turned, missed = paired["angle"].idxmin(), paired["harm"].idxmin()
     rank = f"Spearman correlation {agreement:.2f} over all layers"
     if turned == missed:
-        return [f"The angular distance names the same: {_which(turned, size)} ({rank})."]
+        return [f"By angular distance, the same is least needed: {_which(turned, size)} ({rank})."]
     return [
-        f"The angular distance names {_which(turned, size)}, but removing {_which(missed, size)} harms least ({rank}). "
-        "Believe the measured harm: the angle only predicts it."
+        f"By angular distance, {_which(turned, size)} is least needed, but removing {_which(missed, size)} harms "
+        f"least ({rank}). Believe the measured harm: the angle only predicts it."
     ]
 
 
@@ -554,7 +556,7 @@ class SquadFile:
             raise UserError("squad: the checkpoint has no fast tokenizer (allowed: --tokenizer)")
         if "QuestionAnswering" not in type(context.model).__name__:
             name = type(context.model).__name__
-            raise UserError(f"squad: {name} has no question-answering head (allowed: a model that has one)")
+            raise UserError(f"squad: {name} has no question-answering head. Choose a model with this head")
         return mean_loss(f1_scores(context.model, context.tokenizer, self.questions))
 
 

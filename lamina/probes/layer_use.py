@@ -71,7 +71,7 @@ class LayerUse(Probe):
     def begin(self, context: Context) -> None:
         context.check_head()
         if context.structure.num_layers < 2:
-            raise UserError("layer_use: no layer comes after its one layer (allowed: a model of 2 layers or more)")
+            raise UserError("layer_use: the model has a single layer. Choose a model with 2 layers or more")
 
     def finish(self, context: Context) -> pd.DataFrame:
         sequences = [context.on_device(row) for batch in context.batches for row in rows_of(batch)]
@@ -112,22 +112,28 @@ class LayerUse(Probe):
             axes = {"x_title": "layer skipped", "y_title": "later layer"}
             yield (
                 heat_map(causal, "layer", "index", "value", title="Causal score", **axes),
-                "How much the update of a later layer changes, relative to its norm, when a layer is skipped.",
+                "How much a later layer's update changes, relative to its norm, if Lamina skips a layer.",
             )
-        caption = "Change of the loss, relative to it, with the layer and the next one in each other's place."
+        caption = "Relative change of the loss if the layer and the next layer are exchanged."
         yield from chart(permuted, "Permutation score", "share of the loss", caption, band="standard_error")
-        caption = "Loss added when the layer's best linear map takes its place; low is a layer that is nearly linear."
+        caption = (
+            "Increase of the loss if the best linear map replaces the layer. A low value means a nearly linear layer."
+        )
         yield from chart(linear, "Loss with a linear layer", "nats per token", caption, band="standard_error")
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         texts = {
-            METRICS[
-                0
-            ]: "Skipping layer {} changes later layers' updates least ({:.3g} of their norm), layer {} most ({:.3g}).",
-            METRICS[
-                1
-            ]: "Exchanging layer {} with the next one changes the loss least ({:.2%}), layer {} most ({:.2%}).",
-            METRICS[2]: "A linear map in the place of layer {} costs least ({:.3g} nats), of layer {} most ({:.3g}).",
+            METRICS[0]: (
+                "Skipping a layer changes later layers' updates least for layer {} ({:.3g} of their norm) and "
+                "most for layer {} ({:.3g})."
+            ),
+            METRICS[1]: (
+                "Exchanging a layer with the next layer changes the loss least for layer {} ({:.2%}) and most "
+                "for layer {} ({:.2%})."
+            ),
+            METRICS[2]: (
+                "A linear map costs least in place of layer {} ({:.3g} nats), and most in place of layer {} ({:.3g})."
+            ),
         }
         for metric, text in texts.items():
             values = frame[frame["metric"] == metric].groupby("layer")["value"].mean().dropna()

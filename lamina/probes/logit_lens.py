@@ -160,7 +160,7 @@ class LogitLens(Probe):
             (("cross_entropy", "kl_to_final"), "Loss by state", "nats per token", "Cross-entropy of the true token"),
             (("top1_agreement",), "Agreement with the final prediction", "share", "How often the two agree"),
         ):
-            caption += ", read off each state through the model's own final norm and head."
+            caption += ", from each hidden state through the model's final norm and output head."
             axes = {"color": "metric", "x_title": "state", "band": "standard_error"}
             yield from chart(frame[frame["metric"].isin(metrics)], title, unit, caption, **axes)
 
@@ -170,21 +170,25 @@ class LogitLens(Probe):
         last = table.index[-1]
         uniform = float(frame.loc[frame["metric"] == "uniform_cross_entropy", "value"].iloc[0])
         yield (
-            f"Read off the states, the loss goes from {loss.iloc[0]:.2f} nats (state 0) to {loss.iloc[-1]:.2f} (state "
-            f"{last}); uniform guessing has {uniform:.2f}."
+            f"Predicted from the hidden states, the loss goes from {loss.iloc[0]:.2f} nats (state 0) to "
+            f"{loss.iloc[-1]:.2f} (state {last}). Uniform guessing has {uniform:.2f}."
         )
         agreeing = agreement.index[agreement >= 0.5]
         yield (
-            f"From state {agreeing[0]} of {last} on the final prediction is first for at least half of the tokens."
+            f"From state {agreeing[0]} of {last} on, at least half of the tokens already get their final prediction."
             if len(agreeing) and (agreement.loc[agreeing[0] :] >= 0.5).all()
-            else f"The final prediction is first for {agreement.iloc[-2]:.0%} of the tokens at state {table.index[-2]}."
+            else (
+                f"At state {table.index[-2]}, {agreement.iloc[-2]:.0%} of the tokens already get their final "
+                "prediction."
+            )
         )
         worse = table.index[loss > uniform]
         if last in worse:
-            yield "The model itself is no better than uniform guessing, so the states say little."
+            yield "The model is no better than uniform guessing, so this probe shows little."
         elif len(worse):
             yield (
-                f"States {ranges(worse)} are worse than uniform guessing: they may be in another basis than the last."
+                f"States {ranges(worse)} are worse than uniform guessing, perhaps because they use another basis "
+                "than the last state."
             )
 
 
@@ -230,7 +234,7 @@ class Tail:
         with torch.no_grad(), self.instead_of_the_layers(ids):
             logits = self(last[-1][0])
         if not expected.isfinite().all():
-            raise UserError("logit_lens: the model's logits are not finite (allowed: a model whose logits are)")
+            raise UserError("logit_lens: the model's logits are not finite. Choose another model")
         scale = max(float(expected.abs().max()), 1e-6)  # the tolerance is for bfloat16's rounding of other shapes
         if not torch.allclose(logits, expected, rtol=0.0, atol=0.02 * scale, equal_nan=True):
             raise UserError(

@@ -109,7 +109,9 @@ class LowPrecision(Probe):
         self._most = context.most(self.sequences, _SEQUENCES)
         self._places: dict[tuple, Point] = {}
         if context.structure.carries_more:
-            context.notes.append("low_precision: the states and their loss are left out: they are not one stream.")
+            context.notes.append(
+                "low_precision: skips the hidden states and their loss, because the model has several streams."
+            )
         else:
             self._places = {(i, "block", "state", 0): point for i, point in context.structure.states().items()}
         for site in context.structure.layers:
@@ -195,7 +197,7 @@ class LowPrecision(Probe):
             yield from chart(
                 rows[rows["value"] > 0].replace(math.inf, math.nan),
                 *(f"Relative error of the {title} in low precision", "||q(x) - x|| / ||x||"),
-                f"Round trips of the {title} by format; a gap is an overflow to inf.",
+                f"Rounding error of the {title} by format. A gap means an overflow to inf.",
                 color="format",
                 x_title="state" if role == "state" else "layer",
                 log_y=True,
@@ -211,7 +213,7 @@ class LowPrecision(Probe):
             for kind, part in errors.groupby("format", sort=False)
             if part["value"].notna().any()
         ]
-        yield f"The largest error of a state's tokens, relative to their norm: {', '.join(largest)}."
+        yield f"The largest relative error of a state, measured by token norm: {', '.join(largest)}."
         over = states[(states["metric"] == "overflow_share") & (states["value"] > 0)]
         for kind, part in over.groupby("format", sort=False):
             yield f"{kind} overflows to inf in states {ranges(part['layer'])}."
@@ -222,14 +224,14 @@ class LowPrecision(Probe):
             lost = states[(states["metric"] == "share_lost") & (states["format"] == "int8_tensor")]
             share = lost.loc[lost["layer"] == worst, "value"].iloc[0]
             yield (
-                f"In states {ranges(broken)} a few massive values break INT8 per tensor: in state {worst} it rounds "
-                f"{share:.0%} of the elements to 0 (error {table.loc[worst, 'int8_tensor']:.2g} of a token's norm, "
-                f"{table.loc[worst, 'int8_token']:.2g} with a step for each token)."
+                f"In states {ranges(broken)}, a few massive values break per-tensor INT8. In state {worst}, it "
+                f"rounds {share:.0%} of the elements to 0 (error {table.loc[worst, 'int8_tensor']:.2g} of a "
+                f"token's norm, and {table.loc[worst, 'int8_token']:.2g} with one scale per token)."
             )
         losses = frame[frame["metric"] == "loss_increase"]
         if len(losses):
             each = ", ".join(f"{r.format} {r.value:+.3g}" for r in losses.itertuples())
-            yield f"With every state rounded, the loss rises by (nats per token): {each}."
+            yield f"If every state is rounded, the loss rises by (nats per token): {each}."
 
 
 def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

@@ -85,7 +85,7 @@ class Ranks(Probe):
         caption = "How many directions the tokens of a sequence use."
         axes = {"color": "metric", "x_title": "state", "band": "standard_error"}
         yield from chart(states, "Rank of the states", "rank", caption, **axes)
-        caption = "How many streams are told apart after the layers so far have mixed them."
+        caption = "How many streams stay distinct after the layers so far have mixed them."
         yield from chart(streams, "Rank of the streams' maps", "effective rank", caption, band="standard_error")
 
     def sentences(self, frame: Frame) -> Iterator[str]:
@@ -93,12 +93,13 @@ class Ranks(Probe):
         for metric in METRICS:
             values = table["state", metric]
             yield (
-                f"The {metric.replace('_', ' ')} goes from {values.iloc[0]:.3g} (state 0) to {values.iloc[-1]:.3g} "
-                f"(state {values.index[-1]}), with the least, {values.min():.3g}, at state {values.idxmin()}."
+                f"The {metric.replace('_', ' ')} goes from {values.iloc[0]:.3g} (state 0) to "
+                f"{values.iloc[-1]:.3g} (state {values.index[-1]}), with the minimum {values.min():.3g} at state "
+                f"{values.idxmin()}."
             )
         if ("streams", METRICS[1]) in table.index:
             whole = table["streams", METRICS[1]].iloc[-1]
-            yield f"All layers' maps of the streams taken together have an effective rank of {whole:.3g}."
+            yield f"The mixing maps of all layers together have an effective rank of {whole:.3g}."
 
 
 def effective_rank(singular: torch.Tensor) -> torch.Tensor:

@@ -89,19 +89,20 @@ class Similarity(DirectionsProbe):
         yield from chart(
             frame[frame["metric"] == "cosine_by_distance"],
             *("Cosine similarity by layer distance", "mean cosine"),
-            "Mean cosine of the outputs of all pairs of layers at that distance (FuseNorm's Figure 12; the "
-            "embedding is not among them): a flat line is a stream that each layer changes little.",
+            "Mean cosine between the outputs of all pairs of layers at this distance (FuseNorm's Figure 12, "
+            "without the embedding). A flat line means that each layer changes the residual stream little.",
             x="size",
             x_title="distance between the layers",
         )
         yield (
             heat_map(square, "start", "end", "value", title="Cosine between states", x_title="state", y_title="state"),
-            "Cosine between the streams before the layers, mean over tokens.",
+            "Cosine between the hidden states before each pair of layers, averaged over tokens.",
         )
         yield from chart(
             frame[frame["metric"] == "block_influence"],
-            *("Block influence", "1 - cosine of the stream before and behind it"),
-            "Block influence (ShortGPT): the layers with the smallest change the stream's direction least.",
+            *("Block influence", "1 - cosine between the stream before and after the layer"),
+            "Block influence (ShortGPT): a layer with a small value changes the direction of the residual stream "
+            "little.",
             x="start",
         )
 

@@ -23,13 +23,13 @@ FLOOR = 1e-12  # eigenvalues below it are rounding
 _FIGURES = {
     "hard_rank": (
         "Hard rank",
-        "Participation ratio of the eigenvalues of the activations' covariance, over their number.",
+        "Participation ratio of the eigenvalues of the activations' covariance, divided by the number of eigenvalues.",
     ),
-    "soft_rank": ("Soft rank", "exp(entropy) of the same eigenvalues, over their number."),
+    "soft_rank": ("Soft rank", "exp(entropy) of the same eigenvalues, divided by their number."),
     "edr": ("Effective dimension ratio (our definition)", "200 h s / (h + s) of hard and soft rank."),
     "eee": (
         "Spectral concentration (our definition)",
-        "Early enrichment of the cumulated spectrum: 0 is flat, 1 a single direction.",
+        "Early enrichment of the cumulative spectrum: 0 for a flat spectrum, 1 for a single direction.",
     ),
 }
 RANKS = tuple(_FIGURES)
@@ -97,8 +97,8 @@ class Spectra(Probe):
         missing = context.structure.num_layers - len(self._widths)
         if self._widths and missing:
             context.notes.append(
-                f"spectra: {missing} of {context.structure.num_layers} layers have no dense feed-forward (experts, or "
-                "none): they have no ranks and no condition numbers"
+                f"spectra: {missing} of {context.structure.num_layers} layers have no dense feed-forward "
+                "(experts, or none), so Lamina leaves out their ranks and condition numbers"
             )
         if not self._widths:
             context.notes.append("spectra: no dense feed-forward was found, so there are no ranks of its activations")
@@ -132,7 +132,7 @@ class Spectra(Probe):
         message = f"spectra: {text} (allowed: more than {width} tokens: raise --sequences, or few_tokens=warn)"
         if context.strict:
             raise UserError(message)
-        context.notes.append(f"{message}; the ranks are left out")
+        context.notes.append(f"{message}, so Lamina leaves out the ranks")
         return False
 
     def points(self) -> Mapping[Key, Point]:
@@ -210,7 +210,8 @@ class Spectra(Probe):
         yield from chart(
             frame[frame.metric == "eigenvalue_over_median"],
             *("Spectrum of the embedding", "eigenvalue / median"),
-            "Eigenvalues of the covariance of the embedding's rows over their median: flat is isotropic.",
+            "Eigenvalues of the covariance of the embedding's rows, divided by their median. A flat line means "
+            "an isotropic embedding.",
             x="index",
             x_title="rank",
             log_y=True,
@@ -231,8 +232,8 @@ class Spectra(Probe):
         spectrum = frame[frame.metric == "eigenvalue_over_median"].value
         if len(spectrum):
             yield (
-                f"The embedding's largest eigenvalue is {spectrum.iloc[0]:.3g} times the median, the smallest "
-                f"{spectrum.iloc[-1]:.3g} times."
+                f"The embedding's largest eigenvalue is {spectrum.iloc[0]:.3g} times the median, and the smallest "
+                f"is {spectrum.iloc[-1]:.3g} times."
             )
         conditions = frame[frame.metric == "condition_number"]
         for role, part in conditions.groupby("role", sort=False):
@@ -256,7 +257,7 @@ def embedding_rows(context: Context) -> list[Row]:
     """Return the eigenvalues of the embedding rows' covariance, absolute and over their median; index = rank."""
     weight = getattr(context.structure.embedding, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
-        context.notes.append("spectra: the model has no embedding of tokens, so there are no eigenvalues of one")
+        context.notes.append("spectra: the model has no token embedding, so Lamina leaves out its eigenvalues")
         return []
     if len(weight) <= weight.shape[1]:
         context.notes.append(

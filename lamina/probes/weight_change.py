@@ -58,8 +58,8 @@ class WeightChange(Probe):
             self._initial = _first[context.model]
         else:
             raise UserError(
-                "weight_change: the initial weights are unknown (allowed: reference=CHECKPOINT; without it, a run that "
-                "measures from its first step on, not resumed)"
+                "weight_change: the initial weights are unknown. Pass reference=CHECKPOINT, or measure in a run "
+                "from its first step on (not resumed)"
             )
         for name, p in now.items():
             if name not in self._initial or self._initial[name].shape != p.shape:
@@ -89,7 +89,7 @@ class WeightChange(Probe):
 
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         rows = frame[(frame["layer"] >= 0) & (frame["role"] == "all") & (frame["metric"] == "change_ratio")]
-        caption = "Norm of the sum of all changes to a layer's weights, over the norm of its initial weights."
+        caption = "Norm of the total change of a layer's weights, divided by the norm of its initial weights."
         yield from chart(rows, "Weight change by layer", "|dW| / |W_init|", caption, color="sublayer")
 
     def sentences(self, frame: Frame) -> Iterator[str]:

@@ -92,8 +92,10 @@ CAUSES = {
             name="number range",
             finding="values outside the number format from step {step}",
             proofs=("telling: skipped",),
-            meaning="Values left the range of the number format before the loss showed it.",
-            check="run 20 steps from a checkpoint before step {step} in bfloat16 or float32: no alarm should come",
+            meaning="Values exceeded the range of the number format before the loss changed.",
+            check=(
+                "run 20 steps from a checkpoint before step {step} in bfloat16 or float32: Lamina should raise no alarm"
+            ),
             changes=(
                 Change(
                     text="train in bfloat16 (--precision bf16), which has float32's range",
@@ -111,12 +113,12 @@ CAUSES = {
             name="values that are not finite",
             finding="values that are not finite from step {step}",
             in_half="number range",
-            meaning="A batch, a weight or one operation (0/0, log 0) produced them, not slow growth.",
+            meaning="A batch, a weight or one operation (0/0, log 0) produced these values. Slow growth did not.",
             check="repeat step {step} with the same batch and weights under torch.autograd.set_detect_anomaly(True), "
             "which names the operation",
             changes=(
-                "inspect the batch of step {step} for values that are not finite and for an example without a label (a "
-                "mean over none)",
+                "inspect the batch of step {step} for values that are not finite, and for examples without a "
+                "label (their mean loss is 0/0)",
                 "skip such steps with lamina.watch(..., skip_outliers=6)",
             ),
         ),
@@ -127,10 +129,10 @@ CAUSES = {
             meaning="Between two steps something other than the optimizer wrote to the weights.",
             check="compare the weights of {where} with the last checkpoint before step {step}, tensor by tensor",
             changes=(
-                "find out what edited, loaded or initialized {where}: a checkpoint loaded in part, or a layer or a "
-                "norm's gain written by hand",
-                "if nothing did, look for one huge step (lamina.watch(..., every=1) records every step) or for faulty "
-                "memory",
+                "find the code that edited, loaded or initialized {where}, such as a checkpoint loaded in part, "
+                "or a layer or gain set by hand",
+                "if you find none, look for one huge step (lamina.watch(..., every=1) records every step) or for "
+                "faulty memory",
             ),
         ),
         Cause(
@@ -139,14 +141,14 @@ CAUSES = {
             unlike=("telling: written",),
             proofs=("rate: jumped",),
             meaning="Each update moves the weights too far, so that the loss no longer falls.",
-            check="go on from a checkpoint before step {step} for 50 steps at a third of the learning rate: no alarm "
-            "should come",
+            check="continue from a checkpoint before step {step} for 50 steps at a third of the learning rate: "
+            "Lamina should raise no alarm",
             changes=(
                 "lower the peak learning rate by a factor of 2 to 3, or find the limit with lamina max-lr",
                 "lengthen the warm-up (Peri-LN, App G.1)",
                 Change(
-                    text="set beta2 to 0.95 instead of 0.999, so that the second moment forgets a calm stretch sooner "
-                    "and a burst of gradients makes smaller updates",
+                    text="set beta2 to 0.95 instead of 0.999, so that the second moment adapts sooner and a burst "
+                    "of gradients after a calm phase makes smaller updates",
                     setting="beta2",
                     made=0.95,
                 ),
@@ -158,7 +160,10 @@ CAUSES = {
             name="attention logits",
             finding="attention saturated from step {step}",
             meaning="Attention looks at single tokens, so its softmax saturates and its gradient vanishes.",
-            check="print the largest logit of each head in {where} for one batch, to see whether it is one head or all",
+            check=(
+                "print the largest logit of each head in {where} for one batch, to see whether one head or all "
+                "heads saturate"
+            ),
             changes=(
                 "put norms on queries and keys (QK-norm; Dehghani et al. 2023, arXiv 2302.05442)",
                 "lower the learning rate, or raise weight decay on the query and key projections",
@@ -175,8 +180,8 @@ CAUSES = {
                 "inspect the batch of step {step}: repeated text, wrong labels, another language or format",
                 "skip outliers with lamina.watch(..., skip_outliers=6) (OLMo-core's SkipStepOptimizer)",
                 Change(text="clip the gradient's norm (max_grad_norm=1.0)", setting="max_grad_norm", made=1.0),
-                "go back to a checkpoint before it and skip the data, as PaLM did (arXiv 2204.02311, Sec 5.1; lamina "
-                "pretrain --rollback)",
+                "go back to a checkpoint before this step and skip the data, as PaLM did (arXiv 2204.02311, Sec "
+                "5.1; lamina pretrain --rollback)",
             ),
             claims=("peri-instability",),
         ),
@@ -185,33 +190,33 @@ CAUSES = {
             finding="labels or data changed at step {step}",
             unlike=("telling: written", "then fall size: yes"),
             proofs=("then repeated batch_repeats: yes", "then fall label_match: yes"),
-            meaning="From this step on the model gets other texts, other labels, or the same batch again.",
+            meaning="From this step on, the model gets different texts, different labels, or the same batch again.",
             check="print the inputs and labels of step {step} as text, and compute the loss of an earlier batch with "
             "the current weights: it should be as low as before",
             changes=(
                 "check how inputs and labels are made from step {step} on: a shift, a mask, a file, a repeated batch",
-                "see whether the loader repeats itself, or mixes in another source",
+                "check whether the data loader repeats batches, or mixes in another source",
             ),
         ),
         Cause(
             name="dead layer",
             finding="a layer without a gradient from step {step}",
-            meaning="The sub-layer is cut off, or all its units are off.",
+            meaning="The sub-layer is disconnected from the loss, or all its units are inactive.",
             check="run one forward pass with a hook on {where}, to see whether its input or its output is zero",
             changes=(
-                "see whether the output of {where} reaches the residual stream: a gain, gate or output projection that "
-                "is zero on both sides stays zero",
+                "check whether the output of {where} reaches the residual stream: if two factors in a row (gain, "
+                "gate or projection) are zero, both stay zero",
                 "initialize its weights again, like the weights of the other layers",
             ),
         ),
         Cause(
             name="not trained",
             finding="weights that do not move from step {step}",
-            meaning="They get a gradient, so most likely no optimizer has them.",
+            meaning="These weights get a gradient, so most likely no optimizer has them.",
             check="compare the ids of model.parameters() with those in optimizer.param_groups, and print requires_grad",
             changes=(
-                "give the optimizer the parameters of {where}, after the last change of the model: a layer that you "
-                "replace, wrap or unfreeze later is missing",
+                "give the optimizer the parameters of {where} after your last change of the model, because it "
+                "misses a layer that you replace, wrap or unfreeze later",
                 "if you froze it on purpose, change nothing",
             ),
         ),
@@ -230,9 +235,12 @@ CAUSES = {
             name="optimizer groups",
             finding="an optimizer group with its own learning rate from step {step}",
             proofs=("then apart rate_ratio: yes",),
-            meaning="One part moves much further for its size than similar parts.",
+            meaning="One part of the model changes much more, relative to its size, than similar parts.",
             check="print lr and weight_decay of each optimizer.param_groups with the names of its parameters",
-            changes=("give that group the learning rate of the others, or state in your settings that it differs",),
+            changes=(
+                "give this group the same learning rate as the others, or note in your settings that the "
+                "difference is intended",
+            ),
         ),
         Cause(
             name="optimizer state",
@@ -242,26 +250,27 @@ CAUSES = {
             check="print the optimizer's step count and the norm of exp_avg_sq right before and after step {step}",
             changes=(
                 "load the optimizer's state with the weights when you resume a run",
-                "if you cannot load it, warm up again",
+                "if you cannot load the state, warm up the learning rate again",
             ),
         ),
         Cause(
             name="weight decay",
             finding="weight decay too strong, visible from step {step}",
-            meaning="Weights or gains shrink step by step, faster than the loss asks for.",
+            meaning="Weights or gains shrink at each step, because weight decay outweighs the gradient.",
             check="set weight_decay to 0 for {where} for 50 steps from a checkpoint: its norm should stop falling",
             changes=(
                 "leave norms' gains and biases out of weight decay, and usually the embedding",
-                "compare weight_decay times the learning rate with 1e-3: a larger product shrinks weights within a run",
+                "keep weight_decay times the learning rate below 1e-3, because a larger product shrinks weights "
+                "within a run",
             ),
         ),
         Cause(
             name="embedding rows",
             finding="an embedding row growing from step {step}",
-            meaning="One token's vector grows, and no other does.",
+            meaning="Only one token's vector grows.",
             check="print the longest rows of the embedding with their tokens, at two checkpoints",
             changes=(
-                "look for that token in the batches: padding that is learned, or a token that is repeated",
+                "look for this token in the batches: it may be padding without a mask, or repeated",
                 "lower the embedding's learning rate, or normalize it (Takase et al. 2023, arXiv 2312.16903)",
             ),
         ),
@@ -269,9 +278,9 @@ CAUSES = {
             name="experts",
             finding="experts out of balance from step {step}",
             meaning="The router sends more and more tokens to few experts, and the others no longer train.",
-            check="draw the loads of the experts of {where} over the last records: lamina report",
+            check="plot the expert loads of {where} over the last records: run lamina report",
             changes=(
-                "raise the weight of the balancing loss, or see whether it is in the loss at all",
+                "raise the weight of the balancing loss, and check that the training loss contains it",
                 "lower the router's learning rate",
             ),
         ),
@@ -281,7 +290,8 @@ CAUSES = {
             meaning="A part differed from similar parts by an order of magnitude from the first steps on.",
             check="print the standard deviation of each layer's weights at step 0, and compare {where} with the rest",
             changes=(
-                "give it the initializer of the other layers (lamina.build(..., init=...) does so for all of them)",
+                "give this part the same initializer as the other layers (lamina.build(..., init=...) "
+                "initializes all layers)",
                 "scale the output projections by 1/sqrt(2 num_layers) (GPT-2)",
                 "check before the next run: lamina preflight",
             ),
@@ -294,8 +304,9 @@ CAUSES = {
             meaning="Equal rewards make every advantage 0, so the policy cannot learn from them; no layer is at fault.",
             check="print one group's completions with their rewards",
             changes=(
-                "check the reward function: if it finds no answer in any completion, all get the same reward",
-                "choose prompts that the policy solves at times, or generate more completions for each prompt",
+                "check the reward function: if it finds no answer in any completion, all completions get the "
+                "same reward",
+                "choose prompts that the policy sometimes solves, or generate more completions for each prompt",
                 "leave out groups with equal rewards (DAPO's dynamic sampling, arXiv 2503.14476, Sec 3.2)",
             ),
         ),
@@ -303,20 +314,20 @@ CAUSES = {
             name="policy drift",
             finding="a policy far from its reference from step {step}",
             proofs=("then drift policy_kl: yes",),
-            meaning="The policy gives tokens that its reference hardly ever gives.",
+            meaning="The policy generates tokens that its reference model hardly ever generates.",
             check="read completions of step {step}: do they earn rewards without solving the task?",
             changes=(
                 "lower the learning rate",
                 "raise beta, the weight of the KL",
-                "go on from a checkpoint before step {step}",
+                "continue from a checkpoint before step {step}",
             ),
         ),
         Cause(
             name="entropy collapse",
             finding="the policy's entropy collapsed from step {step}",
             proofs=("first: collapse policy_entropy",),
-            meaning="The policy gives nearly the same completions each time, so that it finds nothing better.",
-            check="generate 8 completions of one prompt: how many differ?",
+            meaning="The policy generates nearly the same completions each time, so it cannot find better ones.",
+            check="generate 8 completions of one prompt, and count how many differ",
             changes=(
                 "raise the upper clip limit (epsilon_high=0.28 in TRL; DAPO, arXiv 2503.14476, Sec 3.1)",
                 "add an entropy bonus (entropy_coef in TRL's GRPO) or raise the temperature",
@@ -327,12 +338,12 @@ CAUSES = {
             name="completions cut",
             finding="completions at the length limit from step {step}",
             proofs=("first: cut cut_completions",),
-            meaning="Completions do not end before max_completion_length, so most have no answer to reward.",
+            meaning="Completions do not end before max_completion_length, so most contain no answer to reward.",
             check="read completions of step {step}: do they repeat themselves, or are they only long?",
             changes=(
                 "raise max_completion_length if the completions are sound",
                 "leave cut completions out of the loss (mask_truncated_completions=True in TRL)",
-                "make the reward fall with length near the limit (DAPO, arXiv 2503.14476, Sec 3.4)",
+                "lower the reward of completions near the length limit (DAPO, arXiv 2503.14476, Sec 3.4)",
             ),
         ),
     )

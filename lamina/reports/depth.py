@@ -74,7 +74,7 @@ def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
     for end, ordinal, column in (("start", "first", 0), ("end", "last", -1)):
         steps = {table.columns[column] for _, seeds in tables for table in seeds}
         captions.append(
-            f"{end}: step {steps.pop():.0f}" if len(steps) == 1 else f"{end}: each one's {ordinal} logged step"
+            f"{end}: step {steps.pop():.0f}" if len(steps) == 1 else f"{end}: the {ordinal} logged step of each run"
         )
     columns, failed = [0, -1], tables[0][0].trials[0].failed
     later = [at for at, step in enumerate(tables[0][1][0].columns) if failed is not None and step >= failed]

@@ -99,8 +99,8 @@ def gather(folder: Path) -> Evidence:
         every += rows(["gradient_norm", "hidden_variance"])
     if not every:
         raise UserError(
-            f"run: {str(folder)!r} has no records by layer (allowed: the folder of lamina pretrain, sft, ..., of "
-            "lamina.LayerMonitor or of lamina.watch)"
+            f"run: {str(folder)!r} has no records by layer. Give the folder of lamina.watch, of "
+            "lamina.LayerMonitor, or of a training command"
         )
     result = read_result(folder) or {}
     try:
@@ -301,7 +301,7 @@ def answer(evidence: Evidence) -> Answer:
     first, rose, course = evidence.first, evidence.rose, [_course(evidence), *_falls(evidence), *_notable(evidence)]
     if first is None:
         finding = "Lamina found no anomaly in the record." if evidence.imported else "No layer has an anomaly."
-        more = f"Record {_more(evidence)}, to see what happens between two records."
+        more = f"Record {_more(evidence)} to see the steps between two records."
         return Answer(
             cause=[], evidence=[*course, finding, *_rows(evidence)], changes=[more] if rose is not None else []
         )
@@ -310,7 +310,7 @@ def answer(evidence: Evidence) -> Answer:
     location, everywhere = evidence.place or first, _everywhere(evidence, first)
     inside = location.layer >= 0 or location.role != "all"
     if _place(location) != _place(first) and says_where(location) and inside and not everywhere:
-        texts.append(f"The first one that shows the location is at {describe(location, evidence.names)}.")
+        texts.append(f"The first anomaly with a location is at {describe(location, evidence.names)}.")
     texts += [*_early(evidence, first), *_next(evidence, first, location), *everywhere, *course[1:]]
     texts += _rows(evidence)
     if causes[0][0] == NOT_KNOWN:
@@ -350,9 +350,9 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
             f"The record shows that the learning rate went from {before:.3g} to {after:.3g} at step {step}.",
             [
                 f"restore the learning rate {before:.3g} (the record shows {after:.3g} from step {step})",
-                f"go on from a checkpoint before step {step}, because the larger steps have damaged later weights",
+                f"continue from a checkpoint before step {step}, because the larger steps have damaged later weights",
             ],
-            f"train 50 steps from that checkpoint at {before:.3g}: no alarm should come",
+            f"train 50 steps from that checkpoint at {before:.3g}: Lamina should raise no alarm",
         )
     if first is None or not cause.proofs:
         return "", [], ""
@@ -362,20 +362,20 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
     for alarm in near:
         if cause.name == "labels or data" and alarm.rule == "repeated":
             return (
-                "The record shows that the same batch comes again and again.",
-                [f"let the data loader move on: from step {alarm.step} on it repeats a batch"],
+                "The record shows that the same batch repeats.",
+                [f"fix the data loader, which repeats a batch from step {alarm.step} on"],
                 "",
             )
         if cause.name == "labels or data" and (alarm.rule, alarm.metric) == ("fall", "label_match"):
             return (
                 "The record shows that the labels no longer match the inputs.",
-                [f"align the labels with the inputs from step {alarm.step} on (often they are a token apart)"],
+                [f"align the labels with the inputs from step {alarm.step} on (often they are shifted by one token)"],
                 "",
             )
         if cause.name == "optimizer groups" and alarm.metric == "rate_ratio":
             return (
                 f"The record shows {alarm.excess:.3g} times the learning rate of the other parameters.",
-                [f"give {place_in_words(alarm)} the learning rate of the other parameters"],
+                [f"give {place_in_words(alarm)} the same learning rate as the other parameters"],
                 "",
             )
     return "", [], ""
@@ -431,7 +431,7 @@ def _course(evidence: Evidence) -> str:
     """Say what the loss did."""
     rose, status = evidence.rose, "" if evidence.imported else f" (status: {evidence.status})"
     if not evidence.losses:
-        return f"The record has no loss, so Lamina cannot tell whether it rose{status}."
+        return f"The record has no loss, so Lamina cannot tell whether the loss rose{status}."
     if rose is None and evidence.imported:
         steps = sorted(evidence.losses)
         if len(steps) < BEFORE:
@@ -454,8 +454,8 @@ def _falls(evidence: Evidence) -> list[str]:
         return []
     steps = ", ".join(map(str, evidence.falls[:_SHOWN]))
     return [
-        f"The loss fell at once at step {steps}: a new epoch, other text, or a lower learning rate. By itself that "
-        "is no failure."
+        f"The loss dropped suddenly at step {steps}: a new epoch, other text, or a lower learning rate. A drop "
+        "alone is not a failure."
     ]
 
 
@@ -503,8 +503,8 @@ def epoch_stairs(evidence: Evidence) -> dict[int, int]:
 def _stairs(stairs: Mapping[int, int]) -> str:
     told = ", ".join(f"epoch {epoch} at step {step}" for epoch, step in list(stairs.items())[:_SHOWN])
     return (
-        f"The loss falls by a stair where an epoch begins ({told}): the model has seen these examples before. This is "
-        "no failure; watch the loss on held-out text."
+        f"The loss drops where an epoch begins ({told}), because the model has seen these examples before. This "
+        "is not a failure, but watch the loss on held-out text."
     )
 
 

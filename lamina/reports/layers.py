@@ -20,11 +20,11 @@ from lamina.reports.style import Shown
 _OPEN = ("Gradients", "Variances")  # sections whose first chart starts open
 _POINTS = 350  # of a line over the steps
 _DASHES = ("solid", "dot", "dash", "dashdot")
-_PARTS = "The same for each sub-layer, from the first record (light) to the last (dark)."
-_OUTSIDE = "The same for what is outside the blocks, against the step."
+_PARTS = "The same quantity for each sub-layer, from the first record (light) to the last (dark)."
+_OUTSIDE = "The same quantity for the embedding and the output head, against the step."
 _EXPERTS = (
-    "Each expert's share of its layer's tokens at the last step over a balanced share: 1 is balance, 0 an expert never "
-    "chosen."
+    "Each expert's share of its layer's tokens at the last step, divided by a balanced share. 1 means balance, "
+    "and 0 means an unused expert."
 )
 _MISSING = '<p class="none">This folder has no records by layer.</p>'
 

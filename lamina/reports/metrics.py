@@ -16,7 +16,7 @@ SECTIONS = {
     "Every step": "Loss and gradient norm of every step",
 }
 """The titles of the sections that draw the metrics."""
-OVER_STEPS = "The same at every record: layers upward, steps to the right."
+OVER_STEPS = "The same quantity at every record: layers upward, steps to the right."
 
 
 @dataclass(frozen=True)
@@ -51,81 +51,90 @@ METRICS = {
     metric.name: metric
     for metric in (
         Metric("gradient_norm", "Gradients", "Gradient norm by layer", "gradient norm", caption=(
-            "Norm of the gradient of each block's parameters, before clipping. Level lines are healthy: every layer "
-            "learns at a similar pace. A line that falls toward either end leaves the layers there almost untrained."
+            "Norm of the gradient of each block's parameters, before clipping. Level lines are healthy: every "
+            "layer learns at a similar pace. If a line falls toward either end, the layers there hardly train."
         ), over_steps=(
-            "Layers upward, steps to the right, one color scale for all. An even color from bottom to top is healthy; "
-            "a map that turns dark from one edge shows where, and when, the gradient vanishes."
+            "Layers upward, steps to the right, one color scale for all. An even color from bottom to top is "
+            "healthy. Dark areas show in which layers, and when, the gradient vanishes."
         )),
         Metric("hidden_variance", "Variances", "Hidden variance by layer", "hidden variance", caption=(
-            "Variance of the stream after each block. Where it climbs through depth, each further block changes the "
-            "stream by a smaller share and deep layers matter less; where a norm stands on the stream it stays level."
+            "Variance of the residual stream after each block. If it grows with depth, each further block "
+            "changes the stream by a smaller share, and deep layers matter less. With a norm on the stream, it "
+            "stays level."
         ), over_steps=(
-            "As above, for the variance: a map that brightens upward grows through depth, one that brightens to the "
-            "right grows in training."
+            "The variance at every record. A map that brightens upward shows growth with depth, and a map that "
+            "brightens to the right shows growth during training."
         )),
         Metric("update_ratio", "Updates", "Update-to-weight ratio by layer", "|update| / |weights|", caption=(
-            "Norm of what the optimizer's step changed in each block's weights, over the norm of these weights: how "
-            "fast a layer moves, clipping, learning rate and decay included. Around 10⁻³ is usual. In large runs it "
-            "has risen before the gradient and the loss did, in the lower layers first."
+            "Norm of the optimizer's change to each block's weights, divided by the norm of these weights. It "
+            "shows how fast a layer moves, with clipping, learning rate and weight decay included. Around 10⁻³ "
+            "is usual. In large runs, it has risen before the gradient and the loss, and first in the lower "
+            "layers."
         ), over_steps=(
-            "Layers upward, steps to the right. It follows the learning rate; a band of layers that brightens on its "
-            "own is where a run becomes unstable."
+            "Layers upward, steps to the right. It follows the learning rate. If only some layers brighten, the "
+            "run becomes unstable there."
         )),
         Metric("update_norm", "Updates", "Update norms", "|update|", folded=True, caption=(
-            "Norm of what the optimizer's step changed in each sub-layer's weights, from the first record (light) to "
-            "the last (dark). It follows the learning rate."
+            "Norm of the optimizer's change to each sub-layer's weights, from the first record (light) to the "
+            "last (dark). It follows the learning rate."
         )),
         Metric("weight_norm", "Updates", "Weight norms", "|weights|", folded=True, caption=(
             "Norm of each sub-layer's weights, from the first record (light) to the last (dark)."
         )),
         Metric("first_moment", "Updates", "First moments", "|m|", folded=True, caption=(
-            "Norm of Adam's first moment, the running mean of the gradient. Where it rises and the second moment does "
-            "not, gradients of successive steps point the same way: in a 32B run it rose before its loss spiked."
+            "Norm of Adam's first moment, the running mean of the gradient. If it rises and the second moment "
+            "does not, gradients of successive steps point in the same direction. In a 32B run, it rose before "
+            "the loss spiked."
         )),
         Metric("second_moment", "Updates", "Second moments", "|sqrt(v)|", folded=True, caption=(
-            "Norm of the root of Adam's second moment, the usual size of a gradient. It forgets slowly: after a calm "
-            "time, a burst of gradients makes large updates."
+            "Norm of the root of Adam's second moment, which is the usual size of a gradient. It adapts slowly, "
+            "so after a calm phase a burst of gradients makes large updates."
         )),
         Metric("hidden_top_abs", "Magnitudes", "The 100 largest magnitudes against FP16's limit", "the 100 largest |x|",
                limit=(65504, "FP16's limit, 65,504"), caption=(
-            "The 100 largest |x| among all elements of the embedded tokens and of the streams after every sub-layer "
-            "together, for the monitor's held-out blocks (Peri-LN, Figure 11): the line is the largest, the band "
-            "reaches down to the 100th. Measured in float32, so that a value above the dashed line is seen; in FP16 "
-            "it would be infinite, in BF16 it still has a number."
+            "The 100 largest |x| of the embedded tokens and of the residual stream after all sub-layers, on the "
+            "monitor's held-out blocks (Peri-LN, Figure 11). The line is the largest value, and the band reaches "
+            "down to the 100th. Lamina measures in float32. A value above the dashed line would be infinite in "
+            "FP16, but not in BF16."
         )),
         Metric("hidden_abs_max", "Magnitudes", "Largest |x| by layer", "largest |x|", caption=(
-            "Largest magnitude of the stream after each block. A step up at one layer that all later layers keep is a "
-            "massive activation: it came from that layer."
+            "Largest magnitude of the residual stream after each block. A jump at one layer that all later "
+            "layers keep is a massive activation from this layer."
         )),
         Metric("hidden_abs_mean", "Magnitudes", "Mean |x| by layer", "mean |x|", caption=(
-            "Mean magnitude of the stream after each block. Far below the largest one, few channels hold the stream."
+
+            "Mean magnitude of the residual stream after each block. If it is far below the largest magnitude, "
+            "few channels dominate the stream."
+
         )),
         Metric("hidden_mean", "Magnitudes", "Mean of all elements", "mean", folded=True, log=False, caption=(
-            "Mean of all elements of the stream after the sub-layer, from the first record (light) to the last "
-            "(dark). LayerNorm takes each token's mean away and RMSNorm leaves it; far from zero against the mean "
-            "|x|, the two differ."
+            "Mean of all elements of the residual stream after the sub-layer, from the first record (light) to "
+            "the last (dark). LayerNorm subtracts each token's mean and RMSNorm does not, so the two differ if "
+            "this mean is large relative to the mean |x|."
         )),
         Metric("stream_rms", "Magnitudes", "Root mean square of each stream", "root mean square", folded=True, caption=(
-            "Of a model with several streams, each one after the sub-layer, from the first record (light) to the last "
-            "(dark). One that is far above the others carries the model alone."
+            "Each of the model's streams after the sub-layer, from the first record (light) to the last (dark). "
+            "If one stream is far above the others, the model uses only this stream."
         )),
-        Metric("stream_cosine", "Magnitudes", "How alike the streams are", "cosine", folded=True, log=False, caption=(
-            "Mean cosine of two streams of a token after the sub-layer: at 1 they have collapsed into one."
+        Metric("stream_cosine", "Magnitudes", "Similarity of the streams", "cosine", folded=True, log=False, caption=(
+            "Mean cosine between two streams of a token after the sub-layer. At 1, the streams have collapsed into one."
         )),
         Metric("attention_logit", "Attention", "Largest attention logit", "largest logit", caption=(
-            "Largest value that goes into attention's softmax, by layer, over the keys that a query may see. Above "
-            "about 50 attention looks at single tokens and its gradient vanishes (Dehghani et al. 2023)."
+            "Largest input of attention's softmax, by layer, over the keys that a query may see. Above about 50, "
+            "attention attends to single tokens and its gradient vanishes (Dehghani et al. 2023)."
         )),
         Metric("rate_ratio", "Updates", "Learning rates of the groups", "rate / usual rate", folded=True, caption=(
-            "Largest learning rate of a sub-layer's parameters over that of most parameters."
+            "Largest learning rate of a sub-layer's parameters, divided by the learning rate of most parameters."
         )),
         Metric("written_ratio", "Updates", "Written weights", "change / weights", folded=True, log=False, caption=(
-            "Norm of what changed in a sample of the weights between two steps, where nothing but an optimizer should "
-            "write, over the sample's norm."
+            "Norm of the change in a sample of the weights between two optimizer steps, divided by the sample's "
+            "norm. It should be 0, because only the optimizer should write."
         )),
         Metric("forgotten_share", "Updates", "Lost moments", "change / moments", folded=True, log=False, caption=(
-            "Largest change of a sample of the optimizer's moments between two steps, over their norm: 1 is lost."
+
+            "Largest change of a sample of the optimizer's moments between two steps, divided by their norm. 1 "
+            "means that the moments were lost."
+
         )),
         Metric("gain_mean", "Norm gains", "Norms' gains by layer", "mean gain", log=False, caption=(
             "Mean gain of each norm and mean of each learned scale (skip scale, pre scale) against the depth, from "
@@ -133,15 +142,16 @@ METRICS = {
             "line."
         )),
         Metric("gain_abs_max", "Norm gains", "Largest gains", "largest |gain|", folded=True, log=False, caption=(
-            "Largest magnitude of each norm's gain: far above the mean, the norm blows up few channels."
+            "Largest magnitude of each norm's gain. If it is far above the mean, the norm amplifies few channels."
         )),
         Metric("row_norm_abs_max", "Norm gains", "Longest rows", "largest row norm", folded=True, log=False, caption=(
-            "Norm of the longest row of the embedding, and of the readout where it is not tied: a token's vector that "
-            "grows alone."
+            "Largest row norm of the embedding, and of the output head if it is not tied. It rises if a single "
+            "token's vector grows."
         )),
         Metric("expert_load", "Experts", "Load of the experts", "busiest expert's load / balanced load", caption=(
-            "Load of each layer's busiest expert over that of a balanced one: 1 is perfect balance, the number of "
-            "experts over those chosen is a router that always takes the same ones."
+            "Load of each layer's busiest expert, divided by a balanced load. 1 means perfect balance. The "
+            "maximum is the number of experts divided by the number chosen, if the router always chooses the "
+            "same experts."
         ), log=False, by_index=True),
         Metric("mean_reward", "Policy", "Mean reward", "reward", log=False, caption=(
             "Mean reward of the completions, as the trainer logs it."
@@ -150,13 +160,13 @@ METRICS = {
             "Standard deviation of a step's rewards, as the trainer logs it."
         )),
         Metric("equal_rewards", "Policy", "Groups with equal rewards", "share of groups", log=False, caption=(
-            "Share of groups in which all completions have the same reward: they give the policy no gradient."
+            "Share of groups in which all completions have the same reward, so that the policy gets no gradient."
         )),
         Metric("policy_entropy", "Policy", "Entropy of the policy", "nats per token", log=False, caption=(
-            "Entropy of the policy's next token. Near 0, all completions of a prompt are alike."
+            "Entropy of the policy's next token. Near 0, all completions of a prompt are nearly equal."
         )),
         Metric("policy_kl", "Policy", "KL from the reference", "nats per token", log=False, caption=(
-            "How far the policy's tokens are from those of its reference."
+            "KL divergence of the policy from its reference model."
         )),
         Metric("completion_length", "Policy", "Length of the completions", "tokens", log=False, caption=(
             "Mean length of the completions."
@@ -165,12 +175,12 @@ METRICS = {
             "Share of completions that the length limit cuts."
         )),
         Metric("step_loss", "Every step", "Loss of every step", "loss (nats per token)", caption=(
-            "Training loss of every step, recorded or not; with several seeds, from the lowest to the highest. If "
-            "there are too many steps to draw, the line is the largest of each few."
+            "Training loss of every step, recorded or not; with several seeds, from the lowest to the highest. "
+            "If there are too many steps to draw, the line shows the maximum of a few steps."
         ), folded=True, log=False),
         Metric("step_gradient_norm", "Every step", "Gradient norm of every step", "gradient norm", caption=(
-            "Norm of the gradient of all parameters together, before clipping, at every step. Its spikes are those "
-            "that the tables count."
+            "Norm of the gradient of all parameters together, before clipping, at every step. The tables count "
+            "these spikes."
         ), folded=True),
         Metric("learning_rate", "Every step", "Learning rate", "learning rate", folded=True, caption=(
             "Learning rate at each record, the largest of the optimizer's groups."

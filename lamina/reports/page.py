@@ -53,7 +53,7 @@ def write_page(
         title=title,
         facts=[fact for fact in facts if fact],
         command=str(command or ""),
-        changed=Markup(callouts(f"{line}: it is left out of the page." for line in damage)),
+        changed=Markup(callouts(f"{line}, so the page omits it." for line in damage)),
         sections=[(part, Markup(html)) for part, html in zip(parts, _said_once(parts), strict=True)],
         style=Markup(_ASSETS.joinpath("page.css").read_text(encoding="utf-8").replace("FONT", FONT)),
         script=Markup(_ASSETS.joinpath("page.js").read_text(encoding="utf-8")),

@@ -138,16 +138,16 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
     if len(users) > 1:
         groups = "; ".join(f"{init}: {listed(names)}" for init, names in users.items())
         return (
-            f"The initializers differ ({groups}), so this comparison is not paired: an effect of the initializer may "
-            "look like one of the placement. To give all the same one, add --init same:small_scaled"
+            f"The initializers differ ({groups}), so an effect of the initializer may look like an effect of the "
+            "placement. To use one initializer for all, add --init same:small_scaled"
         )
     inits = [(name, recommended[name]) for names in users.values() for name in names if name in recommended]
     inits = [f"{name} ({initializer})" for name, initializer in inits if initializer not in users]
     if not inits:
         return ""
     return (
-        f"All placements have one initializer, {next(iter(users))}. The sources of {listed(inits)} use another, at "
-        "their own widths. To compare each placement with its own, add --init recommended"
+        f"All placements have one initializer, {next(iter(users))}. The sources of {listed(inits)} use another "
+        "initializer, at other widths. To use each placement's recommended initializer, add --init recommended"
     )
 
 
@@ -159,9 +159,9 @@ def _widths(rows: list[Json], settings: Mapping[str, object]) -> list[str]:
         return []
     misfits = {str(row["init"]): misfit for row in rows if (misfit := unsuited(str(row["init"]), width)) is not None}
     return [
-        f"The initializer {init} has a standard deviation of {std:.3g} in the blocks, but width {width} needs about "
-        f"{suited:.3g}. So far off, the initializer decides more than the placement. To suit any width, add --init "
-        f"{SAME}{SUITS}"
+        f"The initializer {init} has a standard deviation of {std:.3g} in the blocks, but width {width} needs "
+        f"about {suited:.3g}. At this distance, the initializer matters more than the placement. To suit any "
+        f"width, add --init {SAME}{SUITS}"
         for init, (std, suited) in misfits.items()
     ]
 
@@ -170,11 +170,14 @@ def _rates(rows: list[Json]) -> str:
     counts = {row["placement"]: int(row["learning_rates"]) for row in rows if row["learning_rates"]}
     if not counts or max(counts.values()) < 2:
         return (
-            "One learning rate suits some placements better than others, so this comparison is confounded: it shows "
-            "which one does best at this learning rate. To rank each at its best, add --learning-rates 1e-3,3e-3,1e-2"
+            "A single learning rate suits some placements better than others, so the comparison shows only which "
+            "placement is best at this rate. To rank each placement at its best rate, add --learning-rates "
+            "1e-3,3e-3,1e-2"
         )
     tried = listed([f"{name} {count}" for name, count in counts.items()])
-    unequal = f"Not all had the same number of learning rates to choose from ({tried}), which favors those with more."
+    unequal = (
+        f"The placements had different numbers of learning rates ({tried}), which favors placements with more rates."
+    )
     return unequal * (len(set(counts.values())) > 1)
 
 
@@ -187,8 +190,8 @@ def _edges(rows: list[Json], results: Frame) -> list[str]:
                 if row["learning_rate"] == value:
                     ends[end].append(f"{row['placement']} ({value:g})")
     return [
-        f"For {listed(names)} the best learning rate is the {end} one tried. The true best may lie beyond and change "
-        "the ranking. To try others for a placement, add --learning-rates-of"
+        f"For {listed(names)}, the best learning rate is the {end} rate in the list. The true best may lie beyond "
+        "and change the ranking. To try other rates for a placement, add --learning-rates-of"
         for end, names in ends.items()
         if names
     ]

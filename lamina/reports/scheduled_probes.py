@@ -126,7 +126,7 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
         numbers = over_steps(items, frames, name)
         html += figure(numbers, "Numbers for the whole model, against the step.", "The whole model")
         if not (every or numbers):
-            html += callouts(["Nothing here is measured by layer or over the steps; the numbers are in the folder."])
+            html += callouts(["These probes have no chart by layer or by step. The numbers are in the folder."])
     lead = f'<p class="lead">{escape(sentence(str(facts["summary"])))}</p>' if facts.get("summary") else ""
     source = f'<p class="source">Source: {escape(str(facts["source"]))}</p>' if facts.get("source") else ""
     title = str(facts.get("title") or name)
@@ -146,6 +146,6 @@ def _notes(name: str, items: Sequence[Shown]) -> list[str]:
 
 _LINES_CAPTION = "From the first step (light) to the last (dark), against the depth."
 _MAPS_CAPTION = (
-    "The same at every probed step: {by} upwards, steps to the right. A map that brightens upwards grows through "
-    "depth, one that brightens to the right grows in training."
+    "The same quantity at every probed step: {by} upward, steps to the right. A map that brightens upward shows "
+    "growth with depth, and a map that brightens to the right shows growth during training."
 )

@@ -66,7 +66,7 @@ def headline(summary: Frame) -> str:
         return f"{row['placement']} ended at an eval loss of {row['eval_loss']:.3f}"
     ranked = [row for row in ended if is_ranked(row)]
     if not ranked:
-        return f"None of {len(rows)} placements can be called the best"
+        return f"Lamina cannot name the best of {len(rows)} placements"
     return f"{ranked[0]['placement']} has the lowest eval loss of {len(rows)} placements"
 
 
@@ -90,7 +90,7 @@ def _lead(summary: Frame) -> str:
         return lead + f"ended at an eval loss of {_loss(first)}{perplexity}."
     finished = [row for row in ended if is_ranked(row)]
     if not finished:
-        return f"None of {len(summary)} placements has beaten a bigram table, so none can be called the best."
+        return f"None of {len(summary)} placements beats a bigram table, so Lamina cannot name the best."
     lead += f"has the lowest eval loss, {_loss(first)}"
     if len(finished) == 1:
         alone = "has beaten a bigram table" if len(ended) > 1 else "finished"
@@ -111,10 +111,10 @@ def _nobody(rows: list[Json]) -> str:
         after = max(row["steps"] for row in rows)
         steps = f"After {after:.0f} steps the" if math.isfinite(after) else "The"
         return (
-            f"{steps} losses of all {len(rows)} placements still fall: too short to tell which is best, or whether one "
-            "is stuck. More steps will (--steps)."
+            f"{steps} losses of all {len(rows)} placements still fall, so the runs are too short to tell which is "
+            "best, or whether one is stuck. Raise --steps."
         )
-    return f"None of {len(rows)} placements finished, so none can be called the best."
+    return f"None of {len(rows)} placements finished, so Lamina cannot name the best."
 
 
 def _gap(first: Json, other: Json) -> str:
@@ -153,8 +153,8 @@ def _above_bigram(summary: Frame) -> list[str]:
     tables = listed(list(dict.fromkeys(f"{row['bigram_entropy']:.3f}" for row in rows)))
     has, it = ("has", "its loss says") if len(rows) == 1 else ("have", "their losses say")
     return [
-        f"{names} {has} not beaten a bigram table of the text that was read: {losses} against {tables} nats per token, "
-        f"so {it} nothing of depth" + (" and no rank is given" if len(summary) > 1 else "")
+        f"{names} {has} not beaten a bigram table of the training text: {losses} against {tables} nats per token, "
+        f"so {it} nothing about depth" + (" and no rank is given" if len(summary) > 1 else "")
     ]
 
 
@@ -169,8 +169,8 @@ def _end(row: Json) -> str:
     if row["status"] == "stuck" and math.isfinite(loss):
         close = "hardly better than" if loss < entropy else "no better than"
         return (
-            f"{{is}} stuck: {{at}} {close} the {guess.name}{nats}, so {{it}} learned how often each {guess.target} "
-            f"occurs and next to nothing of the {guess.source}"
+            f"{{is}} stuck: {{at}} {close} the {guess.name}{nats}, so {{it}} learned how often each "
+            f"{guess.target} occurs and almost nothing else about the {guess.source}"
         )
     reason = f" ({shorten(row['reason'], 160, placeholder=' …').rstrip('.')})" if row["reason"].strip() else ""
     verb = {"diverged": "diverged", "failed": "failed", "interrupted": "{was} interrupted", "stuck": "{is} stuck"}
@@ -209,7 +209,7 @@ def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
             )
         else:
             even = f"nearly even in {worst}, too" if less else f"no less even in {worst} than in {best}"
-            texts.append(f"Gradients by layer do not set the first and the last of the ranking apart: they are {even}")
+            texts.append(f"Gradients by layer do not explain the ranking: they are {even}")
     growth = {p: g for p in summary["placement"] if (g := _ratio(variances.get(p), -1))}
     if growth:
         first = next(iter(growth))

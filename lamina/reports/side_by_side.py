@@ -75,8 +75,8 @@ class SideBySide:
     @property
     def title(self) -> str:
         if self.first is None:
-            return "The two runs do not part"
-        return f"The two runs part at step {self.first.step}"
+            return "The two runs do not differ"
+        return f"The two runs differ from step {self.first.step} on"
 
     def sentences(self) -> list[str]:
         """Say until when they are the same, where they part, and whether their learning rates do."""
@@ -84,20 +84,22 @@ class SideBySide:
         between = f"{self.names[0]} and {self.names[1]} at {len(steps):,} steps, {steps[0]} to {steps[-1]}"
         texts = [f"Compared: {len(self.series)} series of {between}."]
         if self.same_until == steps[-1]:
-            return [*texts, "They are the same in all of them."]
+            return [*texts, "They are equal at all steps."]
         if self.same_until is not None:
-            texts.append(f"They are the same up to step {self.same_until}.")
+            texts.append(f"They are equal up to step {self.same_until}.")
         if self.first is None:
             return [*texts, "They differ, but never by more than their noise."]
         if self.whole is not None:
-            texts.append(f"The whole model parts at {self.whole}.")
+            texts.append(f"The whole model differs first at {self.whole}.")
         if self.layer is not None:
-            texts.append(f"The first layer to part is at {self.layer}.")
+            texts.append(f"The first layer that differs is at {self.layer}.")
         elif not any(location[0] >= 0 for location in self.series):
-            texts.append("Neither records its layers. Run both under lamina.watch to see which one parts first.")
+            texts.append(
+                "Neither run has records by layer. To find the first layer that differs, run both under lamina.watch."
+            )
         if self.rate is not None:
             earlier = self.rate.step <= self.first.step
-            texts.append(f"Their learning rates part at {self.rate}{': set them alike first' if earlier else ''}.")
+            texts.append(f"Their learning rates differ from {self.rate}{': set them equal first' if earlier else ''}.")
         return texts
 
 

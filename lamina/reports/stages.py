@@ -119,8 +119,8 @@ def _refuse_others(stages: Sequence[Path], abouts: Mapping[Path, Json]) -> None:
         why = f"both have layer {ranges(both)}" if both else f"have widths {widths[0]} and {widths[1]}"
         if both or (None not in widths and widths[0] != widths[1]):
             raise UserError(
-                f"folder: {stage.name!r} and {other.name!r} in {str(stage.parent)!r} are no stages of one run: they "
-                f"{why}. Name one of them, or give lamina.watch the first_layer of each stage."
+                f"folder: {stage.name!r} and {other.name!r} in {str(stage.parent)!r} are not stages of one run: "
+                f"they {why}. Name one of them, or give lamina.watch the first_layer of each stage."
             )
 
 

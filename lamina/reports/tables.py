@@ -19,9 +19,10 @@ Row = Mapping[str, Any]
 NONE = '<span class="none">–</span>'  # for a missing number
 ABOVE_BIGRAM = "above a bigram table"
 _SPIKE_NOTE = (
-    f"A spike: a step whose training loss, or whose gradient norm before clipping, lies at least {SIGMAS:g} standard "
-    f"deviations above the mean of the (up to) {WINDOW:,} steps before it or is not finite; the first {FEWEST} are "
-    "not judged. Behind the count stands the spike score, the share of all steps (OLMo 2, arXiv 2501.00656, Sec 3.1)."
+    "A spike is a step whose training loss or gradient norm (before clipping) is not finite, or at least "
+    f"{SIGMAS:g} standard deviations above the mean of the previous steps (up to {WINDOW:,}). The first {FEWEST} "
+    "steps do not count. After the count comes the spike score, the share of all steps (OLMo 2, arXiv "
+    "2501.00656, Sec 3.1)."
 )
 
 

@@ -73,7 +73,9 @@ def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str
         lines.append(f"    {'a bigram table':<24} {'':<20} {bigram:>17.4f}")
     texts = notices(summary, results, settings=settings)
     if above:
-        texts.insert(0, f"Not ranked, since a bigram table of the text that was read does as well: {', '.join(above)}.")
+        texts.insert(
+            0, f"Not ranked, because a bigram table of the training text is at least as good: {', '.join(above)}."
+        )
     return "\n".join([*lines, "", *(f"note: {notice}" for notice in texts)])
 
 
@@ -162,9 +164,9 @@ def _layers(row: Json) -> str:
     share = row["ffn_variance_share"]
     theorem = "as O(1/L) per layer keeps it" if share <= _ABOUT_ONE else "O(1/L) per layer would keep it near 1"
     return (
-        f"Var(x^N) is {10 ** row['growth']:.2g} × Var(x^0); the weights' gradients lie within a factor of "
-        f"{10 ** -row['weight_gradient']:.2g}, the smallest in layer {row['weight_gradient_layer']}; before the first "
-        f"step the feed-forwards add {share:.2g} × their skips' variance in sum ({theorem})"
+        f"Var(x^N) is {10 ** row['growth']:.2g} × Var(x^0); the weights' gradients differ by at most a factor of "
+        f"{10 ** -row['weight_gradient']:.2g}, the smallest in layer {row['weight_gradient_layer']}; before the "
+        f"first step the feed-forwards add {share:.2g} × their skips' variance in sum ({theorem})"
     )
 
 

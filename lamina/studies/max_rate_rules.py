@@ -103,7 +103,7 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
     step = min(count + 1, len(values))
     what = f"the loss is {values[count]}" if count < len(values) else "the gradient's norm is not finite"
     before = _last_low(rules, smooth, low, step - 1)
-    reason = f"{what} at step {step}; the loss was last at its low at step {before}, at a rate of "
+    reason = f"{what} at step {step}; the loss was last at its minimum at step {before}, at a rate of "
     return _stop(NON_FINITE, rules, smooth, before, step, f"{reason}{rules.rate(max(1, before)):.3g}")
 
 
@@ -123,8 +123,8 @@ def _spike(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int, 
     began = step - risen + 1
     before = _last_low(rules, smooth, low, began - 1)
     reason = (
-        f"the loss stayed more than {rules.given.spike_margin:g} nats above its low of {low[step - 1]:.3f} from step "
-        f"{began} to {step}; it began to rise after step {before}, at a rate of {rules.rate(before):.3g}"
+        f"the loss stayed more than {rules.given.spike_margin:g} nats above its minimum of {low[step - 1]:.3f} "
+        f"from step {began} to {step}; it began to rise after step {before}, at a rate of {rules.rate(before):.3g}"
     )
     return _stop(SPIKE, rules, smooth, before, step, reason)
 
@@ -137,8 +137,8 @@ def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int
     if low[step - 1] <= rules.unigram_entropy - rules.given.stuck_margin:
         return _stop(PLATEAU, rules, smooth, fallen_at, step, reason)
     reason += (
-        f"; its low of {low[step - 1]:.3f} is not {rules.given.stuck_margin:g} nats below the corpus's unigram entropy "
-        f"of {rules.unigram_entropy:.3f}"
+        f"; its minimum of {low[step - 1]:.3f} is not {rules.given.stuck_margin:g} nats below the corpus's "
+        f"unigram entropy of {rules.unigram_entropy:.3f}"
     )
     return _stop(STUCK, rules, smooth, fallen_at, step, reason)
 

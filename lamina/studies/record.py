@@ -37,7 +37,7 @@ def read_record(folder: Path) -> Json:
     try:
         study = read_sealed(folder / STUDY)
     except UserError as error:
-        raise UserError(f"{error} (allowed: the file as it was, or --overwrite to begin again)") from None
+        raise UserError(f"{error}. Restore the original file, or begin again with --overwrite") from None
     if not isinstance(study.get("settings"), dict):
         raise UserError(f"{str(folder / STUDY)!r}: the field 'settings' is missing")
     return study
@@ -58,8 +58,8 @@ def refuse_another_trial(trial: PretrainSettings, plan: Plan) -> None:
         stored = recorded
     if stored != recorded:
         raise UserError(
-            f"placements: {trial.placement!r} has changed since its trial in {str(folder)!r} was trained (allowed with "
-            "--resume: the same; else another --output, or --overwrite)"
+            f"placements: {trial.placement!r} has changed since its trial in {str(folder)!r} was trained. To "
+            "resume, restore it; otherwise give another --output, or --overwrite"
         )
     result = read_result(folder)
     if result is None or result["status"] not in ENDED:
@@ -69,15 +69,15 @@ def refuse_another_trial(trial: PretrainSettings, plan: Plan) -> None:
     refuse_altered(folder)
     if not {"steps", "placement", "learning_rate", "seed"} <= set(stored):
         raise UserError(
-            f"{str(path)!r}: cut short, so the settings of the trial are unknown (allowed: the file as it was; "
-            "or delete the trial's folder to train it again)"
+            f"{str(path)!r}: cut short, so the settings of the trial are unknown. Restore the original file, or "
+            "delete the trial's folder to train it again"
         )
     refuse_mixture({folder.name: stored}, trial.to_dict(), free=())
     ends_early = result["status"] == "diverged" or "max_learning_rate" in result
     if not ends_early and result.get("steps", trial.steps) != trial.steps:
         raise UserError(
-            f"{str(folder / RESULT)!r}: {result['steps']!r} steps, where the study's trials have {trial.steps} "
-            "(allowed: the file as it was; or delete the trial's folder to train it again)"
+            f"{str(folder / RESULT)!r}: {result['steps']!r} steps, but the study's trials have {trial.steps}. "
+            "Restore the original file, or delete the trial's folder to train it again"
         )
 
 
@@ -95,6 +95,6 @@ def refuse_mixture(
             owner, other = shared.setdefault(name, (trial, value))
             if value != other and name not in free and name not in PretrainSettings.free():
                 raise UserError(
-                    f"trials: {trial} was trained with {name} {value!r}, but {owner} has {other!r} (allowed in one "
-                    "ranking: trials of the same settings; was a file edited, or a trial copied here?)"
+                    f"trials: {trial} was trained with {name} {value!r}, but {owner} has {other!r}. Lamina ranks "
+                    "only trials with the same settings. Check whether a file was edited, or a trial copied here"
                 )

@@ -255,7 +255,9 @@ def sizes_list(name: str, value: object) -> str:
     """Check widths or depths, at least two; returns them comma-separated."""
     listed = comma_separated(name, value)
     if len(numbers(name, listed, int)) < 2:
-        raise UserError(f"{name}: {listed!r} is one {name.rstrip('s')}. Give two or more, with commas between them.")
+        raise UserError(
+            f"{name}: {listed!r} is a single {name.rstrip('s')}. Give two or more, with commas between them."
+        )
     return listed
 
 
@@ -421,8 +423,8 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
             raise UserError(f"num_heads: {self.num_heads!r}: the width of a head is fixed. Leave it out.")
         if self.proxy_width >= self.target_width:
             raise UserError(
-                f"proxy_width: {self.proxy_width} is not below the target's hidden_size {self.target_width} "
-                "(allowed: a narrower one)"
+                f"proxy_width: {self.proxy_width} is not below the target's hidden_size {self.target_width}. "
+                "Choose a narrower proxy"
             )
         if self.verify_width is not None and not self.verify_rates:
             raise UserError(f"verify_width: {self.verify_width} without verify_rates. Give both, or neither.")

@@ -142,12 +142,12 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
     if rate.fails:
         return "fails on the proxy, and is expected to fail"
     if rate.status == "short":
-        return "not known: too few steps on the proxy, where its loss still falls"
+        return "not known, because the loss on the proxy still falls (too few steps)"
     if rate.status != "finished":
         return "not known"
     failing = [r.learning_rate for r in rates if r.fails and r.learning_rate > rate.learning_rate]
     if not failing:
-        return "stable on the proxy, where no larger rate failed"
+        return "stable on the proxy, and no larger rate failed there"
     if min(failing) / rate.learning_rate <= HEADROOM * (1 + 1e-9):
         return f"stable on the proxy, but at the edge: {min(failing):g} fails there"
     return f"stable on the proxy, {min(failing) / rate.learning_rate:.3g} times below the first rate that fails there"

@@ -82,7 +82,9 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
             raise UserError(f"{which}: {name!r} passes on {more}. Choose a placement with one stream.")
     blocks = torch.cat([batch["input_ids"] for batch in context.batches])
     if len(blocks) < 2:
-        raise UserError("sequences: 1 block of text (allowed: 2 or more: one to fit the gains on, one for the losses)")
+        raise UserError(
+            "sequences: 1 block of text. Give 2 or more: one block to fit the gains, and one to measure the losses"
+        )
     half = len(blocks) // 2
     new, told = grafted(old, plan, blocks[:half].to(context.device))
     held = copy.copy(context)
@@ -281,7 +283,9 @@ class _Matching:
             return
         if norm.weight is None:
             name = self.names[norm]
-            raise UserError(f"placement: {name} has no gain that could take a factor. Choose one with learnable gains.")
+            raise UserError(
+                f"placement: {name} has no gain that could absorb a factor. Choose one with learnable gains."
+            )
         norm.weight.copy_((norm.weight + _offset(norm)) * factor - _offset(norm))
         if isinstance(bias := getattr(norm, "bias", None), torch.Tensor):
             bias.mul_(factor)
@@ -380,7 +384,10 @@ class _Step:
     def _check(self, expected: torch.Tensor, actual: torch.Tensor) -> None:
         name = self.matching.names[self.new.module]
         if float((expected - actual).abs().max()) > _FOLDED * float(expected.abs().max()):
-            raise UserError(f"placement: {name} takes no factor into its projections (allowed: a norm on that side)")
+            raise UserError(
+                f"placement: {name} has projections that cannot absorb a factor. Choose a placement with a norm "
+                "on this side"
+            )
         self.matching.told["folded"].append(name)
 
 

@@ -90,7 +90,10 @@ def prune(
     context.warn_of_unread()
     count = context.structure.num_layers
     if any(getattr(site.module, "has_memory", False) for site in context.structure.layers):
-        raise UserError(f"model: {source!r} remembers earlier layers' states by their index (allowed: one without)")
+        raise UserError(
+            f"model: {source!r} reads earlier layers' states by their index, so Lamina cannot remove layers. "
+            "Choose another model"
+        )
     with evaluating(context.model):
         gone, measured = (refuse_twice(layers), {}) if by is None else chosen_layers(context, by, drop)
         if not gone or gone[-1] >= count or len(gone) >= count:
@@ -159,7 +162,8 @@ def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict
     values = cast(pd.Series, rows.query("0 <= layer < @count").set_index("layer")["value"])
     if values.index.has_duplicates or len(values) != count or values.isna().any():
         raise UserError(
-            f"by: {by!r} has not one value for each of {count} layers (allowed: {ANGLE}, {HARM}, a metric that has)"
+            f"by: {by!r} does not have one value for each of {count} layers (allowed: {ANGLE}, {HARM}, or another "
+            "metric with one value per layer)"
         )
     return sorted(int(str(layer)) for layer in values.nsmallest(drop).index), _by_layer(values)
 
@@ -174,7 +178,9 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
     parents = {site.path.rpartition(".")[0] for site in sites}
     holder = model.get_submodule(parents.pop()) if len(parents) == 1 else None
     if not isinstance(holder, nn.ModuleList) or len(holder) != len(sites):
-        raise UserError(f"model: the layers of {type(model).__name__} are no list of their own. Choose another model.")
+        raise UserError(
+            f"model: the layers of {type(model).__name__} are not in a separate list. Choose another model."
+        )
     kept = [index for index in range(len(holder)) if index not in set(gone)]
     layers = [holder[index] for index in kept]
     del holder[:]
@@ -233,7 +239,8 @@ def _difference(
         difference = float((context.forward(few).logits.float() - expected).abs().max())
     if not difference <= _SAME * float(expected.abs().max()):
         raise UserError(
-            f"layers: without {ranges(gone)} the written model's logits differ by {difference:.3g} from those of the "
-            f"whole one that skips them: {by_index() or 'its layers depend on their index'}. Choose other layers."
+            f"layers: without {ranges(gone)} the written model's logits differ by {difference:.3g} from the whole "
+            f"model's logits without these layers: {by_index() or 'its layers depend on their index'}. Choose "
+            "other layers."
         )
     return difference

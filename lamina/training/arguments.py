@@ -159,8 +159,8 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
         for name in ("mixup", "cutmix"):
             if value := getattr(settings, name):
                 raise UserError(
-                    f"{name}: {value:g} needs a second image to mix in, each process has one (allowed: 0, or a "
-                    f"batch_size of at least {2 * processes})"
+                    f"{name}: {value:g} needs two images per process to mix. Set it to 0, or batch_size to at "
+                    f"least {2 * processes}"
                 )
     return arguments_of(TrainingArguments, settings, processes)
 
@@ -190,8 +190,8 @@ def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, 
     """Build the arguments as an instance of ``kind``, such as TRL's class, with the fields ``own`` set."""
     if settings.batch_size % processes:
         raise UserError(
-            f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes "
-            f"(allowed: a multiple of {processes}, or another number of processes)"
+            f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes. Choose a "
+            f"multiple of {processes}, or another number of processes"
         )
     check_arguments(settings.trainer, settings.schedule, PretrainSettings)
     names = {entry.name for entry in fields(TrainingArguments) if entry.init}

@@ -218,8 +218,8 @@ class Pretraining(TrainingStage[PretrainSettings]):
         falling = still_falling(RunFolder(run.folder).metrics, settings.steps, entropy + margin)
         if falling is not None:
             return Status.SHORT, (
-                f"{settings.steps} steps are too few to tell: {falling}, and its best of {recorder.best_eval:.3f} "
-                f"is not {margin:g} nats below {guess} of {entropy:.3f} yet"
+                f"{settings.steps} steps are too few to tell: {falling}, and its minimum of "
+                f"{recorder.best_eval:.3f} is not yet {margin:g} nats below {guess} of {entropy:.3f}"
             )
         return Status.STUCK, (
             f"the eval loss never got {margin:g} nats below {guess} of {entropy:.3f} "

@@ -261,7 +261,7 @@ def placement_list(name: str, value: object) -> str:
     if not specs:
         raise UserError(f"{name}: none given (see `lamina placements` for the names)")
     if len(set(specs)) < len(specs):
-        raise UserError(f"{name}: {listed!r} names one twice")
+        raise UserError(f"{name}: {listed!r} names a value twice")
     return listed
 
 

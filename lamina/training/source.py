@@ -65,8 +65,8 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
     for name in DECIDED:
         if name in given and given[name] != stored[name] and not _same(name, given[name], stored, plan, config):
             raise UserError(
-                f"{name}: {given[name]!r}, but the checkpoint {settings.from_model!r} has {stored[name]!r} "
-                "(allowed with --from: none, or the same)"
+                f"{name}: {given[name]!r}, but the checkpoint {settings.from_model!r} has {stored[name]!r}. With "
+                "--from, leave it out"
             )
     return replace(settings, **stored)
 
@@ -122,8 +122,8 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
     """Raise UserError for a tokenizer with more tokens than the checkpoint's vocabulary."""
     if vocab_size > config.vocab_size:
         raise UserError(
-            f"tokenizer: it has {vocab_size} tokens, the checkpoint {source!r} has {config.vocab_size} "
-            "(allowed: its own)"
+            f"tokenizer: it has {vocab_size} tokens, but the checkpoint {source!r} has {config.vocab_size}. Use "
+            "the checkpoint's tokenizer"
         )
 
 

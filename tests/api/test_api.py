@@ -232,7 +232,7 @@ def test_what_a_preset_says_may_need_what_the_user_says_and_the_other_way_round(
     [
         ({"corpus": [f"my_texts/part-{n}.txt" for n in range(3)]}, "corpus: 'my_texts/part-0.txt': no such file"),
         ({"corpus": ["hf:some/name"]}, "corpus: 'hf:some/name': no such file"),
-        ({"corpus": ["a.txt", "b.txt"]}, r"'b\.txt' is no file"),
+        ({"corpus": ["a.txt", "b.txt"]}, r"'b\.txt' is not a file"),
         ({"corpus": SimpleNamespace(column_names={"train": ["text"]})}, r"as in data\['train'\]"),
         ({"placements": 3.5}, "unknown placement '3.5'"),
         ({"placements": [resolve("keel", 2)]}, "placements: Plan .*lamina.build takes a Plan"),

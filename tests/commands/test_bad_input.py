@@ -288,7 +288,7 @@ def test_ctrl_c_during_the_imports_is_one_line(seconds, tmp_path):
     assert "Traceback" not in err
     assert started.returncode == 130
     (line,) = [line for line in err.splitlines() if line.startswith("lamina: ")]
-    assert line.endswith("(--resume continues it)")
+    assert line.endswith("(continue with --resume)")
 
 
 def full(*args, **kwargs):

@@ -40,7 +40,7 @@ def test_the_table_the_reason_and_the_papers_advice(corpus, capsys):
     assert lines[0].split() == ["placement", "rate", "verdict", "gain", "x0→xN", "context", "FP16", "headroom"]
     rows = [line.split()[:2] for line in lines[1:5]]
     assert rows == [["keel", "0.001"], ["keel", "0.01"], ["pre_ln", "0.001"], ["pre_ln", "0.01"]]
-    assert out.count("  reason: after ") + out.count("  reason: not decided by these steps: after ") == 4
+    assert out.count("  reason: after ") + out.count("  reason: these steps cannot decide: after ") == 4
     assert f"  papers: {get('keel').advice[:40]}" in out
 
 
@@ -82,7 +82,7 @@ def test_the_folder(corpus, custom, tmp_path, monkeypatch, capsys):
         (out / name).write_bytes(kept.replace(b"2", b"3", 1))
         assert main(["report", str(out)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"{name}': altered since seal.json was written, or of another run" in line
+        assert f"{name}': changed after seal.json was written, or from another run" in line
         assert "--resume" not in line  # which a preflight has not
         (out / name).write_bytes(kept)
     (out / "seal.json").unlink()  # as an older version left it
@@ -94,7 +94,7 @@ def test_the_folder(corpus, custom, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as on_a_full_disk:  # a page that can't be written does not blame the records
         on_a_full_disk.setattr("lamina.reports.pages.preflight.write_page", full)
         assert main(["report", str(out)]) == 2
-    assert "No space left on device; what was finished is kept" in capsys.readouterr().err
+    assert "No space left on device; finished work is kept" in capsys.readouterr().err
     assert main(argv(corpus, output=out)) == 2
     assert "is in use. Choose an empty or new folder, or add --overwrite to replace it." in capsys.readouterr().err
     assert main([*argv(corpus, output=out), "--overwrite"]) == 0
@@ -111,7 +111,7 @@ def test_an_undecided_run_is_told_how_many_steps_decide_and_these_can_be_taken(c
     assert main([*argv(corpus, **given), "--json", "--strict"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["verdict"] == "undecided"
-    assert row["reason"].startswith("not decided by these steps: after ")
+    assert row["reason"].startswith("these steps cannot decide: after ")
     assert row["burn_in_steps"] < row["deciding_steps"] <= 200
     if row["deciding_steps"] < 200:
         assert f"--burn-in {row['deciding_steps']}" in row["change"]

@@ -80,7 +80,7 @@ def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys
     page = (out / "report.html").read_text()
     title = re.findall(r"<title>(.*)</title>", page)[0]
     assert re.fullmatch(
-        r"\w+ scores highest on average \([\d.]+ %, guessing 25.0 %\), but no difference is certain", title
+        r"\w+ scores highest on average \([\d.]+ %, guessing 25.0 %\), but no difference is significant", title
     )
     assert "guessing</td>" in page
     assert "pre_ln" in page
@@ -141,7 +141,7 @@ def test_the_arms_of_two_studies_are_not_one_line(tmp_path):
 
 def test_a_study_of_a_store_says_where_its_runs_are(tmp_path):
     write_study(tmp_path, [{"key": "0123", "placement": "keel"}], Kind.COMPARE)
-    with pytest.raises(UserError, match=r"in its store .*STORE/KEY.* such as 0123"):
+    with pytest.raises(UserError, match=r"in its store.*STORE/KEY.* such as 0123"):
         runs_of(str(tmp_path))
 
 
@@ -195,7 +195,7 @@ def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path
             r"system: 'Be brief\.' has no effect here\. Give it with --chat-template, or leave it out",
         ),
         ({"generation": {"temprature": 1}}, "unknown generation argument 'temprature'; did you mean 'temperature'"),
-        ({"generation": {"temperature": 1}}, "generation.temperature: no effect: none of the tasks"),
+        ({"generation": {"temperature": 1}}, "generation.temperature: has no effect, because no task"),
         ({"batch_size": "some"}, r"batch_size: 'some' \(allowed: a whole number of at least 1, or auto\)"),
         ({"batch_size": 0}, "batch_size: 0"),
     ],
@@ -332,9 +332,9 @@ def test_what_a_model_or_text_lacks_is_said_before_the_folder_is_touched(model, 
         (
             257,
             without_readout,
-            "not in the checkpoint, so random: lm_head.weight",
+            "missing in the checkpoint, so Lamina drew random weights: lm_head.weight",
         ),  # it would be drawn, and score noise
-        (200, unspoiled, r"tokenizer: it has 257 tokens, the model .* has 200"),
+        (200, unspoiled, r"tokenizer: it has 257 tokens, but the model .* has 200"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(text, tmp_path, vocab_size, spoil, says):

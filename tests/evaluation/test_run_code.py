@@ -80,7 +80,7 @@ def test_a_task_file_runs_with_the_switch_alone(folder, canary, form):
         plain.build("quiz")
     assert str(raised.value).startswith("tasks: '")
     assert f"{folder / 'tasks'}" in str(raised.value)
-    assert "(allowed with --run-code, for a file that you trust)" in str(raised.value)
+    assert "If you trust the file, add --run-code" in str(raised.value)
     assert not canary.exists()
     assert Tasks.find(str(folder), run_code=True).build("quiz")["tasks"]
     assert canary.exists()

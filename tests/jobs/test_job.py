@@ -210,7 +210,7 @@ def test_a_folder_whose_job_was_killed_before_its_first_record_is_free(tmp_path)
         with hold(tmp_path, resume=resume) as resumes:
             assert not resumes
     write_json(tmp_path / "environment.json", {"versions": {"python": "3"}})  # another program's
-    with pytest.raises(UserError, match="holds something that Lamina did not write"), hold(tmp_path, resume="auto"):
+    with pytest.raises(UserError, match="holds files that Lamina did not write"), hold(tmp_path, resume="auto"):
         pass
     assert (tmp_path / "environment.json").is_file()
 

@@ -57,8 +57,8 @@ def test_an_edited_table_is_named_before_a_page_is_drawn(study, capsys, name):
     assert main(["report", str(study)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert name in line
-    assert "altered since seal.json was written" in line
-    assert "--resume, which writes it again" in line
+    assert "changed after seal.json was written" in line
+    assert "--resume to write it again" in line
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_whoever_ranks_evaluates_or_judges_names_an_edited_table(study, read):
 
 def test_another_studys_record_is_named_and_is_nothing_to_resume(study):
     write_sealed(study / "study.yaml", {"settings": {"steps": 5}})
-    with pytest.raises(UserError, match=r"study\.yaml.*of another run"), opened(study, "auto"):
+    with pytest.raises(UserError, match=r"study\.yaml.*from another run"), opened(study, "auto"):
         pass
     with pytest.raises(UserError, match=r"study\.yaml"):
         refuse_tables(study)

@@ -265,7 +265,7 @@ def test_a_backbone_whose_layer_does_more_than_a_placement_says_is_refused():
     """Some scale each branch, some run both branches side by side: silently another model otherwise."""
     for model_type, more, why in (
         ("granitemoe_swa", {"residual_multiplier": 0.22}, ""),
-        ("cohere2_moe", {"num_experts": 4, "num_experts_per_tok": 2}, r"side by side \(allowed: wiring=parallel\)"),
+        ("cohere2_moe", {"num_experts": 4, "num_experts_per_tok": 2}, r"in parallel. Add wiring=parallel"),
     ):
         with pytest.raises(UserError, match=f"{model_type}.*{why}"):
             lamina.build(AutoConfig.for_model(model_type, **OF_TEXT, **TOKENS, **more), "pre_ln")

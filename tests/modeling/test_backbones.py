@@ -202,7 +202,7 @@ def test_a_backbone_that_builds_and_then_fails_is_refused():
     config = Gemma4TextConfig(
         **SIZES, head_dim=8, global_head_dim=8, vocab_size=64, vocab_size_per_layer_input=64, num_kv_shared_layers=0
     )
-    with pytest.raises(UserError, match=r"backbone 'gemma4_text': wired by a placement it does not run \(TypeError"):
+    with pytest.raises(UserError, match=r"backbone 'gemma4_text': with a placement, it does not run \(TypeError"):
         lamina.build(config, "pre_ln")
 
 

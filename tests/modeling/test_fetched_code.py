@@ -61,7 +61,7 @@ def test_a_kernel_of_the_hub_is_refused_by_its_field(field, value, with_fields):
         lambda path: lamina.build(str(path), "pre_ln"),
     )
     for read in readers:
-        with pytest.raises(UserError, match=rf"config\.json: \S*{field}\S*: '.*' is code of the hub") as caught:
+        with pytest.raises(UserError, match=rf"config\.json: \S*{field}\S*: '.*' is code on the hub") as caught:
             read(folder)
         assert "\n" not in str(caught.value)
 
@@ -77,7 +77,7 @@ def test_flash_attention_is_refused_only_where_transformers_would_fetch_it(with_
         )
         data = json.loads((folder / "config.json").read_text())
         if refused:
-            with pytest.raises(UserError, match="'flash_attention_2' is code of the hub"):
+            with pytest.raises(UserError, match="'flash_attention_2' is code on the hub"):
                 refuse_fetched(data, "config.json")
         else:
             refuse_fetched(data, "config.json")

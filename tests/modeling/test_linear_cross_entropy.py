@@ -118,7 +118,7 @@ def test_goes_backward_once():
     states, head, labels = case(torch.float32)
     loss = LinearLoss(elements=CHUNK * VOCABULARY)(states, head, labels, softcap=5.0)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward once"):
+    with pytest.raises(RuntimeError, match="only one backward pass"):
         loss.backward()
 
 

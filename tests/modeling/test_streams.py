@@ -434,7 +434,7 @@ def test_full_attention_residuals_train_and_come_back_from_a_file(tmp_path):
     model.train().gradient_checkpointing_enable()
     assert torch.equal(model(input_ids=ids, labels=ids).loss, loss)
     census = lamina.placement_of(again)
-    assert "several states from inside its layers" in census.unknown
+    assert "its layers read several inner states" in census.unknown
     plan = resolve("pre_ln", 3, wiring="x0")
     layers = tuple(replace(layer, inner_boundary=True) for layer in plan.layers)
     with pytest.raises(UserError, match="inner_boundary: beside sources"):
@@ -531,7 +531,7 @@ def test_a_block_of_depth_begins_without_a_skip_also_where_skips_are_learned(bas
 @pytest.mark.parametrize("wiring", ["mhc", "x0", "attn_res"])
 def test_a_layer_alone_is_refused(wiring):
     layer = resolve("pre_ln", 2, wiring=wiring).layers[0]
-    with pytest.raises(UserError, match="needs the blocks around it"):
+    with pytest.raises(UserError, match="need the blocks around it"):
         lamina.wire(torch.nn.Identity(), torch.nn.Identity(), layer, 8)
 
 
@@ -557,7 +557,7 @@ def test_flops_count_what_the_wiring_multiplies():
 
 @pytest.mark.parametrize("wiring", ["mhc", "x0", "attn_res", "parallel"])
 def test_no_architecture_of_transformers_has_it(wiring):
-    with pytest.raises(UserError, match="no architecture computes the placement"):
+    with pytest.raises(UserError, match="no architecture of transformers computes this variant of the placement"):
         to_transformers(built("pre_ln", wiring))
 
 

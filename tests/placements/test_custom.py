@@ -122,7 +122,7 @@ def test_a_full_plan_is_read_as_to_dict_writes_it_and_for_no_other_depth(file, n
     again = resolve(path, 3)
     assert (again.layers, again.final_norm, again.placement) == (plan.layers, plan.final_norm, name)
     assert again.initialization == plan.initialization
-    with pytest.raises(UserError, match=r"3 layers, num_layers is 4"):
+    with pytest.raises(UserError, match=r"3 layers, but num_layers is 4"):
         resolve(path, 4)
 
 

@@ -127,7 +127,7 @@ def _streams(readout=(), **fields):
         (_attention(pre_norm={"eps": "small"}), ["eps", "'small'", "at least 0"]),
         (_streams(weights="gate"), ["rank", "0", "at least 1"]),
         (_streams(write=[]), ["streams.write", "none given", "as many"]),
-        (_streams({"write": [1.0, 1.0]}), ["readout", "writes", "a read alone"]),
+        (_streams({"write": [1.0, 1.0]}), ["readout", "writes", "it may only read"]),
         (plan_of(layers=[{"sources": {"states": 0}}]), ["layers[0].sources.states", "0", "list"]),
         *(
             (plan_of(layers=[{"sources": {"states": [state]}}]), ["sources.states", repr(state), "pairs"])

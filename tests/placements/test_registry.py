@@ -123,5 +123,5 @@ def test_a_scheme_with_a_plan_of_another_depth_is_refused():
     def wrong_depth(num_layers: int) -> Plan:
         return Plan(placement="", layers=(Layer(),))
 
-    with pytest.raises(UserError, match=r"1 layers, num_layers is 2"):
+    with pytest.raises(UserError, match=r"1 layers, but num_layers is 2"):
         resolve("wrong_depth", 2)

@@ -151,7 +151,10 @@ def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, capsys):
     words = ["convert", str(tmp_path / "olmo"), str(tmp_path / "again"), "--from", "olmo-core"]
     capsys.readouterr()
     assert main(words) == 2
-    assert "the olmo-core checkpoint does not say it. Run: the same with --placement NAME" in capsys.readouterr().err
+    assert (
+        "the olmo-core checkpoint does not name it. Run the command again with --placement NAME"
+        in capsys.readouterr().err
+    )
     assert main([*words, "--placement", "keel"]) == 2
     assert "missing tensor 'blocks.0.feed_forward_norm.weight'" not in capsys.readouterr().out
     assert not (tmp_path / "again").exists()

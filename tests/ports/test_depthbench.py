@@ -58,7 +58,7 @@ def test_a_missing_parameter_is_named(kind, missing, tmp_path, capsys):
         ("hc", {"hyper_connections": {"kind": "hc", "tanh": False}}, "hyper_connections.tanh is False"),
         ("attnres", {"attnres_block_size": 3}, "attnres_block_size is 3 (allowed here: 1, even numbers)"),
         ("moda", {}, "model.block.name is 'moda' (allowed here: no attention over depth)"),
-        ("mhc", {}, "its shape is [6, 32], the configuration asks for [24, 128]"),
+        ("mhc", {}, "its shape is [6, 32], but the configuration asks for [24, 128]"),
     ],
 )
 def test_what_no_plan_holds_is_refused_in_one_line(name, more, said, tmp_path, capsys):

@@ -224,7 +224,7 @@ def test_emitted_files_need_no_formatting(target, tmp_path):
 @pytest.mark.parametrize(
     ("spec", "line"),
     [
-        ("keel(wiring=mhc)", "its residual carries 4 streams, which a block for PyTorch cannot hold"),
+        ("keel(wiring=mhc)", "its residual path has 4 streams, which a block for PyTorch does not support"),
         ("pre_ln(wiring=attn_res)", "its blocks read states of earlier blocks, which a block for PyTorch cannot hold"),
         ("pre_ln(wiring=x0)", "its blocks read states of earlier blocks"),
     ],
@@ -273,7 +273,7 @@ def test_the_command_writes_the_file_and_its_test(tmp_path, capsys):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert main(words) == 2
-    assert "exists. Run: the same with --overwrite" in capsys.readouterr().err
+    assert "exists. Add --overwrite" in capsys.readouterr().err
     assert main([*words, "--overwrite"]) == 0
     assert main(["emit", "keel", "--to", "pytorch"]) == 2
     assert "--num-layers: not given. Run: lamina emit keel" in capsys.readouterr().err
@@ -290,9 +290,9 @@ def test_the_command_writes_the_file_and_its_test(tmp_path, capsys):
         (["mine.yaml", "--to", "mlx", "--num-layers", "3"], "placement 'mine.yaml': no such file"),
         (
             ["keel(wiring=mhc)", "--to", "megatron", "--num-layers", "3"],
-            "its residual carries 4 streams, which a block",
+            "its residual path has 4 streams, which a block",
         ),
-        (["keel", "--to", "mlx", "--num-layers", "3", "--with-test"], "Run: the same with --output NAME.py"),
+        (["keel", "--to", "mlx", "--num-layers", "3", "--with-test"], "Run the command again with --output NAME.py"),
         (["keel", "--to", "mlx", "--num-layers", "3", "--output", "keel"], "'keel' cannot be imported"),
         (["keel", "--to", "mlx", "--num-layers", "3", "--output", "."], "'.' cannot be imported"),
         (["keel", "--layers", "3"], "unknown option --layers; did you mean '--num-layers'?"),

@@ -101,15 +101,13 @@ def test_an_undecided_run_is_told_the_step_that_decides():
     verdict = judge(FALLING, case("pre_ln", steps=400))
     step = math.ceil(400 * deciding_share(FALLING, calibration()))
     assert verdict.deciding_steps == step < 400
-    assert verdict.reason.startswith(
-        "not decided by these steps: after 32 of 400 the held-out loss is 1.13 ± 0.08 nats"
-    )
-    assert verdict.change.startswith(f"look longer, with --burn-in {step}: at the pace of these steps")
+    assert verdict.reason.startswith("these steps cannot decide: after 32 of 400 the held-out loss is 1.13 ± 0.08 nats")
+    assert verdict.change.startswith(f"measure more steps, with --burn-in {step}: at the pace of these steps")
     close = judge(replace(FALLING, excess=0.02, spent=0.3), case("pre_ln", steps=400))
-    assert f"{calibration()['deciding']['times']:g} times the learning rates spent, by step " in close.change
+    assert f"{calibration()['deciding']['times']:g} times the sum of learning rates so far, by step " in close.change
     late = judge(replace(FALLING, pace=1.2, context=0.5, spent=0.1), case("pre_ln", steps=400))
     assert (late.verdict, late.deciding_steps) == ("undecided", 400)
-    assert "only the whole run decides it" in late.change
+    assert "only the whole run can decide" in late.change
 
 
 def test_a_run_that_learns_with_a_small_chance_is_risky():
@@ -119,7 +117,7 @@ def test_a_run_that_learns_with_a_small_chance_is_risky():
     )
     assert chance(numbers, fitted) < fitted["bands"][1]
     assert verdict_of(numbers, fitted) == "risky"
-    assert "a chance of only" in judge(numbers, case("pre_ln")).reason
+    assert "clearly below it is only" in judge(numbers, case("pre_ln")).reason
 
 
 def test_a_loss_that_is_not_finite_will_not_train():

@@ -307,6 +307,8 @@ def test_an_exponent_that_the_layers_do_not_determine_is_none():
         (layer, "block", "fusenorm_eq_9", 0, metric, 1.0, 0.1) for layer in range(3) for metric in ("left", "ratio")
     ]
     said = list(Bounds().sentences(pd.DataFrame(rows, columns=COLUMNS)))
-    unknown = "How ||J - I|| goes with sigma_l can't be told from 3 layers (the exponent is 32 ± 20; the paper has -1)."
+    unknown = (
+        "3 layers are too few to tell how ||J - I|| scales with sigma_l (the exponent is 32 ± 20; the paper has -1)."
+    )
     assert unknown in said
-    assert "||J - I|| goes as (l + 1)^(-0.51 ± 0.03); the paper has -0.5." in said
+    assert "||J - I|| scales as (l + 1)^(-0.51 ± 0.03); the paper has -0.5." in said

@@ -361,19 +361,21 @@ def test_sentences_name_the_layers_that_could_go():
     said = list(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3])))
     assert said[0] == "Removing layer 3 harms least (loss increase 0.01 nats), removing layer 0 most (2 nats)."
     assert "Layers that you can remove, one at a time: 2-3" in said[1]
-    assert said[2] == "The angular distance names the same: layer 3 (Spearman correlation 1.00 over all layers)."
+    assert (
+        said[2] == "By angular distance, the same is least needed: layer 3 (Spearman correlation 1.00 over all layers)."
+    )
     frame = _frame([2.0, 0.4, 0.02, 0.01, 0.3])
     turned = frame["metric"].eq("angular_distance") & frame["layer"].eq(1)
     apart = list(LayerDrop().sentences(frame.assign(value=frame["value"].mask(turned, 1e-4))))[2]
-    assert apart.startswith("The angular distance names layer 1, but removing layer 3 harms least (Spearman")
+    assert apart.startswith("By angular distance, layer 1 is least needed, but removing layer 3 harms least (Spearman")
     assert apart.endswith("Believe the measured harm: the angle only predicts it.")
     every = list(LayerDrop().sentences(_frame([0.01, 0.02, 0.005, 0.0])))[1]
-    assert every.startswith("Each layer can go alone")  # and not a list of all layers
+    assert every.startswith("You can remove any single layer")  # and not a list of all layers
     equal = next(LayerDrop().sentences(_frame([0.3] * 4)))
     assert equal == "Removing any one layer does equal harm (loss increase 0.3 nats)."
     both = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3], ("remove", "branch"))))
     assert "its branches set to zero, its norms kept" in both
-    assert "No layer can go unnoticed" in both
+    assert "Every layer matters" in both
     frame = _frame([2.0, 0.4, 0.02, 0.01])
     assert "layers 3 to 4" in next(LayerDrop().sentences(frame.assign(size=2)))
     # of one sequence the error is unknown, and excuses no layer

@@ -146,6 +146,6 @@ def test_the_page_names_the_least_and_the_most_used_layer():
     frame = probe(built("keel"), "layer_use", torch.randint(3, 61, (12, 20)))["layer_use"]
     texts = list(LayerUse().sentences(frame))
     mean = frame[frame.metric == "causal_score"].groupby("layer").value.mean()
-    assert f"Skipping layer {mean.idxmin()} " in texts[0]
-    assert f"layer {mean.idxmax()} most" in texts[0]
+    assert f"least for layer {mean.idxmin()} " in texts[0]
+    assert f"most for layer {mean.idxmax()} " in texts[0]
     assert len(texts) == len(list(LayerUse().figures(frame))) == 3

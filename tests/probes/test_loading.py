@@ -90,7 +90,7 @@ def test_a_missing_layer_is_refused_a_missing_head_noted(saved):
     tensors = load_file(folder / "model.safetensors")
     without_head = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
     save_file(without_head, folder / "model.safetensors", metadata={"format": "pt"})
-    assert load(folder).notes == ["not in the checkpoint, so random: lm_head.weight"]
+    assert load(folder).notes == ["missing in the checkpoint, so Lamina drew random weights: lm_head.weight"]
     del without_head["model.layers.2.mlp.up_proj.weight"]
     save_file(without_head, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"missing tensor '.*layers\.2\.mlp\.up_proj"):
@@ -254,5 +254,5 @@ def test_a_corpus_file_is_read_whole_and_what_makes_no_block_is_said(tmp_path, c
     caplog.clear()
     lamina.probe(bytes_model(), "hidden_states", "a" * 100, load_tokenizer("bytes"), sequence_length=64)
     assert caplog.messages == [
-        "texts_or_blocks: the last 36 of 100 tokens are fewer than a block and are left out"
+        "texts_or_blocks: Lamina drops the last 36 of 100 tokens, which do not fill a block"
     ]  # from Python, where there is no page

@@ -105,7 +105,7 @@ def test_a_massive_activation_breaks_int8_per_tensor_and_not_bf16():
     assert value(frame, "token_error", format="bf16", **place) < 5e-3
     said = " ".join(instance.sentences(frame))
     assert "fp16 overflows to inf in states 2" in said
-    assert "break INT8 per tensor" in said
+    assert "break per-tensor INT8" in said
 
 
 def test_the_loss_with_every_state_rounded():

@@ -134,7 +134,7 @@ def test_each_layers_drop_is_the_f1_lost_without_it(model, tokenizer, squad):
 
 def test_what_it_cannot_score_it_says(model, tokenizer, squad, tmp_path):
     (tmp_path / "other.json").write_text('{"data": [{"title": "x"}]}')
-    with pytest.raises(UserError, match="is not of SQuAD's form: KeyError"):
+    with pytest.raises(UserError, match="is not in SQuAD's format: KeyError"):
         LayerDrop(squad=str(tmp_path / "other.json"))
     with pytest.raises(UserError, match="no such file"):
         LayerDrop(squad=str(tmp_path / "none.json"))

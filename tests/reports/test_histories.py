@@ -110,7 +110,7 @@ def test_the_norms_are_those_of_the_layer_monitor(tmp_path, run, kind):
     assert max(abs(read[key] / own[key] - 1) for key in own if own[key]) < 1e-5
     assert history.notes == [
         "not recorded: learning rate",
-        "the model's gradient norm is the norm of all parameters with a series",
+        "Lamina computed the model's gradient norm from all parameters with a series",
     ]
 
 
@@ -277,7 +277,7 @@ def test_only_the_models_norm_is_judged_where_no_other_is_there(tmp_path, has_lo
     path = tmp_path / "trainer_state.json"
     path.write_text(json.dumps({"log_history": log}))
     found = lamina.diagnose(path)
-    assert "no series by layer: only the whole model is judged" in found.sentences[-1]
+    assert "no series by layer, so Lamina judges only the whole model" in found.sentences[-1]
     assert gather(tmp_path / "trainer_state.json-lamina").first.step == 31
     assert gather(tmp_path / "trainer_state.json-lamina").rose == (31 if has_loss else None)
 

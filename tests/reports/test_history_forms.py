@@ -220,7 +220,7 @@ def test_a_run_that_went_back_goes_on_where_it_did(tmp_path):
     history = read_history(path)
     assert history.steps == [step for step, *_ in CURVE]
     assert history.series[(-1, "model", "all"), LOSS][1][[29, 30]].tolist() == [9.0, CURVE[30][1]]
-    assert "the steps go back: 20 records" in str(history)
+    assert "the steps go back, so Lamina skips 20 records" in str(history)
 
 
 def test_steps_that_start_anew_in_each_epoch_are_counted_on(tmp_path):
@@ -285,7 +285,7 @@ def test_where_no_loss_is_read_nobody_says_that_it_did_not_rise(tmp_path):
     said = " ".join(lamina.diagnose(path).sentences)
     assert "The record has no loss" in said
     assert "did not rise" not in said
-    assert "'z_loss' is not the loss of the task" in said
+    assert "'z_loss' is not the task's loss" in said
 
 
 def test_a_loss_of_zero_beside_a_gradient_that_is_not_finite_is_not_finite(tmp_path):

@@ -116,9 +116,10 @@ def test_results_without_the_entropy_are_ranked_as_before():
 
 def test_who_is_not_past_it_is_said():
     nobody = sentences(summarize(of_losses(keel=2.6, pre_ln=2.7)))
-    assert nobody[0].startswith("None of 2 placements has beaten a bigram table")
-    assert "note: Not ranked, since a bigram table of the text that was read does as well: pre_ln, keel." in ranking(
-        MIXED
+    assert nobody[0].startswith("None of 2 placements beats a bigram table")
+    assert (
+        "note: Not ranked, because a bigram table of the training text is at least as good: pre_ln, keel."
+        in ranking(MIXED)
     )
 
 
@@ -266,14 +267,14 @@ SAID = {
     "nothing finished": (
         trials(("a", 1, 0, "diverged", math.nan), ("b", 1, 0, "stuck", 3.3)),
         {},
-        ["None of 2 placements finished, so none can be called the best.", "a diverged",
+        ["None of 2 placements finished, so Lamina cannot name the best.", "a diverged",
          "b is stuck: at 3.30 its eval loss is no better than the unigram entropy of 3.24 nats"],
         None,
     ),
     "short runs are told from stuck ones": (
         SHORT,
         {"gradients": EVEN, "variances": EVEN},
-        ["After 20 steps the losses of all 3 placements still fall: too short to tell",
+        ["After 20 steps the losses of all 3 placements still fall, so the runs are too short to tell",
          "a, c and b ran too short to tell: at 3.90, 4.00 and 4.10",
          "The hidden states' variance stays about the same from the first block to the last."],
         "stuck:|lowest|even than|nothing to rank",
@@ -333,15 +334,15 @@ GRID = trials(*((p, rate, s, "finished", 2 + abs(rate - 2)) for p in "ab" for ra
 UNEVEN = trials(("a", 1, 0, "finished", 2.5), ("a", 2, 0, "finished", 2.4), ("b", 1, 0, "finished", 2.6))
 NOTICED = [  # results, the papers' initializers, a pattern, whether a notice has it
     (THREE.assign(init=["scaled", "normal", "scaled", "scaled", ""]), {},
-     r"^The initializers differ \(scaled: fusenorm, pre_ln and post_ln; normal: keel\), .* is not paired", True),
+     r"^The initializers differ \(scaled: fusenorm, pre_ln and post_ln; normal: keel\), .* effect of the init", True),
     (THREE.assign(init="scaled"), {"keel": "normal", "pre_ln": "scaled"},
      r"^All placements have one initializer, scaled\. The sources of keel \(normal\) use another", True),
     (THREE.assign(init="scaled"), {}, "nitializer", False),
     (few(102_400), {}, "100 steps are 0.11 tokens per parameter", True),
     (UNEVEN, {}, "a 2 and b 1.*favors", True),
-    (trials(("a", 1, 0, "finished", 2.5), ("b", 2, 0, "finished", 2.6)), {}, "^One learning rate suits", True),
+    (trials(("a", 1, 0, "finished", 2.5), ("b", 2, 0, "finished", 2.6)), {}, "^A single learning rate suits", True),
     (THREE, {}, "confounded.*--learning-rates 1e-3,3e-3,1e-2", True),
-    (GRID.assign(eval_loss=GRID["learning_rate"]), {}, r"^For a \(1\) and b \(1\) the best .* lowest one tried", True),
+    (GRID.assign(eval_loss=GRID["learning_rate"]), {}, r"^For a \(1\) and b \(1\), the best .* lowest rate in", True),
     (GRID, {}, "", False),
 ]  # fmt: skip
 

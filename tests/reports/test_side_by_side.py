@@ -43,22 +43,22 @@ def test_the_first_layer_that_parts_is_named_with_its_step(tmp_path, noise):
     assert (found.layer.step, *found.layer.place) == (40, 1, "feed_forward", "all", "gradient_norm")
     assert found.same_until == (39 if not noise else None)
     said = " ".join(lamina.diagnose(first, second).sentences)
-    assert "The first layer to part is at step 40, layer 1 (feed-forward): the gradient norm is" in said
-    assert ("They are the same up to step 39." in said) == (not noise)
+    assert "The first layer that differs is at step 40, layer 1 (feed-forward): the gradient norm is" in said
+    assert ("They are equal up to step 39." in said) == (not noise)
 
 
 def test_what_has_the_same_noise_does_not_part(tmp_path):
     first, second = run(tmp_path / "a.jsonl", seed=2, noise=0.05), run(tmp_path / "b.jsonl", seed=3, noise=0.05)
     found = side_by_side(first, second)
     assert found.first is None
-    assert found.title == "The two runs do not part"
+    assert found.title == "The two runs do not differ"
     assert found.sentences()[-1] == "They differ, but never by more than their noise."
-    assert side_by_side(first, first).sentences()[-1] == "They are the same in all of them."
+    assert side_by_side(first, first).sentences()[-1] == "They are equal at all steps."
 
 
 def test_a_learning_rate_that_differs_is_said(tmp_path):
     first, second = run(tmp_path / "a.jsonl"), run(tmp_path / "b.jsonl", rate=30, parts=35)
-    assert "Their learning rates part at step 30" in side_by_side(first, second).sentences()[-1]
+    assert "Their learning rates differ from step 30" in side_by_side(first, second).sentences()[-1]
 
 
 def test_a_loss_that_is_not_finite_in_one_parts(tmp_path):
@@ -74,7 +74,7 @@ def test_records_at_other_distances_are_compared_where_both_have_one(tmp_path, c
     assert main(["diagnose", str(first), str(second)]) == 0
     page = tmp_path / "a.jsonl-lamina" / "against-b.jsonl.html"
     assert str(page) in capsys.readouterr().out
-    assert "The two runs part at step 40" in page.read_text(encoding="utf-8")
+    assert "The two runs differ from step 40 on" in page.read_text(encoding="utf-8")
 
 
 def test_runs_without_a_common_step_are_one_line(tmp_path):

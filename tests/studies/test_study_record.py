@@ -127,4 +127,4 @@ def test_a_trial_whose_settings_are_cut_short_is_named(study, refused):
 
 def test_the_page_refuses_a_mixture_too(study, refused):
     alter(trial(study) / "config.yaml", "\nsteps: 4\n", "\nsteps: 36\n")
-    assert "result.json': not of the run whose config.yaml is beside it" in refused("report", study)
+    assert "result.json': not from the run of the config.yaml beside it" in refused("report", study)

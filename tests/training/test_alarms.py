@@ -196,7 +196,7 @@ def test_a_streams_variance_that_doubles_at_each_record_is_told_once_it_is_large
 def test_a_gradient_that_is_not_zeroed_is_told():
     found = told([outside(step, 0.6 * (step > 5), metric="kept_gradient")] for step in range(1, 9))
     assert [(alarm.step, alarm.rule) for alarm in found] == [(6, "kept")]
-    assert "nothing set it to zero" in describe(found[0])
+    assert "it was not set to zero" in describe(found[0])
 
 
 APART = [(3, 100.0, [("apart", 3)]), (0, 100.0, []), (2, 1e-3, [("low", 2)]), (4, 1e-3, [("low", 4)]), (0, 1e-3, [])]
@@ -233,7 +233,7 @@ def steady(step, **one):
 LATER = 240  # the step of a record
 BREAKS = {
     "unmoved": (steady, {"update_norm": 0.0, "unmoved_parameters": 2.0}, "weights do not move"),
-    "unmoved, a part": (steady, {"unmoved_parameters": 2.0}, "parameters get a gradient and do not move"),
+    "unmoved, a part": (steady, {"unmoved_parameters": 2.0}, "parameters get a gradient but do not change"),
     "written": (steady, {"written_ratio": 0.3}, "other than the optimizer changed its weights by 30% of their norm"),
     "forgotten": (steady, {"forgotten_share": 1.0}, "100% of its optimizer's moments changed between two steps"),
     "apart": (steady, {"rate_ratio": 30.0}, "its learning rate is 30 times the other layers' median"),

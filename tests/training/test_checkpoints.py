@@ -278,7 +278,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(run, runs, source, n
     else:
         shutil.copyfile(source, target)
     assert go_on(run) == 0
-    assert f"not read: {name}" in caplog.text
+    assert f"ignores it: {name}" in caplog.text
     assert records(run) == records(runs / "whole")
     assert layers(run).equals(layers(runs / "whole"))
     assert_same_weights(runs / "whole", run)
@@ -288,7 +288,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(run, runs, source, n
 def test_a_checkpoint_under_another_steps_name_is_said_and_left_alone(run, runs, name, caplog):
     (run / "checkpoints" / "checkpoint-6").rename(run / "checkpoints" / name)
     assert go_on(run) == 0
-    assert f"{name}: it was taken at step 6" in caplog.text
+    assert f"{name}: it was saved at step 6" in caplog.text
     assert records(run) == records(runs / "whole")
     assert (run / "checkpoints" / name / "model.safetensors").is_file()
 
@@ -386,7 +386,7 @@ def test_a_manifest_that_cannot_be_read_says_why(run, runs, caplog):
     path.unlink()
     path.mkdir()
     assert go_on(run) == 0
-    assert "checkpoint-6: manifest.json: Is a directory; resuming from the one before" in caplog.text
+    assert "checkpoint-6: manifest.json: Is a directory. Lamina resumes from the previous checkpoint" in caplog.text
     assert records(run) == records(runs / "whole")
 
 
@@ -441,7 +441,7 @@ def test_a_changed_text_is_refused_even_if_the_note_of_the_old_one_is_damaged(co
     text.write_text(corpus.read_text() + "one line more\n")
     line = refused(tmp_path / "run", capsys)
     assert line.startswith("lamina: corpus:")
-    assert "when the run" in line
+    assert "since the run" in line
 
 
 @pytest.mark.parametrize("harm", [cut, empty, gone])
@@ -620,7 +620,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_the_old_one(
             else:
                 assert overwrite(corpus, old) in (2, 130)
         assert there(aside) == before
-        assert f"what --overwrite replaced is in {aside}" in caplog.text
+        assert f"so Lamina keeps the replaced files in {aside}" in caplog.text
     assert overwrite(corpus, old) == 0
     assert not aside.exists()
 

@@ -286,7 +286,7 @@ def test_one_that_is_killed_ends_the_others_with_one_line(corpus, tmp_path, monk
     assert "Traceback" not in err
     lines = [line for line in err.splitlines() if "lamina:" in line]
     assert [line[line.index("lamina:") :] for line in lines] == [
-        "lamina: another process of the run is gone; what was finished is kept"
+        "lamina: another process of the run is gone; finished work is kept"
     ]
     if victim:
         assert result(tmp_path / "run")["status"] == "failed"

@@ -153,7 +153,7 @@ def test_another_librarys_model_is_refused_with_what_is_needed():
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     model = LlamaForCausalLM(config)
     for act in (GradientNorms, lambda m: hidden_state_rows(m, torch.ones(1, 2, dtype=torch.long), 0), gain_rows_of):
-        with pytest.raises(UserError, match=r"LlamaForCausalLM is not a Lamina model \(allowed: one that lamina"):
+        with pytest.raises(UserError, match=r"LlamaForCausalLM is not a Lamina model\. Make one with lamina"):
             act(model)
 
 

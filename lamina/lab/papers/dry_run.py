@@ -91,8 +91,8 @@ def table(frame: Frame) -> str:
     tokens, flops = (float((frame[name] * frame["trials"]).sum()) for name in ("tokens", "flops"))
     lines.append(
         f"\n{int(frame['trials'].sum())} trials: {_short(tokens)} tokens, {flops:.3g} FLOPs, "
-        f"{frame['total_gpu_hours'].sum():,.4g} GPU-hours at {TERAFLOPS:g} TFLOP/s (peak, bfloat16) and "
-        f"{UTILIZATION:.0%} of it."
+        f"{frame['total_gpu_hours'].sum():,.4g} GPU-hours at {UTILIZATION:.0%} of a bfloat16 peak of {TERAFLOPS:g} "
+        "TFLOP/s."
     )
     return "\n".join(lines)
 
@@ -134,8 +134,8 @@ def minutes_here(
     minutes = float((frame["flops"] * frame["trials"]).sum()) / float(first["flops"]) * step / workers / 60
     rounded = float(f"{minutes:.2g}")  # two digits, never 2.1e+03
     return (
-        f"On this machine about {rounded:,.10g} minutes with {workers} workers: two steps of {name} timed, the others "
-        "by their FLOPs, without evaluations, probes and start-up."
+        f"About {rounded:,.10g} minutes on this machine with {workers} workers. Lamina timed two steps of {name} "
+        "and scaled by FLOPs; evaluations, probes and start-up come on top."
     )
 
 

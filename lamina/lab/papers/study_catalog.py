@@ -388,7 +388,7 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         for setting in settings:
             if setting in decided:
                 where_in_file = f"{where}: {where_in_file}: {setting}"
-                raise UserError(f"{where_in_file}: the trials say it themselves (allowed: {decided[setting]})")
+                raise UserError(f"{where_in_file}: the study's trials already set it (allowed: {decided[setting]})")
     scale = Scale(
         name=name,
         job=job,
@@ -460,7 +460,7 @@ def _rates(entries: _Entries, values: object) -> tuple[float, ...]:
             raise entries.refused("learning_rate", value, "numbers above 0")
         rates.append(float(rate))
     if len(set(rates)) < len(rates):
-        raise UserError(f"{entries.where}: learning_rate: {values!r} names one twice")
+        raise UserError(f"{entries.where}: learning_rate: {values!r} contains a value twice")
     return tuple(rates)
 
 
@@ -471,7 +471,7 @@ def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> No
     if isinstance(tuning.seeds, tuple) and (both := [seed for seed in tuning.seeds if seed in seeds]):
         raise UserError(f"{where}seed {both[0]} tunes the rates (allowed: seeds that are not among {[*tuning.seeds]})")
     if tuning.rule == "one-se" and len(tuning.sweep(seeds)) < 2:
-        raise UserError(f"{where}learning_rate: rule: 'one-se' with one tuning seed (allowed: with at least two)")
+        raise UserError(f"{where}learning_rate: rule: 'one-se' needs at least two tuning seeds")
 
 
 def _check_also(entries: _Entries, tuning: Tuning, axes: Axes) -> None:

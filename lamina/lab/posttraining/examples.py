@@ -152,7 +152,7 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
     """
     columns = set(rows.column_names)
     if pictures := columns & {"image", "images"}:
-        raise UserError(f"the column {min(pictures)!r} has images, which no model here reads")
+        raise UserError(f"the column {min(pictures)!r} has images, which these models cannot read")
     if "conversations" in columns and "messages" not in columns:
         texts = isinstance(next(iter(rows[0]["conversations"] or ()), None), str)
         rows = _turned(rows, _of_conversation, "messages")
@@ -293,7 +293,7 @@ def prepare(
     def without(more: Iterator[tuple[int, str]]) -> list[int]:
         for row, why in more:
             if not skip_bad:
-                raise UserError(f"{where}, row {row + 1}: {why} (--skip-bad leaves such rows out)")
+                raise UserError(f"{where}, row {row + 1}: {why} (add --skip-bad to skip such rows)")
             reasons[row] = why
         if len(reasons) == len(rows):
             raise UserError(f"{where} has no usable row (row 1: {reasons[0]})")

@@ -36,24 +36,25 @@ CURVES = (
         "Points: mean reward of one sampled answer per held-out prompt, not clipped. Line: rewards in training, "
         "clipped; with ReMax, sampled and greedy answers together."
     )),
-    ("KL to the model at the start", "kl_per_answer", "eval_kl", "nats per answer", (
-        "Mean over answers of the sum of log-ratios, policy over start: how far the policy has moved."
+    ("KL to the initial model", "kl_per_answer", "eval_kl", "nats per answer", (
+        "How far the policy has moved: the summed log-ratio of the policy to the initial model, averaged over answers."
     )),
     ("Length of the answers", "completions_mean_length", "eval_length", "tokens", (
-        "A reward that rises with the length alone is a warning."
+        "If the reward rises only with the length, the policy may exploit the reward."
     )),
     ("Accuracy", "mean_token_accuracy", "eval_accuracy", "share", (
-        "Share of the answers' tokens predicted right; for a reward model, of the pairs ordered right."
+        "Share of answer tokens that the model predicts correctly, or for a reward model, of pairs that it "
+        "orders correctly."
     )),
     ("Accuracy of the pairs", "rewards_accuracies", "eval_rewards_accuracies", "share", (
-        "Share of the pairs whose better answer the policy prefers more than the model at the start does."
+        "Share of pairs in which the policy prefers the better answer more strongly than the initial model does."
     )),
-    ("Margin", "margin", "eval_margin", "score", "Mean score of the better answers over that of the worse ones."),
+    ("Margin", "margin", "eval_margin", "score", "Mean score of the better answers minus that of the worse answers."),
 )  # fmt: skip
-_LOSS_ALONE = "Training loss, mean since the last record. It says little of a policy: its reward and KL do."
+_LOSS_ALONE = "Training loss, averaged since the last record. To judge a policy, read its reward and KL instead."
 _FRONTIER = (
-    "Each point is an evaluation, labeled with its step: the held-out reward against the KL that it cost. Compare "
-    "policies at equal KL: equal steps favor the one whose logits move faster."
+    "Each point is an evaluation, labeled with its step: the held-out reward against the KL. Compare policies at "
+    "equal KL, because at equal steps a policy whose logits move faster has an advantage."
 )
 MEASURES = {
     "status": ("status", ""),
@@ -110,7 +111,7 @@ def _write(kind: Kind, folder: Path) -> Path:
         sections=[
             Section("Result", "Result", body),
             Section("Curves", "Over the steps", "".join(_curve(*curve, records) for curve in CURVES)),
-            Section("Kept", "What the model still knows", sections.forgetting(items)),
+            Section("Kept", "How much the model has forgotten", sections.forgetting(items)),
             Section("Frontier", "Reward against KL", figure(_frontier(records), _FRONTIER)),
             *layers.sections(items),
             sections.diagrams(study, items),

@@ -185,7 +185,7 @@ class DirectPreferences(PairStage[DpoSettings]):
             return f"the prompt leaves none of {self.start.longest} tokens for the answer"
         better, worse = row["chosen_ids"], row["rejected_ids"]
         same = better == worse or (room > 0 and better[:room] == worse[:room])
-        return "the two answers are the same, or what is left of them" if same else ""
+        return "the two answers are equal, or equal after cutting" if same else ""
 
     def token_ids(self, row: Fields) -> list[int]:
         return [*row["prompt_ids"], *row["chosen_ids"]][: self.start.longest]

@@ -73,7 +73,7 @@ def make_rewards(settings: RlhfSettings, start: Start) -> Rewards:
     if seconds and threading.current_thread() is not threading.main_thread():
         raise UserError(f"reward_timeout: {seconds:g} (allowed outside a process's main thread: 0)")
     if not named and not functions:
-        raise UserError("reward_model: none given (needed: a folder as lamina reward leaves it, or --reward-function)")
+        raise UserError("reward_model: none given. Give a folder that `lamina reward` wrote, or --reward-function")
     scores: dict[str, Score] = {}
     models, digests = [], []
     for path in named:
@@ -93,13 +93,13 @@ def judge(named: str, start: Start) -> PreTrainedModel:
     """Load a reward model for the answers of the model at the start. Raises UserError if it can't judge them."""
     folder = model_folder(named)
     if not folder.is_dir():
-        raise UserError(f"reward_model: {named!r}: no such folder (allowed: one as lamina reward leaves it)")
+        raise UserError(f"reward_model: {named!r}: no such folder. Give a folder that `lamina reward` wrote")
     config = read_config(folder, "reward_model")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and positions < start.longest:
         raise UserError(
-            f"reward_model: {named!r} reads {positions} tokens, and a prompt with its answer may have "
-            f"{start.longest} (allowed: --sequence-length {positions})"
+            f"reward_model: {named!r} reads {positions} tokens, but a prompt with its answer may have "
+            f"{start.longest}. Set --sequence-length {positions}"
         )
     try:
         theirs = load_tokenizer(str(folder))
@@ -107,12 +107,12 @@ def judge(named: str, start: Start) -> PreTrainedModel:
         raise UserError(f"reward_model: {error}") from None
     if TextEncoder(theirs).content_hash() != TextEncoder(start.tokenizer).content_hash():
         raise UserError(
-            f"reward_model: {named!r} has another vocabulary than the model {start.path!r} (allowed: "
-            "a reward model that was trained from it or has its tokenizer)"
+            f"reward_model: {named!r} has another vocabulary than the model {start.path!r}. Give a reward model "
+            "with the same tokenizer"
         )
     model, _ = load_weights(folder, config, AutoModelForSequenceClassification, "reward_model", dtype=start.dtype)
     if model.config.num_labels != 1:
-        raise UserError(f"reward_model: it gives {model.config.num_labels} scores (needed: one)")
+        raise UserError(f"reward_model: it returns {model.config.num_labels} scores. Give a model with one score")
     return model.requires_grad_(False)
 
 
@@ -187,7 +187,9 @@ def _of_function(named: str, seconds: float) -> Score:
     def score(rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
         rewards = [of(*each) for each in zip(rows, answers, texts, strict=True)]
         if late := rewards.count(None):
-            logger.warning("%s: %d of %d answers took more than %g s: 0", named, late, len(rewards), seconds)
+            logger.warning(
+                "%s: %d of %d answers took more than %g s and got the reward 0", named, late, len(rewards), seconds
+            )
         return [reward or 0.0 for reward in rewards]
 
     return score

@@ -301,7 +301,7 @@ def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
     """Write an evaluation's held-out answers, replacing those from this step on, which a resumed run repeats."""
     lines, fault = parse_lines(path)
     if fault is not None:
-        logger.warning("%s; lines that are no records are left out", fault)
+        logger.warning("%s; Lamina skips lines that are not records", fault)
     earlier = [line for line in lines if line["step"] < step]
     write_lines(path, [*earlier, *({"step": step, **number} for number in numbers)])
 
@@ -347,7 +347,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 
     def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
         if "tools" in rows.column_names:
-            raise UserError("the column 'tools' has tools, which no policy here calls")
+            raise UserError("the column 'tools' has tools, which a policy of Lamina cannot call")
         return prompts(rows, turns=turns), ("prompt",)
 
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:

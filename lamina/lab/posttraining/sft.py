@@ -42,7 +42,7 @@ class SftTrainer(TunedTrainer, SFTTrainer):
         sums = [sum(part) for part in zip((0.0, 0.0, 0), *self.held_out_batches(measure), strict=True)]
         total, right, tokens = (self.processes.mean(float(value)) * self.processes.size for value in sums)
         if not tokens:
-            raise UserError("eval_data: the held-out examples have no token to predict (needed: longer ones)")
+            raise UserError("eval_data: the held-out examples have no token to predict. Give longer examples")
         return {"eval_loss": total / tokens, "eval_accuracy": right / tokens}
 
 
@@ -73,7 +73,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         kept = labels[-longest:] if self.config.truncation_mode == "keep_end" else labels[:longest]
         if any(label != IGNORED for label in kept[1:]):
             return ""
-        return f"it has no token to train on in the {longest} that are kept; raise --sequence-length"
+        return f"its first {longest} tokens contain no token to train on; raise --sequence-length"
 
     def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
         packing = train and self.settings.packing

@@ -149,7 +149,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
         tokenizer = load_tokenizer(str(checkpoint))
         if (end := settings.trl.get("eos_token")) is not None:
             if not isinstance(end, str) or end not in tokenizer.get_vocab():
-                raise UserError(f"trl.eos_token: {end!r} is no token of the tokenizer (allowed: one that is)")
+                raise UserError(f"trl.eos_token: {end!r} is not in the tokenizer. Give a token of the tokenizer")
             tokenizer.eos_token = end
         source.check_vocabulary(config.get_text_config(), vocab_size_of(tokenizer), path)
     except UserError as error:
@@ -181,11 +181,13 @@ def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: 
     else:
         writes = "causal_lm" in adapter_of(config).heads
     if not writes:
-        raise UserError(f"from: {path!r} is a {config.model_type} model, which writes no text (allowed: one that does)")
+        raise UserError(
+            f"from: {path!r} is a {config.model_type} model, which does not generate text. Give a causal language model"
+        )
     if plan is None and getattr(config, "quantization_config", None):
-        raise UserError(f"from: {path!r} has quantized weights (allowed: the original, with --weights nf4 or int8)")
+        raise UserError(f"from: {path!r} has quantized weights. Give the original model, with --weights nf4 or int8")
     if plan is None and head != "causal_lm" and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise UserError(f"from: transformers has no {config.model_type} model that gives scores (allowed: another)")
+        raise UserError(f"from: transformers has no {config.model_type} model with a score head. Give another model")
 
 
 def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:

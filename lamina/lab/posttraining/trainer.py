@@ -30,12 +30,12 @@ T = TypeVar("T")
 C = TypeVar("C", bound=TrainingArguments)
 # Why arguments of TRL's are refused.
 _REFUSED = {
-    r"model_init_kwargs|trust_remote_code|pad_token": "the model and its tokenizer are those of --from",
-    r"dataset_kwargs|shuffle_dataset|eval_packing": "the order of the rows is Lamina's, so that a run resumes exactly",
-    r"sync_ref_model|ref_model_\w+": "records and checkpoints hold a policy to the model that it starts from",
-    r"num_generations_eval": "an evaluation has one answer per held-out prompt",
+    r"model_init_kwargs|trust_remote_code|pad_token": "Lamina takes the model and its tokenizer from --from",
+    r"dataset_kwargs|shuffle_dataset|eval_packing": "Lamina orders the rows, so that a run resumes exactly",
+    r"sync_ref_model|ref_model_\w+": "Lamina keeps the reference model fixed, which records and checkpoints rely on",
+    r"num_generations_eval": "an evaluation samples one answer per held-out prompt",
     r"generation_batch_size": "set by trl.steps_per_generation",
-    r"log_\w+": "held_out.jsonl and metrics.jsonl have the records",
+    r"log_\w+": "the records are in held_out.jsonl and metrics.jsonl",
 }
 _Trainer = Trainer if TYPE_CHECKING else object
 Passed: TypeAlias = Any

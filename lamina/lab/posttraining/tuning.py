@@ -171,7 +171,7 @@ class BestWeights(TrainerCallback):
             best = {}
         if best and not (path := folder / BEST_WEIGHTS).is_file():
             if processes.first:
-                logger.warning("%s is missing: the best evaluation up to step %d is lost", path, resumed)
+                logger.warning("%s is missing, so the best model up to step %d is lost", path, resumed)
             best = {}
         self.step, self.loss = int(best.get("step", -1)), float(best.get("loss", math.inf))
         self.metrics: Json = dict(best.get("metrics", {}))
@@ -354,7 +354,7 @@ class TuningStage(TrainingStage[S]):
         if settings.lora_rank:
             lora_of(settings)
         if settings.trl.get("activation_offloading") and device_of(settings.device) == "cpu":
-            raise UserError("trl.activation_offloading: moves activations to the CPU (allowed: on a GPU)")
+            raise UserError("trl.activation_offloading: works only on a GPU")
 
     def read(self, processes: Processes, *, bar: bool) -> None:
         processes.first_per_host(self.read_examples)
@@ -413,7 +413,7 @@ class TuningStage(TrainingStage[S]):
         )
         template = read_template(self.settings.template, self.start.tokenizer, default=default)
         if template is None:
-            raise UserError("turns need a chat template (allowed: a --template, or prompts and answers as texts)")
+            raise UserError("conversations need a chat template. Give --template, or prompts and answers as texts")
         self.start.tokenizer.chat_template, self.templated = template, True
 
     def reference(self) -> PreTrainedModel | NoReference:
@@ -578,7 +578,7 @@ def split(encoded_rows: Dataset, settings: TuningSettings, held_out: Dataset | N
         return encoded_rows, held_out.select(_thinned(range(len(held_out)), settings))
     count = max(1, round(settings.eval_fraction * len(encoded_rows)))
     if len(encoded_rows) < 2:
-        raise UserError("data: one row can't be both trained on and held out (needed: two, or eval_data)")
+        raise UserError("data: a single row can't be both trained on and held out. Give two rows, or --eval-data")
     shuffled = torch.randperm(len(encoded_rows), generator=torch.Generator().manual_seed(0)).tolist()
     share = _thinned(sorted(shuffled[:count]), settings)
     rest = sorted(set(range(len(encoded_rows))).difference(share))
@@ -645,6 +645,6 @@ class TuningIdentity:
                 if key == "text" and earlier.partition("+")[0] == self.text[key].partition("+")[0]:
                     name = setting = "eval_corpus"
                 raise UserError(
-                    f"{name}: {settings.get(setting)!r} is not what it was when the run in {str(folder)!r} began "
-                    "(allowed with --resume: the same; else another --output, or --overwrite)"
+                    f"{name}: {settings.get(setting)!r} has changed since the run in {str(folder)!r} began. To "
+                    "resume, restore it; otherwise give another --output, or --overwrite"
                 )

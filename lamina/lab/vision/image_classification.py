@@ -35,7 +35,8 @@ class ImageClassification(Objective):
         super().check(settings)
         if settings.corpus == EMBEDDED:
             raise UserError(
-                f"corpus: {EMBEDDED!r} is text, the backbone {settings.backbone!r} reads images (allowed: {ALLOWED})"
+                f"corpus: {EMBEDDED!r} is text, but the backbone {settings.backbone!r} reads images (allowed: "
+                f"{ALLOWED})"
             )
         augmentation_of(settings, 1).check()
 
@@ -133,5 +134,7 @@ def _side(config: PreTrainedConfig, name: str) -> int:
         return side
     height, width = side
     if height != width:
-        raise UserError(f"{name}: {list(side)} of the backbone (allowed: squares)")
+        raise UserError(
+            f"{name}: the backbone's images of {list(side)} are not square. Choose a backbone with square images"
+        )
     return int(height)

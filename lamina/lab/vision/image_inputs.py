@@ -65,7 +65,9 @@ def _from_corpus(
     try:
         from PIL import Image
     except ImportError:
-        raise UserError("corpus: reading pictures needs Pillow (allowed: pip install pillow, or a .npy file)") from None
+        raise UserError(
+            "corpus: Lamina reads images with Pillow. Run: pip install pillow. Or give a .npy file"
+        ) from None
     pictures = []
     for index in spread(len(files), count):
         try:

@@ -57,7 +57,8 @@ class Augmentation:
             import kornia.augmentation  # noqa: F401
         except ImportError:
             raise UserError(
-                f"{needed[0]}: {getattr(self, needed[0])} needs the library kornia (allowed: 0, or {install('vision')})"
+                f"{needed[0]}: {getattr(self, needed[0])} needs the library kornia. Set it to 0, or run: "
+                f"{install('vision')}"
             ) from None
 
     def crop(self, picture: Image, generator: torch.Generator) -> Image | None:

@@ -100,7 +100,7 @@ def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.n
         order = torch.randperm(len(members), generator=torch.Generator().manual_seed(_SPLIT_SEED + label)).numpy()
         chosen += members[order[: max(1, round(eval_fraction * len(members)))]].tolist()
     if not chosen:
-        raise UserError(f"corpus: {images.spec!r} has no class with 2 images, so none can be held out")
+        raise UserError(f"corpus: {images.spec!r} has no class with 2 images, so Lamina cannot hold out an image")
     held_out = np.array(sorted(chosen))
     return np.setdiff1d(every, held_out), held_out
 
@@ -198,8 +198,8 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
     if "train" in names and held_out:
         if beside := sorted(set(names) - {"train", *held_out}):
             raise UserError(
-                f"corpus: {spec!r} has the folder {beside[0]!r} beside its splits 'train' and {held_out[0]!r} "
-                "(allowed: splits alone, or classes alone)"
+                f"corpus: {spec!r} has the folder {beside[0]!r} beside its splits 'train' and {held_out[0]!r}. "
+                "Give only splits, or only classes"
             )
         splits = [root / "train", root / held_out[0]]
     classes = _subfolders(splits[0])

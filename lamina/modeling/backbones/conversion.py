@@ -143,7 +143,7 @@ def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: P
         for name, tensor in expected.items():
             if tensors[name].shape != tensor.shape:
                 raise UserError(
-                    f"tensor {name!r}: its shape is {list(tensors[name].shape)}, the configuration asks for "
+                    f"tensor {name!r}: its shape is {list(tensors[name].shape)}, but the configuration asks for "
                     f"{list(tensor.shape)}"
                 )
             tensor.copy_(tensors[name])
@@ -186,7 +186,7 @@ def from_transformers(
     """
     model = load(model_or_path, dtype=dtype) if isinstance(model_or_path, str | Path) else model_or_path
     if isinstance(model.config, LaminaConfig):
-        raise UserError(f"source: {_name(model_or_path)} is a Lamina model already (allowed: to transformers)")
+        raise UserError(f"source: {_name(model_or_path)} is already a Lamina model. Give --to transformers")
     config = model.config
     conversion = conversion_of(config.model_type)
     _check_class(model)
@@ -194,7 +194,7 @@ def from_transformers(
     if conversion.rounds and dtype.itemsize < 4:
         logger.warning(
             f"dtype: {config.model_type!r} {conversion.rounds}: in {_short(dtype)} the logits differ by rounding "
-            "(dtype float32 has the same but for the last bits)"
+            "(in float32, only in the last bits)"
         )
     plan = own_plan(config)
     outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())
@@ -283,8 +283,8 @@ def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> N
                     weight, bias = (f"{layer_path}.{half}.module.{name}.{kind}" for kind in ("weight", "bias"))
                     if "bias" in norm and bias not in ours:
                         raise UserError(
-                            f"plan: the norms of layer {index}'s branches have biases of their own, and {name!r} none "
-                            "that could take one (allowed: the same norm on both, as the architecture has)"
+                            f"plan: layer {index} has two norms with different biases, but the architecture has "
+                            f"one bias ({name!r}). Use the same norm on both branches"
                         )
                     if "bias" in norm:
                         ours[bias] = ours[bias] + ours[weight] @ norm["bias"]
@@ -406,8 +406,8 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
     ]
     with_bias = " with biases on queries, keys and values" if bias else ""
     raise UserError(
-        f"plan: no architecture computes the placement {plan.placement!r} as it is here{with_bias} (allowed: what "
-        f"equals {', '.join(allowed)})"
+        "plan: no architecture of transformers computes this variant of the placement "
+        f"{plan.placement!r}{with_bias} (allowed: {', '.join(allowed)})"
     )
 
 
@@ -456,7 +456,7 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
     if config.model_type != LaminaConfig.model_type:
         conversion_of(config.model_type)
     if getattr(config, "quantization_config", None):
-        raise UserError("quantization_config: quantized weights cannot be converted (allowed: the original checkpoint)")
+        raise UserError("quantization_config: quantized weights cannot be converted. Give the original checkpoint")
     if Path(path).is_dir():
         stored_tensors(Path(path), field)  # before anything is begun
     return config
@@ -483,7 +483,7 @@ def _check_class(model: PreTrainedModel) -> None:
     if not isinstance(model, expected):
         raise UserError(f"source: the model is a {type(model).__name__} (allowed: {expected.__name__})")
     if getattr(model, "hf_quantizer", None) is not None:
-        raise UserError("quantization_config: quantized weights cannot be converted (allowed: the original checkpoint)")
+        raise UserError("quantization_config: quantized weights cannot be converted. Give the original checkpoint")
     if model.config.tie_word_embeddings:
         _check_tied(model)
 
@@ -494,14 +494,17 @@ def _check_tied(model: PreTrainedModel) -> None:
     head = model.get_parameter("lm_head.weight")
     if head is not embedding and not torch.equal(head, embedding):
         raise UserError(
-            "tie_word_embeddings: true, but the tensor 'lm_head.weight' differs from the embedding (allowed: false)"
+            "tie_word_embeddings: true, but the tensor 'lm_head.weight' differs from the embedding. Set "
+            "tie_word_embeddings to false"
         )
 
 
 def _dtype_of(model: PreTrainedModel) -> torch.dtype:
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1:
-        raise UserError(f"dtype: the model mixes {', '.join(sorted(map(_short, dtypes)))} (allowed: one for all of it)")
+        raise UserError(
+            f"dtype: the model mixes {', '.join(sorted(map(_short, dtypes)))}. Convert all weights to one dtype"
+        )
     return dtypes.pop()
 
 
@@ -636,13 +639,14 @@ def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbon
     difference, largest = largest_difference(model, again)
     if math.isnan(difference):
         raise UserError(
-            "verify: the logits are not finite, so they cannot be compared (--no-verify converts unchecked)"
+            "verify: the logits are not finite, so Lamina cannot compare them. To convert without the check, add "
+            "--no-verify"
         )
     half = model.dtype.itemsize < 4 and (again.dtype != model.dtype or conversions()[backbone].rounds != "")
     if difference > largest * (HALF_TOLERANCE if half else TOLERANCE):
         raise UserError(
-            f"verify: the logits differ by up to {difference:.3g} (the largest is {largest:.3g}); nothing was written "
-            "(--no-verify converts unchecked)"
+            f"verify: the logits differ by up to {difference:.3g} (the largest is {largest:.3g}); Lamina wrote "
+            "nothing. To convert without the check, add --no-verify"
         )
     return difference
 

@@ -156,7 +156,7 @@ def refuse_scores(config: PreTrainedConfig, source: str) -> None:
     """Raise UserError, beginning with ``source``, for a model that classifies and cannot continue a text."""
     for name in config.architectures or ():
         if name.endswith("Classification"):
-            raise UserError(f"{source} is a {name}, which gives scores (allowed: models that continue a text)")
+            raise UserError(f"{source} is a {name}, which returns scores. Give a model that generates text")
 
 
 def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]:
@@ -208,8 +208,8 @@ def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool
             return
         requested = code.get("AutoConfig") if isinstance(code, Mapping) else code
         raise UserError(
-            f"{source} asks for code of its own ({one_line(requested)}), which is never run unasked "
-            "(`lamina generate` takes --trust-remote-code; from Python load the model yourself)"
+            f"{source} needs its own code ({one_line(requested)}), which Lamina does not run. Use `lamina "
+            "generate --trust-remote-code`, or load the model yourself in Python"
         )
     if not isinstance(model_type, str):
         raise UserError(f"{source}: model_type is {model_type!r} (allowed: the name of a model of transformers)")
@@ -232,8 +232,8 @@ def refuse_fetched(data: Mapping[str, object], source: str) -> None:
         if fetched:
             allowed = "eager, batched_mm, grouped_mm" if "experts" in path else "eager, sdpa, flex_attention"
             raise UserError(
-                f"{source}: {one_line(path)}: {one_line(repr(value))} is code of the hub, which is never run unasked "
-                f"(allowed: {allowed}; `lamina generate` takes --trust-remote-code)"
+                f"{source}: {one_line(path)}: {one_line(repr(value))} is code on the hub, which Lamina does not "
+                f"run (allowed: {allowed}; or use `lamina generate --trust-remote-code`)"
             )
     core = data.get("megatron_core")
     if data.get("megatron_config") is not None and core != "megatron.core":  # an adapter's: peft would import it
@@ -311,7 +311,7 @@ def load_weights(
     model, info = _from_pretrained(name, cls, options, source)
     for key, stored, expected in sorted(info["mismatched_keys"]):
         raise UserError(
-            f"{source}: tensor {one_line(repr(key))}: its shape is {list(stored)}, the configuration asks for "
+            f"{source}: tensor {one_line(repr(key))}: its shape is {list(stored)}, but the configuration asks for "
             f"{list(expected)}"
         )
     if errors := [*info.get("error_msgs", ()), *info.get("conversion_errors", ())]:
@@ -355,12 +355,12 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str,
     text = backbone_of(config)
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > max(1024, len(tensors)):
-        raise UserError(f"{source}: num_hidden_layers is {layers}, but the weights are {len(tensors)} tensors")
+        raise UserError(f"{source}: num_hidden_layers is {layers}, but the checkpoint has only {len(tensors)} tensors")
     width, vocabulary = getattr(text, "hidden_size", 1), getattr(text, "vocab_size", 1)
     if isinstance(width, int) and isinstance(vocabulary, int) and width * vocabulary > max(2 * stored, 2**27):
         raise UserError(
-            f"{source}: an embedding of {vocabulary} tokens and width {width} alone is more than the {stored} values "
-            "of the weights"
+            f"{source}: config.json asks for an embedding of {vocabulary} tokens and width {width}, more than all "
+            f"{stored} stored values"
         )
     needed = 0
     try:
@@ -370,7 +370,7 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str,
     except Exception as error:
         raise UserError(f"{source}: {one_line(error)}") from error
     if needed > max(2 * stored, 2**27):
-        raise UserError(f"{source} is of a model with {needed} parameters, the weights have {stored} values")
+        raise UserError(f"{source} describes a model with {needed} parameters, but the weights have {stored} values")
 
 
 def check_finite(model: nn.Module, field: str) -> None:
@@ -405,5 +405,5 @@ def load_tokenizer(
     if largest < 0:
         raise UserError(f"{field} {name!r}: its tokenizer has no tokens")
     if isinstance(size, int) and largest >= size:
-        raise UserError(f"{field} {name!r}: its tokenizer has {largest + 1} tokens, the model has {size}")
+        raise UserError(f"{field} {name!r}: its tokenizer has {largest + 1} tokens, but the model has {size}")
     return tokenizer

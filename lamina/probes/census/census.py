@@ -106,7 +106,10 @@ class Census:
         if not self.match.differences:
             synonyms = f" (the same as {', '.join(self.match.others)})" if self.match.others else ""
             return f"{self.match.placement}{synonyms}"
-        return f"none of Lamina's; nearest is {self.match.placement}, differs: {'; '.join(self.match.differences)}"
+        return (
+            f"no known placement; the nearest is {self.match.placement}, with these differences: "
+            f"{'; '.join(self.match.differences)}"
+        )
 
     def __str__(self) -> str:
         return self.text()
@@ -172,7 +175,7 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     ]
     if bare:
         raise UserError(
-            f"what layer {ranges(bare)} hands on is no sum of its stream and its branches, each times a factor"
+            f"the output of layer {ranges(bare)} is not a weighted sum of its stream and its branches"
             + (f" ({structure.notes[0]})" if structure.notes else "")
         )
     groups = _grouped(structure, sums, reads, root, inputs)
@@ -487,10 +490,10 @@ def _head_norms(inner: Iterable[InnerNorm], notes: list[str]) -> dict[str, objec
             scopes[norm.on].add(norm.scope)
     for norm in inner:
         if norm.scope == "latent" and norm.on in scopes:
-            notes.append("a norm stands on a low-rank state inside the attention; it belongs to the module")
+            notes.append("a norm on a low-rank state inside the attention counts as a part of the module")
     q, k, v = (next(iter(norms)) if len(norms) == 1 else "several" if norms else "off" for norms in scopes.values())
     if q != k:
-        notes.append(f"the norm on queries is {q!r}, that on keys {k!r}")
+        notes.append(f"the norm on queries is {q!r}, and the norm on keys {k!r}")
     return {"qk_norm": q if q == k else "several", "v_norm": v}
 
 
@@ -562,7 +565,8 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
     if count > _MANY_PARAMETERS:
         config = _smaller(config)
         note += (
-            f", {_FEW_LAYERS} layers and {_FEW_TOKENS} tokens: a factor that depends on the depth is that of so many"
+            f", {_FEW_LAYERS} layers and {_FEW_TOKENS} tokens, so a depth-dependent factor has its value at "
+            f"{_FEW_LAYERS} layers"
         )
         count = _size(config)
     if count > _MANY_PARAMETERS:
@@ -570,7 +574,10 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
         config, count = narrow, _size(narrow)
     if count > _MOST_PARAMETERS:
         config = _with_fewer_heads(config)
-        note, count = f"{note}, and fewer heads: the same for the width", _size(config)
+        note, count = (
+            f"{note}, and fewer heads, so a width-dependent factor also has a smaller width's value",
+            _size(config),
+        )
     if count > _MOST_PARAMETERS:
         raise UserError(
             f"model: {config.model_type!r} has {count:,} parameters even with {_FEW_LAYERS} layers (allowed: its "

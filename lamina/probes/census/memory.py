@@ -148,7 +148,7 @@ class MemoryLayers:
                 if index == SO_FAR:
                     inside.append(tensor)
                     if tensor is not inside[0]:
-                        raise UserError("it reads several states from inside its layers; the census can follow one")
+                        raise UserError("its layers read several inner states, and Lamina can follow only one")
                 generator = torch.Generator().manual_seed(index + 2)
                 random = torch.randn(tensor.shape, generator=generator).to(tensor)
                 given[place][index] = _rows(random)
@@ -198,7 +198,8 @@ class _Fit:
         if self.error > ROUNDING:
             if 2 * len(self.states) > terms.shape[-1]:
                 raise UserError(
-                    f"{len(self.states)} states are read, and weights of single tokens need twice as many channels"
+                    f"Lamina cannot fit {len(self.states)} states per token, which needs at least twice as many "
+                    "channels"
                 )
             weights, self.error = by_token(total[:, None], terms)
             self.weights = weights[..., 0]
@@ -207,7 +208,7 @@ class _Fit:
 def _judged(into: str, before: _Fit, after: _Fit) -> StateRead:
     error = max(before.error, after.error)
     if error > ROUNDING:
-        raise UserError(f"what {into} reads is no sum of states, each times a number of the token's")
+        raise UserError(f"the input of {into} is not a sum of states, each times one number per token")
     large = torch.stack([fit.weights.abs().amax(0) for fit in (before, after)]).amax(0) > _WEIGHT
     shares = all(
         bool((w > -_SAME).all()) and float((w.sum(1) - 1).abs().max()) < _MOVED for w in (before.weights, after.weights)

@@ -73,7 +73,7 @@ class StreamSum:
         of = f" on {' and '.join(str(i + 1) for i, on in enumerate(self.normed) if on)}" if self.normed else ""
         more = f"; S is normed ({', '.join(map(str, self.own))})" if any(self.own) else ""
         more += f"; S of the {self.skip}" if self.skip != STREAM else ""
-        mix = self.mix or "not seen: the streams are alike"
+        mix = self.mix or "not measured, because the streams are equal"
         return f"S' = {f'{c}{of}({total})' if c else total}; r {self.read}, w {self.write}, M {mix}{more}"
 
     def form(self) -> tuple[object, ...]:

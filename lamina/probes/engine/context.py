@@ -137,5 +137,5 @@ class Context:
         if self.new_weights:
             raise UserError(
                 f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialized, so the model's "
-                "predictions are random (allowed: a checkpoint with its head)"
+                "predictions are random. Choose a checkpoint with its head"
             )

@@ -25,10 +25,10 @@ TOKENS = ("last", "first", "all")
 _TILE = 32
 _SMALLEST_BUDGET = 2**26
 _SHORTEST = 1e-30  # a vector of zeros (an untrained class token) has no direction: cosine 0 with all others
-_NORMED = "The state behind {} is a norm's output (Post-LN): its length is fixed, only its direction changes."
+_NORMED = "The state after {} is a norm's output (Post-LN), so its length is fixed and only its direction changes."
 _INNER = (
-    "The stream is normalized inside {} but not behind them (HybridNorm): the states compared are the layers' outputs, "
-    "before that norm."
+    "The stream is normalized inside {} but not after them (HybridNorm), so Lamina compares the layers' outputs "
+    "before this norm."
 )
 
 
@@ -146,8 +146,8 @@ class DirectionsProbe(Probe):
                 chosen = torch.randperm(tokens, generator=generator)[:each].sort().values
                 self._chosen = chosen.to(state.device)
                 self._context.note(
-                    f"Of each batch's {batch} x {tokens} tokens {batch} x {each} are compared: the states of all of "
-                    "them would take too much memory (tokens_per_batch=)."
+                    f"To save memory, Lamina compares {batch} x {each} tokens of each batch's {batch} x {tokens}. "
+                    "To compare more, set tokens_per_batch=."
                 )
             if mask is not None:
                 self._mask = mask if self._chosen is None else mask[:, self._chosen]

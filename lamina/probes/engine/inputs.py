@@ -148,7 +148,9 @@ def _pack(
     end = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) and not suffix else None
     if end is not None and size is not None and end >= size:
         if notes is not None and len(texts) > 1:
-            notes.append(f"{source}: the model's vocabulary of {size} lacks the end of a text, {end}: left out")
+            notes.append(
+                f"{source}: the model's vocabulary of {size} lacks the end-of-text token {end}, so Lamina omits it"
+            )
         end = None
     encoder, stream = TextEncoder(tokenizer), list[int]()  # what looks like a special token in a text is text
     for start in range(0, len(texts), 256):
@@ -161,7 +163,7 @@ def _pack(
             f"--sequence-length of at most {len(stream) + len(prefix) + len(suffix)})"
         )
     if (rest := len(stream) - count * body) and notes is not None:
-        notes.append(f"{source}: the last {rest} of {len(stream):,} tokens are fewer than a block and are left out")
+        notes.append(f"{source}: Lamina drops the last {rest} of {len(stream):,} tokens, which do not fill a block")
     cut = torch.tensor(stream[: count * body]).view(count, body)
     before, after = (torch.tensor(ids, dtype=torch.long).expand(count, -1) for ids in (prefix, suffix))
     return torch.cat([before, cut, after], dim=1)

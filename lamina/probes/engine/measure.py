@@ -105,7 +105,7 @@ def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exceptio
     except UserError as error:
         if context.strict:
             raise
-        context.notes.append(f"{probe.name} left out: {error}")
+        context.notes.append(f"{probe.name} skipped: {error}")
     except Exception as error:
         if broken is None:
             raise
@@ -250,7 +250,7 @@ def make_context(
     )
     unread = notes[len(loaded.notes) :] if whole else []
     if reads_images(model) and texts_or_blocks is None and settings.corpus in (NOISE, EMBEDDED):
-        notes.append("the images are Gaussian noise: pass real ones with --corpus to see what the model does with them")
+        notes.append("the images are Gaussian noise. To measure real images, pass them with --corpus")
     structure = structure_of(model, batches[0], layers=settings.layers)
     base = base_of(model, structure, batches[0])
     device = next(model.parameters()).device
@@ -294,8 +294,8 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
     two = all(isinstance(getattr(parts, name, None), nn.Module) for name in ("encoder", "decoder"))
     if two and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise UserError(
-            f"model: {type(model).__name__} is an encoder and a decoder (allowed: one of them, which from Python is "
-            "lamina.probe(model.get_encoder(), ...))"
+            f"model: {type(model).__name__} is an encoder with a decoder. Probe one part from Python: "
+            "lamina.probe(model.get_encoder(), ...)"
         )
     device = next(model.parameters()).device
     tiny = {name: (t[:1, :8] if name == "input_ids" else t[:1]).to(device) for name, t in inputs.items()}
@@ -324,9 +324,7 @@ def new_head(model: nn.Module, structure: Structure) -> list[str]:
     embedding = set() if structure.embedding is None else {id(p) for p in structure.embedding.parameters()}
     for name in new:
         if id(named[name]) in embedding:
-            raise UserError(
-                f"checkpoint: the embedding {name!r} is not in it (allowed: a checkpoint with all its layers)"
-            )
+            raise UserError(f"checkpoint: the embedding {name!r} is missing. Choose a complete checkpoint")
     base = getattr(model, "base_model", model)
     inside = set(map(id, base.parameters() if isinstance(base, nn.Module) else named.values()))
     return [name for name in new if id(named[name]) not in inside]

@@ -39,7 +39,7 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
         if reduction and reduction not in reduced:
             reduced.append(reduction)
     small = go.Figure({"data": traces, "layout": defuse(figure.layout.to_plotly_json())}, skip_invalid=True)
-    return small, f"Drawn: {', '.join(reduced)}, evenly spaced; the table holds all." if reduced else ""
+    return small, f"The chart shows {', '.join(reduced)}, evenly spaced. The table holds all." if reduced else ""
 
 
 def defuse(value: object) -> Any:

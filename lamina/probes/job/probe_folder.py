@@ -46,12 +46,12 @@ logger = logging.getLogger(__name__)
 _FAMILIES = {
     frozenset({"pre_norm"}): "Pre-LN",
     frozenset({"post_norm"}): "Post-LN",
-    frozenset({"pre_norm", "out_norm"}): "norms before and behind each module (Peri-LN, Sandwich-LN)",
+    frozenset({"pre_norm", "out_norm"}): "norms before and after each module (Peri-LN, Sandwich-LN)",
     frozenset({"out_norm"}): "norms on each module's output (OLMo 2)",
     frozenset({"pre_norm", "post_norm"}): "norms on each module's input and on the stream (Keel, Pre-Post-LN)",
     frozenset(): "no norms on inputs, outputs or the stream",
 }
-_RUNNING = ("running", "it is still running, or was killed (--resume continues)")
+_RUNNING = ("running", "it is still running, or was killed (continue with --resume)")
 POLICY = ResumePolicy(what="folder", free=ProbeSettings.free())
 
 
@@ -162,7 +162,7 @@ class Measuring:
                 starting=self.bars.start,
             )
         except KeyboardInterrupt:
-            self._write("interrupted", "stopped by Ctrl-C; finished probes are kept (--resume continues)")
+            self._write("interrupted", "stopped by Ctrl-C; finished probes are kept (continue with --resume)")
             raise
         except Exception as error:
             if disk_full(error):
@@ -224,7 +224,7 @@ class Measuring:
 
     def _write(self, status: str, reason: str) -> Json:
         context, names = self.context, dict.fromkeys([*self.specs, *self.results])
-        told = self._told() | {f"{name} left out: {entry.get('reason')}" for name, entry in self.results.items()}
+        told = self._told() | {f"{name} skipped: {entry.get('reason')}" for name, entry in self.results.items()}
         told |= set(context.structure.notes)
         result = {
             "status": status,

@@ -401,8 +401,8 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     if strange:
         some = ", ".join(map(str, strange[:5])) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
         notes.append(
-            f"layer {some} adds something to the stream that no module hands over (it is computed or "
-            "rearranged in between), so its sub-layers are left out; the states are whole"
+            f"layer {some} adds a tensor to the stream that is not a module's output, so Lamina skips its "
+            "sub-layers and measures only whole layers"
         )
         for index in strange:
             resolved[index].additions.clear()
@@ -557,7 +557,7 @@ def _named(model: nn.Module, record: Trace, path: str) -> list[Call]:
     widths = {record.shapes[call.output][-1] for call in calls}
     if len(widths) > 1:
         raise UserError(
-            f"layers: those of {path!r} have several widths {sorted(widths)} (allowed: layers of one width)"
+            f"layers: the layers of {path!r} have several widths {sorted(widths)}. Choose layers of one width"
         )
     return calls
 

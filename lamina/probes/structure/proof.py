@@ -22,7 +22,7 @@ Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]  # by the key of their poin
 SEQUENCES = 3
 _LENGTHS = (11, 13, 7, 5, 4)  # tokens: the first that the text has and that is neither the width nor the sequences
 _ROUNDINGS = 16  # of a sum of a few terms, in units of the type's precision
-_RANDOM = "the model draws something at random in evaluation mode, too (allowed: a model without)"
+_RANDOM = "the model draws something at random even in evaluation mode. Choose a deterministic model"
 _BATCH = "batch (allowed: models that read each sequence by itself)"
 _SAME = 1e-3  # a token's state in another batch: what other kernels and groups of experts round differently
 
@@ -71,8 +71,8 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     if not wrong:
         return structure
     note = (
-        f"what the sub-layers of layer {ranges(wrong)} add to the stream does not add up to the layer's output, "
-        "so these sub-layers are left out; the states are whole"
+        f"what the sub-layers of layer {ranges(wrong)} add to the stream does not sum to the layer's output, so "
+        "Lamina skips these sub-layers and measures only whole layers"
     )
     layers = tuple(replace(site, sublayers=()) if site.index in wrong else site for site in structure.layers)
     return replace(structure, layers=layers, notes=[*structure.notes, note])

@@ -96,7 +96,7 @@ class History:
         word = "record" if not self.clock else "step"
         counted = f"{self.form}, {len(steps):,} records from {word} {steps[0]} to {steps[-1]}"
         counted += f" (steps are the column {self.clock!r})" if self.clock not in ("step", "") else ""
-        counted += "" if self.clock else " (no column has the steps: they are numbers of records)"
+        counted += "" if self.clock else " (no column has the steps, so Lamina counts records)"
         said = [f"{_WORDS.get(metric, metric.replace('_', ' '))} {name!r}" for metric, name in self.read.items()]
         if count := self.parameters.get("gradient_norm"):
             said.append(f"gradient norms of {count} parameters in {len(self.layers)} layers")
@@ -124,7 +124,7 @@ def read_history(path: Path, run: str = "") -> History:
         name: kept for name, kept in runs.items() if any(whole(each) or parameter_of(each) for each in kept.series)
     }
     if run and run not in runs:
-        raise UserError(f"run: {run!r} is none of the runs in {str(source)!r} (allowed: {', '.join(map(repr, runs))})")
+        raise UserError(f"run: {run!r} is not in {str(source)!r} (allowed: {', '.join(map(repr, runs))})")
     if len(useful) > 1 and not run:
         told = ", ".join(f"{name!r} ({_span(kept)})" for name, kept in list(useful.items())[:20])
         raise UserError(
@@ -222,21 +222,21 @@ def _read_filtered_losses(history: History) -> None:
     if filtered.any():
         history.series[_MODEL, LOSS] = (loss[0], np.where(filtered, np.nan, loss[1]))
         history.notes.append(
-            f"{int(filtered.sum())} losses of exactly 0 beside a gradient that is not finite are read as not finite "
-            "(Trainer's logging_nan_inf_filter prints 0)"
+            f"Lamina reads {int(filtered.sum())} losses of exactly 0 as not finite, because the gradient is not "
+            "finite there (Trainer's logging_nan_inf_filter prints 0)"
         )
 
 
 def _notes(history: History) -> list[str]:
     notes = []
     if not history.parameters["gradient_norm"]:
-        notes.append("no series by layer: only the whole model is judged")
+        notes.append("no series by layer, so Lamina judges only the whole model")
     if absent := [words for metric, words in _WORDS.items() if (_MODEL, metric) not in history.series]:
         notes.append(f"not recorded: {', '.join(absent)}")
     if LOSS not in history.read and (side := [name for name in history.unused if is_side_loss(name)]):
-        notes.append(f"{side[0]!r} is not the loss of the task, so it is not read as the loss")
+        notes.append(f"{side[0]!r} is not the task's loss, so Lamina does not use it as the loss")
     if NORM not in history.read and history.parameters["gradient_norm"]:
-        notes.append("the model's gradient norm is the norm of all parameters with a series")
+        notes.append("Lamina computed the model's gradient norm from all parameters with a series")
     if history.unused:
         shown = ", ".join(sorted(history.unused)[:_SHOWN])
         notes.append(f"not used: {len(history.unused)} series ({shown}{', ...' * (len(history.unused) > _SHOWN)})")

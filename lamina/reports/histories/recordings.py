@@ -190,7 +190,7 @@ def _by_start(columns: Columns) -> list[Recording]:
             begun = lines[cut]
             steps[begun:] += steps[begun - 1] + max(written[begun], 1) - steps[begun]
         cuts = []
-        notes.append(f"{clock} starts anew in each epoch: steps are counted on")
+        notes.append(f"{clock} restarts in each epoch, so Lamina keeps counting")
     bounds = [0, *(int(lines[cut]) for cut in cuts), columns.rows]
     return [_one(columns, steps, clock, notes, *ends) for ends in pairwise(bounds)]
 
@@ -213,7 +213,7 @@ def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first:
             gone = left
         if len(ordered):
             series[name] = (ordered, of[inside][kept][order])
-    again = f"the steps go back: {gone} records whose steps come again later are left out"
+    again = f"the steps go back, so Lamina skips {gone} records whose steps come again later"
     return Recording(
         form=columns.form, series=series, rows=last - first, clock=clock, notes=[*notes, *([again] if gone else [])]
     )

@@ -199,7 +199,7 @@ def _records(data: object, name: str) -> Iterator[Mapping[str, object]]:
             yield from ({"wall_time": wall, "step": step, name: value} for wall, step, value in data)
         yield from (record for record in data if isinstance(record, Mapping))
     else:
-        raise ValueError(f"a {type(data).__name__} in place of records")
+        raise ValueError(f"a {type(data).__name__} instead of records")
 
 
 _SEPARATORS = (",", ";", "\t", "|")

@@ -55,22 +55,24 @@ def _ranking_note(several: bool, summary: Frame) -> str:
     if summary["seeds"].max() > 1 and summary["finished"].any():
         parts.append("mean ± standard deviation over the seeds that finished")
     if (summary["eval_loss"] >= summary["bigram_entropy"]).any():
-        parts.append("a rank is given to what has beaten a bigram table of the text that was read")
+        parts.append("Lamina ranks only placements that beat a bigram table of the training text")
     if not single and not summary["finished"].all():
         some = summary["finished"].any()
-        parts.append("those that did not finish stand last" if some else "none finished: ordered by status, then loss")
+        parts.append(
+            "placements that did not finish are last" if some else "none finished: ordered by status, then loss"
+        )
     return f"<p>{escape(', '.join(parts))}.</p>"
 
 
 _MARKS = (
-    "Marks along the top edge did not finish at that rate: triangle stuck, x diverged, cross failed, square "
+    "Marks along the top edge show rates that did not finish: triangle stuck, x diverged, cross failed, square "
     "interrupted, circle too short to tell."
 )
 RATES = (
-    "The lower the better; the bottom of each U is the rate at which a placement is ranked (larger point), and a wide, "
-    f"flat U forgives a poorly chosen rate. {_MARKS}"
+    "Lower is better. Each placement is ranked at the bottom of its curve (larger point). A wide, flat curve "
+    f"tolerates a poorly chosen rate. {_MARKS}"
 )
 RATES_BY_WIDTH = (
-    "Eval loss against the learning rate of the settings, before the factors of the width: with the right scaling, the "
-    f"curves of all widths have their minimum at the same rate. {_MARKS}"
+    "Eval loss against the learning rate before width scaling. With the right scaling, the curves of all widths "
+    f"have their minimum at the same rate. {_MARKS}"
 )

@@ -41,7 +41,7 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
         lines = [("learning rate", _COLORS[2], rates, [evidence.rates[step] for step in rates])]
         html = figure(_drawn(evidence, lines, "learning rate"), "Learning rate that the run recorded.") + html
     if (first := evidence.first) is not None and first.metric != LOSS:
-        others = " of the first sub-layer with an anomaly (red), and of that sub-layer in other layers (gray)"
+        others = " of the first sub-layer with an anomaly (red), and of the same sub-layer in other layers (gray)"
         caption = f"{sentence(_quantity(first))}{others if first.layer >= 0 else ' of the model'}."
         html += figure(_series_figure(evidence, first), escape(caption))
     groups = events(evidence.alarms)

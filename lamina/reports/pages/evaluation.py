@@ -79,7 +79,7 @@ def headline(printed: Json, paired: list[Json]) -> str:
         return f"{best['arm']} scores {score} {heading}{chance}"
     unsure = bool(paired) and all(row["p_holm"] is None or row["p_holm"] > 0.05 for row in paired)
     found = f"{best['arm']} scores {'highest' if share else 'lowest'} {heading} ({score}{chance})"
-    return f"{found}, but no difference is certain" if unsure else found
+    return f"{found}, but no difference is significant" if unsure else found
 
 
 _MODELS = (
@@ -121,8 +121,8 @@ _SCORES = (
 )
 GUESSING = "guessing"
 _BARS = (
-    "The shares of the table. Bars: mean over the runs. Thin lines: sample standard deviation of several runs. Gray "
-    "dashes: the score of guessing."
+    "The shares of the table. Bars: mean over the runs. Thin lines: sample standard deviation of several runs. "
+    "Gray dashes: the score of random guessing."
 )
 
 
@@ -131,9 +131,9 @@ def _paired(rows: list[Json]) -> str:
     if not rows:
         return ""
     about = (
-        f"Each model minus {rows[0]['against']}, item by item, with a 95 % interval. p: McNemar's exact test of the "
-        "items that one of the two alone has right (a paired t test for other scores), adjusted over the tasks by "
-        "Holm's method. So many items show the smallest difference four times in five."
+        f"Each model minus {rows[0]['against']}, item by item, with a 95 % interval. p is from McNemar's exact "
+        "test (for other scores, from a paired t test), adjusted over the tasks by Holm's method. The last "
+        "column is the smallest difference that this number of items shows in four of five cases."
     )
     return table(_PAIRED, rows, "trials") + f'<p class="source">{escape(about)}</p>'
 

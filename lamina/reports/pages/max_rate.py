@@ -120,13 +120,13 @@ def notices(rows: Sequence[Json]) -> list[str]:
     texts = []
     if beyond := [row["placement"] for row in rows if row["open"]]:
         texts.append(
-            f"{listed(beyond)} did not fail at every seed: the largest rate lies beyond the warm-up's end "
-            "(a higher --max-learning-rate shows where)."
+            f"{listed(beyond)} did not fail at every seed, so the largest rate lies beyond the warm-up's end. To "
+            "find it, raise --max-learning-rate."
         )
     if rows and max(row["seeds"] for row in rows) < 2:
         texts.append(ONE_SEED)
     if any(str(Status.INTERRUPTED) in row["ends"] for row in rows):
-        texts.append("Some trials were interrupted: --resume continues the study.")
+        texts.append("Some trials were interrupted. Continue the study with --resume.")
     return texts
 
 
@@ -164,17 +164,17 @@ def rules(settings: Mapping[str, object]) -> list[str]:
     share = float(value["spike_patience"])  # steps from 1 on, a share of all steps below
     patience = f"{share:g} steps" if share >= 1 else f"{100 * share:g} % of all steps"
     return [
-        f"One linear warm-up from 0 to {value['max_learning_rate']} over {value['steps']} steps; all else as in "
-        f"lamina pretrain. The smoothed loss is the mean of the last {value['window']} steps. A run stopped at the "
-        "first of:",
+        f"One linear warm-up from 0 to {value['max_learning_rate']} over {value['steps']} steps. All other "
+        f"settings are as in lamina pretrain. The smoothed loss is the mean of the last {value['window']} steps. "
+        "A run stopped at the first of:",
         "non-finite: the loss of a step, or the gradient's norm, was not finite.",
-        f"spike: the loss stayed more than {value['spike_margin']} nats above the lowest smoothed loss for {patience}. "
-        "A loss that came back sooner is no spike.",
-        f"plateau: the smoothed loss fell by less than {value['plateau_margin']} nats while the learning rate grew by "
-        f"a factor of {value['plateau_factor']}. It is called stuck if the loss was not {value['stuck_margin']} nats "
-        "below the corpus's unigram entropy.",
-        "The largest rate is that of the last step before: the last at which the smoothed loss was at its low, for a "
-        "plateau the one up to which it fell.",
+        f"spike: the loss stayed more than {value['spike_margin']} nats above the lowest smoothed loss for "
+        f"{patience}. If the loss came back sooner, it is not a spike.",
+        f"plateau: the smoothed loss fell by less than {value['plateau_margin']} nats while the learning rate "
+        f"grew by a factor of {value['plateau_factor']}. Lamina calls it stuck if the loss was not "
+        f"{value['stuck_margin']} nats below the corpus's unigram entropy.",
+        "The largest rate is the rate just before the failure: at the last step at which the smoothed loss was "
+        "at its minimum, or for a plateau, at the step up to which it fell.",
     ]
 
 
@@ -241,8 +241,8 @@ _THRESHOLDS = (
     *("plateau_margin", "plateau_factor", "stuck_margin"),
 )
 _FIGURE = (
-    "Training loss against the learning rate of the step, both rising from left to right: one line per placement and "
-    "seed, smoothed. The mark is where a run failed: cross not finite, triangle a spike that stayed, square a plateau, "
-    "circle stuck at the unigram entropy; a triangle to the right reached the end of the warm-up. Click a name to hide "
-    "it."
+    "Smoothed training loss against the learning rate, which rises during the run. Each line is one placement "
+    "and seed. A mark shows the end of a run: cross for not finite, triangle for a lasting spike, square for a "
+    "plateau, circle for stuck at the unigram entropy, and right-pointing triangle for the end of the warm-up. "
+    "Click a name to hide it."
 )

@@ -29,19 +29,19 @@ from lamina.reports.tables import Field, Row, chip, number, status, swatch, tabl
 _FIGURES = (
     ("Cumulative Jacobian", (
         "Root mean square gain of the Jacobian from each state to the last one, before the first step and after the "
-        "burn-in. Where it falls by many orders of magnitude toward the embedding (-1), the early layers get no "
-        "gradient; where it rises by as many, a small change in an early layer becomes a large one in the last."
+        "burn-in. If it falls by many orders of magnitude toward the embedding (-1), the early layers get no "
+        "gradient. If it rises by as much, a small change in an early layer becomes a large change in the last layer."
     ), "jacobian_gain", "gain to the last layer"),
     ("Backward: gradient of the weights", (
-        "Gradient norm of each block's weights on the held-out sequences, before clipping. Adam evens out differences "
-        "of a few orders of magnitude; what lies below its epsilon does not learn."
+        "Gradient norm of each block's weights on the held-out sequences, before clipping. Adam evens out "
+        "differences of a few orders of magnitude, but weights with gradients below its epsilon do not learn."
     ), "gradient_norm", "gradient norm"),
     ("Forward: variance of the states", (
-        "Variance of the stream behind each layer (-1: the embedding's output)."
+        "Variance of the residual stream after each layer (-1: the embedding's output)."
     ), "hidden_variance", "variance"),
     ("Forward: similarity of tokens", (
-        "Mean cosine between the states of all pairs of tokens. At 1 all tokens look the same: nothing of the input "
-        "reaches the layers above, and the model can only learn the tokens' frequencies."
+        "Mean cosine between the states of all pairs of tokens. At 1, all tokens have the same hidden state: "
+        "later layers no longer see the input, and the model can only learn the tokens' frequencies."
     ), "token_similarity", "mean cosine"),
 )  # fmt: skip
 
@@ -109,8 +109,8 @@ def _headline(records: list[Json], labels: list[str]) -> str:
 
 
 _BURN_IN = (
-    "Training loss of the steps taken. The dashed line is what a constant prediction with the tokens' frequencies "
-    "reaches on the held-out sequences: a model that gets below it uses its input."
+    "Training loss of the steps taken. The dashed line is the held-out loss of a constant prediction of the "
+    "tokens' frequencies. A model below this line uses its input."
 )
 
 

@@ -163,7 +163,10 @@ def _prune(model: Json, probes: Json) -> Section:
     if not done or not model.get("num_layers"):
         return Section("Prune", "Remove layers", "")
     believe = {
-        1: "The angular distance only predicts the harm. Before you remove layers, measure it: --probes layer_drop.",
+        1: (
+            "The angular distance only predicts the harm. Before you remove layers, measure the harm with "
+            "--probes layer_drop."
+        ),
         2: "Where layer_drop and the angular distance disagree, believe layer_drop: it measures the loss without the "
         "layer, and the angle only predicts it.",
     }

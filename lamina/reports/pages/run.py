@@ -29,7 +29,7 @@ def run_report(folder: Path) -> Path:
         sections=[
             Section("Result", "Result", result),
             sections.loss(study, items, several=False),
-            sections.course(items[0], "The gradient norm is that of all parameters together, before clipping."),
+            sections.course(items[0], "The gradient norm covers all parameters, before clipping."),
             sections.by_layer(summary, items, color),
             *layers.sections(items),
             *scheduled_probes.sections(items),

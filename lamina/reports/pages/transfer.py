@@ -56,7 +56,7 @@ def transfer_report(folder: Path) -> Path:
 def _headline(summary: Row) -> str:
     """Return the finding in a line: the learning rate for the target width."""
     rate = summary["learning_rate"]
-    found = "no learning rate carries over" if rate is None else f"train at a learning rate of {rate:g}"
+    found = "no learning rate can be converted" if rate is None else f"train at a learning rate of {rate:g}"
     return f"{summary['placement']}, width {summary['target_width']}: {found}"
 
 
@@ -64,9 +64,9 @@ def sentences(summary: Row) -> list[str]:
     """Report a transfer's results: the intervals, the rate, its risk, and how the wider runs ended."""
     proxy, rate, above = summary["proxy_width"], summary["learning_rate"], summary["first_failing_above"]
     if rate is None:
-        return [f"No rate finished at width {proxy}, so there is none to carry over (try smaller ones, or more steps)."]
+        return [f"No rate finished at width {proxy}, so none can be converted. Try smaller rates or more steps."]
     low, high = summary["stable"]
-    failing = f"{above:g} is the first higher rate that does not finish"
+    failing = f"{above:g} is the lowest higher rate that does not finish"
     stable = f"{low:g}" if low == high else f"{low:g} to {high:g}"
     texts = [f"Stable at width {proxy}: {stable}; {failing if above else 'the largest rate tried is stable'}."]
     low, high = summary["best"]
@@ -75,7 +75,7 @@ def sentences(summary: Row) -> list[str]:
     texts.append(f"Risk at width {summary['target_width']}: {rate:g} is {summary['risk']}.")
     if summary["at_the_grids_edge"]:
         texts.append(
-            "The best rate is the first or last that was tried: the true best may lie beyond (--learning-rates)."
+            "The best rate is at the edge of the list, so the true best may lie beyond. Try more with --learning-rates."
         )
     for width, rates in summary["verified"].items():
         same = [rate["agrees"] for rate in rates if rate["agrees"] is not None]

@@ -76,10 +76,14 @@ class Checkpoints:
         for path in reversed(self.paths()):
             broken = what_is_broken(path)
             if broken is not None:
-                logger.warning("%s: %s; resuming from the one before", path, broken)
+                logger.warning("%s: %s. Lamina resumes from the previous checkpoint", path, broken)
             elif allowed(run_state(path)):
                 if stray_files := strays(path):
-                    logger.warning("%s: not one of its files, so not read: %s", path, ", ".join(stray_files[:3]))
+                    logger.warning(
+                        "%s: contains a file that Lamina did not write, so Lamina ignores it: %s",
+                        path,
+                        ", ".join(stray_files[:3]),
+                    )
                 return path
         return None
 
@@ -190,7 +194,7 @@ def what_is_broken(path: Path) -> str | None:
     """
     broken = manifest.what_is_broken(path)
     if broken is None and (step := run_state(path)["step"]) != step_of(path):
-        return f"it was taken at step {step}, so its name is not its own"
+        return f"it was saved at step {step}, so its name is wrong"
     return broken
 
 

@@ -60,8 +60,8 @@ class RunIdentity:
         before = known.get("plan") or noted(folder / PLAN)
         if before and before not in (plan_digest(self.plan), json.loads(json.dumps(self.plan.to_dict()))):
             raise UserError(
-                f"placement: {self.settings.placement!r} is not what it was when the run in {str(folder)!r} began "
-                "(allowed with --resume: the same; else another --output, or --overwrite)"
+                f"placement: {self.settings.placement!r} has changed since the run in {str(folder)!r} began. To "
+                "resume, restore it; otherwise give another --output, or --overwrite"
             )
 
 
@@ -71,9 +71,9 @@ def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: s
     stored = known["text"] if "text" in known else noted(folder / DATA).get("fingerprint")
     if stored is not None and stored != fingerprint:
         raise UserError(
-            f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} is not what it was when the run "
-            f"in {str(folder)!r} began{_changed(settings, folder / DATA)} (allowed with --resume: the same text; "
-            "else another --output, or --overwrite)"
+            f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} has changed since the run in "
+            f"{str(folder)!r} began{_changed(settings, folder / DATA)}. To resume, restore the text; otherwise "
+            "give another --output, or --overwrite"
         )
 
 
@@ -145,8 +145,8 @@ class Rollbacks:
             return cls(folder=folder)
         except (ValueError, TypeError, KeyError):
             raise UserError(
-                f"resume: {str(path)!r} is cut short or altered, so where to resume is unknown (allowed: the "
-                "file as it was; else another --output, or --overwrite)"
+                f"resume: {str(path)!r} is cut short or altered, so Lamina cannot tell where to resume. Restore "
+                "the original file, or give another --output, or --overwrite"
             ) from None
 
     def state_dict(self) -> Json:
@@ -156,9 +156,9 @@ class Rollbacks:
         """Raise UserError if the checkpoint counts more rollbacks than rollbacks.json holds."""
         if (taken_after := int(state.get("rollbacks", 0))) > len(self.done):
             raise UserError(
-                f"resume: checkpoint-{state['step']} was taken after {taken_after} rollbacks, "
-                f"{str(self.folder / ROLLBACKS)!r} has {len(self.done)} (allowed: the file as it was; else another "
-                "--output, or --overwrite)"
+                f"resume: checkpoint-{state['step']} was saved after {taken_after} rollbacks, but "
+                f"{str(self.folder / ROLLBACKS)!r} has {len(self.done)}. Restore the original file, or give "
+                "another --output, or --overwrite"
             )
 
     @property
@@ -225,8 +225,8 @@ def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
     for name, value in settings.items():
         if name not in free and name in stored and stored[name] != value:
             raise UserError(
-                f"{name}: {stored[name]!r} in {str(path)!r}, but {known['checkpoint']} was trained with {value!r} "
-                "(allowed with --resume: that; was the file edited?)"
+                f"{name}: {stored[name]!r} in {str(path)!r}, but {known['checkpoint']} was trained with "
+                f"{value!r}. Restore this value, if the file was edited"
             )
     return {**settings, **stored} if whole else settings
 
@@ -256,7 +256,7 @@ def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
         elif missing:
             raise UserError(f"{folder}: the model is missing")
     except UserError as error:
-        logger.warning("%s; it is written again from the last checkpoint", str(error).partition(". Restore")[0])
+        logger.warning("%s; Lamina writes it again from the last checkpoint", str(error).partition(". Restore")[0])
         return True
     return False
 
@@ -274,7 +274,7 @@ def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
     abandoned = bool(rollbacks.done) and rollbacks.done[-1].step == 0  # killed during a rollback to the beginning
     if existing and not (abandoned and all(what_is_broken(path) is None for path in existing)):
         raise UserError(
-            f"resume: none of {', '.join(path.name for path in existing)} in {str(folder)!r} can be resumed from, see "
-            "above (allowed: their files as they were; --overwrite to begin again)"
+            f"resume: {', '.join(path.name for path in existing)} in {str(folder)!r} cannot be resumed (see "
+            "above). Restore the original files, or begin again with --overwrite"
         )
     return None

@@ -260,11 +260,11 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], fol
     stored = shapes(files)
     for name, tensor in tensors.items():
         if name not in stored:
-            raise UserError(f"resume: {str(folder)!r} holds no {name}: the checkpoint is another model's")
+            raise UserError(f"resume: {str(folder)!r} holds no {name}, so the checkpoint belongs to another model")
         if tuple(tensor.shape) != stored[name]:
             raise UserError(
-                f"resume: {name} in {str(folder)!r} is {list(stored[name])}, the model's is {list(tensor.shape)}: the "
-                "checkpoint is another model's"
+                f"resume: {name} in {str(folder)!r} has the shape {list(stored[name])}, but the model has "
+                f"{list(tensor.shape)}, so the checkpoint belongs to another model"
             )
 
 
@@ -316,7 +316,9 @@ def load_optimizer(
         by_name.setdefault(entry.rpartition("/")[0], []).append(entry)
     named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     if named != [list(saved["params"]) for saved in rest["groups"]]:
-        raise UserError("resume: the checkpoint's optimizer has other weights: it is another model's")
+        raise UserError(
+            "resume: the checkpoint's optimizer has other weights, so the checkpoint belongs to another model"
+        )
     for group, members, saved in zip(optimizer.param_groups, named, rest["groups"], strict=True):
         first = len(state)
         for name, parameter in zip(members, group["params"], strict=True):

@@ -151,8 +151,8 @@ def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path,
         return
     if processes.first:
         logger.warning(
-            "%s was written by %d processes, this run has %d: weights and optimizer are redistributed; random numbers "
-            "of training (dropout) start anew",
+            "%s was written by %d processes, and this run has %d. Lamina redistributes weights and optimizer; "
+            "dropout's random numbers start anew",
             checkpoint, written, processes.size,
         )  # fmt: skip
     seed = trainer.args.seed + 1_000_003 * (step + 1)

@@ -63,4 +63,4 @@ def to_float8(model: nn.Module, device: str) -> None:
             f"precision: 'float8' finds no layer whose sizes are multiples of {_MULTIPLE}. Use --precision bf16."
         )
     if device == "cpu":
-        logger.warning("precision: float8 is emulated on a CPU, slower than fp32")
+        logger.warning("precision: a CPU only emulates float8, which is slower than fp32")

@@ -106,6 +106,5 @@ class Replay:
                 return self.capture(functions, samples)
             except RuntimeError as error:
                 raise UserError(
-                    f"cuda_graphs: the blocks can't be captured: {str(error).splitlines()[0]} (allowed for this model: "
-                    "false)"
+                    f"cuda_graphs: the blocks can't be captured: {str(error).splitlines()[0]} (leave out --cuda-graphs)"
                 ) from error

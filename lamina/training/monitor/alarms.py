@@ -286,20 +286,23 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
         "not_finite": f"{name} is not finite",
         "skipped": f"the loss scaler skipped {alarm.value:g} steps in a row",
         "guess": f"the first loss is {alarm.value:.3g}, but guessing among all tokens gives {alarm.usual:.3g}",
-        "kept": f"{alarm.value:.0%} of the gradient is left from earlier steps: nothing set it to zero",
-        "unmoved": "parameters get a gradient and do not move" if alarm.value else "its weights do not move",
+        "kept": f"{alarm.value:.0%} of the gradient is left from earlier steps, because it was not set to zero",
+        "unmoved": "parameters get a gradient but do not change" if alarm.value else "its weights do not change",
         "forgotten": f"{alarm.value:.0%} of its optimizer's moments changed between two steps",
         "written": f"something other than the optimizer changed its weights by {alarm.value:.0%} of their norm",
-        "repeated": f"the batch is the same as in the {alarm.value:g} steps before",
-        "equal": f"for {alarm.value:g} steps all rewards of a group have been equal: they give the policy no gradient",
-        "collapse": f"the policy's entropy fell from {alarm.usual:.3g} to {alarm.value:.2g} nats: it hardly varies now",
+        "repeated": f"the batch is the same as in the previous {alarm.value:g} steps",
+        "equal": f"for {alarm.value:g} steps, all rewards of each group have been equal, so there is no gradient",
+        "collapse": (
+            f"the policy's entropy fell from {alarm.usual:.3g} to {alarm.value:.2g} nats, so its completions "
+            "hardly vary"
+        ),
         "drift": f"the policy's KL from its reference went from {alarm.usual:.2g} to {alarm.value:.3g} nats per token",
-        "cut": f"{alarm.value:.0%} of the completions end at the length limit, {alarm.usual:.0%} did at first",
+        "cut": f"{alarm.value:.0%} of the completions end at the length limit, and {alarm.usual:.0%} at first",
         "fall": f"{name} is {alarm.excess:.2g} times its recent median",
         "rise": f"{name} is {alarm.excess:.3g} times its recent median",
         "logit": f"the largest attention logit is {alarm.value:.3g} (above {alarm.usual:g}, attention saturates)",
-        "fp16": f"the largest |x| is {alarm.value:.3g}, and float16 ends at {alarm.usual:g}",
-        "dead": "its gradient is zero" if alarm.layer >= 0 else "no layer gets a gradient, though other parts do",
+        "fp16": f"the largest |x| is {alarm.value:.3g}, and float16's limit is {alarm.usual:g}",
+        "dead": "its gradient is zero" if alarm.layer >= 0 else "no layer gets a gradient, although other parts do",
         "apart": f"{name} is {alarm.excess:.3g} times {others}",
         "low": f"{name} is {alarm.excess:.2g} times the neighboring layers' value",
         NOTABLE: f"{name} was {alarm.excess:.3g} times its usual value, and nothing followed",
@@ -379,6 +382,6 @@ def read_alarms(folder: Path) -> list[Alarm]:
     if unknown_rules := [str(line.get("rule")) for line in lines if line not in alarm_lines]:
         words = ", ".join(repr(rule) for rule in sorted(set(unknown_rules)))
         logger.warning(
-            "%s: alarms left out that this version does not know: %d (%s)", ALARMS, len(unknown_rules), words
+            "%s: this version does not know %d alarms and skips them (%s)", ALARMS, len(unknown_rules), words
         )
     return [Alarm(**line) for line in alarm_lines]

@@ -62,7 +62,7 @@ class Mistakes(list[Mistake]):
         self.unchecked = tuple(unchecked)
 
     def __str__(self) -> str:
-        lines = [f"- {finding}" for finding in self] or ["Nothing is wrong as far as this can be seen."]
+        lines = [f"- {finding}" for finding in self] or ["Lamina found no mistake."]
         return "\n".join([*lines, *(f"(not checked: {reason})" for reason in self.unchecked)])
 
     __repr__ = __str__
@@ -175,8 +175,8 @@ def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
     if missing and (left_out == all_of or all_of - left_out >= HEAD_ONLY * all_of):
         yield Mistake(
             what=f"{len(missing)} trainable parameters are in no optimizer ({setup.listed(missing)})",
-            why="they get a gradient and never move",
-            do="Make the optimizer after the last change of the model, of all its parameters, or set their "
+            why="they get a gradient but never change",
+            do="Create the optimizer from all parameters after your last change of the model, or set their "
             "requires_grad to False",
         )
 
@@ -190,8 +190,8 @@ def of_another_model(setup: BeforeTraining) -> Iterator[Mistake]:
     if foreign and foreign < len(every) and any(id(p) not in setup.groups for p in setup.trained):
         yield Mistake(
             what=f"{foreign} of the optimizer's {len(every)} parameters are not the model's",
-            why="a part was replaced, resized or wrapped after the optimizer was made, and does not learn",
-            do="Make the optimizer anew, after that change",
+            why="a part was replaced, resized or wrapped after the optimizer was created, so it does not learn",
+            do="Create the optimizer again after this change",
         )
 
 
@@ -224,7 +224,7 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     if any(p.ndim == 1 for p in gains):
         yield Mistake(
             what=f"{len(gains)} norms' gains or biases have a weight decay of {decay:g} ({setup.listed(gains)})",
-            why="decay pulls a gain toward 0, and with it what its layer contributes",
+            why="weight decay pulls a gain toward 0, and with it the layer's contribution",
             do="Put them into a group with weight_decay=0.0",
         )
 
@@ -247,10 +247,10 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
             do = "Call model.enable_input_require_grads(), or checkpoint with use_reentrant=False"
             yield Mistake(
                 what=f"layers {', '.join(dead[:8])}{' ...' * (len(dead) > 8)} of {path} get no gradient",
-                why="reentrant checkpointing passes one on only to inputs that require it, and these are frozen"
+                why="reentrant checkpointing needs an input that requires a gradient, and these inputs are frozen"
                 if reentrant
-                else "something between them and the loss detaches the stream",
-                do=do if reentrant else "Look for .detach(), .data, torch.no_grad() or .item() behind these layers",
+                else "an operation between these layers and the loss detaches the residual stream",
+                do=do if reentrant else "Look for .detach(), .data, torch.no_grad() or .item() after these layers",
             )
 
 
@@ -300,7 +300,9 @@ def untied(setup: BeforeTraining) -> Iterator[Mistake]:
             if isinstance(table, DTensor) or isinstance(head, DTensor):
                 continue
             if table is not head and table.shape == head.shape and bool(table.any()) and torch.equal(table, head):
-                yield _untied(f"{setup.listed([table])} and {setup.listed([head])} are equal and two tensors")
+                yield _untied(
+                    f"{setup.listed([table])} and {setup.listed([head])} have equal values but are two tensors"
+                )
                 return
 
 
@@ -320,14 +322,14 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"{none} of {len(mask)} rows of attention_mask are all 0",
             why="attention over nothing is NaN or uniform",
-            do="Leave empty texts out, and see whether the mask is inverted",
+            do="Leave empty texts out, and check whether the mask is inverted",
         )
     labels = setup.labels
     ids = labels is not None and labels.ndim == 2 and not labels.is_floating_point()
     if labels is not None and ids and (none := int((labels == IGNORED).all(1).sum())):
         yield Mistake(
             what=f"{none} of {len(labels)} rows of labels are all {IGNORED}",
-            why="they train nothing, and a mean over none of them is NaN",
+            why="these rows train nothing, and the mean loss over no labels is NaN",
             do="Leave out examples whose answer was cut off",
         )
 
@@ -347,7 +349,7 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     if shifts is False and not setup.shifted:
         yield Mistake(
             what="each label is the token at its own position, and the loss does not shift labels",
-            why="the model learns to copy its input: the loss falls to 0 and nothing is learned",
+            why="the model learns to copy its input, and the loss falls to 0 without learning",
             do="Compare logits[:, :-1] with labels[:, 1:]",
         )
 
@@ -361,7 +363,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     if not math.isfinite(trial.loss):
         yield Mistake(
             what=f"the first loss is {trial.loss}",
-            why="no step can follow it",
+            why="no step can follow such a loss",
             do="Run the pass under torch.autograd.set_detect_anomaly(True), and look at the batch's labels and mask",
         )
         return
@@ -375,7 +377,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     if max(losses[0], min(losses[1:])) > guess + ABOVE + WIDER * width:
         yield Mistake(
             what=f"the first loss is {losses[0]:.3g}; guessing among {trial.logits.shape[-1]} tokens has {guess:.3g}",
-            why="the logits start too large, or the loss is a sum and no mean",
+            why="the logits start too large, or the loss is a sum instead of a mean",
             do="Draw head and embedding with a standard deviation of about 0.02 (or 1/sqrt(width)), and use a mean",
         )
 
@@ -429,7 +431,11 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
         apart = [n for n, s in of.items() if s > 0 and middle > 0 and not 1 / SOLE < s / middle < SOLE]
         odd += apart if len(of) > 3 and len(apart) <= len(of) / 4 else []
     for paths, what, why in (
-        (wide, f"a standard deviation of more than {WIDE:g}/sqrt(inputs)", "the stream's variance explodes with depth"),
+        (
+            wide,
+            f"a standard deviation of more than {WIDE:g}/sqrt(inputs)",
+            "the residual stream's variance explodes with depth",
+        ),
         (
             [*flat] if usual < NARROW else [],
             f"a standard deviation of less than {NARROW:g}/sqrt(inputs)",
@@ -438,7 +444,7 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
         (
             [n for n in odd if n not in wide],
             f"{SOLE:g} times the scale of their peers, or less than 1/{SOLE:g}",
-            "one layer will dominate, or not count",
+            "one layer will dominate, or have no effect",
         ),
     ):
         if paths:
@@ -456,7 +462,7 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
     if weights:
         yield Mistake(
             what=f"{len(weights)} trainable parameters are float16 ({setup.listed(weights)})",
-            why="small gradients and updates round to 0, and a GradScaler refuses such gradients",
+            why="small gradients and updates round to 0, and a GradScaler rejects float16 gradients",
             do="Keep weights in float32 and compute under autocast, or load the model in bfloat16",
         )
     elif setup.half and setup.scaler is False:

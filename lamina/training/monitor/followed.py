@@ -83,7 +83,7 @@ def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None, first
             reshard(model)
             reshard_root(model)
     note = f"{type(model).__name__} could not be run on a part of its own batch ({problem})"
-    return Followed(structure=None, notes=[f"layers: {note}, so only totals are recorded"])
+    return Followed(structure=None, notes=[f"layers: {note}, so Lamina records only totals"])
 
 
 def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
@@ -148,7 +148,7 @@ def _proved(
             structure = prove(structure, small, model, reads_tokens=reads_tokens)
         except Exception as error:
             reason = str(error) if isinstance(error, UserError) else one_line(error)
-            note = f"the stream is not recorded: {reason}"
+            note = f"Lamina does not record the residual stream: {reason}"
             return replace(structure, notes=[*structure.notes, note]), False
     return structure, True
 

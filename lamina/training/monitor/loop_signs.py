@@ -98,8 +98,8 @@ class LoopSigns:
             self._noted = True
             layers = ", ".join(map(str, sorted({layer for layer, _ in left_out})))
             self.note(
-                f"step {step}: layer {layers} was not called in full (LayerDrop, stochastic depth, an early exit): "
-                "such steps do not count for a layer"
+                f"step {step}: the model skipped layer {layers} in part (LayerDrop, stochastic depth, an early "
+                "exit). Such steps do not count for a layer"
             )
         mask = tuple(parameter.requires_grad for parameter in self.norms.parameters)
         changed = dict.fromkeys(self._replaced, 1)
@@ -127,8 +127,8 @@ class LoopSigns:
         what = [f"{frozen} more parameters are frozen"] * bool(frozen) + [f"{unfrozen} are trained"] * bool(unfrozen)
         more = "; later changes get no note" if self._changes == CHANGES else ""
         self.note(
-            f"step {step}: from here on {' and '.join(what)} ({places(owners)}; requires_grad), which is no alarm: "
-            f"their series start anew{more}"
+            f"step {step}: from here on {' and '.join(what)} ({places(owners)}; requires_grad), which is no "
+            f"alarm. Their series start again{more}"
         )
 
 

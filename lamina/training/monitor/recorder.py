@@ -222,7 +222,7 @@ class RunRecorder(Monitor, TrainerCallback):
         if self.bar is not None:
             self.bar.update(1)
         if orphaned():
-            self.interrupted = "the study that started it is gone"
+            self.interrupted = "the study that started this run has ended"
         pause = self.pause_step
         if pause is not None and self._begun_at < pause <= state.global_step < state.max_steps:
             self.interrupted, control.should_evaluate = "paused", True

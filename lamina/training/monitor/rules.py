@@ -111,14 +111,14 @@ _MOVES = ("gradient_norm", "update_norm", "first_moment", "second_moment")
 _EVERY_STEP = {metric for metric, past in PASTS.items() if past.fewest == EVERY_STEP}
 _STILL = {*_MOVES, *_IDLE, NORM, "unmoved_parameters"}  # not judged while equal rewards give no gradient
 AVERAGED = (
-    "something else than the optimizer wrote to all weights, no further than they had moved: a mean or a way back "
-    "(look-ahead, DiLoCo, weight averages), or a checkpoint that was loaded; such writes are no alarm"
+    "something other than the optimizer wrote to all weights, and changed them no more than training had "
+    "(look-ahead, DiLoCo, weight averages, a loaded checkpoint). Such writes are no alarm"
 )
 ESTIMATES = (
     "the optimizer raises its own estimate of the learning rate: until it stays level, weights, updates and hidden "
     "states are not compared with their past"
 )
-RATES = "parts have a learning rate of their own, which is no alarm unless something else there leaves its range"
+RATES = "parts have a separate learning rate, which is no alarm unless another series of these parts leaves its range"
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
 
 

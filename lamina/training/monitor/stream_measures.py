@@ -185,13 +185,16 @@ class ForwardMeter:
     def missing(self) -> list[str]:
         """List, a line each for the user, what the last pass should have shown and did not."""
         if self.points and not self._states:
-            return ["the stream is not recorded: no forward pass of the model was seen (a compiled function hides it)"]
+            return [
+                "Lamina does not record the residual stream, because it saw no forward pass of the model (a "
+                "compiled function hides it)"
+            ]
         layers = () if self.structure is None else self.structure.layers
         kinds = {sublayer.kind for site in layers for sublayer in site.sublayers}
         if self._states and self.graph is not None and self.structure is not None:
-            return ["attention logits and the experts' loads are not recorded: the model is compiled"]
+            return ["Lamina does not record attention logits and the experts' loads, because the model is compiled"]
         if self._states and "attention" in kinds and not self._logits:
-            return ["attention logits are not recorded: attention runs in a kernel of its own"]
+            return ["Lamina does not record attention logits, because attention runs in a kernel outside PyTorch"]
         return []
 
     def take(self) -> PassNumbers:

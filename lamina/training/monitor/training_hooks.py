@@ -328,12 +328,14 @@ class Instruments:
         hidden_by = self._flat.hidden_by
         self._gains = [] if structure is None or hidden_by else gains_of(structure)
         if is_deepspeeds(self.model) and not self._flat:
-            self.note("DeepSpeed hides gradients and weights: they are not recorded by layer, and nothing is checked")
+            self.note(
+                "DeepSpeed hides gradients and weights, so Lamina does not record them by layer and makes no checks"
+            )
         elif hidden_by:
-            what = "no norms' gains and longest rows are recorded, and nothing is checked"
+            what = "Lamina records neither norms' gains nor the largest row norms, and makes no checks"
             self.note(f"{hidden_by} hides whole weights: {what}")
         elif self._flat:
-            self.note("nothing is checked before the first step under DeepSpeed")
+            self.note("Lamina makes no checks before the first step under DeepSpeed")
         self._found(dict(inputs))
 
     def note(self, text: str) -> None:
@@ -392,8 +394,8 @@ class Instruments:
         if self._scale is not None and self._current is not None:
             self._current = self._current / torch.where(self._scale > 0, self._scale, 1.0) ** 2
             self.note(
-                "gradients are clipped before scaler.unscale_(optimizer), while they are those of the scaled loss, so "
-                "that the limit is far too low. Call scaler.unscale_(optimizer) before the clipping"
+                "gradients are clipped before scaler.unscale_(optimizer), while they still have the loss scale, "
+                "so the limit is far too low. Call scaler.unscale_(optimizer) before the clipping"
             )
             self._scale = None
 
@@ -511,8 +513,8 @@ class Instruments:
         new = [parameter for identity, parameter in now.items() if identity not in seen]
         names = f": {named(self.model, new)}" if new else ""
         self.note(
-            f"step {step}: the model has {len(new)} new parameters, and {len(seen - now.keys())} are gone{names}; the "
-            "layers are looked for again. An optimizer made before does not have the new ones"
+            f"step {step}: the model has {len(new)} new parameters, and {len(seen - now.keys())} are gone{names}. "
+            "Lamina searches the layers again. An optimizer created earlier does not have the new parameters"
         )
         self._stale = True
 
@@ -571,7 +573,10 @@ class Instruments:
             if (still := self._updates.still) and not self._told_still:
                 self._told_still = True
                 missing = " (no optimizer has them)" if self._updates.missing else ""
-                self.note(f"step {step}: these get a gradient and do not move{missing}: {named(self.model, still)}")
+                self.note(
+                    f"step {step}: these parameters get a gradient but do not change{missing}: "
+                    f"{named(self.model, still)}"
+                )
             if silent := self._updates.silent:
                 self.note(f"these get no gradient, though most other layers' do: {named(self.model, silent)}")
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model

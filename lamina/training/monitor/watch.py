@@ -89,8 +89,8 @@ class WatchedRecords(Writers):
                 part.load_state_dict({"step": step})
             if continues and (last := self.layers.last_step()) < step:
                 logger.warning(
-                    "lamina.watch: the records by layer of steps %d to %d are missing in %s: what recorded them was "
-                    "killed",
+                    "lamina.watch: the records by layer of steps %d to %d are missing in %s, because the "
+                    "training was killed",
                     *(last + 1, step, folder),
                 )
             self._held = held.pop_all()
@@ -517,8 +517,8 @@ def was_killed(settings: WatchSettings) -> bool:
     except UserError:
         return False
     logger.warning(
-        "lamina.watch: the training whose records are in %s was killed before its first checkpoint: they begin again "
-        "(the old ones are in %s until it ends)",
+        "lamina.watch: the training with the records in %s was killed before its first checkpoint, so the "
+        "records begin again (the old records stay in %s until it ends)",
         *(folder, old_content(folder)),
     )
     return True

@@ -305,7 +305,7 @@ class LayersWriter:
             elif _number(part) >= state["layer_parts"]:
                 part.unlink()
         if (missing := state.get("layer_parts", 0) - len(layer_parts(self.folder.parent))) > 0:
-            logger.warning("%s: %d of its parts are missing: what they held is left out", self.folder, missing)
+            logger.warning("%s: %d of its parts are missing, so Lamina skips their records", self.folder, missing)
         self.next = state.get("layer_parts", self._after_last())
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -350,21 +350,28 @@ OnDivergence = Literal["note", "stop"]
 class WatchSettings(Settings):
     """The settings of ``lamina.watch`` and ``lamina.LayerMonitor``."""
 
-    output: str = setting("runs/watched", "folder of the records and the page", path)
+    output: str = setting("runs/watched", "folder for the records and the page", path)
     every: int = setting(20, "steps between two records; losses and gradients are kept for every step", at_least(1))
-    layers: str | None = setting(None, "path of the list of layers, if they cannot be found (model.layers)")
+    layers: str | None = setting(None, "path of the list of layers, if Lamina cannot find it (model.layers)")
     first_layer: int | None = setting(
-        None, "number of the model's first layer, if it is a pipeline stage whose modules do not say it", at_least(0)
+        None,
+        "index of the first layer in the whole model, for a pipeline stage whose module names do not contain it",
+        at_least(0),
     )
     attention: bool = setting(True, "whether to record the largest attention logit and the experts' loads")
-    batches: bool = setting(False, "whether to keep the rows of batches with an alarm, and of notable ones, with text")
+    batches: bool = setting(
+        False, "whether to keep the rows, with text, of batches that had an alarm or an unusual gradient"
+    )
     on_divergence: OnDivergence = setting("note", "note a divergence, or stop")
     divergence_margin: float = setting(1.0, "divergence margin: nats above the lowest loss so far", not_below(0.0))
     divergence_patience: int = setting(
         20, "divergence patience: steps that the loss must stay above this margin", at_least(1)
     )
     skip_outliers: float | None = setting(
-        None, "standard deviations above the last 128 steps' mean at which a step is skipped (OLMo-core: 6)", above(0.0)
+        None,
+        "skip a step whose loss or gradient norm is this many standard deviations above the mean of the last "
+        "128 steps (OLMo-core: 6)",
+        above(0.0),
     )
     report_to: str = setting("none", "none, or a comma-separated list of tensorboard, wandb, trackio", trackers)
 

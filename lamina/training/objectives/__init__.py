@@ -1,1 +1,3 @@
-"""The objectives, one file each (the lab's: see objective_rows.py), found by the heads that a backbone allows."""
+"""The objectives, one file each, chosen by the heads that a backbone allows. For the lab's objective, see
+objective_rows.py.
+"""

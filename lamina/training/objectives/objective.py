@@ -61,8 +61,8 @@ class Objective(ABC):
         """Raise UserError unless this objective has the only ``head`` that a command measures."""
         if self.head != head:
             raise UserError(
-                f"backbone: {backbone!r} is trained on {self.head}, and lamina {command} measures {head} alone "
-                "(allowed: such a backbone)"
+                f"backbone: {backbone!r} is trained on {self.head}, but lamina {command} measures only {head}. "
+                f"Choose a backbone for {head}"
             )
 
     @abstractmethod

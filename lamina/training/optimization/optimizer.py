@@ -151,7 +151,7 @@ def check_optimizer(arguments: TrainingArguments) -> None:
     if "adam" not in name:
         raise UserError(
             f"width_scaling, depth_scaling: their exponents ({', '.join((*SCHEMES, *DEPTH_SCHEMES))}) are Adam's, "
-            f"trainer.optim is {name!r} (allowed: one of the adamw kind, or none of both)"
+            f"but trainer.optim is {name!r}. Choose an adamw optimizer, or turn both scalings off"
         )
 
 

@@ -75,7 +75,7 @@ def refused(argv, capsys, *words):
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert all(word in lines[0] for word in words), lines[0]
-    assert "Restore the file as it was written" in lines[0]
+    assert "Restore the original file" in lines[0]
 
 
 @pytest.mark.parametrize("name", ["result.json", "metrics.jsonl", "layers/part-00000.parquet"])
@@ -105,10 +105,10 @@ def test_a_resume_of_an_ended_run_looks_at_its_records(folder, capsys, harm, nam
 def test_an_exchanged_model_is_named_by_its_readers_and_its_trial_runs_again(folder, caplog, capsys):
     one, other = trials_of(folder)
     exchange(one / "model", other / "model")
-    refused(["generate", str(one)], capsys, "model", "another model than the run's")
+    refused(["generate", str(one)], capsys, "model", "not the run's model")
     losses = pd.read_csv(folder / "results.csv")["eval_loss"].tolist()
     assert main(["compare", "--output", str(folder), "--resume"]) == 0
-    assert caplog.text.count("another model than the run's") >= 2
+    assert caplog.text.count("not the run's model") >= 2
     assert pd.read_csv(folder / "results.csv")["eval_loss"].tolist() == losses
     assert main(["generate", str(one), "--max-new-tokens", "1"]) == 0
 
@@ -173,7 +173,7 @@ def test_an_edited_table_of_a_comparison_is_named_and_written_again(folder, corp
         ["report", str(folder)],
         ["eval", str(folder), "--corpus", str(corpus), "--output", str(tmp_path / "eval")],
     ):
-        refused(argv, capsys, "results.csv", "altered", "--resume, which writes it again")
+        refused(argv, capsys, "results.csv", "altered", "--resume to write it again")
     assert main(["compare", "--output", str(folder), "--resume"]) == 0
     assert "results.csv: altered" in caplog.text
     assert (folder / "results.csv").read_bytes() == whole

@@ -105,7 +105,7 @@ def test_what_fails_is_corrected_as_what_holds(check):
     assert [each.p_holm for each in found] == [pytest.approx(0.03), pytest.approx(0.08), 1.0]
     word = "holds" if check is holding else "reversed"
     assert [each.verdict for each in found] == [word, "inconclusive", "inconclusive"]
-    assert found[0].note == "seeds were added after a look: p corrected over the study's claims and 2 looks, 0.03"
+    assert found[0].note == "seeds were added after a judgment: p corrected over the study's claims and 2 looks, 0.03"
     assert f"'{word}' only before Holm's correction over the study's claims and 2 looks: p 0.02" in found[1].note
 
 
@@ -272,9 +272,9 @@ def test_both_policies_must_have_moved():
 def test_a_rate_that_the_tested_seeds_chose_decides_nothing():
     rows_of = both(tuned_on=True)
     found = verdict(rows_of)
-    assert (found.verdict, found.note) == ("inconclusive", "its rates were chosen by seeds that it tests")
+    assert (found.verdict, found.note) == ("inconclusive", "its rates were chosen on the seeds that the claim tests")
     swept = verdict(both(), lambda trials: lower(at_best_rates(trials), "keel", than="pre_ln"))
-    assert (swept.verdict, swept.note) == ("inconclusive", "its rates were chosen by seeds that it tests")
+    assert (swept.verdict, swept.note) == ("inconclusive", "its rates were chosen on the seeds that the claim tests")
 
 
 def test_a_best_rate_at_the_sweeps_edge_decides_nothing():
@@ -296,7 +296,7 @@ def test_the_seeds_of_the_sweep_are_left_out_where_five_others_remain():
 
 def test_arms_that_were_tried_at_unequal_numbers_of_rates_are_noted():
     found = verdict(both().assign(rates=lambda table: table["placement"].map({"keel": 7, "pre_ln": 5})))
-    assert (found.verdict, found.note) == ("holds", "arms were tuned over unequal numbers of rates: 5, 7")
+    assert (found.verdict, found.note) == ("holds", "arms were tuned over different numbers of rates: 5, 7")
 
 
 ARMS = ("one", "two", "three")

@@ -188,7 +188,7 @@ def test_a_change_of_what_the_trials_say_themselves_is_refused(tmp_path, corpus,
 def test_a_study_is_not_recorded_with_changed_seeds(tmp_path, corpus):
     file = write_study(tmp_path, corpus=corpus, claims="")
     for changed in ({"seeds": "5"}, {"set": {"steps": 2}}, {"corpus": "b.txt"}):
-        with pytest.raises(UserError, match=r"record: .*\(allowed: --records with a folder of your own"):
+        with pytest.raises(UserError, match=r"record: .*Give your folder by --records"):
             run_study({"study": str(file), "output": str(tmp_path / "out"), **changed}, record=True)
     assert not (tmp_path / "out").exists()
 
@@ -245,7 +245,7 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
         (tuned_by(seeds=[100, 100]), "a list of different seeds"),
         (tuned_by(seeds=4), "at most the 3 of 'seed'"),
         (tuned_by(seeds=0), "learning_rate: seeds: 0 .*at least 1"),
-        (tuned_by(seeds=[100], rule="one-se"), "'one-se' with one tuning seed"),
+        (tuned_by(seeds=[100], rule="one-se"), "'one-se' needs at least two tuning seeds"),
         (tuned_by(rule="one_se"), "unknown rule in .*'one_se'.*one-se"),
         (tuned_by(widen=-1), "widen: -1 .*at least 0"),
         (tuned_by(settings={"steps": 7}), "learning_rate: settings: .*with a list of tuning seeds"),
@@ -268,7 +268,7 @@ def test_what_a_study_cannot_be_is_refused_by_name(tmp_path, corpus, scale, mess
     ("name", "value"), [("output", "x"), ("threads", 2), ("push_to_hub", "me/x"), ("pause_step", 2), ("seed", 5)]
 )
 def test_a_setting_that_the_engine_decides_is_refused_wherever_it_is_said(tmp_path, corpus, name, value):
-    with pytest.raises(UserError, match=rf"cpu: settings: {name}: the trials say it themselves \(allowed: "):
+    with pytest.raises(UserError, match=rf"cpu: settings: {name}: the study's trials already set it \(allowed: "):
         read_study(write_study(tmp_path, corpus=corpus, changed={name: value}))
     axes = {"arm": {"a": {}, "b": {name: value}}}
     with pytest.raises(UserError, match=f"cpu: arm: b: {name}: the trials say it themselves"):
@@ -307,7 +307,8 @@ def test_a_dry_run_lists_arms_by_their_labels_and_says_the_minutes_here(tmp_path
         (line,) = (line for line in text.splitlines() if line.startswith(arm))
         assert line.split()[2] == "2", "trials of the arm"
     assert re.search(
-        r"On this machine about [\d,.]+(e-\d+)? minutes with 2 workers: two steps of fast, 2, seed 0 timed", text
+        r"About [\d,.]+(e-\d+)? minutes on this machine with 2 workers\. Lamina timed two steps of fast, 2, seed 0",
+        text,
     )
 
 

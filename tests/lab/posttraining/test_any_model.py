@@ -124,11 +124,11 @@ def test_every_job_takes_it_and_resumes(rank, model, tmp_path):
 
 def test_a_model_that_cannot_be_tuned_is_one_line(model, tmp_path):
     pairs = write_rows(tmp_path / "p.jsonl", preferences(12))
-    with pytest.raises(UserError, match=r"^from: transformers has no flex_olmo model that gives scores"):
+    with pytest.raises(UserError, match=r"^from: transformers has no flex_olmo model with a score head"):
         reward(common(model("flex_olmo"), pairs, tmp_path / "run"), bar=False)
     for kind in ("t5", "bert"):  # BERT sees the tokens that it is to predict
         AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
-        with pytest.raises(UserError, match="writes no text"):
+        with pytest.raises(UserError, match="does not generate text"):
             dpo(common(tmp_path / kind, pairs, tmp_path / "run"), bar=False)
     assert not (tmp_path / "run").exists()
 

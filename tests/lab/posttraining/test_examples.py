@@ -224,7 +224,7 @@ GOOD = [{"prompt": f"q{n}", "completion": " a"} for n in range(4)]
         ({"prompt": "a", "completion": ""}, "row 5: the field 'completion' is ''"),
         ({"prompt": "a"}, "row 5: the field 'completion' is missing"),
         ({"prompt": "a", "completion": 3}, r"row 5: the field 'completion' is \[{.*'content': 3"),
-        ({"prompt": "x" * 600, "completion": "a"}, "row 5: it has no token to train on in the 512 that"),
+        ({"prompt": "x" * 600, "completion": "a"}, "row 5: its first 512 tokens contain no token to train on"),
         (
             {"prompt": [user("q")], "completion": [assistant("")]},
             r"row 5: the field 'completion' is \[{.*: ''",
@@ -240,7 +240,7 @@ GOOD = [{"prompt": f"q{n}", "completion": " a"} for n in range(4)]
 )
 def test_a_row_of_no_use_is_numbered_or_left_out(bad, message, base, tmp_path):
     rows = [*GOOD, bad, *GOOD[:2]]
-    with pytest.raises(UserError, match=f"^data: .*{message}.*--skip-bad leaves such rows out"):
+    with pytest.raises(UserError, match=f"^data: .*{message}.*add --skip-bad to skip such rows"):
         stage_of(base, rows, tmp_path)
     stage = stage_of(base, rows, tmp_path, skip_bad=True)
     assert stage.notes["skipped"] == 1
@@ -292,7 +292,7 @@ def test_the_first_rows_with_turns_decide_the_template(base, tmp_path):
     assert stage_of(base, sorting(4), tmp_path).start.tokenizer.chat_template == TEMPLATES["alpaca"]
     assert stage_of(base, [ASKED] * 4, tmp_path).start.tokenizer.chat_template == TEMPLATES["chat"]
     assert stage_of(base, GOOD, tmp_path).start.tokenizer.chat_template is None
-    with pytest.raises(UserError, match="turns need a chat template"):
+    with pytest.raises(UserError, match="conversations need a chat template"):
         stage_of(base, [PAIR] * 4, tmp_path, DirectPreferences)
 
 

@@ -101,5 +101,5 @@ def test_preferences_are_watched_too_and_scores_are_not(flags, tmp_path):
         sft({**flags, "eval_tasks": "generated", "best_by": "generated", "output": str(tmp_path / "none")}, bar=False)
     assert not (tmp_path / "none").exists()
     (tmp_path / "text.txt").write_text(TEXT * 2)
-    with pytest.raises(UserError, match=r"^eval_corpus: .*text.txt' is not what it was when the run"):
+    with pytest.raises(UserError, match=r"^eval_corpus: .*text.txt' has changed since the run"):
         dpo({"output": flags["output"]}, resume=True, bar=False)

@@ -81,7 +81,7 @@ def test_a_reward_model_orders_held_out_pairs(judge):
     inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     better, worse = model(**inputs).logits[:, 0].tolist()
     assert better > worse
-    assert "of the pairs ordered right" in report(folder).read_text()
+    assert "of pairs that it orders correctly" in report(folder).read_text()
 
 
 def test_the_score_is_read_at_the_last_token_though_it_also_pads(judge):
@@ -121,7 +121,7 @@ def test_another_reward_is_named_and_leaves_no_folder(policy, judge, tmp_path, m
     assert not (tmp_path / "none").exists()
     assert policy("run", pause_step=2, **changed)[1]["status"] == "interrupted"
     file.write_text(file.read_text().replace("-float", "float"))
-    with pytest.raises(UserError, match=r"^reward_function: .* is not what it was when the run"):
+    with pytest.raises(UserError, match=r"^reward_function: .* has changed since the run"):
         policy("run", resume=True)
 
 
@@ -165,7 +165,7 @@ def test_a_policy_resumes_as_if_nothing_had_happened(policy, algorithm):
     assert resumed["eval_reward"] == result["eval_reward"]
     assert (whole / "held_out.jsonl").read_text() == (whole.parent / "part" / "held_out.jsonl").read_text()
     page = report(whole).read_text()
-    assert "It says little of a policy" in page
+    assert "To judge a policy" in page
     assert "held-out loss" not in page
     assert "Reward against KL" in page
     assert "Length of the answers" in page
@@ -268,7 +268,7 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
         ),
         (
             {"algorithm": "rloo", "trl": {"num_generations_eval": 2}},
-            "trl.num_generations_eval: an evaluation has one answer per",
+            "trl.num_generations_eval: an evaluation samples one answer per",
         ),
         ({"num_generations": 4}, "num_generations: 4 (allowed with remax: 2"),
         ({"algorithm": "grpo", "kl_per": "sequence"}, "kl_per: 'sequence' has no effect here"),

@@ -87,18 +87,18 @@ def test_prompts_are_those_of_the_answers_in_use():
 @pytest.mark.parametrize(
     ("job", "changed", "message"),
     [
-        ("dpo", {"trl": {"sync_ref_model": True}}, "trl.sync_ref_model: records and checkpoints hold a policy to the"),
+        ("dpo", {"trl": {"sync_ref_model": True}}, "trl.sync_ref_model: Lamina keeps the reference model fixed"),
         ("dpo", {"trl": {"rpo_alpha": 1.0}}, "unknown trl argument 'rpo_alpha'"),
         ("dpo", {"trl": {"loss_type": ["aot_pair"]}}, "trl: ValueError: Unknown loss type: aot_pair"),
         ("dpo", {"trl": {"use_liger_kernel": True}}, "trl.use_liger_kernel: set by --trainer.use_liger_kernel"),
         ("dpo", {"trainer": {"use_liger_kernel": True}}, "trainer.use_liger_kernel: Liger has no layers for Lamina's"),
         ("dpo", {"trainer": {"use_liger_kernel": "x"}}, "trainer.use_liger_kernel: 'x' (allowed: true, false)"),
         ("sft", {"trl": {"chat_template_path": "x"}}, "trl.chat_template_path: set by --template"),
-        ("sft", {"trl": {"shuffle_dataset": False}}, "the order of the rows is Lamina's, so that a run"),
+        ("sft", {"trl": {"shuffle_dataset": False}}, "Lamina orders the rows, so that a run"),
         ("sft", {"trl": {"padding_free": False}, "packing": True}, "trl.padding_free: set by --packing"),
         ("rlhf", {"algorithm": "grpo", "trl": {"num_iterations": 0}}, "trl.num_iterations: 0"),
         ("rlhf", {"algorithm": "rloo", "trl": {"reward_clip_range": [-1, 1]}}, "set by --reward-clip"),
-        ("rlhf", {"algorithm": "grpo", "trl": {"log_completions": True}}, "held_out.jsonl and metrics.jsonl have the"),
+        ("rlhf", {"algorithm": "grpo", "trl": {"log_completions": True}}, "the records are in held_out.jsonl and"),
         ("rlhf", {"algorithm": "grpo", "epsilon": 3e-4}, "epsilon: 0.0003 would be Adam's"),
     ],
 )  # fmt: skip

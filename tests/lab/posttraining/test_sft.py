@@ -134,7 +134,7 @@ def test_best_weights_that_are_missing_are_named(tuned, caplog):
     (folder / "best.safetensors").unlink()
     _, result = tuned(resume=True, pause_step=None)
     assert result["best_step"] > 4
-    assert "the best evaluation up to step 4 is lost" in caplog.text
+    assert "the best model up to step 4 is lost" in caplog.text
 
 
 def test_rows_that_are_not_evaluated_are_trained_on():
@@ -172,14 +172,14 @@ def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
         ({"trl": {"max_length": 9}}, "trl.max_length: set by --sequence-length. Use that flag."),
         ({"trl": {"learning_rate": 9}}, "trl.learning_rate: set by --learning-rate. Use that flag."),
         ({"trl": {"neftune_noise_alpha": 5}}, "set by --trainer.neftune_noise_alpha. Use that flag."),
-        ({"trl": {"activation_offloading": True}, "device": "cpu"}, "moves activations to the CPU (allowed: on a GPU)"),
+        ({"trl": {"activation_offloading": True}, "device": "cpu"}, "works only on a GPU"),
         ({"trainer": {"use_liger_kernel": True}}, "trainer.use_liger_kernel: Liger has no layers for Lamina's models"),
         ({"trainer": {"eval_strategy": "epoch"}}, "fixed, since Lamina's records depend on it (allowed: steps)"),
         ({"lora": {"use_dora": True}}, "lora: {'use_dora': True} has no effect without LoRA"),
         ({"lora_rank": 2, "lora": {"use_dorra": True}}, "unknown lora argument 'use_dorra'; did you mean 'use_dora'"),
-        ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: the order of the rows is Lamina's, so that a run"),
-        ({"trl": {"eos_token": "<|im_end|>"}}, "trl.eos_token: '<|im_end|>' is no token of the tokenizer"),
-        ({"trl": {"eos_token": ["x"]}}, "trl.eos_token: ['x'] is no token of the tokenizer"),
+        ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: Lamina orders the rows, so that a run"),
+        ({"trl": {"eos_token": "<|im_end|>"}}, "trl.eos_token: '<|im_end|>' is not in the tokenizer"),
+        ({"trl": {"eos_token": ["x"]}}, "trl.eos_token: ['x'] is not in the tokenizer"),
         ({"weights": "nf4"}, "weights: 'nf4' can't be trained (allowed: fp32, bf16, or with --lora-rank)"),
         ({"weights": "bf16", "precision": "fp16"}, "precision: 'fp16' scales the losses of float32 weights"),
         ({"group_by_length": True, "packing": True}, "group_by_length: no effect on packed sequences"),
@@ -239,7 +239,7 @@ def test_a_model_of_scores_is_no_start(tuned, tmp_path):
 
 def test_a_prompt_longer_than_the_context_is_named(tuned, tmp_path):
     long = write_rows(tmp_path / "long.jsonl", [*sorting(3), {"instruction": "x" * 300, "output": "y"}])
-    with pytest.raises(UserError, match=r"row 4: it has no token to train on in the 128 that"):
+    with pytest.raises(UserError, match=r"row 4: its first 128 tokens contain no token to train on"):
         tuned(data=str(long))
 
 
@@ -248,7 +248,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tuned, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(folder)
-    with pytest.raises(UserError, match=r"tokenizer: it has 258 tokens, the checkpoint .* has 257"):
+    with pytest.raises(UserError, match=r"tokenizer: it has 258 tokens, but the checkpoint .* has 257"):
         tuned(from_model=str(folder))
 
 

@@ -34,7 +34,7 @@ def test_layers_that_a_step_does_not_call_are_a_note(tmp_path):
 
     told, notes = watched(tmp_path / "run", Skipping(layers=3))
     assert told == []
-    assert len([note for note in notes if "was not called in full" in note]) == 1
+    assert len([note for note in notes if "the model skipped layer" in note]) == 1
 
 
 def test_parameters_that_are_frozen_and_trained_again_are_a_note(tmp_path):

@@ -372,7 +372,7 @@ def test_a_trainer_killed_before_its_first_checkpoint_begins_again_in_the_same_f
         trainer_of(tmp_path, every=3).train()  # another experiment
     caplog.clear()
     trainer_of(tmp_path).train()
-    assert "was killed before its first checkpoint: they begin again" in caplog.text
+    assert "was killed before its first checkpoint, so the records begin again" in caplog.text
     assert result(tmp_path / "run")["status"] == "finished"
     assert not (tmp_path / "run.old").exists()
 

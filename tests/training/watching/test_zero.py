@@ -143,7 +143,7 @@ def test_written_weights_parameters_that_do_not_move_and_the_groups_rates_are_fo
     assert found(tmp_path / "run", "unmoved_parameters", 3) == {(-1, "block", "embedding"): 1.0}
     assert found(tmp_path / "run", "rate_ratio", 3)[0, "attention", "all"] == pytest.approx(10.0)
     notes = json.loads((tmp_path / "run" / "watched.json").read_text())["notes"]
-    assert "step 3: these get a gradient and do not move: wte.weight" in notes
+    assert "step 3: these parameters get a gradient but do not change: wte.weight" in notes
 
 
 def test_a_step_that_overflows_is_left_out(tmp_path, alone):

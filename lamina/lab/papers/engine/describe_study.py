@@ -56,7 +56,7 @@ def _trials(plan: StudyPlan, settings: StudySettings) -> list[str]:
         lines.append(f"  learning_rate: {', '.join(f'{rate:g}' for rate in rates)} ({how})")
     if measured := measures.names(scale.measures):
         lines.append(f"  measured: {', '.join(measured)}")
-    return [*lines, f"  trials known to be needed: {len(trials)}, of which done: {len(done)}"]
+    return [*lines, f"  trials needed so far: {len(trials)}, finished: {len(done)}"]
 
 
 def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
@@ -102,4 +102,4 @@ def _later(plan: StudyPlan) -> list[str]:
         of = f", each {steps:,} steps of {rows} rows" if steps else ""
         lines.append(f"then {stage.name} ({stage.job} from {' and '.join(stage.inputs.values())}): ")
         lines[-1] += f"{counts[stage.name]} trials{of}"
-    return [*lines, "The totals are of the first trials: what a stage costs depends on its rows."] if lines else []
+    return [*lines, "The totals cover only pretraining, because a stage's cost depends on its rows."] if lines else []

@@ -57,7 +57,7 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
             settings["placement"] = str(scale.folder / placement[2:])
         made.append(Arm(values=values, settings=settings))
     if not made:
-        raise UserError(f"skip: leaves no arm of the {scale.name} scale (allowed: to skip some combinations)")
+        raise UserError(f"skip: removes all arms of the {scale.name} scale. Skip fewer combinations")
     return made
 
 
@@ -70,9 +70,7 @@ def refuse_without_effect(scale: Scale, changes: Json) -> None:
     decided |= {name: "a copy of the study with another axis" for names in every for name in names}
     for name in changes:
         if name in decided:
-            raise UserError(
-                f"set.{name}: has no effect: the study's trials say it themselves (allowed: {decided[name]})"
-            )
+            raise UserError(f"set.{name}: has no effect, because the study's trials set it (allowed: {decided[name]})")
 
 
 def matches(values: Mapping[str, str], pattern: Json) -> bool:

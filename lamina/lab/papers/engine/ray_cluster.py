@@ -186,7 +186,7 @@ def _cluster(address: str | None, cpus: int) -> Iterator[Any]:
     try:
         ray = importlib.import_module("ray")
     except ImportError:
-        raise UserError(f"engine: 'ray' is not installed (allowed: local, or {install('ray')})") from None
+        raise UserError(f"engine: 'ray' is not installed. Use --engine local, or run: {install('ray')}") from None
     if ray.is_initialized():
         yield ray
         return
@@ -200,7 +200,7 @@ def _cluster(address: str | None, cpus: int) -> Iterator[Any]:
     try:
         ray.init(**options)
     except Exception as error:  # a bare one where the machine is too busy for the cluster to start in time
-        reason = "engine: 'ray': no cluster could be started on this machine (allowed: local)"
+        reason = "engine: 'ray': no cluster could be started on this machine. Use --engine local"
         if address is not None:
             reason = f"address: {address!r}: the cluster cannot be reached"
         raise UserError(f"{reason}: {one_line(error)}") from None

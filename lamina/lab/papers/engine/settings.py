@@ -20,11 +20,11 @@ class StoreSettings(Settings):
     """Where trials are, for all studies."""
 
     store: str = setting(
-        "runs/trials", "folder of all studies' trials; one that is there is not trained again", path, decides=False
+        "runs/trials", "folder of all studies' trials; Lamina does not train stored trials again", path, decides=False
     )
     records: str | None = setting(
         None,
-        "folder with the records of studies that were run before (default: those that come with Lamina)",
+        "folder with records of earlier studies (default: Lamina's records)",
         path,
         decides=False,
     )
@@ -45,7 +45,7 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     order = ("study", "scale")
 
     study: str | None = setting(None, "a study's name (see `lamina study list`), or your YAML file", place)
-    scale: ScaleName = setting("cpu", "cpu (2 cores, minutes to an hour), gpu (one GPU), paper (the paper's own)")
+    scale: ScaleName = setting("cpu", "cpu (2 cores, minutes to an hour), gpu (one GPU), or paper (the paper's size)")
     seeds: str | None = setting(None, "other seeds than the study's, comma-separated", seed_list)
     corpus: str | None = setting(None, "another corpus than the study's", corpus_name)
     set: Json = setting({}, "any other setting of the trials, e.g. --set.steps 200", mapping)
@@ -53,7 +53,7 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
         "local", "local (processes on this machine) or ray (a Ray cluster; the extra ray)", decides=False
     )
     address: str | None = setting(
-        None, "with the engine ray, the cluster's address (default: one on this machine)", decides=False
+        None, "with --engine ray, the cluster's address (default: a new cluster on this machine)", decides=False
     )
     gpus: float = setting(0.0, "with the engine ray, GPUs of each process of a trial", not_below(0.0), decides=False)
     processes: int = setting(

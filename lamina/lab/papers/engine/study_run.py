@@ -153,16 +153,13 @@ def run_study(
     given = settings.to_dict() if isinstance(settings, StudySettings) else dict(settings)
     if record and not given.get("records") and any(given.get(name) for name in ("seeds", "set", "corpus")):
         raise UserError(
-            "record: the study's seeds or settings are changed (allowed: --records with a folder of your own, or no "
-            "--seeds, --set and --corpus)"
+            "record: you changed the study's seeds or settings. Give your folder by --records, or leave out "
+            "--seeds, --set and --corpus"
         )
     given["output"] = str(output_of(given))
     study = read_study(str(given["study"]))
     if record and not records_are_of(study, StudySettings.from_dict(given)):
-        raise UserError(
-            "record: a study of your own has no place among Lamina's records (allowed: --records with a folder of your "
-            "own)"
-        )
+        raise UserError("record: Lamina's records hold only its own studies. Give your folder by --records")
     job = open_job(
         Kind.CLAIMS, StudySettings, given, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
     )
@@ -308,8 +305,8 @@ def _write_tables(plan: StudyPlan, results: pd.DataFrame, store: Store, folder: 
 def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store) -> None:
     """Raise UserError if trials that ran in this folder are no longer the study's."""
     allowed = (
-        "(allowed: the study as it was; another --output; or --overwrite, which keeps all trials in the store and "
-        "runs only what is new)"
+        "Restore the study, choose another --output, or add --overwrite (which keeps all stored trials and runs "
+        "only new trials)"
     )
     written = (
         definition_read.get("scales", {}).get(plan.scale.name) or {}

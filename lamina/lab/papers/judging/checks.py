@@ -280,7 +280,7 @@ def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | Non
     verdict = (Verdict.HOLDS if inside else outside) if p < ALPHA else Verdict.INCONCLUSIVE
     finding = Finding(
         verdict=verdict,
-        ours=f"{ours} (Fisher's exact test of the shares: p {p:.2g})",
+        ours=f"{ours} (Fisher's exact test of the failed shares: p {p:.2g})",
         p=p if inside else 1.0,
         p_not=1.0 if inside else p,
         seeds=seeds,

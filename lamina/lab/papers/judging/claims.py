@@ -76,7 +76,7 @@ def limited(
     for why in _badly_tuned(rows, beyond, arms, reads):
         finding = finding.undecided(why) if finding.verdict.decided else finding.noted(why)
     if "rates" in beyond and len(tried := sorted(set(beyond["rates"].dropna().astype(int)))) > 1:
-        finding = finding.noted(f"arms were tuned over unequal numbers of rates: {', '.join(map(str, tried))}")
+        finding = finding.noted(f"arms were tuned over different numbers of rates: {', '.join(map(str, tried))}")
     return finding
 
 
@@ -123,7 +123,7 @@ def _unmoved(rows: Frame, arms: Sequence[str]) -> Iterator[str]:
 
 def _badly_tuned(rows: Frame, beyond: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
     if reads.chose_rate or ("tuned_on" in rows and rows["tuned_on"].fillna(False).astype(bool).any()):
-        yield "its rates were chosen by seeds that it tests"
+        yield "its rates were chosen on the seeds that the claim tests"
     if "at_edge" in beyond:
         tuned_rows = beyond[beyond["tuned"].astype(bool) & beyond["status"].isin(TRAINED)]
         if edges := [
@@ -282,8 +282,8 @@ def _find(claim: Claim, trials: Trials) -> Finding:
             finding = claim.check(trials)
         except NotMeasured as error:
             raise UserError(
-                f"claim {claim.name!r}: the study does not measure {error.args[0]} (allowed: what its axes and "
-                "measures give)"
+                f"claim {claim.name!r}: the study does not measure {error.args[0]}. Add it to the study's axes or "
+                "measures"
             ) from error
     if not isinstance(finding, Finding):
         raise UserError(f"claim {claim.name!r}: its code returned {finding!r}. Return a Finding.")
@@ -300,6 +300,6 @@ def _judged(claim: Claim, finding: Finding, corrected: Sequence[float], looks: i
                 f"'{word}' only before Holm's correction over {over}: p {p:.2g}, corrected {p_holm:.2g}"
             )
         elif looks > 1:
-            finding = finding.noted(f"seeds were added after a look: p corrected over {over}, {p_holm:.2g}")
+            finding = finding.noted(f"seeds were added after a judgment: p corrected over {over}, {p_holm:.2g}")
     named: Json = {"claim": claim.name, "says": claim.says, "paper": claim.paper}
     return Judged(**{**vars(finding), "p": p}, **named, p_holm=None if p is None else p_holm)

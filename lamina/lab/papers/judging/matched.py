@@ -71,7 +71,7 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
     matched = at_loss(others, ours.losses)
     equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
     lost = len((ours.losses.keys() & ours.values.keys()) - matched.keys())
-    note = f"{lost} without a {names[1]} run of so low a loss, left out at equal loss" if lost > 0 else ""
+    note = f"{lost} left out at equal loss, because no {names[1]} run reaches their loss" if lost > 0 else ""
     parts = (*raw.lines, *equal.lines)
     joined = replace(raw, ours="; ".join(parts), parts=parts).noted("; ".join(filter(None, [equal.note, note])))
     if raw.verdict != Verdict.HOLDS:
@@ -80,7 +80,7 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
         verdict = Verdict.EXPLAINED if equal.verdict.failed else Verdict.HOLDS_AT_ISO_LOSS
         p = max(raw.p or 0.0, (equal.p_not if equal.verdict.failed else equal.p) or 0.0)
         return replace(joined, verdict=verdict, margin=equal.margin, interval=equal.interval, p=p, seeds=equal.seeds)
-    return joined.noted("whether it is more than the lower loss is open")
+    return joined.noted("we cannot tell whether this is more than an effect of the lower loss")
 
 
 def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:

@@ -220,7 +220,7 @@ def _arms(study: StudyFolder) -> str:
 
 
 _HOW = (
-    "Differences are paired over seeds, each arm at its own best learning rate where the study tunes it; in brackets "
-    "Student's 95 % interval; p after Holm's correction over the claims of the study and, where seeds were "
-    "added after a look at the verdicts, over the looks."
+    "Differences are paired over seeds. If the study tunes the learning rate, each arm is at its best rate. "
+    "Brackets hold Student's 95 % interval. p is corrected by Holm over the study's claims, and over repeated "
+    "judgments if seeds were added after a judgment."
 )

@@ -23,7 +23,7 @@ ONE_LINE = "none"
 """A figure's color that makes one line of all arms."""
 _MOST = 6
 _FIELDS = ("kind", "x", "y", "color", "measure")
-_LOST = "Marks along the top edge: no seed trained there (diverged or stuck)."
+_LOST = "Marks along the top edge show points at which no seed trained (diverged or stuck)."
 _SPREAD = "Mean and standard deviation over the seeds that trained."
 _RANGE = "Mean over the seeds; the band is their range."
 _TIMES = {"init": "before training", "end": "after training"}
@@ -155,7 +155,7 @@ def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
     if table.empty or x not in table or table["mean"].isna().all() or table[x].nunique() < 2:
         return None
     table = table.drop(columns="learning_rate") if x != "learning_rate" else table
-    rate = " Each arm at its own best learning rate." if study.has_sweep else ""
+    rate = " Each arm is at its best learning rate." if study.has_sweep else ""
     return _drawing(study, request, table, x, f"{_SPREAD}{rate} {_LOST}")
 
 

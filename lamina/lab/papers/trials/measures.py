@@ -61,7 +61,7 @@ def read_table(path: Path) -> pd.DataFrame:
         return pd.read_parquet(path.absolute())
     except Exception as error:  # damage shows as almost any error of pyarrow's, pandas' or json's
         raise UserError(
-            f"{str(path)!r}: not readable as Parquet ({one_line(error)}). Restore the file as it was written."
+            f"{str(path)!r}: not readable as Parquet ({one_line(error)}). Restore the original file."
         ) from None
 
 

@@ -59,7 +59,7 @@ class Records:
                 tables.append(table[table["status"].isin(ENDED)])  # what failed may be tried again
                 places |= {*map(str, table.columns[: list(table.columns).index("tuned")])}  # on the study's axes
             except (OSError, ValueError, KeyError) as error:
-                raise UserError(f"{str(path)!r}: no record of a study ({type(error).__name__}: {error})") from None
+                raise UserError(f"{str(path)!r}: not a study's record ({type(error).__name__}: {error})") from None
         rows: dict[str, Json] = {}
         for table in tables:
             kept = table.drop(columns=[name for name in table if name in places - shared]).astype(object)
@@ -79,8 +79,8 @@ class Records:
             if None in (stored, value) or stored == value or (name == "placement" and may_be(trial.first, str(stored))):
                 continue
             raise UserError(
-                f"records: {str(self.folder)!r}: the row of the trial {trial.key} has {name} {stored!r}, but the trial "
-                f"has {value!r} (allowed: {RESULTS} as it was recorded)"
+                f"records: {str(self.folder)!r}: the row of the trial {trial.key} has {name} {stored!r}, but the "
+                f"trial has {value!r}. Restore the original {RESULTS}"
             )
         return row
 
@@ -183,13 +183,13 @@ def refuse_another(folder: Path) -> None:
         held = key(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"store: {str(path)!r} is not readable ({error}), so it is not known whose results the folder holds "
-            "(allowed: the file as it was; without the folder, the trial is run again)"
+            f"store: {str(path)!r} is not readable ({error}), so Lamina cannot tell which trial the folder holds. "
+            "Restore the original file, or delete the folder to run the trial again"
         ) from None
     if held != folder.name:
         raise UserError(
-            f"store: the folder {str(folder)!r} holds the trial {held}, as its {TRIAL} says (allowed: each trial in "
-            "the folder of its name; without the folder, the trial is run again)"
+            f"store: the folder {str(folder)!r} holds the trial {held}, according to its {TRIAL}. Rename the "
+            "folder to the trial's name, or delete it to run the trial again"
         )
 
 
@@ -270,8 +270,8 @@ class Store:
         model = self.place(trial.key) / MODEL
         if (model / MANIFEST).is_file() and (broken := what_is_broken(model, content=False)) is not None:
             raise UserError(
-                f"store: {str(model)!r}: {broken}, and other trials start from it (allowed: the files as they were "
-                "written; without the trial's folder, it is trained again)"
+                f"store: {str(model)!r}: {broken}, and other trials start from it. Restore the original files, or "
+                "delete the trial's folder to train it again"
             )
         return model.is_dir()
 
