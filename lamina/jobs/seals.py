@@ -140,7 +140,7 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
         elif sha256(path) != digest and name == CONFIG:  # which has a digest of its own
             faults[by] = f"not from the run of the {CONFIG} beside it, or one of the two files has changed"
         elif sha256(path) != digest and not (name == STUDY and _is_cut(path)):
-            faults[name] = f"changed after {by} was written, or from another run"
+            faults[name] = f"altered after {by} was written, or from another run"
     if seal and by == RESULT:
         there = {path.relative_to(folder).as_posix() for pattern in GROWING for path in folder.glob(pattern)}
         faults |= dict.fromkeys(sorted(there - seal["files"].keys()), f"not one of the records that {RESULT} lists")

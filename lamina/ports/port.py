@@ -138,7 +138,9 @@ class Port:
         if not norm.learnable_gain and norm.initial_gain != 1.0:
             self._refused(f"it has a norm with the constant gain {norm.initial_gain}", "learned gains, or none")
         if norm.eps:
-            self._refused(f"it has a norm with an epsilon of its own, {norm.eps}", "eps left out: the trainer's")
+            self._refused(
+                f"it has a norm with an epsilon of its own, {norm.eps}", "eps omitted, so the trainer's eps applies"
+            )
         end = "_plain" if not norm.learnable_gain else "_zero" if norm.zero_centered else ""
         if (kind := norm.kind + end) not in self.target.norms:
             said = {"_plain": " without a gain", "_zero": " with gains of 1 + w", "": ""}[end]

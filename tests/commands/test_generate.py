@@ -55,7 +55,7 @@ def test_rotary_positions_go_on_beyond_the_context(tmp_path):
 
 def test_a_reward_model_is_refused_as_such(tmp_path, refused):
     said = refused("generate", saved(tmp_path, head="sequence_classification"))
-    assert "is a LaminaForSequenceClassification, which gives scores" in said
+    assert "is a LaminaForSequenceClassification, which returns scores" in said
 
 
 def test_an_answer_ends_at_a_stop_after_the_system_s_turn(tmp_path, monkeypatch, capsys):

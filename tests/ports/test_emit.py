@@ -225,7 +225,10 @@ def test_emitted_files_need_no_formatting(target, tmp_path):
     ("spec", "line"),
     [
         ("keel(wiring=mhc)", "its residual path has 4 streams, which a block for PyTorch does not support"),
-        ("pre_ln(wiring=attn_res)", "its blocks read states of earlier blocks, which a block for PyTorch cannot hold"),
+        (
+            "pre_ln(wiring=attn_res)",
+            "its blocks read states of earlier blocks, which a block for PyTorch does not support",
+        ),
         ("pre_ln(wiring=x0)", "its blocks read states of earlier blocks"),
     ],
 )

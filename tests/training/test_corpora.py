@@ -216,7 +216,7 @@ def test_a_file_that_changed_since_the_run_began_is_named(train, folder, tmp_pat
     said = refused("pretrain", "--output", tmp_path / "run", "--resume")
     assert str(folder / "b.jsonl") in said
     assert "a.txt" not in said
-    assert "not what it was" in said
+    assert "has changed since" in said
 
 
 def test_a_file_that_is_lost_meanwhile_is_one_line_and_the_run_can_go_on(train, folder, tmp_path, small_chunks, capsys):

@@ -122,7 +122,7 @@ def test_a_process_refuses_to_run_a_trial_in_the_folder_of_another(copy):
 def test_a_measure_that_is_no_parquet_is_one_line(copy):
     path = folder_of(copy) / "measures" / measures.file_name(GAINS)
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(UserError, match=r"changed after measures\.json was written") as error:
+    with pytest.raises(UserError, match=r"altered after measures\.json was written") as error:
         store_of(copy).table(wanted(copy)["keel"].key, GAINS)
     assert str(path) in str(error.value)
 

@@ -232,7 +232,7 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
             for n in (30_000_000, 0, "5", True)
         ),
         *(({"axes": {n: {"1x": {}, "2x": {"steps": 9}}}}, f"{n}: is a column of") for n in ("key", "tokens", "layer")),
-        ({"axes": {"arm": {"a": {}, "b": {"seed": 7}}}}, "arm: b: seed: the trials say it themselves"),
+        ({"axes": {"arm": {"a": {}, "b": {"seed": 7}}}}, "arm: b: seed: the study's trials already set it"),
         ({"axes": {"arm": {"a": {}, "b": {"learning_rate": 0.5}}, "learning_rate": [1e-3]}}, "arm: b: learning_rate"),
         # the way to tune
         ({"axes": {"learning_rate": {"tune": []}}}, r"learning_rate: \[\]"),
@@ -250,7 +250,7 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
         (tuned_by(widen=-1), "widen: -1 .*at least 0"),
         (tuned_by(settings={"steps": 7}), "learning_rate: settings: .*with a list of tuning seeds"),
         (tuned_by(seeds=[100], settings={"step": 7}), "unknown setting in .*learning_rate: settings 'step'.*steps"),
-        (tuned_by(seeds=[100], settings={"seed": 7}), "learning_rate: settings: seed: the trials say it themselves"),
+        (tuned_by(seeds=[100], settings={"seed": 7}), "learning_rate: settings: seed: the study's trials already set it"),
         # what it measures
         ({"measures": {"end": ["gain"]}}, "mine.yaml: cpu: measures: end: unknown probe 'gain'; did you mean 'gains'"),
         ({"measures": {"init": ["angular_distance(token=all)"]}}, "option .*'token'; did you mean 'tokens'"),
@@ -271,7 +271,7 @@ def test_a_setting_that_the_engine_decides_is_refused_wherever_it_is_said(tmp_pa
     with pytest.raises(UserError, match=rf"cpu: settings: {name}: the study's trials already set it \(allowed: "):
         read_study(write_study(tmp_path, corpus=corpus, changed={name: value}))
     axes = {"arm": {"a": {}, "b": {name: value}}}
-    with pytest.raises(UserError, match=f"cpu: arm: b: {name}: the trials say it themselves"):
+    with pytest.raises(UserError, match=f"cpu: arm: b: {name}: the study's trials already set it"):
         read_study(write_study(tmp_path, corpus=corpus, axes=axes))
     file = write_study(tmp_path, corpus=corpus)
     with pytest.raises(UserError, match=f"set.{name}: has no effect"):

@@ -306,7 +306,7 @@ def more_tokens(folder):
         (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
         (lambda f: (f / "model.safetensors").write_bytes(b"0" * 99), r"is cut short or altered \(SafetensorError"),
         (lambda f: [p.unlink() for p in f.glob("token*")], "reward_model: tokenizer: .* could not be loaded"),
-        (lambda f: change_config(f, max_position_embeddings=64), r"reads 64 tokens.*allowed: --sequence-length 64"),
+        (lambda f: change_config(f, max_position_embeddings=64), r"reads 64 tokens.*Set --sequence-length 64"),
         (more_tokens, "has another vocabulary than the model"),
     ],
 )

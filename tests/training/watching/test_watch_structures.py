@@ -201,8 +201,8 @@ def test_what_no_hook_has_seen_is_said_once(tmp_path, caplog):
     for layer in model.h:
         layer.attn = Attention()
     (note,) = notes_of(model, tmp_path / "run")
-    assert note.startswith("does not record attention logits")
-    assert caplog.text.count("does not record attention logits") == 1
+    assert note.startswith("Lamina does not record attention logits")
+    assert caplog.text.count("Lamina does not record attention logits") == 1
     assert "hidden_variance" in set(layers(tmp_path / "run")["metric"])
 
 
@@ -210,7 +210,7 @@ def test_a_compiled_function_hides_the_stream_and_a_line_says_so(tmp_path):
     model = NanoGpt()
     run = torch.compile(lambda *batch: model(*batch), backend="eager")
     (note,) = notes_of(model, tmp_path / "run", run)
-    assert note.startswith("does not record the residual stream, because it saw no forward pass of the model")
+    assert note.startswith("Lamina does not record the residual stream, because it saw no forward pass of the model")
     assert found(tmp_path / "run", "update_norm", 2)[1, "block", "all"] > 0
 
 
@@ -235,7 +235,7 @@ def test_layers_that_are_compiled_one_by_one_are_found_without_compiling_them(tm
         else:
             model.h[index] = torch.compile(layer, backend=backend)
     (note,) = notes_of(model, tmp_path / "run", steps=1)
-    assert note.startswith("does not record attention logits and the experts' loads")
+    assert note.startswith("Lamina does not record attention logits and the experts' loads")
     assert len(compiled) <= len(model.h), "the small passes are compiled for nothing"
     norms = found(tmp_path / "run", "gradient_norm", 1)
     assert norms[1, "attention", "all"] > 0
