@@ -250,7 +250,7 @@ def test_a_corpus_file_is_read_whole_and_what_makes_no_block_is_said(tmp_path, c
     longer = ProbeSettings(corpus=str(path), tokenizer="bytes", sequence_length=64)
     context = make_context(bytes_model(), longer)
     assert sum(len(batch["input_ids"]) for batch in context.batches) == 15
-    assert any("the last 40 of 1,000 tokens are fewer than a block" in note for note in context.notes)
+    assert any("drops the last 40 of 1,000 tokens" in note for note in context.notes)
     caplog.clear()
     lamina.probe(bytes_model(), "hidden_states", "a" * 100, load_tokenizer("bytes"), sequence_length=64)
     assert caplog.messages == [

@@ -250,7 +250,7 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
         (tuned_by(widen=-1), "widen: -1 .*at least 0"),
         (tuned_by(settings={"steps": 7}), "learning_rate: settings: .*with a list of tuning seeds"),
         (tuned_by(seeds=[100], settings={"step": 7}), "unknown setting in .*learning_rate: settings 'step'.*steps"),
-        (tuned_by(seeds=[100], settings={"seed": 7}), "learning_rate: settings: seed: the study's trials already set it"),
+        (tuned_by(seeds=[100], settings={"seed": 7}), "learning_rate: settings: seed: the study's trials already"),
         # what it measures
         ({"measures": {"end": ["gain"]}}, "mine.yaml: cpu: measures: end: unknown probe 'gain'; did you mean 'gains'"),
         ({"measures": {"init": ["angular_distance(token=all)"]}}, "option .*'token'; did you mean 'tokens'"),
