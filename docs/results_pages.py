@@ -44,9 +44,9 @@ PAPERS = {
 _FIELD = "field"
 _HOW = (
     "**A verdict is about models of this size and no more.** The papers train models hundreds to thousands of times "
-    "larger, on more than a hundred thousand times more text. [Methods](../evidence/methods.md) explains each verdict and "
-    "its test. `studies/records` has every number. Each study's section has the command that runs it again. To see a run's "
-    "trials first, add `--dry-run`."
+    "larger, on more than a hundred thousand times more text. [Methods](../evidence/methods.md) explains each verdict "
+    "and its test. `studies/records` has every number. Each study's section has the command that runs it again. To see "
+    "a run's trials first, add `--dry-run`."
 )
 WITHIN = 0.02  # nats above the best mean at which a rate still counts as good
 _SWEPT = 3  # rates from which on their interval says something
