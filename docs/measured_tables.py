@@ -21,8 +21,10 @@ def history_odds_table() -> str:
         right = " | ".join(f"{cells[name][1]} of {cells[name][0]}" for name in ranges)
         lines.append(f"| {words} | {right} | {cells[NOT_KNOWN][0]} |")
     runs = record["runs"]
-    counted = f"Fitted on {runs['fitted']} broken runs, judged on {runs['judged']} with other seeds."
-    return "\n".join([*lines, "", f"{counted} The limit of 70 % was set after these were seen."])
+    counted = (
+        f"We fitted the odds on {runs['fitted']} broken runs, and judged them on {runs['judged']} with other seeds."
+    )
+    return "\n".join([*lines, "", f"{counted} We set the limit of 70 % after we had seen the judged runs."])
 
 
 def alarms_table(record: dict[str, Any] | None, where: str) -> str:
@@ -90,7 +92,7 @@ def _alarm_counts(counts: dict[str, Any]) -> str:
         f"{healthy if counts['healthy_runs'] else ''}An alarm came before the loss rose in {counts['before']} of "
         f"{counts['rose']} failures in which it did{heard}. The location was right in {counts['place']} of "
         f"{counts['placed']} and the cause in {counts['cause']} of {counts['failures']}. The cause was wrong in "
-        f"{counts['wrong_cause']}, and {counts['failures'] - counts['told']} raised no alarm."
+        f"{counts['wrong_cause']} failures, and {counts['failures'] - counts['told']} failures raised no alarm."
     )
 
 

@@ -256,9 +256,7 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
         try:
             distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
         except (RuntimeError, ValueError) as error:
-            raise UserError(
-                f"WORLD_SIZE: {size} processes could not connect ({' '.join(str(error).split())})"
-            ) from error
+            raise UserError(f"WORLD_SIZE: {size} processes did not connect ({' '.join(str(error).split())})") from error
     group = distributed.new_group(backend="gloo", timeout=PATIENCE) if device == "cuda" else None
     failed = True
     try:

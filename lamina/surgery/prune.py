@@ -90,10 +90,7 @@ def prune(
     context.warn_of_unread()
     count = context.structure.num_layers
     if any(getattr(site.module, "has_memory", False) for site in context.structure.layers):
-        raise UserError(
-            f"model: {source!r} reads earlier layers' states by their index, so Lamina cannot remove layers. "
-            "Choose another model"
-        )
+        raise UserError(f"model: {source!r} reads earlier states by layer index. Choose a model without such reads")
     with evaluating(context.model):
         gone, measured = (refuse_twice(layers), {}) if by is None else chosen_layers(context, by, drop)
         if not gone or gone[-1] >= count or len(gone) >= count:

@@ -48,7 +48,7 @@ def test_a_run_that_uses_its_input_is_fine():
     verdict = judge(FINE, case("pre_ln"))
     assert verdict.verdict == "fine"
     assert verdict.change == ""
-    assert "worth 0.32 nats" in verdict.reason
+    assert "improves the predictions by 0.32 nats" in verdict.reason
     assert "0.30 ± 0.04 nats below" in verdict.reason
     assert verdict.deciding_steps == 0
     assert "0.89, from layer 30" in verdict.reason

@@ -445,7 +445,7 @@ def details(made: dict[str, Any]) -> str:
 
 def _groups(made: dict[str, Any]) -> list[str]:
     rule = "below a constant prediction after the burn-in"
-    lines = ["Of the runs that no rule was fitted on, right of how many (95 % interval):", ""]
+    lines = ["Verdicts that were right, on runs outside the fit (95 % interval):", ""]
     lines += [
         "| runs | | trained | fine | will not train | left open | a rule of one number |",
         "|---|---:|---:|---|---|---:|---|",
@@ -458,8 +458,8 @@ def _groups(made: dict[str, Any]) -> list[str]:
         *lines,
         "",
         _wrapped(
-            f"{badly} of the runs called fine trained badly. For comparison, the rule of one number calls a run fine "
-            "if its held-out loss is below a constant prediction's after the first burn-in."
+            f"Of the runs called `fine`, {badly} trained badly. For comparison, a rule with one number calls a run "
+            "`fine` if its held-out loss is below a constant prediction's after the first burn-in."
         ),
         "",
     ]
@@ -498,8 +498,8 @@ def _deciding(found: dict[str, int]) -> list[str]:
     return [
         _wrapped(
             f"{found['undecided']} runs were undecided. For {found['told a step']} of them, preflight named a step "
-            f"before their last that should decide. {found['trained']} of these trained, and {found['shown by it']} "
-            "had shown it by that step."
+            f"before the end that should decide. {found['trained']} of these runs trained, and {found['shown by it']} "
+            "had learned by that step."
         ),
         "",
     ]
