@@ -33,36 +33,44 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     ``root``: the module that is run, the model or its base. ``reads_tokens``: whether the stream is of the main input's
     tokens, unlike that of a decoder behind an encoder, or of a second tower.
 
+    Inputs among which are other things than tensors, such as a block mask, stay as they are: two passes over them show
+    the states' axes, that they agree, and what the contributions add up to.
+
     Six passes over a few tokens show that the states are [batch, tokens, width], that a sequence's states depend on no
     other sequence, that a token's first state depends on the token, and that two passes agree.
 
     Raises:
         UserError: if one of these does not hold: the measurements would not be of the stream.
     """
-    few = few_inputs(inputs, structure.hidden_size)
+    fixed = not all(isinstance(value, torch.Tensor) for value in inputs.values())
+    few = dict(inputs) if fixed else few_inputs(inputs, structure.hidden_size)
     states: dict[Hashable, Point] = {**structure.states()}
     try:
         tensors = watched(root, {**states, **_parts(structure)}, few)
         if not reads_tokens and not states.keys() <= tensors.keys():
             raise LookupError("the main input alone does not reach this stack")
     except Exception:  # it does not run on its main input alone: an encoder with its decoder
+        if fixed:
+            raise
         ids, length = next(iter(inputs.values())), next(iter(few.values())).shape[1]
         rest = {name: tensor[:1] for name, tensor in inputs.items() if name not in few and tensor.ndim}
         # Masks are cut as the tokens are.
         cut = {name: t[:, :length] if t.shape == ids[:1].shape else t for name, t in rest.items()}
         few |= {name: torch.cat([tensor] * SEQUENCES) for name, tensor in cut.items()}
         tensors = watched(root, {**states, **_parts(structure)}, few)
-    batch = next(iter(few.values()))
+    batch = next(value for value in few.values() if isinstance(value, torch.Tensor))
     _check_axes(structure, tensors, batch if reads_tokens else batch[:, :1, None])
     again = watched(root, states, few)
     _check_same(structure, tensors, again, "two passes over the same input differ at {}: " + _RANDOM)
-    for number in range(SEQUENCES):  # under a causal mask on the wrong axis, the first depends on no other
+    for number in range(
+        0 if fixed else SEQUENCES
+    ):  # under a causal mask on the wrong axis, the first depends on no other
         among = {state: tensors[state][number : number + 1] for state in states}
         alone = watched(root, states, {name: tensor[number : number + 1] for name, tensor in few.items()})
         _check_same(
             structure, among, alone, f"a sequence's stream at {{}} depends on the other sequences of its {_BATCH}"
         )
-    if reads_tokens and "input_ids" in few and few["input_ids"].shape[1] > 1:
+    if reads_tokens and not fixed and "input_ids" in few and few["input_ids"].shape[1] > 1:
         _check_tokens(structure, tensors, root, few)
     mixing = _mixing(structure, root, few)
     structure = replace(structure, layers=tuple(_without_others(site, mixing, tensors) for site in structure.layers))

@@ -25,7 +25,7 @@ from lamina.errors import UserError, one_line
 from lamina.probes.structure.hooks import Output, fresh_gradients
 from lamina.probes.structure.sites import Structure, effective_gain, is_norm
 from lamina.training.monitor.flat_parameters import FlatParameters
-from lamina.training.monitor.followed import follow
+from lamina.training.monitor.followed import batch_of, follow
 from lamina.training.monitor.silent_parameters import named_alike
 from lamina.training.monitor.stream_measures import in_half
 from lamina.training.monitor.training_hooks import bare, called, stepping
@@ -652,14 +652,16 @@ def check(
     given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     optimizers, model_itself = [stepping(each) for each in given], bare(model)
     args, kwargs = _arguments(model_itself, batch) if batch is not None else ((), {})
-    inner, inputs = called(model_itself, args, kwargs)
+    inner, arguments = called(model_itself, args, kwargs)
     device = next((p.device for p in model_itself.parameters()), torch.device("cpu"))
     unchecked = ["optimizers: none was given"] if not given else []
-    setup = BeforeTraining(model=model_itself, optimizers=optimizers, batch=inputs, half=in_half(device.type))
+    setup = BeforeTraining(
+        model=model_itself, optimizers=optimizers, batch=batch_of(arguments), half=in_half(device.type)
+    )
     setup.scaler = scaler is not None and bool(getattr(scaler, "is_enabled", lambda: True)())
     first = next(iter(inspect.signature(model_itself.forward).parameters), "input_ids")
     made_up = {str(getattr(model_itself, "main_input_name", first)): torch.arange(1, 9, device=device)[None]}
-    setup.structure = follow(inner, inputs or made_up).structure
+    setup.structure = follow(inner, arguments or made_up).structure
     if batch is None:
         unchecked.append("first loss, labels, masks and gradients, which need batch=")
     else:

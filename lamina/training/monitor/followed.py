@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeGuard, cast
 
 import torch
 from torch import nn
@@ -12,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lamina.errors import UserError, one_line
 from lamina.probes.structure.discovery import find_structure
-from lamina.probes.structure.hooks import forward, undisturbed
+from lamina.probes.structure.hooks import Output, forward, forwards, undisturbed
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Point, Structure
 from lamina.training.checkpointing.sharding import reshard
@@ -24,6 +27,7 @@ from lamina.training.monitor.stream_measures import Spot, stream_points, stream_
 from lamina.training.monitor.writers import Row
 
 Inputs = dict[str, torch.Tensor]
+Arguments = Mapping[str, object]  # of a forward method, by its names
 _TOKENS = 8  # of the small pass
 # What notes call by the command line's flag, by the setting of ``lamina.watch``.
 _FLAGS = {"--layers PATH": "layers=PATH", "--layers, another list": "layers=PATH of another list"}
@@ -58,17 +62,25 @@ class Followed:
         return stream_rows(model, model, self.points, inputs, step) + rows_of_gains(gains_of(self.structure), step)
 
 
-def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None, first_layer: int | None = None) -> Followed:
+def follow(
+    model: nn.Module, arguments: Arguments, *, layers: str | None = None, first_layer: int | None = None
+) -> Followed:
     """Find a model's layers with a small part of a batch; never raises, since training continues in any case.
+
+    A model that needs what cannot be cut with the batch, such as a block mask, gets its own whole arguments.
 
     The passes run in evaluation mode and leave gradients and random generators unchanged. Compiled parts run
     uncompiled: their hooks are called, and nothing is compiled for a small pass. The user's own hooks also run.
     """
-    problem = "" if inputs else "it was called without a tensor"
+    problem = "" if arguments else "it was called without arguments"
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
-    with undisturbed(model), eager:
+    flat = nullcontext()
+    if any(map(_holds_tensors, arguments.values())):  # the batch is one mapping: its tensors become arguments
+        flat = forwards({model: partial(_unflattened, model.forward, arguments)})
+        arguments = batch_of(arguments)
+    with undisturbed(model), eager, flat:
         try:
-            for small in _small_inputs(model, inputs):
+            for small in _calls(model, arguments):
                 try:
                     with torch.no_grad():
                         forward(model, small)
@@ -82,7 +94,7 @@ def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None, first
         finally:
             reshard(model)
             reshard_root(model)
-    note = f"{type(model).__name__} could not be run on a part of its own batch ({problem})"
+    note = f"{type(model).__name__} could not be run on its own batch ({problem})"
     return Followed(structure=None, notes=[f"layers: {note}, so Lamina records only totals"])
 
 
@@ -153,9 +165,12 @@ def _proved(
     return structure, True
 
 
-def _small_inputs(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
-    """Yield the main input alone, all inputs cut small, and the whole batch; images beside tokens belong to all."""
-    main = getattr(model, "main_input_name", None)
+def _calls(model: nn.Module, arguments: Arguments) -> Iterator[Inputs]:
+    """Yield what to call the model with: the main input alone, all tensors cut small, all tensors, all arguments.
+
+    Images beside tokens belong to all.
+    """
+    inputs, main = tensors_of(arguments), getattr(model, "main_input_name", None)
     cut = {
         name: value[:1, :_TOKENS] if is_tokens(value) else value[:1] if value.ndim else value
         for name, value in ((name, value.detach()) for name, value in inputs.items())
@@ -163,6 +178,33 @@ def _small_inputs(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
     first = {name: cut[name] for name in ([main] if main in inputs else list(inputs)[:1])}
     towers = any(value.is_floating_point() and value.ndim > 2 for name, value in inputs.items() if name not in first)
     yield from filter(None, (cut, inputs, first) if towers else (first, cut, inputs))
+    if len(inputs) < len(arguments):
+        yield cast(Inputs, dict(arguments))  # the proof knows what to do with the others
+
+
+def tensors_of(arguments: Arguments) -> Inputs:
+    return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+
+
+def batch_of(arguments: Arguments) -> Inputs:
+    """Return the tensors among a call's arguments, and in those that are mappings."""
+    nested = [tensors_of(value) for value in arguments.values() if isinstance(value, Mapping)]
+    return {name: value for inputs in (tensors_of(arguments), *nested) for name, value in inputs.items()}
+
+
+def _holds_tensors(value: object) -> TypeGuard[MutableMapping[str, object]]:
+    return isinstance(value, MutableMapping) and bool(tensors_of(value))
+
+
+def _unflattened(forward: Callable[..., Output], arguments: Arguments, **inputs: torch.Tensor) -> Output:
+    """Call a model with its own arguments, in which ``inputs`` stand for the tensors of these names."""
+    given = {}
+    for name, value in arguments.items():
+        if _holds_tensors(value):
+            value = copy.copy(value)
+            value.update({key: inputs[key] for key in tensors_of(value) if key in inputs})
+        given[name] = inputs.get(name, value)
+    return forward(**given)
 
 
 def is_tokens(value: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Wrappers around torch's functions that compute, scale and clip gradients, active while Lamina watches a training."""
+"""Wrappers of torch's functions that compute, scale and clip gradients or end a process group, while Lamina watches."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad as torch_clipping
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.pipelining import PipelineStage
 
 
@@ -35,6 +36,8 @@ class Listener(Protocol):
     def divides(self, model: nn.Module, divisor: float) -> None: ...
 
     def ignores(self, passes: bool) -> None: ...
+
+    def leaves(self) -> None: ...
 
 
 # Every way to clip by norm (torch's, accelerate's, Trainer's) ends in the first; a caller may hold the others by name.
@@ -61,6 +64,7 @@ def listening(listener: Listener) -> Iterator[None]:
             *((scaler, "unscale_", _telling_unscale) for scaler in (torch.amp.GradScaler, ShardedGradScaler)),
             (torch.autograd, "backward", _telling_loss),
             (FullyShardedDataParallel, "clip_grad_norm_", _telling_sharded_clip),
+            (torch.distributed, "destroy_process_group", _telling_end),
         ]
         if (stages := sys.modules.get("torch.distributed.pipelining.stage")) is not None:  # a second to import
             patches += [
@@ -163,6 +167,19 @@ def _telling_sharded_clip(inner: Callable[..., object]) -> Callable[..., object]
         return inner(model, max_norm, *args, **kwargs)
 
     return clip_grad_norm_
+
+
+def _telling_end(inner: Callable[..., object]) -> Callable[..., object]:
+    """Tell that a loop leaves the other processes, while they can still exchange the last step."""
+
+    @wraps(inner)
+    def destroy_process_group(group: ProcessGroup | None = None) -> object:
+        if group is None or group is torch.distributed.group.WORLD:
+            for listener in tuple(_LISTENERS):
+                listener.leaves()
+        return inner(group)
+
+    return destroy_process_group
 
 
 def _telling_clip(inner: Callable[..., object]) -> Callable[..., object]:

@@ -199,7 +199,7 @@ class GradientNorms:
     def anywhere(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Return whether there is any of these tensors, in any process of a sharded model."""
         there = any(tensor is not None for tensor in tensors)
-        if not self.sharded:
+        if not (self.sharded and is_initialized()):  # one process may have ended its group before its last record
             return there
         flag = torch.tensor(float(there), device=self.device)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self.group)
@@ -207,7 +207,7 @@ class GradientNorms:
 
     def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum the processes' shares; without sharding, each process already has the whole."""
-        if self.sharded:
+        if self.sharded and is_initialized():
             sums = sums.to(self.device)  # ZeRO may keep its parts on the CPU
             torch.distributed.all_reduce(sums, group=self.group)
         return sums

@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from accelerate.state import GradientState
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
@@ -23,7 +26,7 @@ from lamina.probes.structure.hooks import Kwargs, Output
 from lamina.training.checkpointing.sharding import local_part
 from lamina.training.monitor.batches import KeptBatches
 from lamina.training.monitor.flat_parameters import FlatParameters
-from lamina.training.monitor.followed import Followed, Inputs, follow, is_tokens
+from lamina.training.monitor.followed import Arguments, Followed, Inputs, batch_of, follow, is_tokens, tensors_of
 from lamina.training.monitor.gain_measures import Gain, gains_of, rows_of_gains
 from lamina.training.monitor.graph_hooks import GraphHooks, Hook, is_compiled
 from lamina.training.monitor.listeners import listening
@@ -40,6 +43,8 @@ from lamina.training.monitor.writers import Row, WatchSettings
 from lamina.training.monitor.zero import ZeroGroups, is_deepspeeds, steps_of, zero_optimizer
 
 _MARKED = 8192  # elements that tell one batch from another
+_OUTPUT = "lamina_output"  # in the metadata of a node of the autograd graph
+_NODES_OF_A_LOSS = 500
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -53,29 +58,31 @@ def bare(model: nn.Module) -> nn.Module:
             return model
 
 
-def named_inputs(model: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Inputs:
-    """Return the tensors among a call's arguments, by the names in the forward method's signature."""
+def named_arguments(model: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> dict[str, object]:
+    """Return a call's arguments by the names in the forward method's signature."""
     named = dict(kwargs)
     with contextlib.suppress(TypeError, ValueError):
         signature = inspect.signature(model.forward)
         named = dict(signature.bind(*args, **kwargs).arguments)
         for name, parameter in signature.parameters.items():
             named |= named.pop(name, {}) if parameter.kind is parameter.VAR_KEYWORD else {}  # **kwargs, **batch
-    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    return named
 
 
-def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Inputs]:
+def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Arguments]:
     """Find the module whose forward names the arguments, and return it with them: wrappers may only take ``*args``.
 
-    Of a wrapper's modules, only one that holds all of its parameters is examined.
+    Of a wrapper's modules, only one that holds all of its parameters is examined. If no forward gets a tensor, it is
+    the module itself.
     """
-    while not (inputs := named_inputs(module, args, kwargs)):
-        count = sum(1 for _ in module.parameters())
-        inner = [child for child in module.children() if sum(1 for _ in child.parameters()) == count]
-        if len(inner) != 1:
-            break
-        module = inner[0]
-    return module, inputs
+    inner = module
+    while not tensors_of(arguments := named_arguments(inner, args, kwargs)):
+        count = sum(1 for _ in inner.parameters())
+        holders = [child for child in inner.children() if sum(1 for _ in child.parameters()) == count]
+        if len(holders) != 1:
+            return module, named_arguments(module, args, kwargs)
+        inner = holders[0]
+    return inner, arguments
 
 
 def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -95,6 +102,31 @@ def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
     """Return the number of tokens in a batch, or of items if it has no tokens."""
     tokens = [value.numel() for value in inputs.values() if is_tokens(value)]
     return [*tokens, *(len(value) if value.ndim else 0 for value in inputs.values()), 0][0]
+
+
+def _mark_output(output: Output) -> None:
+    """Mark the nodes of the autograd graph that made a model's output; keeps no reference to them."""
+    for value in tree_leaves(output):
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            _metadata_of(value.grad_fn)[_OUTPUT] = True
+
+
+def _metadata_of(node: Node) -> dict[str, object]:
+    return cast(dict[str, object], node.metadata)  # declared as a method
+
+
+def _comes_from_output(loss: torch.Tensor) -> bool:
+    """Return whether a loss's graph holds a marked node, or is too large to be of a loss alone."""
+    waiting, seen = [loss.grad_fn], set[Node]()
+    while waiting and len(seen) < _NODES_OF_A_LOSS:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if _OUTPUT in _metadata_of(node):
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return bool(waiting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +245,7 @@ class Instruments:
         self._measured_rate = 0.0  # that of the last measured update
         self.losses: list[torch.Tensor] = []  # of the step's micro-batches, or their shares
         self._differentiated: list[torch.Tensor] = []  # the same, as the loop differentiated them
+        self._apart: list[torch.Tensor] = []  # those that it differentiated only to a copy of the model's output
         self._scaled: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         self._passed = False  # whether the step had a forward pass
         self._signs: LoopSigns | None = None
@@ -225,7 +258,11 @@ class Instruments:
 
     @contextmanager
     def attached(
-        self, judge: Judge | None, found: Callable[[Inputs], None], untold: Callable[[], None]
+        self,
+        judge: Judge | None,
+        found: Callable[[Inputs], None],
+        untold: Callable[[], None],
+        left: Callable[[], None],
     ) -> Iterator[None]:
         """Attach the hooks inside the context.
 
@@ -233,8 +270,9 @@ class Instruments:
             judge: decides from the gradient norm whether to skip the step; None skips none.
             found: called with the batch after each search for the layers.
             untold: called if a forward pass begins after an optimizer's step that nobody has ended.
+            left: called before the loop ends the processes' group.
         """
-        self._judge, self._found, self._untold = judge, found, untold
+        self._judge, self._found, self._untold, self._left = judge, found, untold, left
         base = getattr(self.model, "base_model", None)
         roots = [self.model, base] if isinstance(base, nn.Module) and base is not self.model else [self.model]
         with temporary_hooks() as hooks, listening(self), self._measuring, self._zero_steps():
@@ -269,10 +307,11 @@ class Instruments:
             return  # an evaluation, or a policy that generates; a model may be trained in evaluation mode
         if self.ended:  # a closure's passes are within a step
             self._untold()
-        inner, inputs = called(module, args, kwargs)
+        inner, arguments = called(module, args, kwargs)
+        inputs = batch_of(arguments)
         self.half |= in_half(self._device)
         if self.followed is None or self._stale:
-            self._follow(inner, inputs)
+            self._follow(inner, arguments)
         self._inside, self._passed = module, True
         numbers = _numbers_of(inputs)
         self._batch = numbers if self._batch is None else self._batch + numbers
@@ -292,12 +331,14 @@ class Instruments:
         loss = output.get("loss") if isinstance(output, Mapping) and not self.takes_shares else None
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self.losses.append(loss.detach())
+        else:
+            _mark_output(output)
 
-    def _follow(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+    def _follow(self, module: nn.Module, arguments: Mapping[str, object]) -> None:
         """Look for the layers, once and after parameters were replaced; totals are recorded in any case."""
         self._looking = True
         named = {"layers": self.settings.layers, "first_layer": self.settings.first_layer}
-        before, self.followed = self.followed, follow(module, dict(inputs), **named)
+        before, self.followed = self.followed, follow(module, arguments, **named)
         self._looking = self._stale = False
         followed, structure = self.followed, self.followed.structure
         if before is not None:
@@ -336,7 +377,7 @@ class Instruments:
             self.note(f"{hidden_by} hides whole weights: {what}")
         elif self._flat:
             self.note("Lamina makes no checks before the first step under DeepSpeed")
-        self._found(dict(inputs))
+        self._found(batch_of(arguments))
 
     def note(self, text: str) -> None:
         """Add a line for the user, once."""
@@ -353,21 +394,27 @@ class Instruments:
         stepped = self._began or self.ended
         if self._passed and not stepped and self._inside is None and not self._looking:
             optimizers = self.optimizers if self._zero is None else ()  # ZeRO zeroes gradients itself
-            if not self._differentiated:
+            if not (self._differentiated or self._apart):
                 self._kept = kept_square(optimizers)
             elif self._kept is not None:  # a later micro-batch, or a loss whose gradient is zeroed only now
                 kept = kept_square(optimizers)
                 self._kept = None if kept is None else torch.minimum(self._kept, kept)
-            self._differentiated.append((whole if scaled is loss and whole is not None else loss).detach())
+            losses = self._differentiated if _comes_from_output(loss) else self._apart
+            losses.append((whole if scaled is loss and whole is not None else loss).detach())
 
     def divides(self, model: nn.Module, divisor: float) -> None:
         """Divide the losses so far as a pipeline stage does their gradients: they are means over micro-batches."""
         if bare(model) is self.model:
             self._differentiated = [loss / divisor for loss in self._differentiated]
+            self._apart = [loss / divisor for loss in self._apart]
 
     def ignores(self, passes: bool) -> None:
         """Ignore the forward passes that do not train, until they are over."""
         self._looking = passes
+
+    def leaves(self) -> None:
+        """Stop before the processes' group is gone."""
+        self._left()
 
     def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Keep a loss and its scaled value until the loop differentiates the latter."""
@@ -468,10 +515,11 @@ class Instruments:
     def step_loss(self) -> torch.Tensor | None:
         """Return the loss of the step so far: the sum of its shares, or the mean over its micro-batches.
 
-        Losses that the loop differentiated are shares.
+        Losses that the loop differentiated are shares. A loop that computes the output's loss in chunks, each
+        differentiated by itself, then differentiates their sum: the chunks do not count again.
         """
         shares = not self.losses
-        if not (kept := self._differentiated if shares else self.losses):
+        if not (kept := self._differentiated or self._apart if shares else self.losses):
             return None
         losses = torch.stack([loss.reshape(()).float() for loss in kept])
         return losses.sum() if shares or self._summed or self.takes_shares else losses.mean()
@@ -491,7 +539,8 @@ class Instruments:
             self._compare_parameters(step)
         kept, self._kept, self._scale = self._kept, None, None
         self._moved = self._measured = False
-        self._began, self.ended, self.losses, self._differentiated, self._passed = set(), set(), [], [], False
+        self._began, self.ended, self.losses, self._passed = set(), set(), [], False
+        self._differentiated, self._apart = [], []
         if squares is not None:
             weights = torch.zeros_like(squares) if self._weights is None or taken.measured else self._weights
             batch = torch.full((4,), math.nan) if self._batch is None else self._batch

@@ -168,7 +168,7 @@ class LoopMonitor(Monitor):
     def begin(self) -> None:
         self._open = True
         judge = None if self.outliers is None else self._is_outlier
-        self._held.enter_context(self.instruments.attached(judge, self._describe, self._end_untold))
+        self._held.enter_context(self.instruments.attached(judge, self._describe, self._end_untold, self._leave))
         self.instruments.due, self.instruments.resumed = self.is_due, self.step > 0
 
     def _describe(self, batch: Inputs | None = None) -> None:
@@ -309,6 +309,21 @@ class LoopMonitor(Monitor):
             raise diverged
         self.guard.accept()
 
+    def _leave(self) -> None:
+        """Stop watching: the loop ends the processes' group, perhaps because of an error."""
+        self.end(sys.exc_info()[1])
+
+    def end(self, error: BaseException | None) -> bool:
+        """Close with the status that the error tells; return whether it is the monitor's own stop."""
+        ended = isinstance(error, Diverged) and error is self.diverged
+        if ended or error is None:
+            self.close(Status.FINISHED)
+        elif isinstance(error, KeyboardInterrupt):
+            self.close(Status.INTERRUPTED, f"stopped at step {self.step}")
+        else:
+            self.close(Status.FAILED, one_line(error))
+        return ended
+
     def close(self, status: Status, reason: str = "") -> None:
         """Detach, and write the collected rows; safe to call twice."""
         if not self._open:
@@ -394,16 +409,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        if self.monitor is None:
-            return False
-        ended = isinstance(error, Diverged) and error is self.monitor.diverged
-        if ended or error is None:
-            self.monitor.close(Status.FINISHED)
-        elif isinstance(error, KeyboardInterrupt):
-            self.monitor.close(Status.INTERRUPTED, f"stopped at step {self.monitor.step}")
-        else:
-            self.monitor.close(Status.FAILED, one_line(error))
-        return ended
+        return self.monitor is not None and self.monitor.end(error)
 
 
 def watch(

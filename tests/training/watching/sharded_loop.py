@@ -87,7 +87,7 @@ def wrapped_by_hand(kind, model):
     wrapped = torch.compile(wrapped, backend="aot_eager") if kind == "ddp-compiled" else wrapped
     if kind.startswith("fsdp1"):
         policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
-        own = {"use_orig_params": kind == "fsdp1", "device_id": torch.device("cpu")}
+        own = {"use_orig_params": kind != "fsdp1-flat", "device_id": torch.device("cpu")}
         wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, **own)
         clip = lambda parameters, limit: wrapped.clip_grad_norm_(limit)  # noqa: E731
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
@@ -118,7 +118,7 @@ def watched(kind, folder):
     wrap = by_name.get(kind[:4], wrapped_by_hand)
     wrapped, optimizer, backward, clip = wrap(kind, llama())
     context = lamina.watch(wrapped, optimizer, output=str(folder), every=STEPS) if folder else torch.enable_grad()
-    if one_line := bool(folder) and kind == "ddp-one-line":
+    if one_line := bool(folder) and kind.endswith("one-line"):
         context.start()
         context = torch.enable_grad()
     with context as monitor:
@@ -131,10 +131,7 @@ def watched(kind, folder):
             optimizer.zero_grad()
             if folder and not one_line:
                 monitor.step(loss)
-    weights = [whole(parameter) for parameter in wrapped.parameters()]
-    if one_line:
-        wrapped(input_ids=ids, labels=ids)  # the last step ends here: no group is there when the process ends
-    return weights
+    return [whole(parameter) for parameter in wrapped.parameters()]
 
 
 def main(kind, folder):

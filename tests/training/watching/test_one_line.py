@@ -1,8 +1,12 @@
 """The one line that docs/watch.md gives for each kind of loop, in that loop, with every step's loss and gradient."""
 
 import atexit
+import json
 import math
+import os
 import re
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,7 +19,8 @@ from training.watching.loops import NanoGpt, Tokens, llama
 
 import lamina
 
-PAGE = (Path(__file__).parents[3] / "docs" / "watch.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
 LINES = {row[0].partition(",")[0]: row[1] for row in re.findall(r"^\| ([^|]+) \| `(.+)` \|$", PAGE, re.MULTILINE)}
 IDS = Tokens(items=24).ids
 
@@ -138,6 +143,35 @@ def test_torchtitan(tmp_path, monkeypatch):
     trainer.train()
     end()
     check(Path("runs/titan"), trainer.losses, trainer.norms)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("LAMINA_TRAINERS" not in os.environ, reason="LAMINA_TRAINERS names no folder with torchtitan")
+@pytest.mark.parametrize("loss", ["chunked", "whole"])
+def test_torchtitan_itself(tmp_path, loss):
+    """Its trainer, with FSDP2 in one process, against its log and an unwatched run."""
+    said = []
+    for name, line in (("watched", LINES["torchtitan"]), ("alone", "")):
+        (tmp_path / name).mkdir()
+        ended = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("titan_loop.py")), "files", loss, line],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path / name,
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        assert "atexit" not in ended.stderr
+        said.append(re.sub(r"\x1b\[[0-9;]*m", "", ended.stdout + ended.stderr))
+    assert (tmp_path / "watched" / "weights").read_text() == (tmp_path / "alone" / "weights").read_text()
+    rows = layers(tmp_path / "watched" / "runs" / "titan")
+    for metric, name, close in (("step_loss", "loss", 1e-5), ("step_gradient_norm", "grad_norm", 3e-4)):
+        seen = rows[rows["metric"] == metric].sort_values("step")["value"]
+        logged = re.findall(rf"step: .* {name}: +([\d.]+)", said[0])  # its norm adds the squares in float32
+        assert seen.tolist() == pytest.approx(list(map(float, logged)), rel=close)
+    for metric in ("hidden_variance", "update_norm", "gradient_norm"):
+        assert set(rows[(rows["metric"] == metric) & (rows["layer"] >= 0)]["layer"]) == set(range(6))
+    assert json.loads((tmp_path / "watched" / "runs" / "titan" / "result.json").read_text())["steps"] == 4
 
 
 def test_accelerate(tmp_path, monkeypatch):

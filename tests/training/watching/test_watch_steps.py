@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional
 from training.tiny_runs import layers, records, result
 from training.watching.loops import Naive, NanoGpt, Tokens, found, loop, nano_parts, norm_of
 from transformers.optimization import Adafactor
@@ -355,3 +356,72 @@ def test_a_resumed_training_whose_optimizers_state_was_not_loaded_is_told(tmp_pa
     loop(model, tmp_path / "run", 5, optimizer, every=5, resume=True, step=5)
     told = [(alarm.step, alarm.rule) for alarm in read_alarms(tmp_path / "run") if alarm.rule == "forgotten"]
     assert told == ([] if kept else [(6, "forgotten")])
+
+
+class Headless(NanoGpt):
+    def forward(self, idx):
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1]))
+        for layer in self.h:
+            x = layer(x)
+        return self.ln_f(x)
+
+
+class Assembled(torch.autograd.Function):
+    """The sum of losses whose gradient is there already."""
+
+    @staticmethod
+    def forward(ctx, hidden, gradient, total):
+        ctx.gradient = gradient
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx, share):
+        return ctx.gradient * share, None, None
+
+
+def in_chunks(model, hidden, targets):
+    """The loss in chunks, each with its own backward pass through the head, as torchtitan's ChunkedLossWrapper."""
+    total, gradients = torch.zeros(()), []
+    for part, labels in zip(hidden.detach().chunk(3, dim=1), targets.chunk(3, dim=1), strict=True):
+        part = part.clone().requires_grad_()
+        loss = functional.cross_entropy(model.lm_head(part).flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = loss / targets.numel()
+        loss.backward()
+        gradients.append(part.grad)
+        total = total + loss.detach()
+    return Assembled.apply(hidden, torch.cat(gradients, dim=1), total)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loss_in_chunks_counts_once(tmp_path, micro_batches):
+    model, losses, norms = Headless(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run")):
+        for step in range(4):
+            shares = []
+            for inputs, targets in batches(8)[micro_batches * step :][:micro_batches]:
+                loss = in_chunks(model, model(inputs), targets) / micro_batches
+                loss.backward()
+                shares.append(loss.item())
+            losses.append(sum(shares))
+            norms.append(norm_of([p.grad for p in model.parameters()]))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert series(tmp_path / "run", "step_loss") == pytest.approx(dict(enumerate(losses, 1)), rel=1e-6)
+    assert series(tmp_path / "run", "step_gradient_norm") == pytest.approx(dict(enumerate(norms, 1)), rel=1e-6)
+    assert not read_alarms(tmp_path / "run")
+
+
+def test_a_loss_of_what_a_hook_saw_counts(tmp_path):
+    model, seen, losses = Headless(), [], []
+    model.h[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run")):
+        for inputs, _ in batches(3):
+            model(inputs)
+            loss = seen[-1].square().mean()
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert series(tmp_path / "run", "step_loss") == pytest.approx(dict(enumerate(losses, 1)), rel=1e-6)

@@ -354,3 +354,38 @@ def test_a_dpo_loss_that_rises_ends_the_run(tmp_path):
     assert trainer.state.global_step < 30
     assert "above its best" in monitor.diverged.reason
     assert trainer.training_step is rising  # the user's own step stays
+
+
+class Packed(NanoGpt):
+    """A model that needs an object of its own batch's size, such as the block mask of flex attention."""
+
+    def forward(self, idx, targets, mask):
+        assert mask.shape == idx.shape
+        return super().forward(idx, targets)
+
+
+def test_a_model_that_needs_an_object_of_the_whole_batch_has_its_layers(tmp_path):
+    loop(Packed(), tmp_path / "run", loss_of=lambda model, ids: model(ids[:, :-1], ids[:, 1:], Mask(ids))[1])
+    assert set(found(tmp_path / "run", "hidden_variance", 1)) == set(found_in_a_plain_run(tmp_path))
+
+
+class Mask:
+    def __init__(self, ids):
+        self.shape = ids[:, :-1].shape
+
+
+def found_in_a_plain_run(folder):
+    loop(NanoGpt(), folder / "plain")
+    return found(folder / "plain", "hidden_variance", 1)
+
+
+class OfOneBatch(NanoGpt):
+    def forward(self, batch):
+        return super().forward(batch["idx"], batch["targets"])
+
+
+def test_a_model_that_takes_its_batch_as_one_mapping_has_its_layers_and_tokens(tmp_path):
+    batches = [{"idx": ids[:, :-1], "targets": ids[:, 1:]} for ids in Tokens(items=12).ids.split(2)]
+    loop(OfOneBatch(), tmp_path / "run", loss_of=lambda model, batch: model(batch)[1], batches=batches)
+    assert set(found(tmp_path / "run", "hidden_variance", 1)) == set(found_in_a_plain_run(tmp_path))
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["tokens"] == 6 * batches[0]["idx"].numel()
