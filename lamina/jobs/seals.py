@@ -138,7 +138,7 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
         if not path.is_file():
             faults |= {name: _MISSING} if missing else {}
         elif sha256(path) != digest and name == CONFIG:  # which has a digest of its own
-            faults[by] = f"not from the run of the {CONFIG} beside it, or one of the two files has changed"
+            faults[by] = f"not from the run of the {CONFIG} beside it, or one of the two is altered"
         elif sha256(path) != digest and not (name == STUDY and _is_cut(path)):
             faults[name] = f"altered after {by} was written, or from another run"
     if seal and by == RESULT:

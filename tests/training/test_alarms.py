@@ -72,7 +72,7 @@ def test_the_page_says_how_often_in_a_row_a_gradient_must_stand_out():
     page = (Path(__file__).parents[2] / "docs" / "evidence" / "alarms.md").read_text()
     words = dict(enumerate(("three", "four", "five", "six", "seven", "eight", "nine"), 3))
     model = words[math.floor(limits()["rise/step_gradient_norm"]) + 1]
-    assert f"stands out {words[LASTS]} times in a row (the whole model's: {model})" in page
+    assert f"is unusual {words[LASTS]} times in a row (the whole model's gradient: {model} times)" in page
 
 
 def test_a_gradient_that_grows_at_the_start_goes_on_its_course_and_one_that_jumps_is_told():
@@ -232,7 +232,7 @@ def steady(step, **one):
 
 LATER = 240  # the step of a record
 BREAKS = {
-    "unmoved": (steady, {"update_norm": 0.0, "unmoved_parameters": 2.0}, "weights do not move"),
+    "unmoved": (steady, {"update_norm": 0.0, "unmoved_parameters": 2.0}, "weights do not change"),
     "unmoved, a part": (steady, {"unmoved_parameters": 2.0}, "parameters get a gradient but do not change"),
     "written": (steady, {"written_ratio": 0.3}, "other than the optimizer changed its weights by 30% of their norm"),
     "forgotten": (steady, {"forgotten_share": 1.0}, "100% of its optimizer's moments changed between two steps"),

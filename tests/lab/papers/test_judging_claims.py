@@ -112,7 +112,7 @@ def test_what_fails_is_corrected_as_what_holds(check):
 def test_a_claim_over_something_not_measured_is_one_line(file):
     one = trials(rows("pre_ln", BASE))
     with pytest.raises(
-        UserError, match=r"^claim 'mix-ppl': the study does not measure the arm 'mix_ln' .*\(allowed"
+        UserError, match=r"^claim 'mix-ppl': the study does not measure the arm 'mix_ln' .*Add it to"
     ) as error:
         judge(load_claims(file(CLAIMS)), one)
     assert "\n" not in str(error.value)
