@@ -147,14 +147,14 @@ def test_torchtitan(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif("LAMINA_TRAINERS" not in os.environ, reason="LAMINA_TRAINERS names no folder with torchtitan")
-@pytest.mark.parametrize("loss", ["chunked", "whole"])
-def test_torchtitan_itself(tmp_path, loss):
+@pytest.mark.parametrize("kind", ["chunked", "whole", "compiled"])
+def test_torchtitan_itself(tmp_path, kind):
     """Its trainer, with FSDP2 in one process, against its log and an unwatched run."""
     said = []
     for name, line in (("watched", LINES["torchtitan"]), ("alone", "")):
         (tmp_path / name).mkdir()
         ended = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("titan_loop.py")), "files", loss, line],
+            [sys.executable, str(Path(__file__).with_name("titan_loop.py")), "files", kind, line],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             cwd=tmp_path / name,
             capture_output=True,

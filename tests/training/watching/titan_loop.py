@@ -37,7 +37,7 @@ class Device(types.ModuleType):
 def dense(q, k, v, *, block_mask, scale, enable_gqa, **_):
     mask = create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device="cpu")
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-    return out, types.SimpleNamespace(lse=None)
+    return out, None
 
 
 def files(folder):
@@ -53,7 +53,7 @@ def files(folder):
     (folder / "text" / "data.json").write_text("\n".join(lines))
 
 
-def trainer_of(folder, chunked):
+def trainer_of(folder, kind):
     from torchtitan.distributed import utils
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.models.llama3 import config_registry
@@ -62,7 +62,9 @@ def trainer_of(folder, chunked):
     utils.set_pg_timeouts = lambda *_, **__: None  # of a later torch
     FlexAttention._compiled_flex_attn = dense
     files(folder)
-    config = config_registry.llama3_debugmodel() if chunked else config_registry.llama3_debugmodel_ce_loss()
+    whole = config_registry.llama3_debugmodel_ce_loss
+    config = config_registry.llama3_debugmodel() if kind == "chunked" else whole()
+    config.compile.enable = kind == "compiled"
     config.hf_assets_path, config.dataloader.dataset_path = str(folder / "tokenizer"), str(folder / "text")
     config.training.local_batch_size, config.training.global_batch_size = 1, 2
     config.training.seq_len, config.training.steps = 32, 4
@@ -72,12 +74,12 @@ def trainer_of(folder, chunked):
     return config.build()
 
 
-def main(folder, loss, line):
+def main(folder, kind, line):
     cpu = Device("cpu")
     torch._utils._get_available_device_type, torch._utils._get_device_module = lambda: "cpu", lambda *_: cpu
     sys.path.append(os.environ["LAMINA_TRAINERS"])
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    trainer = trainer_of(Path(folder), loss == "chunked")
+    trainer = trainer_of(Path(folder), kind)
     exec(line, {"lamina": lamina, "trainer": trainer})
     trainer.train()
     digest = hashlib.sha256()
