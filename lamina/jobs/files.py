@@ -101,14 +101,18 @@ def read_sealed(path: Path) -> Json:
     data = read_mapping(path)
     if DIGEST not in data:
         raise UserError(f"{str(path)!r}: cut short or altered (its digest is missing)")
-    if data.pop(DIGEST) != digest_of(data):
+    if data.pop(DIGEST) != _digest_of_read(data):
         raise UserError(f"{str(path)!r}: cut short or altered (its digest does not match)")
     return data
 
 
 def digest_of(data: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a mapping after a round trip through YAML."""
-    return hashlib.sha256(json.dumps(read_back(dict(data)), sort_keys=True, default=str).encode()).hexdigest()
+    """Return the SHA-256 of a mapping as YAML gives it back."""
+    return _digest_of_read(read_back(dict(data)))
+
+
+def _digest_of_read(data: object) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def is_table(path: Path) -> bool:
@@ -194,7 +198,7 @@ def read_config(folder: Path) -> Json:
     """
     path = folder / CONFIG
     data = read_mapping(path)
-    if DIGEST in data and data.pop(DIGEST) != digest_of(data):
+    if DIGEST in data and data.pop(DIGEST) != _digest_of_read(data):
         raise UserError(f"{str(path)!r}: cut short or altered (its digest does not match). Restore the file.")
     return data
 

@@ -138,6 +138,7 @@ class Settings:
         """
 
     @classmethod
+    @cache
     def names(cls) -> tuple[str, ...]:
         """Return the names of the fields that the record offers, in the order of its files."""
         ordered = dict.fromkeys(cls.__dict__.get("order", ()))
@@ -167,6 +168,7 @@ class Settings:
         return cls.__dataclass_fields__[name].metadata["check"]
 
     @classmethod
+    @cache
     def free(cls) -> frozenset[str]:
         """Return the settings that decide no number, as where the job runs, so that a resumed job may change them."""
         return frozenset(name for name in cls.names() if not cls.__dataclass_fields__[name].metadata["decides"])

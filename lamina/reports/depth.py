@@ -40,11 +40,8 @@ def over_seeds(item: Shown, quantity: Quantity) -> Frame:
     tables = _tables(item, quantity)
     if len(tables) < 2 or any(not table.columns.equals(tables[0].columns) for table in tables):
         return tables[0] if tables else pd.DataFrame()
-    layers = tables[0].index
-    if any(not table.index.equals(layers) for table in tables):
-        layers = layers.append([table.index for table in tables[1:]]).unique().sort_values()
-        tables = [table.reindex(layers) for table in tables]
-    values = np.stack([table.to_numpy() for table in tables])
+    layers, arrays = _by_all_layers(tables)
+    values = np.stack(arrays)
     if quantity.log:
         values = np.log(np.where(values > 0, values, np.nan))
     mean = values.sum(axis=0) / len(values)
@@ -58,6 +55,15 @@ def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
         return tables
     steps = [step for step in tables[0] if all(step in table for table in tables)]
     return [table[steps] for table in tables] if steps else tables
+
+
+def _by_all_layers(tables: Sequence[Frame]) -> tuple[pd.Index, list[np.ndarray]]:
+    """Return the layers that any of the tables has, and each table's values by them."""
+    layers = tables[0].index
+    if any(not table.index.equals(layers) for table in tables):
+        layers = layers.append([table.index for table in tables[1:]]).unique().sort_values()
+        tables = [table.reindex(layers) for table in tables]
+    return layers, [table.to_numpy() for table in tables]
 
 
 def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
@@ -83,8 +89,9 @@ def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
         captions.insert(1, f"went wrong: step {tables[0][1][0].columns[later[0]]:.0f}")
     lines = []
     for item, seeds in tables:
+        layers, arrays = _by_all_layers(seeds)
         for panel, column in enumerate(columns, start=1):
-            values: Frame = pd.concat([table.iloc[:, column] for table in seeds], axis=1)
+            values = pd.DataFrame(np.stack([own[:, column] for own in arrays], axis=1), index=layers)
             lines.append((panel, _mean_with_range(item, values, log=quantity.log, legend=panel == 1)))
     depth = _axis(quantity, [table for _, seeds in tables for table in seeds])
     return charts.side_by_side(captions, lines, depth, quantity.label, log=quantity.log)

@@ -41,13 +41,13 @@ def loss_curves(
     factors: list[dict[str, float]] = []
     for item in items:
         for trial in item.trials:
-            train = thin(trial.metrics.dropna(subset=["loss", "tokens"]), _TRAIN_POINTS)
-            if len(train):
-                trained.append(train["loss"].to_numpy())
+            tokens, losses = thin(trial.known("tokens", "loss"), _TRAIN_POINTS)
+            if len(losses):
+                trained.append(losses)
                 factors.append(per_token([trial]))
                 figure.add_scatter(
-                    x=_float32(train["tokens"]),
-                    y=_float32(train["loss"]),
+                    x=tokens.astype(np.float32),
+                    y=losses.astype(np.float32),
                     mode="lines",
                     line={"color": rgba(item.color, 0.38), "width": 1},
                     legendgroup=item.label,
@@ -56,7 +56,7 @@ def loss_curves(
                     meta={"line": f"{item.label}, training loss{_seed(trial)}"},
                 )
         means = _mean_eval(item)
-        if means.empty and not any(len(trial.metrics) for trial in item.trials):
+        if means.empty and not any(trial.lines for trial in item.trials):
             continue
         evaluated.append(means["eval_loss"].to_numpy())
         x, y, spread = _float32(means["tokens"]), _float32(means["eval_loss"]), means["spread"].fillna(0)
@@ -120,8 +120,8 @@ def per_token(trials: Sequence[Trial]) -> dict[str, float]:
         tokens, flops = trial.result.get("tokens"), trial.result.get("flops")
         has_both = is_number(tokens) and is_number(flops) and tokens > 0 and flops > 0
         units["FLOPs"].append(cast("float", flops) / cast("float", tokens) if has_both else math.nan)
-        speed = float(trial.metrics["tokens_per_second"].mean())
-        units["seconds"].append(1 / speed if speed > 0 else math.nan)
+        (speeds,) = trial.known("tokens_per_second")
+        units["seconds"].append(1 / speeds.mean() if len(speeds) and speeds.mean() > 0 else math.nan)
     means = {unit: float(np.mean(values)) for unit, values in units.items()}
     return {unit: mean for unit, mean in means.items() if math.isfinite(mean)}
 
@@ -183,13 +183,11 @@ def course(item: Shown) -> Figure | None:
     """Draw one run's learning rate and whole gradient norm (before clipping) against the steps."""
     panels, steep = {}, False
     for column, title in (("learning_rate", "learning rate"), ("grad_norm", "gradient norm")):
-        rows = thin(item.trials[0].metrics.dropna(subset=[column]), _TRAIN_POINTS)
-        if len(rows):
+        steps, values = thin(item.trials[0].known("step", column), _TRAIN_POINTS)
+        if len(values):
             hover = "step %{x}: %{y:.3g}"
-            panels[title] = [
-                Line(x=rows["step"], y=rows[column], color=item.color, width=1.8, legend=False, hover=hover)
-            ]
-            steep = column == "grad_norm" and rows[column].max() > 20 * rows[column].min() > 0
+            panels[title] = [Line(x=steps, y=values, color=item.color, width=1.8, legend=False, hover=hover)]
+            steep = column == "grad_norm" and values.max() > 20 * values.min() > 0
     figure = charts.over_steps(panels, 300)
     if steep and figure is not None:
         figure.update_yaxes(type="log", row=1, col=len(panels))
@@ -258,11 +256,10 @@ def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
     As in the ranking, only finished seeds count, if there are any: the figure and the table show the same number.
     """
     finished = [trial for trial in item.trials if trial.status == "finished"]
-    points = [trial.metrics[["tokens", column]].dropna() for trial in finished or item.trials]
-    points = [table for table in points if len(table)]
-    if not points:
+    points = np.concatenate([trial.known("tokens", column) for trial in finished or item.trials], axis=1)
+    if not points.size:
         return pd.DataFrame(columns=["tokens", column, "spread"], dtype=float)
-    grouped = pd.concat(points).groupby("tokens")[column]
+    grouped = pd.DataFrame({"tokens": points[0], column: points[1]}).groupby("tokens")[column]
     return pd.DataFrame({column: grouped.mean(), "spread": grouped.std()}).reset_index()
 
 

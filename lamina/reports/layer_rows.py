@@ -5,10 +5,12 @@ Lamina reads the parts one after another, so that memory grows with the chart an
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pandas as pd
@@ -25,6 +27,122 @@ _TEXTS = ("sublayer", "role", "metric")
 _AT_ONCE = 2**22  # bytes of parts that are read once, and not first for their steps
 _METRICS = 2**20  # more than there are names
 Columns = dict[str, np.ndarray]
+
+
+class Layout:
+    """What the rows of a run are of, without their values: runs that recorded the same share one.
+
+    Args:
+        columns: step, layer, sublayer, role, index and metric of each row, texts as their order in ``names``.
+        names: every text of the rows.
+    """
+
+    def __init__(self, columns: Columns, names: Sequence[str]):
+        self.columns, self.names = columns, names
+        self._outside: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._by_depth: dict[tuple[object, ...], tuple[np.ndarray, ByDepth]] = {}
+
+    @cached_property
+    def series(self) -> dict[tuple[str, str, str, int], np.ndarray]:
+        """Where the rows of each metric, role, sub-layer and index are."""
+        columns = [self.columns[name] for name in ("metric", "role", "sublayer", "index")]
+        keys = np.ravel_multi_index(columns, [1 + int(column.max(initial=0)) for column in columns])
+        _, first, of = np.unique(keys, return_index=True, return_inverse=True)
+        order, ends = np.argsort(of, kind="stable"), np.cumsum(np.bincount(of))[:-1]
+        series = {}
+        for row, at in zip(first, np.split(order, ends), strict=False):
+            metric, role, sublayer, index = (int(column[row]) for column in columns)
+            series[self.names[metric], self.names[role], self.names[sublayer], index] = at
+        return series
+
+    @cached_property
+    def metrics(self) -> frozenset[str]:
+        return frozenset(metric for metric, *_ in self.series)
+
+    @cached_property
+    def places(self) -> list[tuple[str, tuple[str, str, int]]]:
+        """The metric, and the role, the sub-layer and the index, of each series within the layers, sorted."""
+        inside = self.columns["layer"] >= 0
+        return sorted((metric, tuple(place)) for (metric, *place), at in self.series.items() if inside[at].any())
+
+    def where(
+        self,
+        metric: str,
+        role: str | None = None,
+        sublayers: Collection[str] | None = None,
+        index: int | None = None,
+    ) -> np.ndarray:
+        """Return where the rows are, in the order in which they were recorded."""
+        found = [
+            at
+            for (name, of_role, sublayer, number), at in self.series.items()
+            if name == metric
+            and role in (None, of_role)
+            and (sublayers is None or sublayer in sublayers)
+            and index in (None, number)
+        ]
+        return np.sort(np.concatenate(found)) if found else np.zeros(0, int)
+
+    def outside(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return where a metric's rows outside the layers and the embedding are, and the role of each."""
+        if metric in self._outside:
+            return self._outside[metric]
+        found = [
+            (role, at)
+            for (name, role, sublayer, _), at in self.series.items()
+            if name == metric and (sublayer, role) != ("block", "all")
+        ]
+        at = np.concatenate([np.zeros(0, int), *(at for _, at in found)])
+        roles = np.repeat(np.array([role for role, _ in found], object), [len(at) for _, at in found])
+        order = np.argsort(at)
+        at, roles = at[order], roles[order]
+        kept = self.columns["layer"][at] < 0
+        self._outside[metric] = at[kept], roles[kept]
+        return self._outside[metric]
+
+    def by_depth(
+        self, metric: str, role: str, sublayers: tuple[str, ...], index: int | None, embedding: bool
+    ) -> tuple[np.ndarray, ByDepth]:
+        """Return where the rows of a quantity are, and their table without values, see ``LayerRows.table``."""
+        key = (metric, role, sublayers, index, embedding)
+        if key not in self._by_depth:
+            at = self.where(metric, role, sublayers, index)
+            if not embedding:
+                at = at[self.columns["layer"][at] >= 0]
+            self._by_depth[key] = at, ByDepth(self.columns["layer"][at], self.columns["step"][at])
+        return self._by_depth[key]
+
+
+class ByDepth:
+    """Turns the values of rows into a table: one row per layer (-1: the embedding), one column per step."""
+
+    def __init__(self, layers: np.ndarray, steps: np.ndarray):
+        (rows, self._row), (columns, self._column) = (np.unique(of, return_inverse=True) for of in (layers, steps))
+        self._layers, self._steps = pd.Index(rows, name="layer"), pd.Index(columns, name="step")
+
+    def table(self, values: np.ndarray) -> Frame:
+        """The last value of a layer and step counts. Layers without a value are left out."""
+        table = np.full((len(self._layers), len(self._steps)), np.nan)
+        known = ~np.isnan(values)
+        table[self._row[known], self._column[known]] = values[known]
+        some = ~np.isnan(table).all(axis=1)
+        if not some.all():
+            return pd.DataFrame(table[some], index=self._layers[some], columns=self._steps)
+        return pd.DataFrame(table, index=self._layers, columns=self._steps)
+
+
+_layouts: WeakValueDictionary[bytes, Layout] = WeakValueDictionary()
+
+
+def _layout(columns: Columns, names: Sequence[str]) -> Layout:
+    """Return the layout of these rows; the same one while a run with the same rows is in memory."""
+    key = hashlib.sha256("\0".join(names).encode(errors="replace"))
+    for column in columns.values():
+        key.update(np.ascontiguousarray(column))
+    layout = _layouts.get(key.digest())
+    if layout is None:
+        layout = _layouts[key.digest()] = Layout(columns, names)
+    return layout
 
 
 class LayerRows:
@@ -49,7 +167,9 @@ class LayerRows:
             rows = (part["layer"] < 0) | np.isin(_keys(part), shown)
             kept.append({name: values[rows] for name, values in part.items()})
         none = [{name: np.zeros(0, int) for name in LAYER_COLUMNS}]
-        self._columns: Columns = {name: np.concatenate([part[name] for part in kept or none]) for name in LAYER_COLUMNS}
+        columns = {name: np.concatenate([part[name] for part in kept or none]) for name in LAYER_COLUMNS}
+        self._values = columns.pop("value")
+        self._layout = _layout(columns, list(self._names))
 
     @cached_property
     def frame(self) -> Frame:
@@ -58,86 +178,43 @@ class LayerRows:
 
     def of(self, metric: str) -> Frame:
         """Return a metric's rows."""
-        return self._frame(self._where(metric))
+        return self._frame(self._layout.where(metric))
 
     def has(self, metric: str) -> bool:
         """Return whether a metric was recorded."""
-        return any(name == metric for name, *_ in self._series)
+        return metric in self._layout.metrics
 
-    def outside(self, metric: str) -> Frame:
+    def outside(self, metric: str) -> Columns:
         """Return the step, the role and the finite value of a metric's rows outside the layers and the embedding."""
-        found = [
-            (role, at)
-            for (name, role, sublayer, _), at in self._series.items()
-            if name == metric and (sublayer, role) != ("block", "all")
-        ]
-        at = np.concatenate([np.zeros(0, int), *(at for _, at in found)])
-        roles = np.repeat(np.array([role for role, _ in found], object), [len(at) for _, at in found])
-        order = np.argsort(at)
-        at, roles = at[order], roles[order]
-        kept = (self._columns["layer"][at] < 0) & np.isfinite(self._columns["value"][at])
-        at = at[kept]
-        return pd.DataFrame(
-            {"step": self._columns["step"][at], "role": roles[kept], "value": self._columns["value"][at]}
-        )
+        at, roles = self._layout.outside(metric)
+        values = self._values[at]
+        kept = np.isfinite(values)
+        return {"step": self._layout.columns["step"][at][kept], "role": roles[kept], "value": values[kept]}
 
     def places(self, metric: str) -> list[tuple[str, str, int]]:
         """Return the role, the sub-layer and the index of each of a metric's series within the layers, sorted."""
-        inside = self._columns["layer"] >= 0
-        return sorted(key[1:] for key, at in self._series.items() if key[0] == metric and inside[at].any())
+        return [place for name, place in self._layout.places if name == metric]
 
     def table(
         self, metric: str, role: str, sublayers: Collection[str], index: int | None = None, *, embedding: bool = False
     ) -> Frame:
-        """Return a quantity by layer and step, see ``by_depth``; with the rows of layer -1 only for ``embedding``."""
-        key = (metric, role, *sublayers, index, embedding)
-        if key in self._tables:
-            return self._tables[key]
-        at = self._where(metric, role, sublayers, index)
-        if not embedding:
-            at = at[self._columns["layer"][at] >= 0]
-        self._tables[key] = by_depth(*(self._columns[name][at] for name in ("layer", "step", "value")))
+        """Return a quantity by layer and step, see ``ByDepth``; with the rows of layer -1 only for ``embedding``."""
+        key = (metric, role, tuple(sublayers), index, embedding)
+        if key not in self._tables:
+            at, by_depth = self._layout.by_depth(*key)
+            self._tables[key] = by_depth.table(self._values[at])
         return self._tables[key]
 
     def _frame(self, rows: np.ndarray | slice) -> Frame:
-        names = list(self._names)
+        columns = {**self._layout.columns, "value": self._values}
         return pd.DataFrame(
             {
-                name: pd.Categorical.from_codes(values[rows], names) if name in _TEXTS else values[rows]
-                for name, values in self._columns.items()
+                name: pd.Categorical.from_codes(columns[name][rows], self._layout.names)
+                if name in _TEXTS
+                else columns[name][rows]
+                for name in LAYER_COLUMNS
             }
         )
-
-    def _where(
-        self,
-        metric: str,
-        role: str | None = None,
-        sublayers: Collection[str] | None = None,
-        index: int | None = None,
-    ) -> np.ndarray:
-        """Return where the rows are, in the order in which they were recorded."""
-        found = [
-            at
-            for (name, of_role, sublayer, number), at in self._series.items()
-            if name == metric
-            and role in (None, of_role)
-            and (sublayers is None or sublayer in sublayers)
-            and index in (None, number)
-        ]
-        return np.sort(np.concatenate(found)) if found else np.zeros(0, int)
-
-    @cached_property
-    def _series(self) -> dict[tuple[str, str, str, int], np.ndarray]:
-        """Where the rows of each metric, role, sub-layer and index are."""
-        names, columns = list(self._names), [self._columns[name] for name in ("metric", "role", "sublayer", "index")]
-        keys = np.ravel_multi_index(columns, [1 + int(column.max(initial=0)) for column in columns])
-        _, first, of = np.unique(keys, return_index=True, return_inverse=True)
-        order, ends = np.argsort(of, kind="stable"), np.cumsum(np.bincount(of))[:-1]
-        series = {}
-        for row, at in zip(first, np.split(order, ends), strict=False):
-            metric, role, sublayer, index = (int(column[row]) for column in columns)
-            series[names[metric], names[role], names[sublayer], index] = at
-        return series
 
     def _read(self, parts: Sequence[Path], columns: Sequence[str]) -> Iterator[Columns]:
         """Yield the columns of each readable part, texts as their order in ``_names``."""
@@ -210,16 +287,3 @@ def _shown(keys: np.ndarray, failed: int | None) -> np.ndarray:
             at.add(first)
         shown.append(steps[sorted(at)])
     return np.sort(np.concatenate(shown)) if shown else keys
-
-
-def by_depth(layers: np.ndarray, steps: np.ndarray, values: np.ndarray) -> Frame:
-    """Return one quantity as a table: one row per layer (-1: the embedding), one column per step.
-
-    The last value of a layer and step counts. Layers without a value are left out.
-    """
-    (rows, row), (columns, column) = (np.unique(of, return_inverse=True) for of in (layers, steps))
-    table = np.full((len(rows), len(columns)), np.nan)
-    known = ~np.isnan(values)
-    table[row[known], column[known]] = values[known]
-    some = ~np.isnan(table).all(axis=1)
-    return pd.DataFrame(table[some], index=pd.Index(rows[some], name="layer"), columns=pd.Index(columns, name="step"))

@@ -10,7 +10,7 @@ import pandas as pd
 
 from lamina.reports import charts, depth
 from lamina.reports.depth import Quantity
-from lamina.reports.layer_rows import by_depth
+from lamina.reports.layer_rows import ByDepth
 from lamina.reports.metrics import METRICS, SECTIONS, Metric
 from lamina.reports.page import Section, details, figure, sentence, words
 from lamina.reports.plotting import Figure
@@ -65,7 +65,7 @@ def _busiest(metric: Metric, trial: Trial) -> Frame:
     rows = trial.layers.of(metric.name)
     values: Frame = rows.groupby(["step", "layer"], as_index=False)["value"].agg(["max", "mean"])
     ratio = (values["max"] / values["mean"]).to_numpy()
-    return by_depth(values["layer"].to_numpy(), values["step"].to_numpy(), ratio)
+    return ByDepth(values["layer"].to_numpy(), values["step"].to_numpy()).table(ratio)
 
 
 def _charts(items: Sequence[Shown], metric: Metric, heading: str) -> tuple[str, str]:
@@ -117,7 +117,8 @@ def _outside(items: Sequence[Shown], metric: Metric) -> Figure | None:
     """
     lines, steps = [], []
     for item in items:
-        rows: Frame = pd.concat([trial.layers.outside(metric.name) for trial in item.trials])
+        found = [trial.layers.outside(metric.name) for trial in item.trials]
+        rows = pd.DataFrame({name: np.concatenate([of[name] for of in found]) for name in found[0]})
         for number, (role, values) in enumerate(rows.groupby("role", sort=False)):
             ends = values.groupby("step")["value"].agg(["min", "max"]).reset_index()
             ends = ends.groupby(np.arange(len(ends)) // max(1, len(ends) // _POINTS))

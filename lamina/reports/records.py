@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeGuard, cast
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -30,6 +31,11 @@ from lamina.reports.layer_rows import LayerRows
 from lamina.studies.record import read_record, refuse_mixture
 
 logger = logging.getLogger(__name__)
+
+_METRICS = (
+    *("step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second"),
+    *("eval_loss", "eval_corpus_loss"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +59,15 @@ class Trial:
         return RunFolder(self.folder).metrics
 
     @cached_property
-    def metrics(self) -> Frame:
-        """The numbers of ``lines``, a column each."""
-        frame: Frame = pd.DataFrame(self.lines).reindex(
-            columns=[
-                *("step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second"),
-                *("eval_loss", "eval_corpus_loss"),
-            ]
-        )
-        return frame.apply(pd.to_numeric, errors="coerce")
+    def metrics(self) -> dict[str, np.ndarray]:
+        """The numbers of ``lines`` by name, NaN where a line has none."""
+        return {name: _numbers([line.get(name, math.nan) for line in self.lines]) for name in _METRICS}
+
+    def known(self, *columns: str) -> list[np.ndarray]:
+        """Return columns of ``metrics`` without the lines in which one is NaN."""
+        found = [self.metrics[name] for name in columns]
+        kept = ~np.any([np.isnan(values) for values in found], axis=0)
+        return [values[kept] for values in found]
 
     @cached_property
     def task_scores(self) -> list[tuple[float, dict[str, float]]]:
@@ -180,7 +186,7 @@ def read_run(folder: Path, failed: int | None = None) -> Study:
     row = {key: value for key, value in {**flatten(config), **result}.items() if key in NUMBERS or key in TEXTS}
     row |= {"trial": folder.name, "placement": placement, "status": str(result.get("status") or "unfinished")}
     results = complete(pd.DataFrame([row]))
-    if pd.isna(results.loc[0, "steps"]) and len(trial.metrics):
+    if pd.isna(results.loc[0, "steps"]) and trial.lines:
         results.loc[0, "steps"] = trial.metrics["step"].max()
     trial = Trial(name=folder.name, placement=placement, folder=folder, status=str(row["status"]), failed=failed)
     header = {"command": trial.environment.get("command") or config.get("command")}
@@ -197,6 +203,14 @@ def complete(results: Frame) -> Frame:
         numbers = results[name] if name in results else pd.Series(float("nan"), index=results.index)
         results[name] = cast("Frame", pd.to_numeric(numbers, errors="coerce")).astype(float)
     return results
+
+
+def _numbers(values: list[object]) -> np.ndarray:
+    """Return values as numbers, NaN for what is none."""
+    array = np.array(values) if {type(value) for value in values} <= {int, float} else None
+    if array is None or array.dtype == object:
+        return pd.to_numeric(pd.Series(values, dtype=object), errors="coerce").to_numpy(dtype=float)
+    return array
 
 
 def rows_of(frame: Frame) -> list[Json]:

@@ -9,7 +9,7 @@ import base64
 import gzip
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from lamina.core.json_types import Json
 from lamina.probes.engine.figures import evenly
 from lamina.reports.plotting import Figure
-from lamina.reports.records import Frame, Trial
+from lamina.reports.records import Trial
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
@@ -265,9 +265,10 @@ def _heights(values: object, *, log: bool) -> np.ndarray:
         return np.log10(heights) if log else heights
 
 
-def thin(frame: Frame, count: int) -> Frame:
-    """Keep at most about ``count`` rows, evenly spaced, always including the last."""
-    return frame.iloc[evenly(len(frame), count)]
+def thin(columns: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
+    """Keep at most about ``count`` rows of columns, evenly spaced, always including the last."""
+    kept = evenly(len(columns[0]), count)
+    return [values[kept] for values in columns]
 
 
 def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:

@@ -16,14 +16,13 @@ from lamina.core.progress import has_bars
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.environment import cores, environment
-from lamina.jobs.files import read_result, write_text
+from lamina.jobs.files import as_json, read_result, write_text
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULTS
 from lamina.jobs.status import ENDED
 from lamina.modeling.processes import launched
-from lamina.placements import Plan
 from lamina.studies.max_rate_rules import MaxRateGuard, MaxRateRules
 from lamina.studies.record import refuse_another_trial, stored_study, write_study
 from lamina.studies.running import run_tasks, usual_workers
@@ -99,11 +98,11 @@ def open_study(
     complete = decided(job.settings)
     trials: Mapping[str, OneRun] = complete.trials()
     runs = [trial.run() if isinstance(trial, MaxRateSettings) else trial for trial in trials.values()]
-    plans: dict[str, Plan] = {}
+    plans: dict[str, Json] = {}
     for run in tqdm(runs, unit=" trials", desc="checking", disable=not (bar and resume and has_bars()), delay=1.0):
         kind_of_run = repr({**run.to_dict(), "output": "", "seed": 0, "learning_rate": 0})
         if kind_of_run not in plans or not (resume and is_ended(run)):
-            plans[kind_of_run] = resolve_run(run).plan
+            plans[kind_of_run] = as_json(resolve_run(run).plan.to_dict())
         if resume:
             refuse_another_trial(run, plans[kind_of_run])
     splits, _ = resolve_run(runs[0]).read(bar=bar)
@@ -136,7 +135,7 @@ def run_missing(
     settings, folder = job.settings, job.folder
     workers = min(settings.workers or usual_workers(), len(trials))
     # On small models, two processes with one thread each beat one process with two.
-    trials = {t: replace(s, threads=s.threads or max(1, cores() // workers)) for t, s in trials.items()}
+    threads = max(1, cores() // workers)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     header: Json = {} if job.kind == Kind.COMPARE else {"kind": str(job.kind)}
     run = {"command": settings.command(), "version": environment(0)["versions"].get("lamina"), "created": created}
@@ -146,7 +145,8 @@ def run_missing(
         result = read_result(Path(settings_of_trial.output))
         if result is not None and result["status"] in ENDED and not is_model_damaged(Path(settings_of_trial.output)):
             results[trial] = result
-    tasks = {trial: Task(settings=s, job=of_trial) for trial, s in trials.items() if trial not in results}
+    missing = {t: replace(s, threads=s.threads or threads) for t, s in trials.items() if t not in results}
+    tasks = {trial: Task(settings=s, job=of_trial) for trial, s in missing.items()}
     names = list(dict.fromkeys([*columns.names(), *keys]))
 
     def write() -> pd.DataFrame:

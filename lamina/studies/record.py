@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from lamina.jobs.files import read_config, read_json, read_result, read_sealed, 
 from lamina.jobs.names import CONFIG, PLAN, RESULT, STUDY
 from lamina.jobs.seals import refuse_altered
 from lamina.jobs.status import ENDED
-from lamina.placements import Plan
 from lamina.training.settings import PretrainSettings
 
 # Settings in which a study's trials may differ and still be one experiment.
@@ -48,15 +46,17 @@ def stored_study(folder: Path) -> Json:
     return read_record(folder)["settings"]
 
 
-def refuse_another_trial(trial: PretrainSettings, plan: Plan) -> None:
-    """Raise UserError if a trial's plan has changed, or if it ended with other settings than the study now has."""
+def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
+    """Raise UserError if a trial's plan has changed, or if it ended with other settings than the study now has.
+
+    ``plan`` is what plan.json would hold if the trial were trained now.
+    """
     folder = Path(trial.output)
-    recorded = json.loads(json.dumps(plan.to_dict()))
     try:
         stored = read_json(folder / PLAN)
     except (OSError, ValueError):
-        stored = recorded
-    if stored != recorded:
+        stored = plan
+    if stored != plan:
         raise UserError(
             f"placements: {trial.placement!r} has changed since its trial in {str(folder)!r} was trained. To "
             "resume, restore it; otherwise give another --output, or --overwrite"

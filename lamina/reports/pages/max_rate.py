@@ -13,6 +13,7 @@ import numpy as np
 from lamina.core.json_types import Json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.status import Status
+from lamina.probes.engine.figures import evenly
 from lamina.reports import charts, sections
 from lamina.reports.charts import line_of
 from lamina.reports.page import Section, callouts, details, figure, prose, write_page
@@ -20,7 +21,7 @@ from lamina.reports.plotting import Figure
 from lamina.reports.ranking import ONE_SEED, listed
 from lamina.reports.records import Frame, Study, Trial, complete, read_study, rows_of
 from lamina.reports.registry import report_of
-from lamina.reports.style import Shown, colors, log_ticks, polish, thin
+from lamina.reports.style import Shown, colors, log_ticks, polish
 from lamina.reports.tables import Field, Row, number, placements, status, table, text
 from lamina.studies.max_rate_rules import NON_FINITE, NONE, PLATEAU, SPIKE, STUCK, smoothed
 
@@ -233,7 +234,8 @@ def curve_of(trial: Trial, settings: Mapping[str, object]) -> Frame:
     top, steps, window = (float(str(settings.get(name, 1))) for name in ("max_learning_rate", "steps", "window"))
     losses = smoothed(rows["value"].astype(float).to_numpy(), int(window))
     curve = rows[["step"]].assign(rate=top * (rows["step"].astype(float) - 1) / steps, loss=losses)
-    return thin(curve[(curve["rate"] > 0) & np.isfinite(curve["loss"])], _POINTS)
+    curve = curve[(curve["rate"] > 0) & np.isfinite(curve["loss"])]
+    return curve.iloc[evenly(len(curve), _POINTS)]
 
 
 _THRESHOLDS = (
