@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 
+from lamina.core.json_types import Json
 from lamina.modeling.initialization import weights
 from lamina.modeling.parts import body_of
 from lamina.probes.structure.hooks import Output
@@ -379,7 +380,7 @@ class Samples:
         for index in self._seen:
             parameter = self.groups.parameters[index]
             kept = stored(parameter)
-            state = next((optimizer.state[kept] for optimizer in optimizers if kept in optimizer.state), {})
+            state: Json = next((found for each in optimizers if (found := each.state.get(kept)) is not None), {})
             for key, value in state.items():
                 if (part := part_of(parameter, value)) is not None:
                     yield index, key, local_part(part) if self.groups.sharded else part
@@ -546,7 +547,9 @@ class UpdateRatios(TrainerCallback):
         parts = [local_part(cast(torch.Tensor, tensors[at])) for at in there]
         peaks = torch.zeros(len(tensors), device=parts[0].device if parts else self.groups.device)
         if parts and all(part.device == peaks.device for part in parts):
-            peaks[there] = torch.stack([torch.linalg.vector_norm(part, math.inf).float() for part in parts])
+            real = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+            ends = [torch.aminmax(part) for part in real]  # faster than norms, where tensors are many
+            peaks[there] = torch.stack([torch.maximum(end.max, -end.min).float() for end in ends])
         return peaks.to(self.groups.device)
 
     def _largest_of(self, moved: Sequence[torch.Tensor | None]) -> torch.Tensor:

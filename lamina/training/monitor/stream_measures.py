@@ -33,19 +33,23 @@ _TOPK = {torch.topk, torch.Tensor.topk}
 _QUERIES = 512  # whose logits are held at a time
 
 
-def state_statistics(x: torch.Tensor) -> torch.Tensor:
+def state_statistics(x: torch.Tensor, magnitude: torch.Tensor | None = None) -> torch.Tensor:
     """Return variance, mean, mean |x| and largest |x| over all elements of a state [batch, tokens, hidden_size]."""
     x = x.detach().float()
-    magnitude = x.abs().flatten(0, -2)
+    magnitude = magnitudes(x) if magnitude is None else magnitude
     return torch.stack([x.var(correction=0), x.mean(), magnitude.mean(), magnitude.max()])
 
 
-def largest_magnitudes(x: torch.Tensor, count: int = TOP) -> torch.Tensor:
-    """Return the ``count`` largest |x| (or all) of a state [batch, tokens, hidden_size], in descending order.
+def magnitudes(x: torch.Tensor) -> torch.Tensor:
+    """Return |x| of a state [batch, tokens, hidden_size] as [batch * tokens, hidden_size]."""
+    return x.detach().float().abs().flatten(0, -2)
+
+
+def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tensor:
+    """Return the ``count`` largest (or all) of a state's ``magnitudes`` [tokens, hidden_size], in descending order.
 
     NaN counts as the largest. Does not wait for the device.
     """
-    magnitude = x.detach().float().abs().flatten(0, -2)
     # the largest lie in the tokens with the largest peaks, so only those tokens' elements are sorted
     peaks = magnitude.amax(-1)
     tokens = peaks.topk(min(count, len(peaks)), sorted=False).indices
@@ -162,10 +166,11 @@ class ForwardMeter:
         self.half |= in_half(tensor.device.type)
         self._elements[spot] = tensor.numel()
         tensor = tensor if tensor.ndim > 1 else tensor[None]
-        self._states[spot] = state_statistics(tensor)
+        magnitude = magnitudes(tensor)
+        self._states[spot] = state_statistics(tensor, magnitude)
         if spot in self._several and tensor.ndim > 3:
             self._streams[spot] = stream_figures(tensor.detach().float()).flatten(0, -2).mean(0)
-        self._largest += [largest_magnitudes(tensor, self.top)] if self.top else []
+        self._largest += [largest_magnitudes(magnitude, self.top)] if self.top else []
 
     @torch.no_grad()
     def _see_logits(self, layer: int, largest: torch.Tensor) -> None:
