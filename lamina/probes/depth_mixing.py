@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pandas as pd
@@ -19,6 +20,7 @@ from lamina.probes.structure.hooks import forward, intercept, stream_of
 from lamina.probes.structure.sites import Point
 
 _DRAWS = 4
+_AT_ONCE = 2**22  # elements of the directions that go through one backward pass, each state's in turn
 _NOTHING = 1e-6
 
 
@@ -138,21 +140,38 @@ class DepthMixing(ShortProbe):
                 forward(context.base, context.on_device(inputs))
             stretches: dict[tuple[int, int], float] = {}
             last = max(states)
-            for layer in sorted(states)[1:]:
-                before = [leaves[index] for index in range(ends[layer] + 1)]
-                read = reads.get(layer, states[layer])
-                stretches |= {(layer, index): value for index, value in enumerate(_stretches(read, before))}
-            end = states[last] if states[last].ndim > 3 else reads.get(last, states[last])
-            gains = _stretches(end, [states[layer] for layer in range(last)])
+            read = {layer: reads.get(layer, states[layer]) for layer in range(1, last + 1)}
+            fits = _AT_ONCE // (_DRAWS * max(map(torch.numel, states.values())))
+            together = max(1, min(fits, math.isqrt(last)))  # more would go through layers that they do not depend on
+            for start in range(1, last + 1, together):
+                layers = range(start, min(start + together, last + 1))
+                before = [leaves[index] for index in range(ends[max(layers)] + 1)]
+                for layer, values in zip(layers, _stretches([read[at] for at in layers], before), strict=True):
+                    stretches |= {(layer, index): value for index, value in enumerate(values[: ends[layer] + 1])}
+            end = states[last] if states[last].ndim > 3 else read[last]
+            (gains,) = _stretches([end], [states[layer] for layer in range(last)])
             return stretches | {(layer, -1): value for layer, value in enumerate(gains)}
 
 
-def _stretches(state: torch.Tensor, sources: list[torch.Tensor]) -> list[float]:
-    """Return ||d state / d source||_F / sqrt(size) for each source, from products with random directions."""
-    generator = torch.Generator().manual_seed(0)
-    directions = torch.stack([torch.randint(0, 2, state.shape, generator=generator) for _ in range(_DRAWS)])
+def _stretches(states: list[torch.Tensor], sources: list[torch.Tensor]) -> list[list[float]]:
+    """Return ||d state / d source||_F / sqrt(size) for each source, of each state.
+
+    It is estimated from products with random directions, all in one backward pass: a small model's time is that of
+    calling operations.
+    """
+    directions = []
+    for number, state in enumerate(states):
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.stack([torch.randint(0, 2, state.shape, generator=generator) for _ in range(_DRAWS)])
+        of_all = state.new_zeros(len(states), _DRAWS, *state.shape)
+        of_all[number] = drawn.to(state) * 2 - 1
+        directions.append(of_all.flatten(0, 1))
     products = torch.autograd.grad(
-        state, sources, directions.to(state) * 2 - 1, retain_graph=True, allow_unused=True, is_grads_batched=True
+        states, sources, directions, retain_graph=True, allow_unused=True, is_grads_batched=True
     )
-    shares = [0.0 if g is None else float(g.double().pow(2).sum() / state.numel()) / _DRAWS for g in products]
-    return torch.tensor(shares, dtype=torch.float64).sqrt().tolist()
+    squares = torch.zeros(len(states), len(sources), dtype=torch.float64)
+    for number, product in enumerate(products):
+        if product is not None:
+            squares[:, number] = product.double().pow(2).flatten(1).sum(1).view(-1, _DRAWS).sum(1)
+    sizes = torch.tensor([[state.numel() * _DRAWS] for state in states])
+    return (squares / sizes).sqrt().tolist()
