@@ -25,6 +25,7 @@ from lamina.jobs.folder import has_result
 from lamina.jobs.kinds import Kind, kind_of
 from lamina.lab.papers.trials import trial
 from lamina.reports import report
+from lamina.reports.pages.evaluation import headline
 from lamina.studies.evaluated import runs_of
 from lamina.training.pretrain import pretrain
 
@@ -79,9 +80,8 @@ def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys
     assert r"\begin{tabular}{lrrrr}" in (out / "table.tex").read_text()
     page = (out / "report.html").read_text()
     title = re.findall(r"<title>(.*)</title>", page)[0]
-    assert re.fullmatch(
-        r"\w+ scores highest on average \([\d.]+ %, guessing 25.0 %\), but no difference is significant", title
-    )
+    best = r"\w+ scores highest on average \([\d.]+ %, guessing 25.0 %\), but no difference is significant"
+    assert re.fullmatch(best + r"|No model is above guessing on average \(\w+ [\d.]+ %, guessing 25.0 %\)", title)
     assert "guessing</td>" in page
     assert "pre_ln" in page
     assert main(["report", str(out)]) == 0
@@ -505,3 +505,17 @@ def test_an_objective_that_writes_no_text_has_no_tasks(tmp_path):
             settings(tmp_path, tmp_path / "run", backbone="vit-tiny", num_heads=None, eval_tasks="quiz"), bar=False
         )
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("scores", "title"),
+    [
+        ((23.6, 24.3), "No model is above guessing on average (keel 24.3 %, guessing 28.6 %)"),
+        ((23.6, 31.0), "keel scores highest on average (31.0 %, guessing 28.6 %)"),
+        ((28.6,), "No model is above guessing on average (pre_ln 28.6 %, guessing 28.6 %)"),
+        ((30.0,), "pre_ln scores 30.0 % on average, guessing 28.6 %"),
+    ],
+)
+def test_the_title_says_whether_a_model_is_above_guessing(scores, title):
+    lines = [{"arm": arm, "mean": [score]} for arm, score in zip(("pre_ln", "keel"), scores, strict=False)]
+    assert headline({"lines": lines, "shares": [True], "headings": ["Avg."], "chance": [28.6]}, []) == title

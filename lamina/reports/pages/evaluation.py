@@ -75,6 +75,8 @@ def headline(printed: Json, paired: list[Json]) -> str:
     heading = "on average" if printed["headings"][-1] == "Avg." else f"on {printed['headings'][-1]}"
     score = f"{best['mean'][-1]:.1f} %" if share else f"{best['mean'][-1]:.4g}"
     chance = f", guessing {guessed:.1f} %" if is_number(guessed) else ""
+    if share and is_number(guessed) and best["mean"][-1] <= guessed:
+        return f"No model is above guessing {heading} ({best['arm']} {score}{chance})"
     if len(known) == 1:
         return f"{best['arm']} scores {score} {heading}{chance}"
     unsure = bool(paired) and all(row["p_holm"] is None or row["p_holm"] > 0.05 for row in paired)
