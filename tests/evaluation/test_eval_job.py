@@ -305,7 +305,7 @@ unspoiled = without("no-such-file")
         (without("model.safetensors"), {}, "models: .* has no weights"),
         (cut_short, {}, "models: .*: model.safetensors is cut short or altered"),
         (without("tokenizer*"), {}, r"tokenizer: .* holds none\. Name one with --tokenizer"),
-        (with_scores, {}, "LaminaForSequenceClassification, which gives scores"),
+        (with_scores, {}, "LaminaForSequenceClassification, which returns scores"),
         (unspoiled, {"tokenizer": "no/such/tokenizer"}, "tokenizer: .*no/such/tokenizer"),
         (unspoiled, {"chat_template": True}, "chat_template: the tokenizer of .* has none"),
         (unspoiled, {"corpus": "{folder}/rows.jsonl"}, "text"),
