@@ -72,6 +72,7 @@ class Cause:
         unlike: signs that exclude it.
         proofs: signs that leave no other: what was measured is the cause itself.
         in_half: the cause that looks the same in float16.
+        needs: the metric without whose records it is no cause.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Cause:
     unlike: tuple[str, ...] = ()
     proofs: tuple[str, ...] = ()
     in_half: str = ""
+    needs: str = ""
 
 
 CAUSES = {
@@ -276,6 +278,7 @@ CAUSES = {
         ),
         Cause(
             name="experts",
+            needs="expert_load",
             finding="experts out of balance from step {step}",
             meaning="The router sends more and more tokens to few experts, and the others no longer train.",
             check="plot the expert loads of {where} over the last records: run lamina report",
@@ -374,6 +377,10 @@ class Signs:
     half: bool | None = False
     clock: Mapping[int, int] = field(default_factory=dict)
     view: str = ""
+
+    def holds(self, metric: str) -> bool:
+        """Return whether the records may hold a metric."""
+        return True
 
     @cached_property
     def counted(self) -> Signs:
@@ -609,6 +616,7 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
         cause: part
         for cause, part in odds.items()
         if (cause in proved if proved else cause == NOT_KNOWN or not seen & {*CAUSES[cause].unlike})
+        and (cause == NOT_KNOWN or not (needed := CAUSES[cause].needs) or signs.holds(needed))
     }
     total = sum(possible.values())
     (best, share), *runners_up = ((cause, part / total if total else 1.0) for cause, part in possible.items())

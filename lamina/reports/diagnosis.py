@@ -80,6 +80,10 @@ class Evidence(Signs):
         """Whether another tool recorded it."""
         return bool(self.view)
 
+    def holds(self, metric: str) -> bool:
+        """Return whether the run recorded a metric; another tool's record may lack it."""
+        return self.imported or bool(self.rows([metric]))
+
     @property
     def lead(self) -> int | None:
         """How many steps the first alarm came before the loss rose."""

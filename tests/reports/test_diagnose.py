@@ -99,6 +99,16 @@ def test_a_history_does_not_tell_two_causes_that_share_too_little():
     assert [name for name, _ in told] == ["not known"]
 
 
+def test_experts_are_no_cause_in_a_run_that_recorded_none(broken):
+    class Experts:
+        def odds(self, factors):
+            return {"experts": 0.9, "not known": 0.1}
+
+    evidence = gather(broken)
+    assert [name for name, _ in causes_of(evidence, Experts())] == ["not known"]
+    assert causes_of(Signs(alarms=evidence.alarms, rose=None), Experts())[0][0] == "experts"
+
+
 def test_signs_say_what_loss_and_rate_did():
     alarm = Alarm(
         step=40,
