@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -202,6 +203,8 @@ def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:
     """Split ``"name(option=value, ...)"`` into the name, or the placement in a file of that name, and the options."""
     target, options = specs.parse(spec, "placement")
     path = Path(target)
+    if path.suffix and path.suffix not in SUFFIXES and os.path.isfile(path):
+        raise UserError(f"placement {target!r}: its suffix is {path.suffix!r} (allowed: {', '.join(SUFFIXES)})")
     return (load(path) if path.suffix in SUFFIXES else target), options
 
 

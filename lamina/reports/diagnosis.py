@@ -305,10 +305,9 @@ def answer(evidence: Evidence) -> Answer:
     first, rose, course = evidence.first, evidence.rose, [_course(evidence), *_falls(evidence), *_notable(evidence)]
     if first is None:
         finding = "Lamina found no anomaly in the record." if evidence.imported else "No layer has an anomaly."
-        more = f"Record {_more(evidence)} to see the steps between two records."
-        return Answer(
-            cause=[], evidence=[*course, finding, *_rows(evidence)], changes=[more] if rose is not None else []
-        )
+        advised = rose is not None and (more := _more(evidence))
+        changes = [f"Record {more} to see the steps between two records."] if advised else []
+        return Answer(cause=[], evidence=[*course, finding, *_rows(evidence)], changes=changes)
     causes, where = causes_of(evidence), describe(first, evidence.names)
     texts = [_course(evidence), f"The first anomaly is at {where}."]
     location, everywhere = evidence.place or first, _everywhere(evidence, first)
@@ -320,8 +319,9 @@ def answer(evidence: Evidence) -> Answer:
     if causes[0][0] == NOT_KNOWN:
         none = f"{_RECORDED[evidence.view]} several failures, or none that Lamina knows" if evidence.imported else ""
         cause = f"The cause is not known: {none or 'the signs fit no failure that Lamina knows'}."
-        look = f"To check: inspect the batch, the learning rate and the weights of step {first.step}, and record"
-        return Answer(cause=[cause], evidence=texts, changes=[f"{look} {_more(evidence)}."])
+        record = f", and record {more}" if (more := _more(evidence)) else ""
+        look = f"To check: inspect the batch, the learning rate and the weights of step {first.step}{record}."
+        return Answer(cause=[cause], evidence=texts, changes=[look])
     return _explained(evidence, causes, texts)
 
 
@@ -428,6 +428,9 @@ def _everywhere(evidence: Evidence, first: Alarm) -> list[str]:
 
 
 def _more(evidence: Evidence) -> str:
+    """Return what to record in addition; empty for a run that recorded every step."""
+    if evidence.settings.get("every") == 1:
+        return ""
     return "every step by layer (lamina.watch)" if evidence.imported else "every step (every=1)"
 
 
@@ -436,10 +439,11 @@ def _course(evidence: Evidence) -> str:
     rose, status = evidence.rose, "" if evidence.imported else f" (status: {evidence.status})"
     if not evidence.losses:
         return f"The record has no loss, so Lamina cannot tell whether the loss rose{status}."
+    steps = sorted(evidence.losses)
+    if rose is None and len(steps) < BEFORE:
+        count = "1 loss is" if len(steps) == 1 else f"{len(steps)} losses are"
+        return f"{count} too few to see whether the loss rose{status}."
     if rose is None and evidence.imported:
-        steps = sorted(evidence.losses)
-        if len(steps) < BEFORE:
-            return f"{len(steps)} losses are too few to see whether the loss rose."
         return f"The loss did not rise and stay up in {len(steps):,} records, steps {steps[0]} to {steps[-1]}."
     if rose is None:
         return f"The loss did not rise and stay up in {evidence.steps} steps{status}."

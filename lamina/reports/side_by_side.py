@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.reports.histories import is_history, read_history
-from lamina.training.monitor.alarms import Alarm, describe, in_words
+from lamina.training.monitor.alarms import Alarm, in_words, place_in_words
 from lamina.training.monitor.rules import noise_of
-from lamina.training.monitor.writers import LOSS, NORM, Row, read_rows
+from lamina.training.monitor.writers import LOSS, NORM, Row, read_about, read_rows
 
 Place: TypeAlias = tuple[int, str, str, str]
 """layer, sub-layer, role, metric"""
@@ -40,10 +41,12 @@ class Parting:
 
     def __str__(self) -> str:
         layer, sublayer, role, metric = self.place
+        if layer < 0 and metric in _FORWARD:
+            role = "embedding"  # whose output it is
         location = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
         alarm = Alarm(step=self.step, rule="rise", value=1.0, usual=1.0, **location)
-        where = describe(alarm).partition(": ")[0] if layer >= 0 else f"step {self.step}"
-        return f"{where}: {in_words(metric)} is {self.first:.4g} and {self.second:.4g}"
+        where = "" if metric in (LOSS, NORM, RATE) else f", {place_in_words(alarm)}"
+        return f"step {self.step}{where}: {in_words(metric)} is {self.first:.4g} and {self.second:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,7 @@ class SideBySide:
     Attributes:
         names: of the runs.
         series: the series that both have, as the values of the first and of the second by step.
+        alone: the layers that only the first run has, and those that only the second has.
         same_until: the last step up to which all series are the same; None if they never are.
         whole, layer: where the model parts first, and where a layer does; None if they do not.
         rate: where the learning rates part; None if they do not, or are not recorded.
@@ -60,6 +64,7 @@ class SideBySide:
 
     names: tuple[str, str]
     series: Mapping[Place, tuple[Course, Course]]
+    alone: tuple[Collection[int], Collection[int]]
     same_until: int | None
     whole: Parting | None
     layer: Parting | None
@@ -81,8 +86,11 @@ class SideBySide:
     def sentences(self) -> list[str]:
         """Say until when they are the same, where they part, and whether their learning rates do."""
         steps = sorted({step for first, _ in self.series.values() for step in first})
-        between = f"{self.names[0]} and {self.names[1]} at {len(steps):,} steps, {steps[0]} to {steps[-1]}"
-        texts = [f"Compared: {len(self.series)} series of {between}."]
+        at = f"{len(steps):,} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+        texts = [f"Compared: {len(self.series)} series of {self.names[0]} and {self.names[1]} at {at}."]
+        for name, layers in zip(self.names, self.alone, strict=True):
+            if layers:
+                texts.append(f"Only {name} has layer{'s' * (len(layers) > 1)} {ranges(layers)}.")
         if self.same_until == steps[-1]:
             return [*texts, "They are equal at all steps."]
         if self.same_until is not None:
@@ -120,12 +128,15 @@ def side_by_side(first: Path, second: Path) -> SideBySide:
             f"against: {str(second)!r} has no series at the steps of {str(first)!r} (allowed: two records of the same "
             "steps, each with a loss or gradient norms)"
         )
+    layers_of = [{location[0] for location in each if location[0] >= 0} for each in courses]
+    both = all(layers_of)  # a record without layers is no model without them
     parted = [part for location, pair in shared.items() if (part := parting(location, *pair)) is not None]
     whole = [part for part in parted if part.place[3] in (LOSS, NORM)]
     layers = [part for part in parted if part.place[3] not in (LOSS, NORM, RATE)]
     return SideBySide(
         names=(str(first), str(second)),
         series=shared,
+        alone=(layers_of[0] - layers_of[1], layers_of[1] - layers_of[0]) if both else ((), ()),
         same_until=_same_until(shared),
         whole=min(whole, key=lambda one: (one.step, one.place[3] == LOSS), default=None),
         layer=min(layers, key=_order, default=None),
@@ -134,7 +145,11 @@ def side_by_side(first: Path, second: Path) -> SideBySide:
 
 
 def _courses(path: Path) -> dict[Place, dict[int, float]]:
-    rows: list[Row] = [*read_history(path).rows] if is_history(path) else read_rows(path, _METRICS)
+    if is_history(path):
+        rows: list[Row] = [*read_history(path).rows]
+    else:
+        read_about(path)  # refuses records of another version
+        rows = read_rows(path, _METRICS)
     if not rows:
         raise UserError(f"run: {str(path)!r} holds no records. Give the folder of a run, or another tool's record.")
     courses: dict[Place, dict[int, float]] = {}

@@ -171,6 +171,7 @@ def test_resume_takes_no_word_of_its_own():
         ("pretrain", "--lr --steps 3", "--learning-rate: no value follows"),
         ("pretrain", "-xlr 0.1", "unknown option -xlr; did you mean '--learning-rate'?"),
         ("pretrain", "--output.dir runs", "unknown option --output.dir; did you mean '--output'?"),
+        ("probe", "--checkpoint X", "unknown option --checkpoint. Write CHECKPOINT without a flag"),
         ("compare", "--overwrite.all", "unknown option --overwrite.all"),
         ("pretrain", "--overwrite=true", "--overwrite: 'true', but the flag takes no value. Leave it out."),
         ("pretrain", "--streaming=maybe", "--streaming/--no-streaming: 'maybe' (allowed: true, false)"),

@@ -229,6 +229,11 @@ def test_the_command_measures_a_folder_a_configuration_and_a_model_type(tmp_path
     assert "random weights" in record["notes"][0]
 
 
+def test_a_list_of_layers_that_the_model_does_not_have_is_an_error():
+    with pytest.raises(UserError, match="layers: no module 'nope' in LlamaForCausalLM"):
+        lamina.placement_of(llama(layers=2), layers="nope")
+
+
 def test_plans_that_one_layer_cannot_tell_apart_are_named_and_the_simplest_is_the_answer():
     found = lamina.placement_of(llama(layers=1))
     assert found.placement == "pre_ln"

@@ -138,7 +138,8 @@ def census(model_or_path: nn.Module | PreTrainedConfig | str | Path, *, layers: 
     """Measure which placement a model has; the arguments are those of ``lamina.placement_of``.
 
     Raises:
-        UserError: for a path that holds no model. A model that can't be followed is no error: ``unknown`` says why.
+        UserError: for a path that holds no model, and for ``layers`` that the model does not have. A model that can't
+            be followed is no error: ``unknown`` says why.
     """
     model, notes = _model_of(model_or_path)
     config: PreTrainedConfig | None = getattr(model, "config", None)
@@ -149,6 +150,8 @@ def census(model_or_path: nn.Module | PreTrainedConfig | str | Path, *, layers: 
         with evaluating(model):
             return _measured(model, kind, layers, notes)
     except UserError as error:
+        if layers is not None and str(error).startswith("layers: "):  # the path that was given
+            raise
         return Census(model_type=kind, unknown=str(error), ends={}, notes=tuple(notes))
 
 

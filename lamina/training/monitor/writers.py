@@ -397,6 +397,9 @@ def read_about(folder: Path) -> Json:
             f"record: {str(folder)!r} holds records of version {version!r} (allowed: {VERSION}, which this version of "
             "lamina writes; another folder for a new run)"
         )
+    for name in ("settings", "history"):
+        if not isinstance(entry := about.get(name) or {}, dict):
+            raise UserError(f"{name}: {str(entry)[:60]} in {str(folder / WATCHED)!r} (allowed: a mapping)")
     for name, kind in (("layers", dict), ("notes", str), ("optimizers", str)):
         entries, file = about.get(name, []), str(folder / WATCHED)
         if not isinstance(entries, list) or not all(isinstance(entry, kind) for entry in entries):

@@ -1,0 +1,71 @@
+"""`lamina diagnose` and `lamina report` on short, odd and newer records of lamina.watch."""
+
+import json
+import math
+
+import pytest
+
+import lamina
+from lamina.errors import UserError
+from lamina.training.monitor.writers import LOSS, NORM, VERSION, LayersWriter
+
+ALL = ("all", 0)
+
+
+def record(folder, *, steps=12, layers=2, every=1, loss=4.0, version=VERSION, **about):
+    """Write the folder of a watched run that was killed."""
+    folder.mkdir()
+    about = {"record": version, "layers": [{"path": f"h.{index}"} for index in range(layers)], **about}
+    (folder / "watched.json").write_text(json.dumps(about))
+    (folder / "config.yaml").write_text(f"every: {every}\n")
+    writer = LayersWriter(folder)
+    for step in range(1, steps + 1):
+        writer.add([(step, -1, "model", *ALL, metric, loss) for metric in (LOSS, NORM)])
+        writer.add([(step, layer, "block", *ALL, "hidden_variance", 2.0 + layer) for layer in range(-1, layers)])
+    writer.flush()
+    return folder
+
+
+@pytest.mark.parametrize(("steps", "count"), [(1, "1 loss is"), (12, "12 losses are")])
+def test_few_losses_do_not_show_whether_the_loss_rose(tmp_path, steps, count):
+    said = lamina.diagnose(record(tmp_path / "run", steps=steps)).sentences
+    assert said[0] == f"{count} too few to see whether the loss rose (status: unfinished)."
+
+
+def test_a_run_that_recorded_every_step_is_not_told_to(tmp_path):
+    said = {every: lamina.diagnose(record(tmp_path / f"{every}", every=every, loss=math.nan)) for every in (1, 20)}
+    assert "The loss is not finite from step 1 of 12 on (status: unfinished)." in said[1].sentences
+    assert not [text for text in said[1].sentences if "every=1" in text]
+    assert [text for text in said[20].sentences if "every=1" in text]
+
+
+@pytest.mark.parametrize("name", ["settings", "history"])
+def test_an_entry_of_another_type_is_named(tmp_path, name):
+    with pytest.raises(UserError, match=rf"{name}: \[1\] in .*watched.json' \(allowed: a mapping\)"):
+        lamina.diagnose(record(tmp_path / "run", **{name: [1]}))
+
+
+def test_records_of_a_newer_version_are_not_compared(tmp_path):
+    mine, newer = record(tmp_path / "mine"), record(tmp_path / "newer", version=VERSION + 1)
+    for pair in ((mine, newer), (newer, mine)):
+        with pytest.raises(UserError, match=f"records of version {VERSION + 1} "):
+            lamina.diagnose(*pair)
+
+
+def test_layers_of_only_one_of_two_runs_are_named(tmp_path):
+    few, many = record(tmp_path / "few"), record(tmp_path / "many", layers=5)
+    for pair in ((few, many), (many, few)):
+        assert f"Only {many} has layers 2-4." in lamina.diagnose(*pair).sentences
+    assert not [text for text in lamina.diagnose(few, few).sentences if text.startswith("Only")]
+
+
+def test_the_embedding_is_named_where_it_differs_first(tmp_path):
+    first, second = record(tmp_path / "first", steps=1), record(tmp_path / "second", steps=1)
+    writer = LayersWriter(second)
+    writer.add([(1, -1, "block", *ALL, "hidden_variance", 3.0)])
+    writer.flush()
+    compared, parted = lamina.diagnose(first, second).sentences
+    assert compared.endswith("at step 1.")
+    assert parted == (
+        "The first layer that differs is at step 1, the embedding: the residual stream's variance is 1 and 3."
+    )
