@@ -265,7 +265,7 @@ def test_links_to_files_are_read_and_links_to_folders_are_named(tmp_path, caplog
     corpus = Corpus.parse(str(tmp_path / "mine"))
     assert [document.text for document in corpus.documents()] == ["mine/a.txt", "other/b.txt"]
     corpus.shards()
-    assert caplog.text.count("links to folders are not followed (circle, folder)") == 1
+    assert caplog.text.count("Lamina does not follow links to folders (circle, folder)") == 1
 
 
 def test_a_folder_that_must_not_be_read_is_named(tmp_path, monkeypatch):

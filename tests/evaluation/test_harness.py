@@ -111,7 +111,7 @@ def test_a_question_longer_than_the_context_is_cut_and_said(model, data_dir):
 
 
 def test_data_that_the_folder_lacks_is_named(data_dir):
-    with pytest.raises(UserError, match=r"no allenai/sciq/default/SPLIT.jsonl .*make eval-data"):
+    with pytest.raises(UserError, match=r"no allenai/sciq/default/SPLIT\.jsonl\. .*make eval-data"):
         Tasks.find(str(data_dir), run_code=True).build("sciq")
     (data_dir / "toy/quiz/default/test.jsonl").unlink()
     with pytest.raises(UserError, match=r"toy/quiz/default holds train, but the task 'quiz' is scored on test"):

@@ -173,7 +173,7 @@ def test_a_model_in_memory_is_copied_not_shared():
 
 
 def test_the_wrong_direction_is_refused():
-    with pytest.raises(UserError, match="Lamina model already"):
+    with pytest.raises(UserError, match="already a Lamina model"):
         from_transformers(built("pre_ln"))
     with pytest.raises(UserError, match="LaminaForCausalLM"):
         to_transformers(tiny("llama"))

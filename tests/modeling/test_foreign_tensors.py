@@ -244,7 +244,7 @@ LORA = "base_model.model.model.layers.{}.{}.lora_A.weight"
         (lambda t: t.update({LORA.format(7, "self_attn.q_proj"): torch.ones(2, 16)}), "a layer that config.json does"),
         (
             lambda t: t.update({LORA.format(0, "self_attn.q_proj"): torch.ones(3, 16)}),
-            r"its shape is \[3, 16\], the co",
+            r"its shape is \[3, 16\], but the co",
         ),
         (
             lambda t: t.pop(LORA.format(0, "self_attn.q_proj")),

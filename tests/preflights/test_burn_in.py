@@ -192,7 +192,7 @@ class TestStandIn:
         assert narrow.hidden_size == 128
         assert narrow.settings.batch_size >= 4
         assert narrow.plan.num_layers == narrow.settings.num_layers == 6
-        assert "width 128 in place of 512" in narrow.note
+        assert "width 128 instead of 512" in narrow.note
         assert choose(settings, 259, 32, 1.0).hidden_size == 64
 
     def test_a_narrower_models_branches_have_the_planned_variance(self, corpus, blocks):

@@ -182,7 +182,7 @@ def test_a_key_far_below_the_best_is_still_seen():
 def test_a_model_without_attention_is_refused():
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4}
     model = made("MambaForCausalLM", sizes)
-    with pytest.raises(UserError, match="attention: no layer takes a softmax over keys"):
+    with pytest.raises(UserError, match="attention: no layer computes a softmax over keys"):
         measure(model, blocks())
 
 

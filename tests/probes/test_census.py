@@ -130,11 +130,14 @@ def test_families_of_transformers(family, expected):
         "minimax": "deepnorm(alpha=3.5, embedding_norm=true)",
         "bitnet": "subln",
         "doge": "doge(qk_norm=head)",
-        "deepseek_v4": "nearest is pre_ln(v_norm=full, wiring=mhc), differs: qk_norm is several instead of off",
+        "deepseek_v4": (
+            "no known placement; the nearest is pre_ln(v_norm=full, wiring=mhc), with these differences: qk_norm is "
+            "several instead of off"
+        ),
         "hy_v4": "pre_ln(wiring=identity_hc)",
-        "qwen4_exp_text": "wiring=gated_residual), differs: attention.post_norm is none",
+        "qwen4_exp_text": "wiring=gated_residual), with these differences: attention.post_norm is none",
         "granitemoehybrid": "pre_ln",
-        "embedding_gemma2_text": "gemma3(v_norm=head), differs: feed_forward.pre_norm is none",
+        "embedding_gemma2_text": "gemma3(v_norm=head), with these differences: feed_forward.pre_norm is none",
         "xlnet": "not known: model: the stream at transformer.layer.0 is [11, 3, 32] for 3 sequences of 11 tokens",
         "mamba": "pre_ln",
     }.items(),
@@ -309,7 +312,7 @@ def test_a_sum_of_earlier_states_that_no_wiring_has_is_none_of_laminas():
     model = lamina.build(llama(layers=4).config, replace(resolve("pre_ln", 4), placement="mine", layers=tuple(layers)))
     found = lamina.placement_of(model)
     assert found.placement is None
-    assert found.verdict.endswith("differs: the earlier states that it reads are no wiring's")
+    assert found.verdict.endswith("with these differences: the earlier states that it reads are no wiring's")
 
 
 def test_a_type_that_is_too_wide_gets_fewer_heads():

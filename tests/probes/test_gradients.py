@@ -135,7 +135,7 @@ def test_shared_and_tied_parameters_count_once():
     assert sum(key[1:] == ("block", "state") for key in found.index) == 4
     assert any("layers 0-2 share their parameters" in note for note in context.notes)
     assert any("tied" in note for note in context.notes)
-    assert "that of the layers' shared parameters" in " ".join(made.sentences(frame))
+    assert "of the layers' shared parameters" in " ".join(made.sentences(frame))
     squares = found[0, "block", "all"] ** 2 + sum(v**2 for k, v in found.items() if k[0] == -1 and k[2] != "all")
     assert squares**0.5 == pytest.approx(found[-1, "model", "all"], rel=1e-6)
 

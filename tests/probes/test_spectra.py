@@ -160,7 +160,7 @@ def test_as_many_tokens_as_channels_are_refused_or_left_out_or_warned_of(llama_m
     frame = measured(Spectra(), context, strict=False)  # one of "all"
     assert not set(frame.role) & {"pre", "post"}
     assert {"eigenvalue", "condition_number"} <= set(frame.metric)
-    assert any("24 tokens" in note and "left out" in note for note in context.notes)
+    assert any("24 tokens" in note and "leaves out the ranks" in note for note in context.notes)
     context = context_of(llama_model, **few)
     frame = measured(Spectra(few_tokens="warn"), context)
     assert value(frame, "hard_rank", "pre", 0) <= 23 / 24

@@ -165,7 +165,7 @@ def test_a_hierarchy_of_stages_needs_to_be_told_which_stage():
     second = find_structure(model, pixels, layers="swin.encoder.layers.1.blocks")
     assert second.hidden_size == 16
     assert second.num_layers == 2
-    assert "sub-layers are left out" in second.notes[0]  # its windows are rearranged before they are added
+    assert "skips its sub-layers" in second.notes[0]  # its windows are rearranged before they are added
     assert not any(site.sublayers for site in second.layers)
 
 
@@ -226,7 +226,7 @@ def test_a_layer_whose_contributions_do_not_add_up_has_none():
     ] * 2
     assert all(sublayer.feed_forward is None for site in context.structure.layers for sublayer in site.sublayers)
     assert not any(norm.role == "post_norm" for _, _, norm in context.structure.norms())
-    assert any("of layer 0" in note and "left out" in note for note in context.notes)
+    assert any("of layer 0" in note and "skips these sub-layers" in note for note in context.notes)
 
 
 def test_experts_are_causal_though_their_grouping_rounds():

@@ -77,7 +77,7 @@ def test_a_console_is_read(tmp_path, form):
     assert len(history.steps) == LAST
     assert bool(history.clock) == (form not in NO_STEP)
     assert f"60 records from {'record' if form in NO_STEP else 'step'} 1 to 60" in str(history)
-    assert ("numbers of records" in str(history)) == (form in NO_STEP)
+    assert ("Lamina counts records" in str(history)) == (form in NO_STEP)
     steps, values = history.series[(-1, "model", "all"), LOSS]
     assert steps.tolist() == [step for step, *_ in CURVE]
     assert values.tolist() == pytest.approx([loss for _, loss, *_ in CURVE], abs=1e-3)
@@ -190,7 +190,7 @@ def test_trackios_database_is_read_and_its_runs_are_told_apart(tmp_path):
         read_history(path)
     lamina.diagnose(path, which="spike")
     assert gather(tmp_path / "project.db-lamina").rose == ROSE
-    with pytest.raises(UserError, match="'other' is none of the runs"):
+    with pytest.raises(UserError, match="'other' is not in"):
         lamina.diagnose(path, which="other")
 
 
@@ -228,7 +228,7 @@ def test_steps_that_start_anew_in_each_epoch_are_counted_on(tmp_path):
     path.write_text(lines({**row, "step": row["step"] % 20, "epoch": row["step"] // 20} for row in rows()[:-1]))
     history = read_history(path)
     assert history.steps == list(range(1, LAST))
-    assert "starts anew in each epoch" in str(history)
+    assert "restarts in each epoch" in str(history)
 
 
 def test_a_progress_bar_beside_printed_dictionaries_has_the_steps(tmp_path):

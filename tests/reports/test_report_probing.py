@@ -102,7 +102,7 @@ def test_a_name_that_leads_out_of_the_folder_is_not_read(tmp_path):
 def test_the_page_stays_small_at_any_depth(tmp_path, num_layers):
     page = report(write_probing(tmp_path / "out", num_layers)).read_text(encoding="utf-8")
     assert len(page) < 6_000_000
-    assert ("Drawn: 256 × 256 of 1025 × 1025 cells" in page) == (num_layers == 1024)
+    assert ("The chart shows 256 × 256 of 1025 × 1025 cells" in page) == (num_layers == 1024)
 
 
 def test_a_large_heat_map_keeps_every_kth_cell_with_both_ends():

@@ -64,7 +64,7 @@ def test_over_depth_completep_is_flat_where_no_scaling_is_not(corpus, tmp_path, 
     assert plain.slope["block", 3] > plain.slope["block", 0]
     page = report(tmp_path / "right").read_text()
     assert "Exponents of the depth" in page
-    assert "tuned shallow should hold deep" in page
+    assert "that you tune on a shallow model should hold for a deep model" in page
 
 
 def test_the_blocks_that_end_a_share_of_the_depth_are_compared():

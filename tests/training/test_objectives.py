@@ -270,7 +270,7 @@ def test_augmentation_without_its_library_says_what_to_install(of_images, monkey
 
 @pytest.mark.parametrize(("job", "call"), [("preflight", lamina.preflight), ("coord-check", lamina.api.coord_check)])
 def test_what_measures_language_models_alone_says_so(job, call, tmp_path):
-    words = f"'vit-tiny' is trained on image_classification, and lamina {job} measures causal_lm alone"
+    words = f"'vit-tiny' is trained on image_classification, but lamina {job} measures only causal_lm"
     with pytest.raises(UserError, match=words):
         call(backbone="vit-tiny", num_layers=2, output=str(tmp_path / "x"), bar=False)
 

@@ -39,6 +39,8 @@ _WITHOUT_HEAD = (
     "gradients, layer_drop, layer_use, logit_lens, and the losses of low_precision and bounds."
 )
 
+SKIPPED = " skipped: "  # in a note, between a probe's name and the reason
+
 
 def run(
     context: Context,
@@ -105,7 +107,7 @@ def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exceptio
     except UserError as error:
         if context.strict:
             raise
-        context.notes.append(f"{probe.name} skipped: {error}")
+        context.notes.append(f"{probe.name}{SKIPPED}{error}")
     except Exception as error:
         if broken is None:
             raise

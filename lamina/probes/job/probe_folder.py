@@ -35,7 +35,7 @@ from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.seals import altered, write_result
 from lamina.probes.engine import registry
-from lamina.probes.engine.measure import make_context, run, tolerance_of
+from lamina.probes.engine.measure import SKIPPED, make_context, run, tolerance_of
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import Probe
 from lamina.probes.job.compact import compact
@@ -173,7 +173,7 @@ class Measuring:
             self.bars.close()
         for probe in self.remaining:
             if probe.name not in self.results:
-                start = f"{probe.name} left out: "
+                start = f"{probe.name}{SKIPPED}"
                 reasons = (note.removeprefix(start) for note in self.context.notes if note.startswith(start))
                 self._note(probe, "skipped", reason=next(reasons, "no result"))
         failed = [f"{name}: {r['reason']}" for name, r in self.results.items() if r["status"] == "failed"]

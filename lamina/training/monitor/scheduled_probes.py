@@ -17,7 +17,7 @@ from lamina.jobs.files import disk_full, write_json, write_lines, write_parquet
 from lamina.jobs.names import ABOUT, NOTES
 from lamina.jobs.run_folder import parse_lines
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.measure import run, structure_of
+from lamina.probes.engine.measure import SKIPPED, run, structure_of
 from lamina.probes.engine.registry import Probe, make_all
 from lamina.probes.structure.hooks import undisturbed
 from lamina.training.checkpointing.checkpoints import RunState
@@ -119,8 +119,8 @@ class ScheduledProbes(TrainerCallback):
         results: list[tuple[Probe, pd.DataFrame | None, list[str]]] = []
 
         def done(probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
-            results.append((probe, frame, [note for note in context.notes if " left out: " not in note]))
-            context.notes[:] = [note for note in context.notes if " left out: " in note]
+            results.append((probe, frame, [note for note in context.notes if SKIPPED not in note]))
+            context.notes[:] = [note for note in context.notes if SKIPPED in note]
 
         probes = make_all(self.specs)
         try:
@@ -136,9 +136,9 @@ class ScheduledProbes(TrainerCallback):
                 except Exception as error:
                     if disk_full(error):
                         raise
-                    context.notes.append(f"{probe.name} left out: {type(error).__name__}: {error}")
+                    context.notes.append(f"{probe.name}{SKIPPED}{type(error).__name__}: {error}")
         for probe in probes:
-            start = f"{probe.name} left out: "
+            start = f"{probe.name}{SKIPPED}"
             reasons = [" ".join(n.removeprefix(start).split()) for n in context.notes if n.startswith(start)]
             results += [(probe, None, [f"{_REFUSED}{reason}" for reason in reasons])] if reasons else []
         return results

@@ -137,7 +137,7 @@ def test_its_claims_ask_for_what_its_trials_measure(study, name):
     measured = {one for listed in scale.all_measures.values() for one in listed}
     measured |= {specs.parse(one, "probe")[0] for one in measured}
     for error in filter(None, (missing(claim, trials) for claim in load_claims(study.claims_file, trusted=True))):
-        asked = re.search(r"does not measure (.+) (at (init|end)|as a training record) \(", error)
+        asked = re.search(r"does not measure (.+) (at (init|end)|as a training record)\. Add", error)
         assert asked, error
         assert asked[1] in measured, error
 

@@ -226,5 +226,5 @@ def test_a_trials_place_in_one_study_is_no_result_in_another(tmp_path):
 
 def test_a_file_without_the_columns_of_a_record_is_refused(tmp_path):
     write_results(tmp_path / "a-cpu", pd.DataFrame([{"key": "k", "status": "finished"}]))
-    with pytest.raises(UserError, match=r"a-cpu.*no record of a study"):
+    with pytest.raises(UserError, match=r"a-cpu.*not a study's record"):
         _ = Records(tmp_path).rows

@@ -81,7 +81,7 @@ def test_a_model_of_images_is_no_start_and_that_is_the_reason(given, tmp_path):
     picture = ViTConfig(**sizes, image_size=8, patch_size=4)
     lamina.build(picture, "pre_ln", head="image_classification").save_pretrained(tmp_path / "vit")
     for job in JOBS:
-        with pytest.raises(UserError, match=r"^from: '.*vit' is a LaminaForImageClassification, which gives scores"):
+        with pytest.raises(UserError, match=r"^from: '.*vit' is a LaminaForImageClassification, which returns scores"):
             JOBS[job](given(job, from_model=str(tmp_path / "vit")), bar=False)
 
 

@@ -267,7 +267,7 @@ def test_rows_that_are_no_examples_say_why(rows, message, base, tmp_path):
 
 def test_answers_that_are_the_same_are_no_pair(base, tmp_path):
     rows = [*preferences(4), {"prompt": "a", "chosen": " b", "rejected": " b"}]
-    with pytest.raises(UserError, match="row 5: the two answers are the same"):
+    with pytest.raises(UserError, match="row 5: the two answers are equal"):
         stage_of(base, rows, tmp_path, DirectPreferences)
 
 

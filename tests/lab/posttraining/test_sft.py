@@ -232,7 +232,7 @@ def test_a_template_that_is_no_jinja_is_named_whatever_the_rows(tuned, tmp_path)
 
 def test_a_model_of_scores_is_no_start(tuned, tmp_path):
     folder = write_model(tmp_path / "scores", head="sequence_classification")
-    with pytest.raises(UserError, match=r"^from: .* is a LaminaForSequenceClassification, which gives scores"):
+    with pytest.raises(UserError, match=r"^from: .* is a LaminaForSequenceClassification, which returns scores"):
         tuned(from_model=str(folder))
     assert not (tmp_path / "run").exists()
 
@@ -257,10 +257,10 @@ def test_a_run_resumes_from_a_model_that_has_moved_and_from_no_other_nor_with_ot
     mine = write_rows(tmp_path / "mine.jsonl", sorting(12))
     tuned("part", from_model=str(first), data=str(mine), pause_step=2)
     other = write_model(tmp_path / "other", seed=2)
-    with pytest.raises(UserError, match=r"from: .* is not what it was"):
+    with pytest.raises(UserError, match=r"from: .* has changed since"):
         tuned("part", resume=True, from_model=str(other), pause_step=None)
     write_rows(mine, sorting(12, seed=1))
-    with pytest.raises(UserError, match=r"data: .* is not what it was"):
+    with pytest.raises(UserError, match=r"data: .* has changed since"):
         tuned("part", resume=True)
     write_rows(mine, sorting(12))
     first.rename(moved)
