@@ -306,8 +306,9 @@ class Parser:
         flag, full = word.partition("=")[0], " all" if self.record and self.record.main else ""
         shown = {argument.name: argument.shown[0] for argument in self.arguments}
         near = suggestion(flag.strip("-").replace("-", "_"), shown)
-        is_word = near is not None and not shown[near].startswith("-")
-        hint = f". Write {shown[near]} without a flag" if is_word else did_you_mean(near and shown[near])
+        meant = None if near is None else shown[near]
+        is_word = meant is not None and not meant.startswith("-")
+        hint = f". Write {meant} without a flag" if is_word else did_you_mean(meant)
         return UserError(f"unknown option {shortened(flag, 80)}{hint} (see `{self.prog} --help{full}`)")
 
     def _argument(self, flag: str) -> Argument | None:

@@ -305,8 +305,8 @@ def answer(evidence: Evidence) -> Answer:
     first, rose, course = evidence.first, evidence.rose, [_course(evidence), *_falls(evidence), *_notable(evidence)]
     if first is None:
         finding = "Lamina found no anomaly in the record." if evidence.imported else "No layer has an anomaly."
-        advised = rose is not None and (more := _more(evidence))
-        changes = [f"Record {more} to see the steps between two records."] if advised else []
+        more = "" if rose is None else _more(evidence)
+        changes = [f"Record {more} to see the steps between two records."] if more else []
         return Answer(cause=[], evidence=[*course, finding, *_rows(evidence)], changes=changes)
     causes, where = causes_of(evidence), describe(first, evidence.names)
     texts = [_course(evidence), f"The first anomaly is at {where}."]

@@ -63,7 +63,10 @@ class Layout:
     def places(self) -> list[tuple[str, tuple[str, str, int]]]:
         """The metric, and the role, the sub-layer and the index, of each series within the layers, sorted."""
         inside = self.columns["layer"] >= 0
-        return sorted((metric, tuple(place)) for (metric, *place), at in self.series.items() if inside[at].any())
+        found = (
+            (metric, (role, sub, index)) for (metric, role, sub, index), at in self.series.items() if inside[at].any()
+        )
+        return sorted(found)
 
     def where(
         self,
@@ -125,8 +128,8 @@ class ByDepth:
         table = np.full((len(self._layers), len(self._steps)), np.nan)
         known = ~np.isnan(values)
         table[self._row[known], self._column[known]] = values[known]
-        some = ~np.isnan(table).all(axis=1)
-        if not some.all():
+        some = np.flatnonzero(~np.isnan(table).all(axis=1))
+        if len(some) < len(table):
             return pd.DataFrame(table[some], index=self._layers[some], columns=self._steps)
         return pd.DataFrame(table, index=self._layers, columns=self._steps)
 
@@ -138,7 +141,7 @@ def _layout(columns: Columns, names: Sequence[str]) -> Layout:
     """Return the layout of these rows; the same one while a run with the same rows is in memory."""
     key = hashlib.sha256("\0".join(names).encode(errors="replace"))
     for column in columns.values():
-        key.update(np.ascontiguousarray(column))
+        key.update(np.ascontiguousarray(column).tobytes())
     layout = _layouts.get(key.digest())
     if layout is None:
         layout = _layouts[key.digest()] = Layout(columns, names)

@@ -209,7 +209,8 @@ def _numbers(values: list[object]) -> np.ndarray:
     """Return values as numbers, NaN for what is none."""
     array = np.array(values) if {type(value) for value in values} <= {int, float} else None
     if array is None or array.dtype == object:
-        return pd.to_numeric(pd.Series(values, dtype=object), errors="coerce").to_numpy(dtype=float)
+        numbers = pd.Series(pd.to_numeric(pd.Series(values, dtype=object), errors="coerce"))
+        return np.asarray(numbers, dtype=float)
     return array
 
 
