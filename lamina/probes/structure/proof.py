@@ -62,9 +62,8 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     _check_axes(structure, tensors, batch if reads_tokens else batch[:, :1, None])
     again = watched(root, states, few)
     _check_same(structure, tensors, again, "two passes over the same input differ at {}: " + _RANDOM)
-    for number in range(
-        0 if fixed else SEQUENCES
-    ):  # under a causal mask on the wrong axis, the first depends on no other
+    # Under a causal mask on the wrong axis, the first depends on no other.
+    for number in range(0 if fixed else SEQUENCES):
         among = {state: tensors[state][number : number + 1] for state in states}
         alone = watched(root, states, {name: tensor[number : number + 1] for name, tensor in few.items()})
         _check_same(

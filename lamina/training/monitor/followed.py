@@ -196,7 +196,7 @@ def _holds_tensors(value: object) -> TypeGuard[MutableMapping[str, object]]:
     return isinstance(value, MutableMapping) and bool(tensors_of(value))
 
 
-def _unflattened(forward: Callable[..., Output], arguments: Arguments, **inputs: torch.Tensor) -> Output:
+def _unflattened(forward: Callable[..., Output], arguments: Arguments, /, **inputs: torch.Tensor) -> Output:
     """Call a model with its own arguments, in which ``inputs`` stand for the tensors of these names."""
     given = {}
     for name, value in arguments.items():

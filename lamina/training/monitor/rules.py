@@ -192,9 +192,7 @@ class Rules:
     _harmful: set[Place] = field(default_factory=set)  # parts whose own learning rate did harm
     _policy: PolicyCourse = field(default_factory=PolicyCourse)
     _chance: bool = False  # whether layers are left out at times, so that the stream varies more
-    _silent: dict[Place, tuple[int, int]] = field(
-        default_factory=dict
-    )  # records in a row with such parameters, and from
+    _silent: dict[Place, tuple[int, int]] = field(default_factory=dict)  # ``without_gradient``: records in a row, from
     _zeros: dict[Place, list[int]] = field(default_factory=dict)  # zero gradients: in a row, from step, before, of all
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:

@@ -399,7 +399,8 @@ class Instruments:
             elif self._kept is not None:  # a later micro-batch, or a loss whose gradient is zeroed only now
                 kept = kept_square(optimizers)
                 self._kept = None if kept is None else torch.minimum(self._kept, kept)
-            losses = self._differentiated if _comes_from_output(loss) else self._apart
+            # Only where the model gives no loss do these count.
+            losses = self._differentiated if self.losses or _comes_from_output(loss) else self._apart
             losses.append((whole if scaled is loss and whole is not None else loss).detach())
 
     def divides(self, model: nn.Module, divisor: float) -> None:

@@ -194,6 +194,37 @@ def test_two_processes_are_measured_as_one(tmp_path, kind):
     assert set(rows["layer"]) == {-1, 0, 1}
 
 
+ALONE = """
+import sys, torch
+from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.fsdp import fully_shard
+from training.watching.loops import NanoGpt, Tokens
+import lamina
+
+init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = NanoGpt()
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+lamina.watch(model, optimizer, output="run").start()
+for ids in Tokens(items=6).ids.split(2):
+    model(ids[:, :-1], ids[:, 1:])[1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+(destroy_process_group if sys.argv[1] == "by name" else torch.distributed.destroy_process_group)()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["by name", "of the module"])
+def test_a_loop_that_ends_its_group_before_its_process_ends_its_last_step(tmp_path, call):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), str(SCRIPT.parents[3])])}
+    ended = subprocess.run([sys.executable, "-c", ALONE, call], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "atexit" not in ended.stderr
+    assert result(tmp_path / "run")["steps"] == 3
+    assert len(layers(tmp_path / "run").query("metric == 'step_loss'")) == 3
+
+
 def seen(x, logit, load):
     spot = (0, "attention", 0)
     return PassNumbers(
