@@ -246,7 +246,7 @@ class Parser:
         self.add_flag("--overwrite", "replace the content of the output folder", False)
 
     def settings_from(self, argv: Sequence[str]) -> tuple[Json, SimpleNamespace]:
-        """Parse the settings by name (the command line overrides --config), and all options."""
+        """Return the given settings by name (the command line overrides --config), and the values of all flags."""
         assert self.record is not None
         options = self.parse(argv)
         typed = {name: value for name, value in vars(options).items() if name in self.record.names()}

@@ -1,6 +1,7 @@
 """Checkpoints of other trainers: reading, writing, and the transformers configuration of the model.
 
-Each format in ``FORMATS`` defines its files and its configuration. The target's table defines the names of the weights.
+Each format in ``FORMATS`` defines its files and its configuration. A target's ``weights``
+(``ports/targets.py``) gives the trainer's names of the weights.
 """
 
 from __future__ import annotations

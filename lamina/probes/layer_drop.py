@@ -375,10 +375,11 @@ class _Unchanged(Exception):
 
 
 class PassesWithoutLayers(ExitStack):
-    """Forward passes of one batch without some layers, as a context; starts must come in ascending order.
+    """Context manager that runs forward passes of one batch without some layers.
 
-    Only one state is held. A pass for the start l computes the layers after the omitted ones; those before them
-    pass the stored x^l through. That costs half of running the whole model each time. If a model changes the
+    It keeps only one state, so the first omitted layers l must come in ascending order. A pass computes the layers
+    after the omitted ones, and the layers before them return the stored x^l. That costs half of running the whole
+    model each time. If a model changes the
     stream between two layers, so that a layer's output is not the next one's input, whole passes run.
     """
 

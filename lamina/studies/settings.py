@@ -313,7 +313,7 @@ class CoordCheckSettings(
     seeds: str | int | tuple[int | str, ...] = changed("0,1,2", help="comma-separated seeds of the weights")
     batch_size: int = changed(8, help="blocks in the batch")
     tolerance: float = setting(
-        0.3, "largest exponent, positive or negative, that counts as flat", above(0.0), decides=False
+        0.3, "largest |e| in mean |x| ~ size^e at which an output is flat", above(0.0), decides=False
     )
     output: str = changed("runs/coord-check")
 

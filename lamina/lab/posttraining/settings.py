@@ -96,8 +96,8 @@ class DataSettings(Settings, group="data"):
     eval_examples: int = setting(256, "maximum number of held-out examples per evaluation (0 for all)", at_least(0))
     template: str = setting(
         "auto",
-        "prompt or chat template: auto (the tokenizer's template, otherwise alpaca or chat), none, tokenizer, "
-        "alpaca, human, chat, plain, or a Jinja file (auto leaves plain texts as they are)",
+        "prompt or chat template: auto (the tokenizer's template, otherwise alpaca or chat; none for plain texts), "
+        "none, tokenizer, alpaca, human, chat, plain, or a Jinja file",
         place,
     )
     sequence_length: int | None = setting(

@@ -29,10 +29,10 @@ class Form(NamedTuple):
 
     Attributes:
         name: of the trainer, in words.
-        line: found in each line that begins a record. Its groups: ``step``; ``epoch`` and ``of``, the number of steps
-            in an epoch, where the step starts anew in each.
-        pair: finds each pair in it, by the groups ``name`` and ``value``.
-        more: whether the pairs stand in the lines below.
+        line: a regular expression for the line that begins a record, with the group ``step``. If the step restarts in
+            each epoch, it has the groups ``epoch`` and ``of``, the number of steps in an epoch.
+        pair: a regular expression for each pair in that line, with the groups ``name`` and ``value``.
+        more: whether the following lines hold the pairs.
     """
 
     name: str

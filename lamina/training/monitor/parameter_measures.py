@@ -54,7 +54,7 @@ def owned_parameters(model: nn.Module) -> Owned:
 
 
 def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatParameters | None = None) -> Owned:
-    """List any model's parameters with their owners; without a structure the model owns them all.
+    """List a model's parameters with their layer and sub-layer; without a structure, all belong to the whole model.
 
     Parameters that several layers share (ALBERT) count in the first of them, tied ones in the embedding. Parameters of
     another stack of layers (a decoder behind the encoder) are neither embedding nor readout, but "other".

@@ -36,8 +36,8 @@ def compare_values(
 ) -> Finding:
     """Judge whether a lies below b (``lower=False``: above it), paired over the seeds of both.
 
-    The smallest difference that counts is ``by`` in the values' unit, or ``share`` of the mean of b: one of them. A
-    quantity without a scale of its own, such as an angle per layer, wants the share.
+    The smallest difference that counts is ``by`` in the values' unit, or ``share`` of the mean of b. Give one of them.
+    Use ``share`` if the size of a quantity depends on the model, such as an angle per layer.
     """
     assert (by is None) != (share is None)
     if share is not None:

@@ -144,7 +144,7 @@ def column_of(table: Frame, name: str) -> str:
 
 
 def has_claims(folder: Path) -> bool:
-    """Return whether a folder is of a study that may have claims; a comparison has no definition."""
+    """Return whether a folder belongs to a study with claims, and not to a plain comparison."""
     return (folder / CLAIMS).is_file() or bool(study_header(folder).get("definition"))
 
 

@@ -45,7 +45,7 @@ def value_title(study: StudyFolder, column: str) -> str:
 
 
 def arms_title(study: StudyFolder) -> str:
-    """Return the title of the table of arms; each stage of a study shows its own value."""
+    """Return the title of the column of values in a study's table."""
     return "score, reward or loss" if STAGE in study.axes else value_title(study, study.value)
 
 
