@@ -140,8 +140,9 @@ def watching_sentence(record: dict[str, Any] | None, where: str) -> str:
     if record is None:
         return _unmeasured("watching")
     settings, ratios = record["settings"], record["time_ratios"]
+    loop = "A watched loop" if settings.get("compile", "off") == "off" else "A watched compiled loop"
     return (
-        f"A watched loop takes {100 * (record['time_ratio'] - 1):.1f} % longer (median of {len(ratios)} turns, from "
+        f"{loop} takes {100 * (record['time_ratio'] - 1):.1f} % longer (median of {len(ratios)} turns, from "
         f"{100 * (min(ratios) - 1):.1f} to {100 * (max(ratios) - 1):.1f} %), for a Llama of size {settings['size']} "
         f"and batches of {settings['batch_size']} × {settings['sequence_length']} tokens. {where}"
     )
