@@ -83,8 +83,9 @@ def _marked(name: str, counts: dict[str, Any]) -> str:
 
 
 def _alarm_counts(counts: dict[str, Any]) -> str:
+    spikes = f" ({counts['in_spikes']} in a real spike of the loss)" if counts.get("in_spikes") else ""
     healthy = (
-        f"{counts['alarmed_steps']} of {counts['healthy_steps']:,} healthy steps had an alarm, and "
+        f"{counts['alarmed_steps']} of {counts['healthy_steps']:,} healthy steps had an alarm{spikes}, and "
         f"{counts['diverged']} of {counts['healthy_runs']} healthy runs counted as diverged. "
     )
     heard = f" ({counts['heard_before']} reported by then)" if "heard_before" in counts else ""

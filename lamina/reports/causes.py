@@ -141,7 +141,7 @@ CAUSES = {
             name="learning rate too high",
             finding="learning rate too high from step {step}",
             unlike=("telling: written",),
-            proofs=("rate: jumped",),
+            proofs=("rate: jumped", "then rise learning_rate: yes"),
             meaning="Each update moves the weights too far, so that the loss no longer falls.",
             check="continue from a checkpoint before step {step} for 50 steps at a third of the learning rate: "
             "Lamina should raise no alarm",

@@ -36,7 +36,7 @@ from lamina.training.monitor.alarms import EVENT, NOTABLE, Alarm, describe, plac
 from lamina.training.monitor.batches import beginning_of, read_batches
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import noise_of
-from lamina.training.monitor.writers import LOSS, NORM, Row, read_about, read_rows
+from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, read_rows
 
 _SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss that has risen slowly stays there
 BEFORE, AFTER = 16, 3  # losses with which others are compared, and how many must lie above them
@@ -256,7 +256,7 @@ _RECORDED = {
     "norm": "the loss and the gradient norm fit",
     "layers": "the gradient norms by layer fit",
 }
-RATE, EPOCH = "learning_rate", "epoch"
+EPOCH = "epoch"
 _MOST_OF_HISTORIES = 0.95  # odds: so few histories were judged that no more can be promised
 _STAIR = 8  # losses before and after the start of an epoch
 
@@ -374,6 +374,12 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
             return (
                 "The record shows that the labels no longer match the inputs.",
                 [f"align the labels with the inputs from step {alarm.step} on (often they are shifted by one token)"],
+                "",
+            )
+        if cause.name == "learning rate too high" and alarm.metric == RATE:
+            return (
+                f"The record shows {alarm.excess:.3g} times the highest learning rate that it had before.",
+                [f"fix the schedule, so that the learning rate stays at {alarm.usual:.3g} or below"],
                 "",
             )
         if cause.name == "optimizer groups" and alarm.metric == "rate_ratio":

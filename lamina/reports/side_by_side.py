@@ -13,14 +13,13 @@ from lamina.errors import UserError
 from lamina.reports.histories import is_history, read_history
 from lamina.training.monitor.alarms import Alarm, in_words, place_in_words
 from lamina.training.monitor.rules import noise_of
-from lamina.training.monitor.writers import LOSS, NORM, Row, read_about, read_rows
+from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, read_rows
 
 Place: TypeAlias = tuple[int, str, str, str]
 """layer, sub-layer, role, metric"""
 Course: TypeAlias = Mapping[int, float]
 """values by step"""
 
-RATE = "learning_rate"
 _METRICS = (LOSS, NORM, RATE, "gradient_norm", "update_norm", "weight_norm", "hidden_variance", "hidden_abs_max")
 _FORWARD = ("hidden_variance", "hidden_abs_max")  # the first layer is the one at which these part
 _NOISES = 4.0  # of their difference, by which two runs must differ,

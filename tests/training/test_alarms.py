@@ -175,6 +175,65 @@ def test_series_start_anew_where_other_parameters_are_trained():
         assert [alarm.step for alarm in told(steps)] == said
 
 
+@pytest.mark.parametrize(("layers", "said"), [(1, [0]), (6, [])])
+def test_all_gradients_start_anew_where_many_other_parameters_are_trained(layers, said):
+    """Layer 0, which was trained before, rises with what is trained from step 30 on."""
+    alarms, found = Alarms(), []
+    for step in range(1, 45):
+        rows = [row(step, 30.0 if step >= 36 else 1.0, layer=0)]
+        rows += [row(step, 1.0, layer=layer, metric="weight_norm") for layer in range(8)]
+        changed = [row(step, 9.0, layer=layer, metric="trained_changed") for layer in range(1, 1 + layers)]
+        found += alarms.see([*rows, *(changed if step == 30 else [])])
+    assert [alarm.layer for alarm in found] == said
+
+
+def scheduled(rates, rows=lambda step: [], alarms=None):
+    """The steps and series of a run whose learning rate has this course."""
+    alarms = alarms or Alarms()
+    found = [alarm for step, rate in enumerate(rates, 1) for alarm in alarms.see([row(step, 1.0), *rows(step)], rate)]
+    return [(alarm.step, alarm.metric) for alarm in found]
+
+
+WARM_UP = [1e-5 * step for step in range(1, 101)]
+SCHEDULES = {  # learning rates, and where an alarm is due
+    "a warm-up and a plateau": ([*WARM_UP, *[1e-3] * 50], []),
+    "restarts of a cosine": ([*WARM_UP[::5], *[5e-4 * (1 + math.cos(step / 20 * math.pi)) for step in range(60)]], []),
+    "twice as high after a rest": ([*WARM_UP, *[1e-4] * 20, *[2e-3] * 20], []),
+    "a finder of rates": ([1e-6 * 1.1**step for step in range(100)], []),
+    "8 times at once": ([*WARM_UP, 9e-4, *[8e-3] * 60], [102]),
+    "a ramp after a plateau": ([*[1e-3] * 40, *[1e-3 * 1.1**step for step in range(30)]], [56]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_learning_rate_far_above_its_highest_is_told_once(name):
+    rates, said = SCHEDULES[name]
+    alarms = Alarms()
+    assert scheduled(rates, alarms=alarms) == [(step, "learning_rate") for step in said]
+    resumed = Alarms()
+    resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
+    assert resumed.state_dict() == alarms.state_dict()
+
+
+def test_a_learning_rate_belongs_to_what_is_trained_and_not_to_an_optimizers_estimate():
+    rates = [*WARM_UP, 9e-4, *[8e-3] * 60]
+    changed = [row(102, 9.0, layer=layer, metric="trained_changed") for layer in (1, 2)]
+    assert scheduled(rates, lambda step: changed if step == 102 else []) == []
+    assert scheduled(rates, lambda step: [outside(step, 1e-3, metric="rate_estimate")]) == []
+
+
+@pytest.mark.parametrize(("warm_up", "said"), [(100, []), (40, [80])])
+def test_a_stream_may_grow_at_once_while_the_learning_rate_does(warm_up, said):
+    """As of a Bloom that begins to learn at step 60 of 100 of its warm-up."""
+    variances = dict.fromkeys((1, *range(20, 80, 20)), 1.0) | {80: 20.0, 100: 30.0}
+    found = scheduled(
+        [1e-5 * min(step, warm_up) for step in range(1, 101)],
+        lambda step: [row(step, variances[step], metric="hidden_variance")] if step in variances else [row(step, 1.0)],
+        Alarms(),
+    )
+    assert found == [(step, "hidden_variance") for step in said]
+
+
 def test_the_first_updates_of_parameters_that_are_trained_from_now_on_may_be_larger_than_their_peers():
     ratios = [row(20, 0.2 if at == 2 else 0.01, layer=at, metric="update_ratio") for at in range(5)]
     assert [alarm.rule for alarm in Alarms().see(ratios)] == ["apart"]

@@ -157,6 +157,36 @@ def lisa(every: int) -> Habit:
     return Habit(before=before)
 
 
+def embedding_later(at: int) -> Habit:
+    """Train the embedding from a step on."""
+
+    def before(run: Run, step: int) -> None:
+        if step in (1, at):
+            _train([run.model.get_parameter(run.parts.embedding)], step == at)
+
+    return Habit(before=before)
+
+
+def added_group(at: int) -> Habit:
+    """Give the layers to the optimizer as a group of their own, and train them, from a step on."""
+
+    def begin(run: Run) -> None:
+        layers = {id(p) for layer in _layers(run) for p in layer.parameters()}
+        (group,) = run.optimizers[0].param_groups
+        group["params"] = [p for p in group["params"] if id(p) not in layers]
+
+    def before(run: Run, step: int) -> None:
+        parameters = [p for layer in _layers(run) for p in layer.parameters()]
+        if step in (1, at):
+            _train(parameters, step == at)
+        if step == at:
+            (group,) = run.optimizers[0].param_groups
+            run.optimizers[0].add_param_group({**group, "params": parameters})
+            run.peaks = [2 * run.peaks[0]]
+
+    return Habit(begin=begin, before=before)
+
+
 HABITS: Mapping[str, Habit] = {
     "layerdrop": layer_drop(0.2),
     "lookahead": outer_steps(5, 0.5),
@@ -171,5 +201,9 @@ HABITS: Mapping[str, Habit] = {
     "head-first": freezing(70, first=True),
     "freezing": freezing(90, first=False),
     "lisa": lisa(10),
+    "embedding-later": embedding_later(80),
+    "added-group": added_group(80),
 }
 FITTED = ("layerdrop", "lookahead", "unfreezing")
+TRAINED = ("head-first", "freezing", "lisa", "embedding-later", "added-group")
+"""Habits of what is trained, which get another seed."""

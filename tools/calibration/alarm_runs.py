@@ -39,14 +39,14 @@ from lamina.core.json_types import Json
 from lamina.data.corpus import single_corpus
 from lamina.data.tokenizers import load_tokenizer
 from lamina.training.monitor.gain_measures import tables_of
-from tools.calibration.alarm_habits import FITTED, HABITS
+from tools.calibration.alarm_habits import FITTED, HABITS, TRAINED
 
 STEPS, BREAKS, RATE = 200, 100, 2e-3
 LATER = 7  # steps by which the next seed's break comes later: most lie between two records
 AFTER, FROM_START = 60, 90  # steps behind the break, and of what is broken from the start
 BROKEN_SEEDS = 2
-SEEN = (6, 10, 14)  # the first seeds of what was judged with earlier rules, and looked at while these were made
-FRESH = 18  # the first seed of what is judged
+SEEN = (6, 10, 14, 18)  # the first seeds of what was judged with earlier rules, and looked at while these were made
+FRESH = 22  # the first seed of what is judged
 HELD, HELD_EVERY = 4, 2  # sequences of the batch whose loss says when a model is worse than its twin, and steps
 VOCABULARY, TOKENS = 256, 2048  # bytes; tokens of text
 COLUMNS = ("call", "step", "layer", "sublayer", "role", "index", "metric", "value")
@@ -142,7 +142,14 @@ LORA = Setup(family="llama", layers=4, width=32, batch=2, every=10, warmup=20, l
 SETUPS |= {"llama-lora": LORA}
 SETUPS |= {
     f"{HABIT}-{habit}-{family}": Setup(
-        family=family, width=32, batch=3, every=every, schedule="wsd", fitted=habit in FITTED, habit=habit, seeds=1
+        family=family,
+        width=32,
+        batch=3,
+        every=every,
+        schedule="wsd",
+        fitted=habit in FITTED,
+        habit=habit,
+        seeds=2 if habit in TRAINED else 1,
     )
     for habit in HABITS
     for family, every in (("llama", 10), ("gpt2", 20))
@@ -190,7 +197,7 @@ OTHER = "other"
 SETUPS |= {
     f"{OTHER}-{family}-{number}": other(family, number, fitted)
     for family, fitted in OTHERS.items()
-    for number in range(2 if fitted else 6)
+    for number in range(2 if fitted else 8)
 }
 
 

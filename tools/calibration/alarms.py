@@ -6,8 +6,9 @@
 
 A run's loss has risen at the first step at which the loss of a fixed batch is not finite, or lies 0.15 nats above its
 healthy twin's and stays there for three measurements. "Before" means: an alarm at a step of the failure, and before
-that one. Failures after which the loss never leaves the twin's are counted apart. Runs of set-ups and kinds that are
-not fitted have seeds of their own; no run of these seeds is looked at before rules and limits are final.
+that one. A healthy run's alarm is in a spike if this loss lay so far above its own level of before. Failures after
+which the loss never leaves the twin's are counted apart. Runs of set-ups and kinds that are not fitted have seeds of
+their own; no run of these seeds is looked at before rules and limits are final.
 """
 
 from __future__ import annotations
@@ -149,6 +150,13 @@ class Recorded:
             return diverged.step
         return None
 
+    def spiked(self, step: int) -> bool:
+        """Whether the loss of the fixed batch around a step lay above its level of before for three measurements."""
+        held, at = self.about["held"], step // HELD_EVERY
+        usual = statistics.median(held[max(0, at - 15) : max(1, at - 5)] or [math.inf])
+        above = [loss > usual + NATS for loss in held[max(0, at - STAYS) : at + 2 * STAYS]]
+        return any(above[place : place + STAYS] == [True] * STAYS for place in range(len(above)))
+
     def rose(self, twin: Recorded) -> int | None:
         """The first step whose loss on the fixed batch is off the twin's."""
         mine, other = self.about["held"], twin.about["held"]
@@ -224,7 +232,8 @@ def judged(run: Recorded, twin: Recorded | None, learned: Learned | None) -> dic
     row: dict[str, Any] = {**about, "seed": run.about["seed"], "part": run.part, "steps": run.about["steps"]}
     if not run.kind:
         notable = sum(alarm.rule == NOTABLE for alarm in alarms.told)
-        return {**row, "alarmed": steps, "notable": notable, "diverged": run.diverged}
+        spikes = [step for step in steps if run.spiked(step)]
+        return {**row, "alarmed": steps, "in_spikes": spikes, "notable": notable, "diverged": run.diverged}
     assert twin is not None
     first, causes = signs.first, causes_of(signs, learned)
     named = causes[0][0] if causes else None
@@ -255,6 +264,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "healthy_runs": len(healthy),
         "healthy_steps": sum(row["steps"] for row in healthy),
         "alarmed_steps": sum(len(row["alarmed"]) for row in healthy),
+        "in_spikes": sum(len(row["in_spikes"]) for row in healthy),
         "notable_batches": sum(row["notable"] for row in healthy),
         "diverged": sum(row["diverged"] is not None for row in healthy),
         "failures": len(broken),

@@ -20,7 +20,7 @@ from lamina.jobs.files import write_lines
 from lamina.jobs.names import ALARMS, NOTABLE_BATCHES
 from lamina.jobs.run_folder import parse_lines
 from lamina.training.monitor.rules import GRADIENTS, STAYS, Found, Rules, Series, series_of
-from lamina.training.monitor.writers import LOSS, NORM, Row
+from lamina.training.monitor.writers import LOSS, NORM, RATE, Row
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,8 @@ class Alarms(Rules):
         alarms: list[Alarm] = []
         self.marked = set()
         for step, group in sorted(by_step.items()):
-            told = [alarm for candidate in self.judge(step, group, rate) for alarm in self._once(candidate)]
+            found = self.judge(step, group, rate, latest=step == max(by_step))
+            told = [alarm for candidate in found for alarm in self._once(candidate)]
             soft = [alarm.step for alarm in told if not is_hard(alarm)]
             self._done_at = max([alarm.step for alarm in told if is_hard(alarm)], default=self._done_at)
             alarms += [*self._followed(step, begun=min(soft, default=math.inf)), *told]
@@ -241,7 +242,7 @@ class Alarms(Rules):
 
 def is_hard(alarm: Alarm) -> bool:
     """Return whether an alarm measures what was done to the training itself: no single gradient leads to it."""
-    return alarm.rule in HARD or alarm.metric in ("rate_ratio", "label_match")
+    return alarm.rule in HARD or alarm.metric in ("rate_ratio", "label_match", RATE)
 
 
 def _key(alarm: Alarm) -> Key:
@@ -262,6 +263,7 @@ _NAMES = {
     LOSS: "the loss",
     "update_ratio": "the update over the weights",
     "rate_ratio": "its learning rate",
+    RATE: "the learning rate",
     "label_match": "the share of labels that are the batch's tokens",
 }
 
@@ -312,6 +314,8 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
         words["dead"] = f"{alarm.value:g} of its parameters get no gradient, though most other layers' do"
     if alarm.metric == LOSS and alarm.rule in ("rise", "fall"):
         words[alarm.rule] = f"the loss went from {alarm.usual:.3g} to {alarm.value:.3g}, outside its noise"
+    if alarm.metric == RATE:
+        words["rise"] = f"the learning rate is {alarm.excess:.3g} times the highest that it was at before"
     path = paths.get(alarm.layer)
     return f"step {alarm.step}, {place_in_words(alarm)}: {words[alarm.rule]}{f' ({path})' if path else ''}"
 

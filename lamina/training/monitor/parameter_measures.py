@@ -468,6 +468,7 @@ class UpdateRatios(TrainerCallback):
         still: the parameters of the last record that got a gradient and did not move.
         missing: whether no optimizer has any of these.
         silent: the parameters of the last record without a gradient.
+        resting: those with a gradient and a learning rate of 0, while others moved.
     """
 
     rate: float | None = None
@@ -484,6 +485,7 @@ class UpdateRatios(TrainerCallback):
         self._sums: dict[str, torch.Tensor] = {}  # by metric: of each group, before the root is taken
         self.still: list[torch.Tensor] = []
         self.silent: list[torch.Tensor] = []
+        self.resting: list[torch.Tensor] = []
         self._gradients: torch.Tensor | None = None  # the largest |gradient| of each parameter, where steps free them
         self._largest: torch.Tensor | None = None  # |update|, |gradient| of each parameter [2, parameters]
         self._group_of: dict[int, tuple[int, float | None]] = {}  # by parameter: its optimizer and learning rate
@@ -572,6 +574,7 @@ class UpdateRatios(TrainerCallback):
             return []
         updates, gradients = self._largest.tolist()
         parameters, unmoved = self.groups.parameters, []
+        self.resting = []
         stepped = {
             self._group_of[id(stored(p))][0]
             for p, size in zip(parameters, updates, strict=True)
@@ -583,6 +586,8 @@ class UpdateRatios(TrainerCallback):
             number, rate = self._group_of.get(id(stored(parameter)), (-1, 1.0))
             if number < 0:
                 unmoved.append(index)
+            elif stepped and rate == 0:
+                self.resting.append(parameter)
             elif number in stepped and rate:
                 size = float(local_part(parameter).abs().max()) if parameter.numel() else 0.0
                 if float(rate) * min(1.0, gradient) > _ROUNDED * size * torch.finfo(parameter.dtype).eps:

@@ -19,9 +19,10 @@ from typing import NamedTuple, TypeAlias
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
+from lamina.training.monitor.idle_parts import IdleParts
 from lamina.training.monitor.policy_signs import METRICS as POLICY
 from lamina.training.monitor.policy_signs import PolicyCourse
-from lamina.training.monitor.writers import LOSS, NORM, Row
+from lamina.training.monitor.writers import LOSS, NORM, RATE, Row
 
 Series: TypeAlias = tuple[int, str, str, str]
 """layer, sub-layer, role, metric"""
@@ -49,6 +50,10 @@ KEPT = 0.1  # share of a gradient that earlier steps left in it
 RECENT, SAME_WAY = 10, 5  # a course is judged by so many records, so many of which must go the same way
 FORGOTTEN = 0.5  # share of an optimizer's moments that is lost when it counts as reset
 GROWS = 1.1  # an optimizer's own estimate of its rate still grows if it does by this factor between two records
+RAISED, LEVEL = (
+    4.0,
+    32,
+)  # multiple of a schedule's highest rate, which it has reached after so many steps without a rise
 HIGHER = 16.0  # multiple of the others' rate; LoRA+ (arXiv 2402.12354) uses up to this on purpose
 MATCH, NO_MATCH = 0.99, 0.95  # share of labels that equal the batch's tokens: while they fit, and once they do not
 REPEATS = 6  # steps with the same batch that are too many: GRPO and PPO take fewer
@@ -104,6 +109,7 @@ COURSES: Mapping[str, float] = {
 _HANDS = {"written_ratio", "forgotten_share"}
 _KEPT = {"update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", "kept_gradient", LOSS, *_HANDS}
 JUDGED = {*PASTS, *_KEPT}
+_LAGS = ("gradient_norm", "update_norm")
 _UPDATES = ("update_norm", "update_ratio", "weight_norm", "unmoved_parameters", "without_gradient")
 _OF_WEIGHTS = {*_UPDATES, "gain_mean", "gain_abs_max", "row_norm_mean", "row_norm_abs_max"}
 _IDLE = ("gradient_norm", "update_norm", "update_ratio")  # zero where a step does not call a layer
@@ -187,21 +193,23 @@ class Rules:
     _skipped: int = 0  # steps in a row that a loss scaler left out
     _means: int = 0  # writes to all weights,
     _total: float = 0.0  # and what was written by the last step, in all
+    _peak: tuple[float, float, int] = (0.0, 0.0, 0)  # the rate's highest before, and at all, and when it rose to that
     _estimate: tuple[float, int] = (0.0, -INTERVAL)  # the highest rate that an optimizer estimated, and when it grew
     _changed: dict[Place, int] = field(default_factory=dict)  # the last step at which others were trained
     _harmful: set[Place] = field(default_factory=set)  # parts whose own learning rate did harm
     _policy: PolicyCourse = field(default_factory=PolicyCourse)
+    _idle: IdleParts = field(default_factory=IdleParts)
     _chance: bool = False  # whether layers are left out at times, so that the stream varies more
     _silent: dict[Place, tuple[int, int]] = field(default_factory=dict)  # ``without_gradient``: records in a row, from
     _zeros: dict[Place, list[int]] = field(default_factory=dict)  # zero gradients: in a row, from step, before, of all
 
-    def judge(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
-        """Judge the rows of a step; ``rate`` is the learning rate that divides updates."""
-        found = list(self._found(step, rows, rate))
+    def judge(self, step: int, rows: Sequence[Row], rate: float | None, *, latest: bool) -> Iterator[Found]:
+        """Judge the rows of a step; ``rate`` is the learning rate that divides updates, of the ``latest`` step."""
+        found = list(self._found(step, rows, rate, latest))
         yield from found
         yield from self._rates(rows, found)
 
-    def _found(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
+    def _found(self, step: int, rows: Sequence[Row], rate: float | None, latest: bool) -> Iterator[Found]:
         policy = [row for row in rows if row[5] in POLICY]
         yield from self._rewarded(step, policy)
         if policy and len(policy) == len(rows):
@@ -211,6 +219,7 @@ class Rules:
         changed = {row[1:4] for row in rows if row[5] == "trained_changed"}
         self._changed |= dict.fromkeys(changed, step)
         self._restart(changed)
+        yield from self._schedule(step, rate if latest else None)
         new = {
             owner for owner, at in self._changed.items() if step < at + INTERVAL
         }  # Adam's first steps are the largest
@@ -239,6 +248,8 @@ class Rules:
             if row[5] == LOSS and math.isfinite(row[6]):
                 yield from self._loss(row)
         yield from self._scaler(rows)
+        groups = [members for metric in _LAGS for members in _groups(rows, metric, self.starts)]
+        self.notes += self._idle.see(step, groups, (row for row in rows if row[5] == "expert_load"), self._recent)
 
     def _rewarded(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge what a trainer logged of a policy; without its rewards' gradient, series start anew."""
@@ -267,8 +278,24 @@ class Rules:
         self._estimate = max(value, highest), grew
         return step < grew + INTERVAL
 
+    def _schedule(self, step: int, rate: float | None) -> Iterator[Found]:
+        """Judge the learning rate by the highest that its schedule reached before; its first rise is a warm-up."""
+        if not rate or self._estimate[0]:
+            return
+        before, highest, at = self._peak
+        if rate > highest:
+            highest, at = rate, step
+        elif rate < highest or step >= at + LEVEL:
+            before = highest
+        self._peak = before, highest, at
+        row = (step, -1, "model", "all", 0, RATE, rate)
+        yield Found("rise", row, before, left=0 < RAISED * before < rate)
+
     def _restart(self, owners: Collection[Place]) -> None:
-        """Forget the course of owners whose set of trained parameters has changed, and the whole model's."""
+        """Forget the course of owners whose set of trained parameters has changed, and the whole model's.
+
+        If they are many, the training is another one: the gradients of all owners, the loss and the rate start again.
+        """
         if not owners:
             return
         several = len(set(owners)) > max(1, FEW * len(self._weights))
@@ -276,14 +303,14 @@ class Rules:
         for series in [*self._recent]:
             layer, sublayer, role, metric = series
             mine = (layer, sublayer, role) in owners or (layer, sublayer) in blocks or sublayer == "model"
-            if mine and (metric == NORM or metric in _MOVES):
+            if (mine or several) and (metric == NORM or metric in _MOVES):
                 del self._recent[series]
                 self._seen.pop(series, None)
         for owner in owners:
             self._weights.pop(owner, None)
             self._zeros.pop(owner, None)
         if several:
-            self._sums, self._losses = {}, deque(maxlen=2 * WINDOW)
+            self._sums, self._losses, self._peak = {}, deque(maxlen=2 * WINDOW), (0.0, 0.0, 0)
 
     def note_score(self, name: str, score: float) -> None:
         """Keep the highest score of a fitted limit."""
@@ -310,6 +337,7 @@ class Rules:
         recent = self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
         before, last = self._seen.get(series_of(row), (step - 2, step - 1))
         gaps = max(1.0, (step - last) / max(1, last - before))  # a history may have a step twice
+        warms_up = self._peak[0] == 0 and self._peak[2] == step
         for rule, sign in (("rise", 1.0), ("fall", -1.0)):
             if not (past.rises if rule == "rise" else past.falls) or len(recent) < past.fewest:
                 continue
@@ -317,6 +345,8 @@ class Rules:
             score /= max(1.0, (step - last) / INTERVAL) * (2.0 if self._chance and metric.startswith("hidden") else 1.0)
             if score and rule == "rise" and value <= self._calm(sublayer, metric, past):
                 score = 0.0
+            if warms_up and metric.startswith("hidden"):
+                score = 0.0  # the stream grows with the rate: its course judges it
             course_now = self._fitted(rule, row, usual * (value / scaled if scaled else 1.0), score)
             if metric in COURSES and (course := self._course(rule, row, sign)) is not None:
                 self.note_score(course.name, course.score)
@@ -577,6 +607,8 @@ class Rules:
             "ways": [self._chance, self._means, self._total],
             "harmful": sorted(map(list, self._harmful)),
             "estimate": list(self._estimate),
+            "peak": list(self._peak),
+            "idle": self._idle.state_dict(),
             "silent": [[*location, *counts] for location, counts in self._silent.items()],
             "policy": self._policy.state_dict(),
             "zeros": [[*location, *counts] for location, counts in self._zeros.items()],
@@ -604,6 +636,9 @@ class Rules:
         }
         highest, grew = state.get("estimate", self._estimate)
         self._estimate, self._policy = (highest, grew), PolicyCourse(**state.get("policy", {}))
+        before, highest, at = state.get("peak", self._peak)
+        self._peak = before, highest, at
+        self._idle.load_state_dict(state.get("idle", {}))
         losses, sums, self._skipped = state.get("course", [[], {}, 0])
         self._losses, self._sums = deque(losses, maxlen=2 * WINDOW), dict(sums)
 

@@ -251,7 +251,7 @@ class Instruments:
         self._signs: LoopSigns | None = None
         self._kept: torch.Tensor | None = None  # square of the gradient that no backward pass of this step found zeroed
         self._scale: torch.Tensor | None = None  # of the step's gradients, until a GradScaler unscales them
-        self._told_still = False
+        self._told_still = self._told_resting = False
         self._stale = False  # whether the model has other parameters than those followed
         self._summed = False
         self.takes_shares = False  # a Trainer says what it trains; a model's outputs may hold another loss (TRL's DPO)
@@ -627,6 +627,9 @@ class Instruments:
                     f"step {step}: these parameters get a gradient but do not change{missing}: "
                     f"{named(self.model, still)}"
                 )
+            if (resting := self._updates.resting) and not self._told_resting:
+                self._told_resting = True
+                self.note(f"step {step}: these parameters have a learning rate of 0: {named(self.model, resting)}")
             if silent := self._updates.silent:
                 self.note(f"these get no gradient, though most other layers' do: {named(self.model, silent)}")
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model

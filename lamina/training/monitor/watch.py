@@ -49,6 +49,7 @@ from lamina.training.monitor.training_hooks import Instruments
 from lamina.training.monitor.writers import (
     LOSS,
     NORM,
+    RATE,
     VERSION,
     WATCHED,
     Row,
@@ -247,7 +248,7 @@ class LoopMonitor(Monitor):
         """
         rows = self.instruments.gradient_rows()
         rows += self.instruments.rows(self.step, self.processes) if due else self.instruments.written_rows(self.step)
-        rows += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if due and rate is not None else []
+        rows += [(self.step, -1, "model", "all", 0, RATE, rate)] if due and rate is not None else []
         self.alarms.half = self.instruments.half  # autocast may have been seen
         series = self.look(rows, rate, due=due)
         self._losses += [row[6] for row in series if row[5] == LOSS]

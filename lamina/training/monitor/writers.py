@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Row: TypeAlias = tuple[int, int, str, str, int, str, float]
 """step, layer (-1 outside the layers), sub-layer, role, index, metric, value"""
 
-LOSS, NORM = "step_loss", "step_gradient_norm"
+LOSS, NORM, RATE = "step_loss", "step_gradient_norm", "learning_rate"
 """The metrics of every step."""
 
 

@@ -1,0 +1,122 @@
+"""Parts that learn little: experts without tokens, and layers whose gradient or update fell far behind the others'.
+
+None of these has to do harm, so each is a note and no alarm. Loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lamina.core.json_types import Json
+from lamina.training.monitor.writers import Row
+
+Part: TypeAlias = tuple[int, str, int, str]
+"""layer, sub-layer, number of the expert, metric"""
+
+BEHIND = 20.0  # a part is behind if its share of the layers' usual value is so many times smaller than before
+LASTS = {"gradient_norm": 8, "update_norm": 3, "expert_load": 5}  # values in a row that it takes at least
+CERTAIN = 1e-7  # an expert without tokens is no chance below this probability
+TOLD = 3  # notes about each metric
+_WORDS = {
+    "gradient_norm": "compared with the other layers, the gradient of {} fell to less than a twentieth",
+    "update_norm": "compared with the other layers, the update of {} fell to less than a twentieth",
+    "expert_load": "the router sends no tokens to {}",
+}
+
+
+@dataclass(kw_only=True)
+class IdleParts:
+    """Follows which parts learn little.
+
+    Attributes:
+        runs: by part, how many values in a row it has been idle.
+        named: the idle parts that a note has named.
+        counts: by layer, the loads of 0 that did not last, and all loads but those that last.
+        told: by metric, the number of notes.
+    """
+
+    runs: dict[Part, int] = field(default_factory=dict)
+    named: set[Part] = field(default_factory=set)
+    counts: dict[int, list[int]] = field(default_factory=dict)
+    told: dict[str, int] = field(default_factory=dict)
+
+    def see(
+        self,
+        step: int,
+        groups: Iterable[Sequence[Row]],
+        loads: Iterable[Row],
+        recent: Mapping[tuple[int, str, str, str], Sequence[float]],
+    ) -> Iterator[str]:
+        """Judge a step and yield its notes.
+
+        Args:
+            groups: gradients and updates, of sub-layers of one kind.
+            loads: the experts' loads.
+            recent: the latest values of each series.
+        """
+        idle = {part for members in groups for part in self._behind(members, recent)} | self._without_tokens(loads)
+        new, self.named = idle - self.named, idle | {part for part in self.named if self.runs[part]}
+        for metric, words in _WORDS.items():
+            which = sorted(part for part in new if part[3] == metric)
+            if which and self.told.get(metric, 0) < TOLD:
+                self.told[metric] = self.told.get(metric, 0) + 1
+                names = (
+                    f"expert {number} of layer {layer}" if metric == "expert_load" else f"layer {layer} ({sublayer})"
+                    for layer, sublayer, number, _ in which
+                )
+                yield f"step {step}: {words.format(', '.join(names).replace('_', '-'))}. This is no alarm"
+
+    def _lasts(self, row: Row, idle: bool) -> int:
+        """Return how many values in a row a part has been idle."""
+        part = (row[1], row[2], row[4], row[5])
+        self.runs[part] = self.runs.get(part, 0) + 1 if idle else 0
+        return self.runs[part]
+
+    def _behind(
+        self, members: Sequence[Row], recent: Mapping[tuple[int, str, str, str], Sequence[float]]
+    ) -> Iterator[Part]:
+        """Yield the parts whose share of the usual value has been far below their past share for long enough."""
+        usual = statistics.median(row[6] for row in members) if len(members) > 2 else 0.0
+        for row in members:
+            idle = 0 < row[6] < usual / 2
+            if idle:
+                past = {each: recent.get((*each[1:4], each[5])) or [0.0] for each in members}
+                before = statistics.median(map(statistics.median, past.values()))
+                idle = row[6] * before * BEHIND < statistics.median(past[row]) * usual
+            if self._lasts(row, idle) >= LASTS[row[5]]:
+                yield row[1], row[2], row[4], row[5]
+
+    def _without_tokens(self, loads: Iterable[Row]) -> set[Part]:
+        """Return the experts that have had no tokens for longer than chance explains."""
+        idle, rows = set[Part](), list(loads)
+        for row in rows:
+            before = self.runs.get((row[1], row[2], row[4], row[5]), 0)
+            if not self._lasts(row, row[6] == 0.0):
+                count = self.counts.setdefault(row[1], [0, 0])
+                count[:] = [count[0] + before, count[1] + before + 1]
+        for _, layer, sublayer, _, number, metric, _ in rows:
+            zeros, seen = self.counts.get(layer, (0, 0))
+            run = self.runs[layer, sublayer, number, metric]
+            if run >= LASTS[metric] and run * math.log((zeros + 1) / (seen + 2)) < math.log(CERTAIN):
+                idle.add((layer, sublayer, number, metric))
+        return idle
+
+    def state_dict(self) -> Json:
+        return {
+            "runs": [[*part, run] for part, run in self.runs.items() if run],
+            "named": sorted(map(list, self.named)),
+            "counts": [[layer, *counts] for layer, counts in self.counts.items()],
+            "told": self.told,
+        }
+
+    def load_state_dict(self, state: Json) -> None:
+        self.runs = {
+            (layer, sublayer, number, metric): run for layer, sublayer, number, metric, run in state.get("runs", [])
+        }
+        self.named = {(layer, sublayer, number, metric) for layer, sublayer, number, metric in state.get("named", [])}
+        self.counts = {layer: counts for layer, *counts in state.get("counts", [])}
+        self.told = dict(state.get("told", {}))
