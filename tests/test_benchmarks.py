@@ -229,7 +229,7 @@ def test_the_arithmetic_of_memory_counts_weights_gradients_and_moments(common):
 @pytest.mark.slow  # two trainings of 26 steps
 def test_a_recorded_run_gives_the_alarms_of_the_run_itself(common, tmp_path, monkeypatch):
     """Of a run that breaks, judged while it trained and by its records; and one that goes on from a healthy one."""
-    runs, alarms = importlib.import_module("alarm_runs"), importlib.import_module("alarms")
+    runs, alarms = (importlib.import_module(f"tools.calibration.{name}") for name in ("alarm_runs", "alarms"))
     monkeypatch.setattr(runs, "BREAKS", 18)
     monkeypatch.setattr(runs, "AFTER", 8)
     setup = dataclasses.replace(runs.SETUPS["llama-restarts"], layers=3, width=16, every=3, steps=30)
@@ -245,6 +245,14 @@ def test_a_recorded_run_gives_the_alarms_of_the_run_itself(common, tmp_path, mon
     forked = alarms.Recorded.read(tmp_path / "llama-restarts+creep+1.5+0.parquet")
     assert forked.calls == alone.calls
     assert forked.about["held"] == about["held"]
+
+
+def test_an_alarm_is_in_a_spike_if_the_fixed_batchs_loss_lay_above_its_own_level(common):
+    held = [4.0 - 0.01 * step for step in range(60)]  # of each second step
+    spike = held[:40] + [loss + 0.5 for loss in held[40:44]] + held[44:]
+    recorded = importlib.import_module("tools.calibration.alarms").Recorded
+    found = [recorded(Path("run"), {"held": losses}).spiked(step) for losses in (held, spike) for step in (40, 84)]
+    assert found == [False, False, False, True]
 
 
 @pytest.fixture(scope="module")

@@ -175,12 +175,14 @@ def test_series_start_anew_where_other_parameters_are_trained():
         assert [alarm.step for alarm in told(steps)] == said
 
 
+@pytest.mark.parametrize("metric", ["gradient_norm", "hidden_variance"])
 @pytest.mark.parametrize(("layers", "said"), [(1, [0]), (6, [])])
-def test_all_gradients_start_anew_where_many_other_parameters_are_trained(layers, said):
+def test_all_series_start_anew_where_many_other_parameters_are_trained(layers, said, metric):
     """Layer 0, which was trained before, rises with what is trained from step 30 on."""
     alarms, found = Alarms(), []
     for step in range(1, 45):
-        rows = [row(step, 30.0 if step >= 36 else 1.0, layer=0)]
+        high = 36 if metric == "gradient_norm" else 31
+        rows = [row(step, 30.0 if step >= high else 1.0, layer=0, metric=metric)]
         rows += [row(step, 1.0, layer=layer, metric="weight_norm") for layer in range(8)]
         changed = [row(step, 9.0, layer=layer, metric="trained_changed") for layer in range(1, 1 + layers)]
         found += alarms.see([*rows, *(changed if step == 30 else [])])

@@ -294,7 +294,7 @@ class Rules:
     def _restart(self, owners: Collection[Place]) -> None:
         """Forget the course of owners whose set of trained parameters has changed, and the whole model's.
 
-        If they are many, the training is another one: the gradients of all owners, the loss and the rate start again.
+        If they are many, the training is another one: all series start again, and the learning rate's highest value.
         """
         if not owners:
             return
@@ -303,7 +303,7 @@ class Rules:
         for series in [*self._recent]:
             layer, sublayer, role, metric = series
             mine = (layer, sublayer, role) in owners or (layer, sublayer) in blocks or sublayer == "model"
-            if (mine or several) and (metric == NORM or metric in _MOVES):
+            if (mine and (metric == NORM or metric in _MOVES)) or (several and metric != "written_ratio"):
                 del self._recent[series]
                 self._seen.pop(series, None)
         for owner in owners:
