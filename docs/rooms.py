@@ -1,4 +1,4 @@
-"""Draws docs/rooms.svg, the picture of the package's rooms, from the imports: ``python docs/rooms.py``."""
+"""Draws docs/dev/rooms.svg, the picture of the package's rooms, from the imports: ``python docs/rooms.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PICTURE = ROOT / "docs" / "rooms.svg"
+PICTURE = ROOT / "docs" / "dev" / "rooms.svg"
 WIDTH, BOX, GAP = 620, 262, 26  # of the picture, a room, and between two rooms
 PLAIN, DIVIDED, FLOOR = 34, 52, 40  # heights: of a room, of one with folders in it, of the space between floors
 

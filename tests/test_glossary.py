@@ -77,7 +77,7 @@ def shown() -> dict[str, str]:
         *sorted((ROOT / "docs").glob("*.md")),
         *sorted((ROOT / "docs" / "evidence").glob("*.md")),
     ]
-    texts = {path.name: path.read_text("utf-8") for path in pages if path.name != "architecture.md"}
+    texts = {path.name: path.read_text("utf-8") for path in pages}
     reference = loaded("docs/reference.py")
     texts |= {"help": reference.command_line_page(), "settings": reference.settings_page()}
     return {

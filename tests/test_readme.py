@@ -1,4 +1,4 @@
-"""README, the recipes and docs/architecture.md say what the program does now."""
+"""README, the recipes and docs/dev/architecture.md say what the program does now."""
 
 import json
 import os
@@ -206,7 +206,7 @@ def test_a_recipe_trains_what_the_studies_train(path):
     }
 
 
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "dev" / "architecture.md").read_text(encoding="utf-8")
 
 
 def test_the_picture_of_the_rooms_is_up_to_date():
