@@ -59,7 +59,8 @@ def nearest_name(name: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> s
     """Return the allowed name nearest to a misspelled one; None if none is as similar as ``cutoff``."""
     if len(name) > 100:
         return None  # no misspelled name, and the search takes the square of its length
-    return next(iter(difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)), None)
+    names, plain = list(allowed), name.lower().replace("-", "_")  # Peri-LN
+    return next((near for each in (name, plain) for near in difflib.get_close_matches(each, names, 1, cutoff)), None)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

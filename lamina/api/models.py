@@ -383,7 +383,7 @@ def report(folder: str | PathLike[str]) -> Path:
     >>> lamina.report("no/such/folder")
     Traceback (most recent call last):
     ...
-    lamina.errors.UserError: folder: 'no/such/folder' holds no job, so there is no page to write (allowed: ...)
+    lamina.errors.UserError: folder: 'no/such/folder' is not there. Give a job's folder. To read another tool's log, ...
 
     Raises:
         UserError: (a ValueError) if no job wrote the folder, or its records are damaged.

@@ -100,7 +100,7 @@ CAUSES = {
             ),
             changes=(
                 Change(
-                    text="train in bfloat16 (--precision bf16), which has float32's range",
+                    text="train in bfloat16, which has float32's range (in Lamina's commands: --precision bf16)",
                     setting="precision",
                     made="bf16",
                 ),

@@ -6,6 +6,7 @@ The text needs neither pandas, plotly nor a reader of Parquet. ``pages.diagnosis
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -94,7 +95,9 @@ def gather(folder: Path) -> Evidence:
     """Read a run's folder. Raises UserError if it has no records by layer, or records of another version."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"run: {str(folder)!r} is not a folder. Give the folder of a run, or another tool's record.")
+        if re.match(r"https?:/", str(folder)):
+            raise UserError(f"run: {str(folder)!r} is an address. Download the run's history, and give the file.")
+        raise UserError(f"run: {str(folder)!r} is not there. Give the folder of a run, or another tool's record.")
     refuse_page(folder)
     about, rows = read_about(folder), partial(read_rows, folder)
     history = about.get("history") or {}
@@ -165,11 +168,46 @@ def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0
 
     ``wanders`` is how far they may go by themselves (``wander_of``).
     """
+    return len(after) >= AFTER and min(after) > _ceiling(before, _NATS, wanders)
+
+
+def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
+    """Return the highest loss that is not above those before; infinite if these are too few."""
     finite = [loss for loss in before[-BEFORE:] if math.isfinite(loss)]
-    if len(finite) < BEFORE // 2 or len(after) < AFTER:
-        return False
+    if len(finite) < BEFORE // 2:
+        return math.inf
     usual = min(statistics.median(finite), statistics.median(finite[-5:]))  # a falling loss is below its median
-    return min(after) > usual + max(_NATS, _NOISES * noise_of(finite), wanders)
+    return usual + max(least, _NOISES * noise_of(finite), wanders)
+
+
+def spikes_of(losses: Mapping[int, float]) -> dict[int, int | None]:
+    """Return the first step of each short rise by half a nat, and the step at which the loss was back.
+
+    The second is None where the record ends before.
+    """
+    spikes, usual, begin = dict[int, int | None](), list[float](), None
+    for step in sorted(losses):
+        loss, before = losses[step], usual[-BEFORE:]
+        if loss > min(before, default=math.inf) + _SLOW and loss > _ceiling(before, _SLOW, wander_of(usual)):
+            begin = step if begin is None else begin
+            spikes[begin] = None
+            continue
+        if begin is not None:
+            spikes[begin], begin = step, None
+        usual.append(loss)
+    return spikes
+
+
+def back_at(losses: Mapping[int, float], rose: int) -> int | None:
+    """Return the step from which on 3 losses, and the last 3, are no longer above those before the rise."""
+    steps = sorted(losses)
+    at = bisect_left(steps, rose)
+    values = [losses[step] for step in steps]
+    ceiling = _ceiling(values[:at], _NATS, wander_of(values[:at]))
+    if math.isinf(ceiling) or not max(values[-AFTER:]) <= ceiling:
+        return None
+    low = (at + number for number in range(len(values) - at - AFTER + 1))
+    return next((steps[number] for number in low if max(values[number : number + AFTER]) <= ceiling), None)
 
 
 def wander_of(losses: Sequence[float]) -> float:
@@ -290,8 +328,11 @@ def sentences(evidence: Evidence) -> list[str]:
 def headline(evidence: Evidence) -> str:
     """Return the finding in a line: the cause, as likely unless the record proves it, or the first anomaly."""
     first = evidence.first
+    if first is None and evidence.rose is None:
+        spike = next(iter(spikes_of(evidence.losses)), None)
+        return "No problem found" if spike is None else f"The loss spiked at step {spike} and did not stay up"
     if first is None:
-        return "No problem found" if evidence.rose is None else f"The loss rose at step {evidence.rose}"
+        return f"The loss rose at step {evidence.rose}"
     (cause, _), *_ = causes_of(evidence)
     if cause != NOT_KNOWN:
         finding = _filled(CAUSES[cause].finding, evidence)
@@ -302,11 +343,17 @@ def headline(evidence: Evidence) -> str:
 
 def answer(evidence: Evidence) -> Answer:
     """Diagnose a run from the evidence in its records."""
-    first, rose, course = evidence.first, evidence.rose, [_course(evidence), *_falls(evidence), *_notable(evidence)]
+    first, rose = evidence.first, evidence.rose
+    spikes = spikes_of(evidence.losses) if rose is None else {}
+    course = [_course(evidence), *_back(evidence, spikes), *_falls(evidence), *_notable(evidence, spikes)]
     if first is None:
-        finding = "Lamina found no anomaly in the record." if evidence.imported else "No layer has an anomaly."
-        more = "" if rose is None else _more(evidence)
+        other = "other " * bool(spikes)
+        finding = f"Lamina found no {other}anomaly in the record." if evidence.imported else "No layer has an anomaly."
+        more = "" if rose is None and not spikes else _more(evidence)
         changes = [f"Record {more} to see the steps between two records."] if more else []
+        if spikes:
+            step = next(iter(spikes))
+            changes.insert(0, f"To check: inspect the batch and the learning rate of step {step}.")
         return Answer(cause=[], evidence=[*course, finding, *_rows(evidence)], changes=changes)
     causes, where = causes_of(evidence), describe(first, evidence.names)
     texts = [_course(evidence), f"The first anomaly is at {where}."]
@@ -458,6 +505,20 @@ def _course(evidence: Evidence) -> str:
     return f"The loss rose at step {rose} of {evidence.steps}{status}."
 
 
+def _back(evidence: Evidence, spikes: Mapping[int, int | None]) -> list[str]:
+    """Say where the loss that rose was back, or where it spiked without staying up."""
+    if evidence.rose is not None:
+        back = back_at(evidence.losses, evidence.rose)
+        return [] if back is None else [f"The loss came back down at step {back}."]
+    told = [
+        f"step {step} (to {evidence.losses[step]:.3g}, "
+        + (f"back at step {back})" if back is not None else "where the record ends)")
+        for step, back in [*spikes.items()][:_SHOWN]
+    ]
+    more = f", and {len(spikes) - _SHOWN} more times" if len(spikes) > _SHOWN else ""
+    return [f"The loss spiked at {'; '.join(told)}{more}."] if told else []
+
+
 def _falls(evidence: Evidence) -> list[str]:
     """Say where the loss fell at once, if it did not rise."""
     if evidence.rose is not None:
@@ -473,15 +534,15 @@ def _falls(evidence: Evidence) -> list[str]:
     ]
 
 
-def _notable(evidence: Evidence) -> list[str]:
+def _notable(evidence: Evidence, spikes: Collection[int]) -> list[str]:
     if not evidence.notable:
         return []
     steps = [str(alarm.step) for alarm in evidence.notable[:_SHOWN]]
     if len(steps) == 1:
-        return [f"The batch of step {steps[0]} had an unusually large gradient, and nothing went wrong after it."]
-    return [
-        f"The batches of steps {', '.join(steps)} had unusually large gradients, and nothing went wrong after them."
-    ]
+        after = "" if spikes else ", and nothing went wrong after it"
+        return [f"The batch of step {steps[0]} had an unusually large gradient{after}."]
+    after = "" if spikes else ", and nothing went wrong after them"
+    return [f"The batches of steps {', '.join(steps)} had unusually large gradients{after}."]
 
 
 def _rows(evidence: Evidence) -> list[str]:

@@ -111,6 +111,11 @@ def report(folder: Path) -> Path:
     folder = joined(folder)
     pages, kind = {page_kind: _pages[page_kind] for page_kind in kinds()}, kind_of(folder)
     if kind is None or kind not in pages:
+        if not folder.is_dir():
+            raise UserError(
+                f"folder: {str(folder)!r} {'is a file' if folder.is_file() else 'is not there'}. Give a job's folder. "
+                "To read another tool's log, run: lamina diagnose LOG"
+            )
         raise UserError(
             f"folder: {str(folder)!r} holds {'no job' if kind is None else f'a {kind}'}, so there is no page to write "
             f"(allowed: a folder of: {', '.join(pages)})"

@@ -60,6 +60,12 @@ def test_on_pytorch(spec):
     check(model, on_pytorch(spec, config)[1], "pytorch")
 
 
+@pytest.mark.parametrize(("build", "config"), [(on_pytorch, llama), (on_nanogpt, gpt2)])
+def test_blocks_for_another_depth_are_an_error(build, config):
+    with pytest.raises(ValueError, match=f"these blocks are for {LAYERS + 1}"):
+        build("keel", config(), LAYERS + 1)
+
+
 @pytest.mark.parametrize("spec", spread(SINGLE_STREAM))
 def test_on_nanogpt(spec):
     config = gpt2()
@@ -287,6 +293,7 @@ def test_the_command_writes_the_file_and_its_test(tmp_path, capsys):
     [
         (["keel", "--to", "pytroch", "--num-layers", "3"], "unknown --to 'pytroch'; did you mean 'pytorch'?"),
         (["keal", "--to", "mlx", "--num-layers", "3"], "unknown placement 'keal'; did you mean 'keel'?"),
+        (["Peri-LN", "--to", "mlx", "--num-layers", "3"], "unknown placement 'Peri-LN'; did you mean 'peri_ln'?"),
         (["keel(alpha=3)", "--to", "mlx"], "Run: lamina emit 'keel(alpha=3)' --to mlx --num-layers 24"),
         (["keel", "--num-layers", "3"], "--to: not given. Run: lamina emit keel --to pytorch --num-layers 3"),
         (["keel", "--to", "mlx", "--num-layers", "0"], "num_layers: 0 is not a whole number of at least 1"),

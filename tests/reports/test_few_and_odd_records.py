@@ -69,3 +69,38 @@ def test_the_embedding_is_named_where_it_differs_first(tmp_path):
     assert parted == (
         "The first layer that differs is at step 1, the embedding: the residual stream's variance is 1 and 3."
     )
+
+
+def history(path, *high):
+    """Write a log whose loss goes up to 4.5 at some steps."""
+    losses = {step: 4.5 if step in high else 2.4 + 0.02 * math.sin(7 * step) for step in range(1, 61)}
+    path.write_text("".join(f"step {step} loss {loss:.4f}\n" for step, loss in losses.items()))
+    return lamina.diagnose(path)
+
+
+@pytest.mark.parametrize(
+    ("high", "said"),
+    [
+        ([40], "step 40 (to 4.5, back at step 41)"),
+        ([40, 41], "step 40 (to 4.5, back at step 42)"),
+        ([30, 40], "step 30 (to 4.5, back at step 31); step 40 (to 4.5, back at step 41)"),
+        ([60], "step 60 (to 4.5, where the record ends)"),
+    ],
+)
+def test_a_loss_that_spiked_and_came_back_is_no_healthy_run(tmp_path, high, said):
+    diagnosis = history(tmp_path / "train.log", *high)
+    assert f"The loss spiked at {said}." in diagnosis.sentences
+    assert f"To check: inspect the batch and the learning rate of step {high[0]}." in diagnosis.sentences
+    assert "Lamina found no anomaly in the record." not in diagnosis.sentences
+    assert f"<title>The loss spiked at step {high[0]} and " in diagnosis.page.read_text("utf-8")
+
+
+def test_a_loss_that_rose_for_some_steps_is_said_to_have_come_back(tmp_path):
+    assert "The loss came back down at step 45." in history(tmp_path / "back.log", *range(40, 45)).sentences
+    assert "came back" not in str(history(tmp_path / "up.log", *range(40, 61)).sentences)
+
+
+def test_a_steady_loss_has_no_spike(tmp_path):
+    diagnosis = history(tmp_path / "train.log")
+    assert "spiked" not in str(diagnosis.sentences)
+    assert "<title>No problem found" in diagnosis.page.read_text("utf-8")

@@ -369,7 +369,7 @@ def folder(tmp_path):
 
 
 def test_a_folder_of_no_job_is_refused(tmp_path):
-    with pytest.raises(UserError, match="holds no job"):
+    with pytest.raises(UserError, match="is not there"):
         list(following.follow(tmp_path / "nowhere"))
 
 

@@ -140,7 +140,10 @@ def _pack(
     A model whose vocabulary of ``size`` lacks the end of a text, as one of the 256 bytes does, reads the texts without.
     """
     if tokenizer is None:
-        raise UserError(f"tokenizer: the checkpoint has none, so {source} can't be read. Name one with --tokenizer.")
+        raise UserError(
+            f"tokenizer: the checkpoint has none, so {source} can't be read. Add --tokenizer FOLDER, or --tokenizer bytes "
+            "for a model of bytes."
+        )
     prefix, suffix = _specials(tokenizer)
     body = length - len(prefix) - len(suffix)
     if body < 1:
