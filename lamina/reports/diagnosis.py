@@ -180,20 +180,23 @@ def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
     return usual + max(least, _NOISES * noise_of(finite), wanders)
 
 
-def spikes_of(losses: Mapping[int, float]) -> dict[int, int | None]:
-    """Return the first step of each short rise by half a nat, and the step at which the loss was back.
+def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]]:
+    """Return each short rise by half a nat, by its first step: its highest loss, and the step at which it was back.
 
-    The second is None where the record ends before.
+    The step is None where the record ends before.
     """
-    spikes, usual, begin = dict[int, int | None](), list[float](), None
+    spikes, usual, begin = dict[int, tuple[float, int | None]](), list[float](), None
     for step in sorted(losses):
-        loss, before = losses[step], usual[-BEFORE:]
-        if loss > min(before, default=math.inf) + _SLOW and loss > _ceiling(before, _SLOW, wander_of(usual)):
-            begin = step if begin is None else begin
-            spikes[begin] = None
-            continue
+        loss = losses[step]
+        if loss > min(usual[-BEFORE:], default=math.inf) + _SLOW:
+            if begin is None and loss > _ceiling(usual, _SLOW, wander_of(usual)):
+                begin, spikes[step] = step, (loss, None)
+                continue
+            if begin is not None and loss > _ceiling(usual, _SLOW, 0.0):
+                spikes[begin] = max(loss, spikes[begin][0]), None
+                continue
         if begin is not None:
-            spikes[begin], begin = step, None
+            spikes[begin], begin = (spikes[begin][0], step), None
         usual.append(loss)
     return spikes
 
@@ -345,7 +348,8 @@ def answer(evidence: Evidence) -> Answer:
     """Diagnose a run from the evidence in its records."""
     first, rose = evidence.first, evidence.rose
     spikes = spikes_of(evidence.losses) if rose is None else {}
-    course = [_course(evidence), *_back(evidence, spikes), *_falls(evidence), *_notable(evidence, spikes)]
+    course = [*_back(evidence, spikes), _course(evidence)] if spikes else [_course(evidence), *_back(evidence, {})]
+    course += [*_falls(evidence), *_notable(evidence, spikes)]
     if first is None:
         other = "other " * bool(spikes)
         finding = f"Lamina found no {other}anomaly in the record." if evidence.imported else "No layer has an anomaly."
@@ -356,7 +360,7 @@ def answer(evidence: Evidence) -> Answer:
             changes.insert(0, f"To check: inspect the batch and the learning rate of step {step}.")
         return Answer(cause=[], evidence=[*course, finding, *_rows(evidence)], changes=changes)
     causes, where = causes_of(evidence), describe(first, evidence.names)
-    texts = [_course(evidence), f"The first anomaly is at {where}."]
+    texts = [course[0], f"The first anomaly is at {where}."]
     location, everywhere = evidence.place or first, _everywhere(evidence, first)
     inside = location.layer >= 0 or location.role != "all"
     if _place(location) != _place(first) and says_where(location) and inside and not everywhere:
@@ -505,15 +509,14 @@ def _course(evidence: Evidence) -> str:
     return f"The loss rose at step {rose} of {evidence.steps}{status}."
 
 
-def _back(evidence: Evidence, spikes: Mapping[int, int | None]) -> list[str]:
+def _back(evidence: Evidence, spikes: Mapping[int, tuple[float, int | None]]) -> list[str]:
     """Say where the loss that rose was back, or where it spiked without staying up."""
     if evidence.rose is not None:
         back = back_at(evidence.losses, evidence.rose)
         return [] if back is None else [f"The loss came back down at step {back}."]
     told = [
-        f"step {step} (to {evidence.losses[step]:.3g}, "
-        + (f"back at step {back})" if back is not None else "where the record ends)")
-        for step, back in [*spikes.items()][:_SHOWN]
+        f"step {step} (to {highest:.3g}, {'where the record ends' if back is None else f'back at step {back}'})"
+        for step, (highest, back) in [*spikes.items()][:_SHOWN]
     ]
     more = f", and {len(spikes) - _SHOWN} more times" if len(spikes) > _SHOWN else ""
     return [f"The loss spiked at {'; '.join(told)}{more}."] if told else []

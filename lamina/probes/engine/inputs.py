@@ -141,8 +141,8 @@ def _pack(
     """
     if tokenizer is None:
         raise UserError(
-            f"tokenizer: the checkpoint has none, so {source} can't be read. Add --tokenizer FOLDER, or --tokenizer bytes "
-            "for a model of bytes."
+            f"tokenizer: the checkpoint has none, so {source} can't be read. Add --tokenizer FOLDER, or for a model of "
+            "bytes --tokenizer bytes."
         )
     prefix, suffix = _specials(tokenizer)
     body = length - len(prefix) - len(suffix)

@@ -195,4 +195,4 @@ def _bars(printed: Json, color: dict[str, str]) -> Figure | None:
         )
     bars = len(scored) * len(printed["lines"])
     chart.update_layout(barmode="group", bargap=max(0.2, 1 - 0.12 * bars))
-    return polish(chart.update_yaxes(title="percent", rangemode="tozero"), 380)
+    return polish(chart.update_xaxes(automargin=True).update_yaxes(title="percent", rangemode="tozero"), 380)
