@@ -91,12 +91,12 @@ def _main(argv: list[str]) -> int:
         *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
         if str(raised_in.f_globals.get("__name__")).startswith("lamina.commands."):  # --help
             raise
-        return _fail(f"code in one of your files ended the process ({error.code!r}); finished work is kept", 1)
+        return _fail(f"code in one of your files ended the process ({error.code!r}). Finished work is kept", 1)
     except OSError as error:
         if error.errno not in _USER_ERRORS:  # so a closed pipe leaves, too
             raise
         where = f": {error.filename}" if error.filename else ""
-        return _fail(f"{error.strerror}{where}; finished work is kept", 2, reported=is_reported(error))
+        return _fail(f"{error.strerror}{where}. Finished work is kept", 2, reported=is_reported(error))
     except Exception as error:
         if (reason := out_of_memory(error)) is None:
             raise

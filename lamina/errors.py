@@ -14,7 +14,7 @@ _JOINERS = "\u200c\u200d"  # formatting characters that scripts and emoji need
 def printable(text: str) -> str:
     r"""Replace control, bidirectional and unpaired surrogate characters by ``\uXXXX``.
 
-    A terminal obeys some of these: colors, cleared lines, a window's title, text that reads backwards.
+    In a terminal, some of these characters change colors, clear lines, set the window's title or reverse text.
     """
     return text if text.isascii() and text.isprintable() else "".join(map(_escaped, text))
 
@@ -28,14 +28,22 @@ def _escaped(character: str) -> str:
 
 
 class UserError(ValueError):
-    """An invalid input from the user. The message names the field, the value and what is allowed.
+    """An invalid input from the user. The message names the field, the value and what to do.
 
-    The command line prints it as one line and exits with code 2; from Python it is a ValueError. A notebook shows the
-    line without the frames that led to it. What a terminal would obey in the message is escaped.
+    The command line prints the message as one line and exits with code 2. In Python, the error is also a ValueError. A
+    notebook shows the message without a traceback. Lamina escapes control characters in the message.
+
+    Args:
+        problem: the message; with ``fix``, its beginning.
+        fix: what to do, a sentence at the message's end.
+
+    Attributes:
+        problem: the message without ``fix``, for a caller that repairs the problem itself.
     """
 
-    def __init__(self, message: object = ""):
-        super().__init__(printable(str(message)))
+    def __init__(self, problem: object = "", fix: str = ""):
+        self.problem = printable(str(problem))
+        super().__init__(f"{self.problem}. {fix}" if fix else self.problem)
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows in place of a traceback."""
@@ -43,9 +51,12 @@ class UserError(ValueError):
 
 
 class TrialsFailed(UserError):
-    """Every trial of a study failed. The message has the first trial's reason, ``results`` the rows of results.csv.
+    """Every trial of a study failed. The message gives the first trial's reason.
 
     The command line exits with code 1.
+
+    Attributes:
+       results: the rows of results.csv.
     """
 
     def __init__(self, results: Any):
@@ -56,7 +67,7 @@ class TrialsFailed(UserError):
 
 
 def nearest_name(name: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the allowed name nearest to a misspelled one; None if none is as similar as ``cutoff``."""
+    """Return the allowed name that is nearest to a misspelled name; None if no name is as similar as ``cutoff``."""
     if len(name) > 100:
         return None  # no misspelled name, and the search takes the square of its length
     names, plain = list(allowed), name.lower().replace("-", "_")  # Peri-LN
@@ -69,18 +80,18 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def nearest_file(name: str, files: Iterable[str]) -> str:
-    """Return the hint for a misspelled file name; suffixes, which many files share, do not count."""
+    """Return the hint for a misspelled file name; compares the names without their suffixes."""
     whole = {file.partition(".")[0]: file for file in files}
     return did_you_mean(whole.get(nearest_name(name.partition(".")[0], whole) or ""))
 
 
 def did_you_mean(name: str | None) -> str:
-    """Return the hint with a name; empty without one."""
+    """Return the hint for a name; empty without a name."""
     return f"; did you mean {name!r}?" if name else ""
 
 
 def unknown(field: str, value: str, allowed: Iterable[str]) -> UserError:
-    """Return the error for an unknown name: it has the field, the value, the nearest name and all allowed ones."""
+    """Return the error for an unknown name; the message lists the allowed names and suggests the nearest."""
     names = sorted(allowed)
     listed = ", ".join(names) if len(names) <= 40 else f"one of {len(names)} names, {names[0]} to {names[-1]}"
     shown = shortened(repr(value), 200)
@@ -97,7 +108,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
-    """Return which memory ran out (Python's, or torch's on CPU or GPU) and caused the exception; None if none did."""
+    """Return "out of memory" or "out of memory on the GPU" if this caused the exception, otherwise None."""
     while error is not None:
         text = f"{type(error).__name__}: {error}"
         if "CUDA out of memory" in text or "MPS backend out of memory" in text:
@@ -111,7 +122,7 @@ def out_of_memory(error: BaseException | None) -> str | None:
 
 
 def mark_reported(error: BaseException) -> None:
-    """Note that another process of the run reports this exception: one line for all."""
+    """Mark an exception that another process of the run reports, so that the run prints it only once."""
     error.__dict__["already_reported"] = True
 
 

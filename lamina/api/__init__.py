@@ -1,6 +1,7 @@
 """The commands as Python functions: each trains or measures, then writes the page.
 
-Each function takes its command's settings as keywords and lists them in its signature. Importing loads nothing heavy.
+Each function takes its command's settings as keywords and lists them in its signature. The import loads no heavy
+package.
 """
 
 from __future__ import annotations

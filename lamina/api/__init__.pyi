@@ -269,7 +269,7 @@ def pretrain(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Train one model on text or images; OUTPUT/model loads with transformers' Auto classes.
+    """Train one model on text or images. transformers' Auto classes load the model from OUTPUT/model.
 
     The keywords are the settings of `lamina pretrain`. Returns the content of result.json; OUTPUT/model is the
     model, OUTPUT/report.html the page. ``corpus`` may also be a path, a list of paths or texts, or a

@@ -37,8 +37,8 @@ _REPORTED = (RESULT, RESULTS, TRANSFER)  # an interrupted job with one of them g
 def function_of(row: JobRow) -> Callable[..., Any]:
     """Make the Python function of a job.
 
-    The function takes the settings by keyword, also by other tools' names, as lists, paths and data sets, and
-    ``resume``, ``overwrite``, ``bar`` and the row's switches.
+    The function takes the settings by keyword, also under other tools' names, with lists, paths and data sets as
+    values. It also takes ``resume``, ``overwrite``, ``bar`` and the row's switches.
     """
     record, modes = row.settings(), _modes(row)
 
@@ -60,7 +60,7 @@ def function_of(row: JobRow) -> Callable[..., Any]:
 
 
 def run_row(row: JobRow, settings: Json, modes: Json) -> Any:
-    """Refuse bad input early, run a job with settings by Lamina's names, and write its page; returns the result."""
+    """Check the settings, which have Lamina's names, run the job, write its page, and return the result."""
     require(row.name, row.extra)
     if settings.get("output") is not None:
         settings["output"] = path("output", settings["output"])
@@ -152,7 +152,7 @@ def write_page(folder: Path) -> None:
 
 
 def as_settings(given: Mapping[str, object]) -> dict[str, object]:
-    """Convert settings to what config.yaml can hold: texts and data sets become files in the cache.
+    """Convert settings to values that config.yaml can hold: texts and data sets become files in the cache.
 
     Raises UserError for an object that holds no text or no rows.
     """
@@ -171,17 +171,17 @@ def _refuse_splits(name: str, value: object) -> None:
     if isinstance(splits := getattr(value, "column_names", None), Mapping):
         names = [str(split) for split in splits]
         allowed = f"one split, as in data[{names[0]!r}]" if names else "a datasets.Dataset"
-        raise UserError(f"{name}: a DatasetDict of {', '.join(names) or 'no splits'} (allowed: {allowed})")
+        raise UserError(f"{name}: a DatasetDict of {', '.join(names) or 'no splits'}. Give {allowed}.")
 
 
 def _corpus(name: str, value: object, field: str) -> str:
     if isinstance(value, Rows):
         if field not in value.column_names:
             listed = ", ".join(value.column_names)
-            raise UserError(f"{name}: the data set has no column {field!r} (allowed: text_field= one of {listed})")
+            raise UserError(f"{name}: the data set has no column {field!r}. Set text_field to one of: {listed}")
         return _file(name, lambda: ({field: row[field]} for row in value))
     if not isinstance(value, Sequence) or not value or not all(isinstance(x, str | os.PathLike) for x in value):
-        raise _refused(name, value, "a path, a list of paths or of texts, a datasets.Dataset")
+        raise _refused(name, value, "a path, a list of paths or of texts, or a datasets.Dataset")
     are_paths = [isinstance(x, os.PathLike) or _exists(x) for x in value]
     if all(are_paths):
         return os.fspath(value[0]) if len(value) == 1 else _file(name, lambda: _documents(value, field))
@@ -198,12 +198,12 @@ def _corpus(name: str, value: object, field: str) -> str:
 def _examples(name: str, value: object) -> str:
     listed = isinstance(value, Sequence) and value and all(isinstance(row, Mapping) for row in value)
     if not (listed or isinstance(value, Rows)):
-        raise _refused(name, value, "a path, a list of rows, a datasets.Dataset")
+        raise _refused(name, value, "a path, a list of rows, or a datasets.Dataset")
     return _file(name, lambda: value)
 
 
 def _refused(name: str, value: object, allowed: str) -> UserError:
-    return UserError(f"{name}: {type(value).__name__} {str(value)[:60]!r} (allowed: {allowed})")
+    return UserError(f"{name}: {type(value).__name__} {str(value)[:60]!r}. Give {allowed}.")
 
 
 def _exists(text: str) -> bool:
@@ -243,4 +243,7 @@ def _lines(name: str, rows: Iterable[Mapping[str, object]]) -> Iterator[str]:
         try:
             yield json.dumps(dict(row)) + "\n"
         except (TypeError, ValueError) as error:
-            raise UserError(f"{name}: a row holds something that JSON can't ({error})") from None
+            raise UserError(
+                f"{name}: a row holds a value that JSON can't ({error}). Convert it to text, numbers, lists or "
+                "mappings."
+            ) from None

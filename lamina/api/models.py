@@ -1,4 +1,4 @@
-"""Functions on saved models and folders: generate, convert, emit, prune, graft, diagnose, report, and lists."""
+"""Functions for saved models and job folders: generate, convert, emit, prune, graft, diagnose, report, and lists."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def generate(
         system: with ``chat``, the system message.
         max_new_tokens: the maximum number of new tokens; fewer if a model with learned positions runs out of positions.
         temperature: the sampling temperature; 0 always takes the likeliest token.
-        top_p: sample from the likeliest tokens with this total probability, above 0 and at most 1 (None: the model's
+        top_p: the total probability, above 0 and at most 1, of the likeliest tokens to sample from (None: the model's
             default).
         stop: texts that end the answer; the result does not contain them.
         seed: the seed of the sampling.
@@ -60,7 +60,7 @@ def generate(
             context.
     """
     if not isinstance(prompt, str | list | tuple):
-        raise UserError(f"prompt: {shortened(repr(prompt), 80)} (allowed: a text, or a list of turns)")
+        raise UserError(f"prompt: {shortened(repr(prompt), 80)}. Give a text, or a list of messages.")
     if switch("chat", chat) and isinstance(prompt, str):
         first = [] if system is None else [{"role": "system", "content": text("system", system)}]
         prompt = [*first, {"role": "user", "content": prompt}]
@@ -89,7 +89,7 @@ def speaker_of(
     if top_p is not None:
         number("top_p", top_p, 0.0, 1.0, open_low=True)
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
-        raise UserError(f"stop: {stop!r} (allowed: a list of texts)")
+        raise UserError(f"stop: {stop!r}. Give a list of texts, none of them empty.")
     if not Path(source).exists():
         raise UserError(f"model: {source!r} holds no saved model (config.json is missing)")
     import torch
@@ -183,13 +183,14 @@ def emit(
     spec, target = text("placement", placement), text("to", to)
     whole_number("num_layers", num_layers)
     if with_test and output is None:
-        raise UserError("with_test: Lamina writes the test beside a file. Run the command again with --output NAME.py")
+        raise UserError("with_test: Lamina writes the test beside the placement's file. Add --output NAME.py.")
     from lamina.ports import emit as run
 
     file = None if output is None else Path(path("output", output))
     if file is not None and (file.suffix != ".py" or not file.stem.isidentifier() or file.is_dir()):
         raise UserError(
-            f"output: {str(output)!r} cannot be imported (allowed: a file NAME.py, with letters, digits and _ in NAME)"
+            f"output: {str(output)!r} cannot be imported. Choose a file NAME.py, with only letters, digits and _ "
+            "in NAME."
         )
     if file is not None and (iskeyword(file.stem) or file.stem == "torch"):
         raise UserError(f"output: the name {file.name!r} is taken, by Python or torch. Choose another name.")
@@ -234,7 +235,7 @@ def prune(
             output folder in use.
     """
     if (by is None) == (not layers) or (by is None) != (drop is None):
-        raise UserError("layers: name them, or give by and drop.")
+        raise UserError("layers: none given. Give layers, or by and drop.")
     source, folder = path("model", model), path("output", output)
     if drop is not None:
         whole_number("drop", drop)
@@ -298,10 +299,9 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
             hub, Lamina downloads only config.json. It runs no code from a checkpoint's folder.
         layers: the path of the list of layers, if Lamina finds the wrong list.
 
-    Returns:
-        The result, with the evidence. ``placement`` is a name with options that ``lamina.placements.resolve`` takes.
-        ``match`` lists the model's differences from this placement. ``unknown`` is the reason if Lamina found no
-        placement. ``text()`` is the command's output.
+    Returns: The placement and the evidence for it. ``placement`` is a name with options that
+        ``lamina.placements.resolve`` takes. ``match`` lists the model's differences from this placement. ``unknown`` is
+        the reason if Lamina found no placement. ``text()`` is the command's output.
 
     Raises:
         UserError: (a ValueError) for a path that holds no model, or a configuration from which no model can be built.
@@ -321,7 +321,7 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
     packages for the page are missing, the last sentence of the returned text names them.
 
     Args:
-        run: the folder of a run, a folder with one folder per pipeline stage, or another tool's history (a file, a
+        run: the folder of a run, a folder with a subfolder per pipeline stage, or another tool's history (a file, a
             folder, or "-" for a pipe).
         against: another run. Lamina then reports the first step and layer at which the two runs differ by more than the
             noise.
@@ -344,7 +344,7 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
         folder = whole.with_name(f"{whole.name}-lamina")
         read = [f"Read from {source}: {import_history(source, folder, which)}."]
     elif which:
-        raise UserError(f"which: {str(folder)!r} is one run, so {which!r} names none in it. Leave it out.")
+        raise UserError(f"which: {which!r} names no run in {str(folder)!r}, which is itself one run. Leave which out.")
     evidence = gather(folder)
     texts = [*sentences(evidence), *read]
     try:

@@ -41,7 +41,7 @@ class _HasPage:
 
 
 class Comparison(_HasPage):
-    """A job's trials and its page; indexing and attributes are those of the DataFrame ``results``.
+    """A job's trials and its page. It has the indexing and the attributes of the DataFrame ``results``.
 
     Attributes:
         results: a row per trial, as in results.csv.
@@ -118,7 +118,7 @@ class StudyOutcome(_HasPage):
 
 
 class RunResult(_HasPage, dict[str, object]):
-    """The content of result.json as a dict that also knows the job's folder."""
+    """The content of result.json as a dict, with the job's folder as ``folder``."""
 
     def __init__(self, result: Mapping[str, object], folder: Path) -> None:
         super().__init__(result)
@@ -130,7 +130,7 @@ class RunResult(_HasPage, dict[str, object]):
 
     @property
     def model(self) -> Path | None:
-        """The folder of the trained model; None without one."""
+        """The folder of the trained model; None if the job saved no model."""
         model = self.folder / "model"
         return model if model.is_dir() else None
 
@@ -145,8 +145,8 @@ class Diagnosis(_HasPage):
     """The diagnosis of a run: the likely cause with its step and layer, and what to change.
 
     Attributes:
-        sentences: the diagnosis.
-        page: the path of the page with the figures; None where the packages that draw it are missing.
+        sentences: the sentences of the diagnosis.
+        page: the path of the page with the figures; None if the packages that draw the page are missing.
     """
 
     sentences: list[str]

@@ -1,4 +1,7 @@
-"""A command's flags, from its settings record, a YAML file and other tools' names of settings; and the help text."""
+"""A command's parser and help text, made from its settings record.
+
+The parser also reads YAML files, and accepts other tools' names of settings.
+"""
 
 from __future__ import annotations
 
@@ -47,21 +50,22 @@ _SWITCH = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Argument:
-    """A setting, or another option of a command: its flags, how their words become a value, and its help.
+    """A command-line option: its flags, its help, and the conversion of its words to a value.
 
     Attributes:
-        name: the setting's.
-        kind: the type of the value. A mapping is read one entry at a time, ``KEY=VALUE``.
-        flags: its flags; none for words that stand alone.
-        default: what the help names, and the value without a flag; a setting without one is left out.
+        name: the name of the setting or option.
+        kind: the type of the value; a mapping takes one entry at a time, ``KEY=VALUE``.
+        flags: the option's flags; empty for words that stand alone.
+        default: the default that the help names, and an option's value without a flag; a setting without a flag gets no
+            value.
         metavar: the placeholder of the value in the help, if the type does not decide.
-        is_setting: whether it is a field of the command's settings record.
-        is_needed: whether a word that stands alone has to be there.
+        is_setting: whether the option is a field of the command's settings record.
+        is_needed: whether the command needs this word that stands alone.
         is_list: whether all words up to the next flag are its values.
-        adds: whether each use adds a value to the earlier ones.
-        files: what declares, for a mapping, which of another library's options are text.
-        key: another library's option that the setting passes on; the flag is then that library's.
-        alone: the text where no word follows; after ``--resume`` none does.
+        adds: whether each use of the flag adds a value to the earlier values.
+        files: for a mapping, the files that declare which of another library's options are text.
+        key: another library's option that the setting passes on; the flag then has that library's name.
+        alone: the value's text if no word follows the flag, as after ``--resume``.
     """
 
     name: str
@@ -88,10 +92,10 @@ class Argument:
         """Put the value into ``values``. Raises UserError.
 
         Args:
-            flag: the one that stands on the command line, which may be the negative of a switch.
-            inner: what follows a dot in the flag, a mapping's key.
-            text: what follows an equals sign; None without one.
-            left: the words behind the flag, of which the value's are removed.
+            flag: the flag on the command line; for a switch, perhaps its negative.
+            inner: the part of the flag behind a dot, a mapping's key.
+            text: the text behind an equals sign; None without an equals sign.
+            left: the words behind the flag; the method removes the value's words.
         """
         names = "/".join(self.flags)
         if self.kind is bool:
@@ -119,16 +123,16 @@ class Argument:
         values[self.name] = [*values[self.name], value] if self.adds else value
 
     def read(self, text: str, says: str) -> object:
-        """Read a text as a value of the type; the settings check the rest. ``says`` begins the message.
+        """Read a text as a value of the option's type; the settings check the rest. ``says`` begins the message.
 
-        A mapping's value is read by YAML's rules, except what another library declares to be text.
+        A mapping's value is read as YAML, unless another library declares the option as text.
         """
         kinds = self.kinds
         if NoneType in kinds and text in ("null", "None"):
             return None
         if bool in kinds:
             if text not in ("yes", "auto"):
-                raise UserError(f"{says}: {text!r} (allowed: {says}, {says}=auto)")
+                raise UserError(f"{says}: {text!r}. Write {says} or {says}=auto.")
             return text if text == "auto" else True
         if str in kinds:
             return text
@@ -143,7 +147,7 @@ class Argument:
         allowed = "a number" if float in kinds else "a whole number"
         allowed = f"KEY VALUE, as in {self.flags[0]}.KEY VALUE" if dict in kinds else allowed
         null = " or null" if NoneType in kinds else ""
-        raise UserError(f"{says}: {shortened(repr(text), 200)} (allowed: {allowed}{null})")
+        raise UserError(f"{says}: {shortened(repr(text), 200)}. Give {allowed}{null}.")
 
     @property
     def shown(self) -> tuple[str, str]:
@@ -159,7 +163,7 @@ class Argument:
         return flag, ".KEY VALUE" if dict in kinds else " X" if float in kinds else " N"
 
     def help_rows(self) -> Iterator[str]:
-        """Yield the lines of the help about it."""
+        """Yield the option's lines of the help."""
         narrowest, without, widest = WIDTHS
         width = min(max(shutil.get_terminal_size((without, 24)).columns, narrowest), widest)
         about = self.about
@@ -177,10 +181,12 @@ class Argument:
 
 
 class Parser:
-    """A command's parser: accepts other names of settings, and raises UserError that suggests the nearest option.
+    """A command's parser. Its UserError for an unknown option suggests the nearest option.
+
+    The parser also accepts other tools' names of settings.
 
     Args:
-        command: its name, of one or two words.
+        command: the command's name, of one or two words.
         positional: the words before the options in the usage line.
     """
 
@@ -193,7 +199,7 @@ class Parser:
     def add_settings(self, record: type[Settings], positional: Sequence[str] = ()) -> None:
         """Add a flag for each field, ``--num-layers`` for ``num_layers``, and ``--config``, which reads YAML.
 
-        The fields in ``positional`` have no flag; one that ends in "..." takes any number of words.
+        The fields in ``positional`` have no flag; a name there that ends in "..." takes any number of words.
         """
         self.record = record
         self.add_flag("--config", "a YAML file with any of these settings", metavar="YAML")
@@ -215,12 +221,12 @@ class Parser:
     def add_flag(
         self, flag: str, about: str, default: object = None, metavar: str = "", *, name: str = "", kind: object = str
     ) -> None:
-        """Add a flag: a switch for a boolean default, else one that takes a number or text, like its default.
+        """Add a flag: a switch if the default is a boolean, otherwise a flag with a value of the default's type.
 
         Args:
             metavar: the placeholder of the value in the help, if the type does not decide.
-            name: the option's, if it is not the flag's.
-            kind: the type of the value without a default.
+            name: the option's name, if it differs from the flag's.
+            kind: the type of the value, if there is no default.
         """
         flags = (flag, f"--no-{flag[2:]}") if default is True else (flag,)
         name, metavar = name or flag[2:].replace("-", "_"), metavar and f" {metavar}"
@@ -246,7 +252,7 @@ class Parser:
         self.add_flag("--overwrite", "replace the content of the output folder", False)
 
     def settings_from(self, argv: Sequence[str]) -> tuple[Json, SimpleNamespace]:
-        """Return the given settings by name (the command line overrides --config), and the values of all flags."""
+        """Return the user's settings by name, and the values of all flags; the command line overrides --config."""
         assert self.record is not None
         options = self.parse(argv)
         typed = {name: value for name, value in vars(options).items() if name in self.record.names()}
@@ -255,7 +261,7 @@ class Parser:
         return {**_from_yaml(Path(path("config", options.config)), self.record), **typed}, options
 
     def parse(self, argv: Sequence[str]) -> SimpleNamespace:
-        """Parse a command line: the words of its flags by its options, the others by their order.
+        """Parse a command line: words behind flags belong to the flags, and other words are taken by their order.
 
         Raises UserError for an unknown flag.
         """

@@ -26,8 +26,9 @@ def run(argv: list[str]) -> int:
             f"{row['heads']:>5} {vocabulary:>10} {_short(row['total']):>8} {_short(row['active']):>8}  {row['source']}"
         )
     show(
-        "\ntotal: transformers' own model, embeddings and head included; active: the same, counting only the routed "
-        "experts of one token.\nAny folder with a transformers config.json is also a backbone. Checked against "
+        "\ntotal: all parameters of transformers' model, with embeddings and head; active: the same, but "
+        "only the routed experts that one token uses.\nAny folder with a transformers config.json is also a "
+        "backbone. Checked against "
         f"transformers on the same weights: {', '.join(ADAPTERS)}; others work if their layers have self_attn and "
         "mlp,\nor if you name their modules (docs/own.md)."
     )

@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
     before, after = names if record["to"] == "lamina" else reversed(names)
     show(f"{before} -> {after}, {record['num_layers']} layers, {record['dtype']}")
     if options.came_from or record["to"] not in ("lamina", "transformers"):
-        show("every tensor was used exactly once, unchanged")
+        show("Lamina used every tensor exactly once, unchanged")
     elif record["largest_difference"] is None:
         show("largest difference of the logits: not measured (--no-verify)")
     else:

@@ -25,14 +25,14 @@ def parser() -> Parser:
         "page with charts beside the record.\n\n"
         "RUN is the folder of a run of Lamina, lamina.watch or lamina.LayerMonitor. It can also be another tool's\n"
         "record: a trainer's log, trainer_state.json or its folder, a CSV or JSON history, or files of TensorBoard,\n"
-        "W&B or trackio. A loss is enough. If you add AGAINST, Lamina compares two runs and names the first step and\n"
-        "layer that differ. Compare two runs when you port a model, change a kernel or the precision, or\n"
+        "W&B or trackio. A recorded loss is enough. If you add AGAINST, Lamina compares two runs and names the first\n"
+        "step and layer that differ. Compare two runs when you port a model, change a kernel or the precision, or\n"
         "resume a run.",
         EXAMPLES,
         "RUN [AGAINST] ",
     )
     flags.add_word("run", "folder of the run, or another tool's record: a file, a folder, or - for a pipe")
-    flags.add_word("against", "second run, to compare the first with", needed=False)
+    flags.add_word("against", "second run, which Lamina compares with the first", needed=False)
     flags.add_flag("--run", "name of the run, if the record holds several", "", "NAME", name="which")
     return flags
 

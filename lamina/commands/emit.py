@@ -22,7 +22,7 @@ def parser() -> Parser:
     flags = Parser(
         "emit",
         "Write a placement as one file for the trainer that you use. The file holds the block, the constants for\n"
-        "your depth, and the matching initializer. The file does not import Lamina; commit it to your repository.",
+        "your depth, and the matching initializer. It does not import Lamina, so you can commit it to your repository.",
         EXAMPLES,
         "PLACEMENT ",
     )

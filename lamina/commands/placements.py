@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
         options.svg = path("svg", options.svg)
         writable_folder("svg", Path(options.svg).parent)
         if Path(options.svg).is_dir():
-            raise UserError(f"svg: {options.svg!r} is a folder (allowed: a file)")
+            raise UserError(f"svg: {options.svg!r} is a folder. Give a file.")
     specs = split(options.name, "placement") if options.name else names()
     if len(specs) > 1:
         _list(specs, options.svg, options.num_layers)
@@ -79,7 +79,7 @@ def _list(specs: list[str], svg: str | None, num_layers: int) -> None:
     for spec in specs:
         placement = find(spec)
         show(f"{spec:<18} {placement.title:<20} {'   '.join(placement.equation[:2])}")
-    show("\n`lamina placements NAME` shows one in full: all equations, diagram, options, source.")
+    show("\n`lamina placements NAME` shows a placement in full: all equations, diagram, options, source.")
     if svg:
         _write(svg, gallery([resolve(spec, num_layers) for spec in specs]))
 

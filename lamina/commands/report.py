@@ -19,14 +19,16 @@ EXAMPLES = """
 
 
 def parser() -> Parser:
-    flags = Parser("report", "Rewrite the page of a folder, whichever command wrote the folder.", EXAMPLES, "FOLDER ")
+    flags = Parser("report", "Rewrite the page of a folder that any Lamina command wrote.", EXAMPLES, "FOLDER ")
     flags.add_word("folder", "the output folder of any command, of lamina.watch or of lamina.LayerMonitor")
     flags.add_flag("--screenshot", "also take a screenshot of the page (needs Chromium or Chrome)", metavar="PNG")
     flags.add_flag("--height", "the screenshot's height in pixels, from the top of the page", 2300)
-    about = "rewrite the page whenever its records have grown, until the run or study has ended"
+    about = "rewrite the page whenever new records arrive, until the run or study has ended"
     flags.add_flag("--follow", about, False)
     flags.add_flag("--every", "with --follow, seconds between two reads of the folder", 10.0, "X")
-    about = "also save the figures: of a study with claims as SVG and PDF (needs matplotlib), of `lamina probe` as PNG"
+    about = (
+        "also save the figures: for a study with claims as SVG and PDF (needs matplotlib), for `lamina probe` as PNG"
+    )
     flags.add_flag("--figures", about, False)
     return flags
 

@@ -1,4 +1,7 @@
-"""The command of any job, made from its row: parse, call the job's Python function, print how it ended."""
+"""The command of any job, made from the job's row.
+
+It parses the command line, calls the job's Python function, and prints the result.
+"""
 
 from __future__ import annotations
 

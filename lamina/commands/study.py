@@ -1,4 +1,4 @@
-"""`lamina study`: runs the papers' tables and figures as studies, and judges their claims."""
+"""`lamina study`: repeats the papers' tables and figures as studies, and judges their claims."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ EXAMPLES = """
   lamina study run keel-maxlr --scale paper --dry-run
   lamina study worker mix-ppl --scale gpu --store /shared/trials
 """
-_HELP = f"""lamina study: the papers' tables and figures as studies, each with a verdict on its claim
+_HELP = f"""lamina study: repeat the papers' tables and figures as studies, each with a verdict on the paper's claim
 
 usage: lamina study list|show|run|worker [STUDY] [OPTIONS]      lamina study run --help for the options
 
   list     list all studies with their claims and verdicts (--json: as JSON)
   show     show one study: the question, its settings and runs, the verdicts so far
   run      train the missing runs, measure them, and judge the claims; OUTPUT/report.html is the page
-  worker   train some of a study's runs on this machine; several machines share one --store
+  worker   train a share of a study's runs on this machine; several machines share one --store
 
 examples:
 {EXAMPLES.strip(chr(10))}
@@ -80,7 +80,7 @@ def _list(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    flags = _parser("show", "Show what a study asks, its trials, and the verdicts so far.")
+    flags = _parser("show", "Show a study's question, its trials, and the verdicts so far.")
     from lamina.lab.papers.engine.describe_study import description
 
     show(description(_record(flags.settings_from(argv)[0])))
@@ -94,9 +94,9 @@ def _run(argv: list[str]) -> int:
     listed = str(typed.pop("study", None) or "")
     studies = names() if listed == "all" else list(dict.fromkeys(entries(listed)))
     if not studies:
-        raise UserError("study: none given (allowed: a name, several with commas, a YAML file, all)")
+        raise UserError("study: none given. Give a name, several names with commas, a YAML file, or all.")
     if len(studies) > 1 and "output" in typed:
-        raise UserError("output: one folder for several studies. Give --output with one study alone.")
+        raise UserError("output: one folder cannot hold several studies. Give --output with one study only.")
     if options.dry_run:
         from lamina.lab.papers.engine.describe_study import dry_run_text
 
@@ -151,12 +151,12 @@ def _worker(argv: list[str]) -> int:
 def _record(settings: Json) -> StudySettings:
     record = StudySettings.from_dict(settings)
     if record.study is None:
-        raise UserError("study: none given (see `lamina study list`)")
+        raise UserError("study: none given. Give a name from `lamina study list`.")
     return record
 
 
 def parser() -> Parser:
-    return _parser("run", "Train what is missing, measure, and judge the claims.")
+    return _parser("run", "Train the missing runs, measure them, and judge the claims.")
 
 
 def _parser(command: str, what: str) -> Parser:

@@ -1,9 +1,9 @@
 """The model types of transformers that Lamina knows, one row each; loads no torch.
 
-A row has the roles of a type's weights, for initialization, and its placement, for conversion of its checkpoints. Every
-type of the table is tested: with its own placement its logits equal transformers' on the same weights. A saved model
-also needs the names of its modules and heads. They are in ``ADAPTERS`` of modeling/modeling_lamina.py, which is saved
-beside the checkpoint.
+A row lists the roles of the type's weights, for initialization, and the type's placement, for conversion of its
+checkpoints. Tests check each type: with the same weights and placement, Lamina's logits equal transformers' logits. A
+saved model also needs the names of its modules and heads. These names are in ``ADAPTERS`` of
+modeling/modeling_lamina.py, which is saved beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Conversion:
 
     Args:
         placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
-        norms: transformers' name of each norm or learned scale of a layer, with its position in Lamina's block.
+        norms: the position in Lamina's block of each norm and learned scale of a layer, by transformers' name.
         options: the placement's options that are fields of the checkpoint's configuration. ``wiring`` is "parallel" if
             its field is true.
-        one_norm: whether parallel branches read the stream by one norm, the attention's.
+        one_norm: whether parallel branches share one norm, the attention's.
         gain_offset: the number to add to a stored gain: Gemma stores w and multiplies by 1 + w.
-        rounds: the place where transformers rounds and Lamina does not, in words. In float32 the logits agree up to the
-            last bits.
+        rounds: where transformers rounds and Lamina does not, as a clause for messages. In float32 the logits agree up
+            to the last bits.
         note: a line for the table of docs/edit-layers.md.
     """
 
@@ -46,8 +46,8 @@ class Architecture:
 
     Args:
         title: its name in prose.
-        roles: the role of each weight by the exact attribute name of its module. A name with different meanings in
-            different sub-layers is preceded by the sub-layer's ("attention.Wo").
+        roles: the role of each weight, by the attribute name of its module. If the name means different things in
+            different sub-layers, the sub-layer's name precedes it ("attention.Wo").
     """
 
     title: str

@@ -18,11 +18,11 @@ _TRAIN = (*_REPORT, "scipy")
 _POSTTRAIN = (*_TRAIN, "trl", "peft", "datasets")
 NAME = "lamina"
 EXTRAS = {"report": _REPORT, "train": _TRAIN, "posttrain": _POSTTRAIN, "qlora": (*_POSTTRAIN, "bitsandbytes")}
-"""The modules of the extras that commands need, each with those of the extras that it contains."""
+"""For each extra, the modules that commands need, including the modules of the extras that it contains."""
 
 
 def require(what: str, extra: str) -> None:
-    """Raise UserError if modules of an extra are missing; ``what`` needs them."""
+    """Raise UserError if modules of an extra are missing; ``what`` names the command or page that needs them."""
     if missing := [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]:
         raise _missing(what, missing, extra)
 
@@ -39,9 +39,9 @@ def _missing(what: str, modules: list[str], extra: str) -> UserError:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra from where this installation came from: a checkout, a URL, an index.
+    """Return the command that installs an extra from this installation's source: a checkout, a URL or an index.
 
-    A bare name would come from a package index, on which it may be another's.
+    A bare name could install another project's package of that name from an index.
     """
     checkout, wanted = Path(__file__).resolve().parents[2], f"[{extra}]"
     if (checkout / "pyproject.toml").is_file():

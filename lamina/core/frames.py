@@ -5,4 +5,5 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 Frame: TypeAlias = Any
-"""A pandas DataFrame, or a selection of one: pandas has no types that a checker could follow through a selection."""
+"""A pandas DataFrame, or a selection of its rows or columns. A type checker can't follow pandas' own types.
+"""

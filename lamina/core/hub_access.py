@@ -13,7 +13,7 @@ from urllib.request import getproxies
 
 
 def hub_resolves() -> bool:
-    """Return whether the hub's host name resolves; True behind a proxy, which does the resolving."""
+    """Return whether the hub's host name resolves; always True behind a proxy, which resolves names itself."""
     from huggingface_hub import constants
 
     if getproxies():
@@ -29,7 +29,8 @@ def hub_resolves() -> bool:
 def local_when_unreachable() -> Iterator[bool]:
     """Restrict the hub's libraries to local files if the hub is unreachable; yield whether it is reachable.
 
-    The libraries read their offline switch from the environment at import, so it is set in place and restored.
+    The libraries read their offline switch from the environment only at import. So Lamina sets the switch in the
+    libraries' modules, and restores it at the end.
     """
     from huggingface_hub import constants
 

@@ -1,6 +1,6 @@
 """The initializers: each maps a weight, by its role, to the standard deviation of its initial distribution.
 
-Reading them loads no torch; lamina/modeling/initialization.py draws the weights.
+This module loads no torch; lamina/modeling/initialization.py draws the weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts about a weight that an initializer may need; the defaults are those of a block's query projection.
+    """The facts about a weight that an initializer may need; the defaults fit a block's query projection.
 
     ``layer`` is 0-based, -1 outside the blocks. ``wiring`` is the sub-layer's part of the plan. ``num_layers`` is the
     number of blocks.
@@ -118,8 +118,8 @@ def _small(weight: Facts, std: float) -> float:
 )
 @initializer(
     "small_scaled_uncut",
-    "Mix-LN Table 8's Scaled Initialization: small_scaled, not cut off (for weights other than attention-out and "
-    "FFN-out the paper states none; SmallInit's is the natural reading)",
+    "Mix-LN Table 8's Scaled Initialization: small_scaled without a cut (the paper states a deviation "
+    "only for attention-out and FFN-out; we take SmallInit's for all other weights)",
 )
 def _small_scaled(weight: Facts, std: float) -> float:
     return _scaled(weight, _small(weight, std))
@@ -144,20 +144,21 @@ def check(init: str) -> tuple[str, float]:
     name, options = specs.parse(init, "init")
     INITIALIZERS.get(name, other_names=("recommended",))
     if name not in _WITH_STD:
-        raise UserError(f"init: {init!r}, but {name!r} takes no std (allowed: {name})")
+        raise UserError(f"init: {init!r}, but {name!r} takes no std. Write {name}.")
     std = options.get("std")
     if list(options) != ["std"] or not (isinstance(std, float | int) and is_finite(std) and std > 0):
-        raise UserError(f"init: {init!r} (allowed: {name} or {name}(std=NUMBER), the number above 0)")
+        raise UserError(f"init: {init!r}. Write {name}, or {name}(std=NUMBER) with a number above 0.")
     return name, float(std)
 
 
 def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
-    """Return the standard deviations of an initializer and of SmallInit if the former does not suit the width.
+    """Return the standard deviations of an initializer and of SmallInit if the initializer does not suit the width.
 
-    An initializer suits a width d if a norm's output keeps its size through a weight, up to a factor of two: between
-    half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d)
-    (LeCun et al. 1998, Eq 16). GPT-2's 0.02 equals SmallInit's at width 1,000, and does not suit widths below 250 or
-    above 10,000. Returns None for a name that is no initializer's.
+    An initializer suits a width d if a weight changes the size of a norm's output by at most a factor of about two. Its
+    standard deviation then lies between half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895,
+    Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun et al. 1998, Eq 16). GPT-2's 0.02 equals SmallInit's at width 1,000,
+    and does not suit widths below 250 or above 10,000. Returns None if the initializer suits the width, or if the name
+    is unknown.
     """
     try:
         name, base = check(init)

@@ -26,9 +26,9 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Adjust p values by Holm's step-down method, in their order: p_(i) * (n - i + 1), never falling, at most 1.
+    """Adjust p values by Holm's step-down method; the result keeps the input's order.
 
-    A NaN counts as 1.
+    The i-th smallest p becomes p * (n - i + 1), at least as large as the one before and at most 1. A NaN counts as 1.
     """
     ps = [1.0 if math.isnan(p) else p for p in ps]
     adjusted, largest = [0.0] * len(ps), 0.0

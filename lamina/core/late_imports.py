@@ -1,6 +1,6 @@
-"""Callbacks for imports: each runs at once if the module is loaded, otherwise after its import.
+"""Callbacks for imports: a callback runs at once if the module is loaded, otherwise after the module's import.
 
-With them, `import lamina` loads no other package, and imports may come in any order.
+So `import lamina` loads no other package, and users may import packages in any order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Finder(NamedTuple):
 
 
 def when_imported(module: str, then: Callable[[ModuleType], None]) -> None:
-    """Call ``then`` with a module: now if it has been imported, otherwise after its import."""
+    """Call ``then`` with a module: now if the module is loaded, otherwise after its import."""
     finder = _Finder(module, then)
     if (imported := sys.modules.get(module)) is not None:
         then(imported)

@@ -1,8 +1,8 @@
 """PEFT's defaults for Lamina models, so that `LoraConfig()` and similar configurations need no ``target_modules``.
 
 PEFT looks up a model's type in one table per method. "lamina" is one type with many backbones. For each module that a
-method adapts in a Llama, Lamina's row lists the module's name in every backbone of core/architectures.py. No name means
-a different module in another backbone, and PEFT skips names that a model lacks. The table of a new PEFT method also
+method adapts in a Llama, Lamina's row lists the module's name in every backbone of core/architectures.py. Each name
+means the same module in all backbones, and PEFT skips names that a model lacks. If PEFT adds a method, its table also
 gets a row.
 """
 
@@ -24,7 +24,7 @@ _NORMS = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", "embedd
 
 
 def targets(of_llama: Iterable[str]) -> list[str]:
-    """List the modules to adapt in Lamina models: by name, the linear layers and norms that PEFT adapts in a Llama."""
+    """List the names, in Lamina models, of the linear layers and norms that PEFT adapts in a Llama."""
     from lamina.core.architectures import ROLES  # here, so that `import lamina` stays light
 
     names: set[str] = set()
@@ -39,7 +39,7 @@ def targets(of_llama: Iterable[str]) -> list[str]:
 
 
 def put_rows(module: ModuleType) -> None:
-    """Add a row for "lamina" to each of PEFT's tables that has one for "llama"."""
+    """Add a row for "lamina" to each of PEFT's tables that has a row for "llama"."""
     for name, table in vars(module).items():
         of_llama = table.get("llama") if isinstance(table, dict) else None
         if re.fullmatch(r"TRANSFORMERS_MODELS_TO_\w+_MODULES_MAPPING", name) and isinstance(of_llama, list):

@@ -29,7 +29,7 @@ class ProgressLines:
         self._seen: deque[tuple[float, int]] = deque()  # when how much was done, since half of the time that passed
 
     def see(self, done: int, numbers: Mapping[str, str] | None = None) -> None:
-        """Write a line if one is due: the progress, the numbers, and the time left."""
+        """Write a line with the progress, the numbers and the time left, if a line is due."""
         now = time.monotonic()
         if not self._seen or done > self._seen[-1][1]:
             self._seen.append((now, done))
@@ -46,7 +46,7 @@ class ProgressLines:
         sys.stderr.flush()
 
     def seconds_left(self, done: int, now: float) -> float | None:
-        """Estimate the seconds left from the latest pace; None before there is a pace, and at the end."""
+        """Estimate the seconds left from the latest pace; None at the beginning and at the end."""
         if not self._seen or not self._seen[0][1] < done < self.total or now - self._seen[0][0] < PACED:
             return None
         begun, first = self._seen[0]

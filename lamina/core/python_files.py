@@ -19,10 +19,10 @@ _SAID = "LAMINA_PYTHON_FILES"  # set so that a study's worker processes do not r
 
 
 def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
-    """Run a file as a module, and return it; ``kind`` says in messages what the file should hold.
+    """Run a Python file, and return it as a module; ``kind`` is the noun for its content in messages.
 
-    Logs once, before the first run, that the file runs as code, unless that is ``announced`` already or the file is the
-    package's own. Turns every exception of the file into UserError, including an end of the process (``sys.exit``).
+    Before the first run, log that the file runs as code, unless the log is ``announced`` already or the file belongs to
+    the package. Raises UserError for any exception in the file, including ``sys.exit``.
     """
     if not announced:
         _say(kind, path)
@@ -37,7 +37,7 @@ def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
 
 @contextmanager
 def guarded(subject: str) -> Iterator[None]:
-    """Turn exceptions of a user's code inside the context into a UserError whose sentence begins with ``subject``."""
+    """Turn exceptions of a user's code inside the context into a UserError; its message begins with ``subject``."""
     try:
         yield
     except (UserError, KeyboardInterrupt):

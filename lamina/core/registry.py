@@ -1,4 +1,4 @@
-"""Registries of named entries, which decorators add: from Lamina, from plug-ins, or from a user's file."""
+"""Registries of named entries. Decorators add entries in Lamina, in plug-ins and in a user's file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ Entry = TypeVar("Entry")
 
 
 def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> None:
-    """Raise UserError if a module registers a name that another module holds.
+    """Raise UserError if a module registers a name that another module has registered.
 
-    A module may register a name again, as a file does when it is read twice.
+    A module may register its own name again, as a file does when Lamina reads it twice.
     """
     if holder not in (None, owner):
-        raise UserError(f"{kind} {name!r}: {owner} registers it, and {holder} has it. Choose another name.")
+        raise UserError(
+            f"{kind} {name!r}: {owner} registers this name, but {holder} has registered it before. Choose another name."
+        )
 
 
 class Registry(Generic[Entry]):
@@ -41,15 +43,15 @@ class Registry(Generic[Entry]):
         self._failure: UserError | None = None
 
     def add(self, name: str, entry: Entry, owner: str) -> None:
-        """Register an entry of the module ``owner`` without loading anything, so that decorators can call it.
+        """Register an entry of the module ``owner``; loads nothing, so decorators can call it.
 
-        Raises UserError if another module has the name (``refuse_namesake``).
+        Raises UserError if another module has registered the name (``refuse_namesake``).
         """
         refuse_namesake(self.kind, name, owner, self._entries.get(name, (None, None))[1])
         self._entries[name] = entry, owner
 
     def registered(self, name: str) -> Entry | None:
-        """Return the entry registered under a name so far, or None; loads nothing, for use in decorators."""
+        """Return the entry registered under a name so far, or None; loads nothing, so decorators can call it."""
         return self._entries[name][0] if name in self._entries else None
 
     def names(self) -> list[str]:
@@ -64,9 +66,9 @@ class Registry(Generic[Entry]):
         return self._entries[name][0]
 
     def from_file(self, path: Path) -> Entry:
-        """Return the only entry that a user's Python file registers, leaving the registry unchanged.
+        """Run a user's Python file and return the one entry that it registers; the registry stays unchanged.
 
-        The file runs as code. Raises UserError that names the file, whatever the file raises.
+        Raises UserError that names the file, for any exception in the file.
         """
         if not path.is_file():
             raise UserError(f"{self.kind} {str(path)!r}: no such file")
@@ -76,7 +78,7 @@ class Registry(Generic[Entry]):
             new = [entry[0] for name, entry in self._entries.items() if before.get(name) is not entry]
         if len(new) != 1:
             raise UserError(
-                f"{self.kind} {str(path)!r}: registers {len(new)} {self.kind}s with @{self.kind} (needed: one)"
+                f"{self.kind} {str(path)!r}: registers {len(new)} {self.kind}s with @{self.kind}. Register one."
             )
         return new[0]
 

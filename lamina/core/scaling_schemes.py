@@ -1,6 +1,7 @@
-"""The schemes of width and depth scaling as data: exponents by kind of weight for the width, and one for the depth.
+"""The schemes of width and depth scaling as data.
 
-The schemes are separate from the models, so that the settings know the schemes' names without loading torch.
+A width scheme has exponents for each kind of weight, and a depth scheme has one exponent. The schemes are separate from
+the models, so that the settings can list the schemes' names without loading torch.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, kw_only=True)
 class Parametrization:
-    """Exponents e of the width n, as in n^e, for embedding, hidden weights and readout.
+    """Exponents e of the width n, as in n^e, for embedding, hidden weights and output head.
 
-    ``multiplier`` (-a of the paper) applies to the weight in the forward pass, ``std`` (-b) to its initial standard
-    deviation, and ``full`` and ``none`` (-c) to Adam's learning rate if updates are assumed to align with the
-    activations fully or not at all.
+    ``multiplier`` (the paper's -a) applies to the weight in the forward pass, and ``std`` (-b) to the weight's initial
+    standard deviation. ``full`` and ``none`` (-c) apply to Adam's learning rate: ``full`` assumes that updates align
+    fully with the activations, ``none`` that they do not align.
     """
 
     multiplier: tuple[float, float, float]

@@ -18,9 +18,9 @@ _QUOTES = "'\""
 
 
 def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
-    """Split ``"name(option=value, ...)"`` into name (or path) and options; messages call it a ``kind``.
+    """Split ``"name(option=value, ...)"`` into a name or path and its options.
 
-    Raises UserError for text of another form.
+    ``kind`` is the noun for the spec in messages. Raises UserError for text of another form.
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
@@ -39,9 +39,9 @@ def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
 
 
 def split(text: str, kind: str) -> list[str]:
-    """Split a comma-separated list into specs; messages call them ``kind``."""
+    """Split a comma-separated list into specs; ``kind`` is the noun for a spec in messages."""
     if not isinstance(text, str):
-        raise UserError(f"{kind}s: {shortened(repr(text), 200)} (allowed: text with commas between the names)")
+        raise UserError(f"{kind}s: {shortened(repr(text), 200)}. Give a text with commas between the names.")
     return [part for part in _parts(text, whole=False) if part is not None]
 
 

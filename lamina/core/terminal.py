@@ -1,4 +1,4 @@
-"""Output of text on a terminal, cleaned so that files and models can neither control nor flood it."""
+"""Output of text on a terminal. Text from files and models can neither control nor flood the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _formatter = logging.Formatter()
 
 
 def escape_logs(prefix: str) -> None:
-    """Escape terminal control characters in each line that loggers named ``prefix...`` write from now on."""
+    """From now on, escape terminal control characters in the lines of loggers named ``prefix...``."""
     make = logging.getLogRecordFactory()
 
     def escaped(*args: object, **kwargs: object) -> logging.LogRecord:
@@ -33,7 +33,7 @@ def escape_logs(prefix: str) -> None:
 
 
 def escape_everything() -> None:
-    """Escape what a terminal obeys in all that this process logs, warns of, or dies of: the process is Lamina's."""
+    """Escape terminal control characters in all logs, warnings and tracebacks of this process."""
     escape_logs("")
     formatted = warnings.formatwarning
     warnings.formatwarning = lambda *args, **kwargs: printable(formatted(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""Checks of users' values. Each check raises a UserError that names the field, the value and the allowed values."""
+"""Checks of users' values. Each check raises a UserError that names the field, the value and what to give instead."""
 
 from __future__ import annotations
 
@@ -79,16 +79,16 @@ LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes of a name in a folder, and of a 
 def whole_number(name: str, value: object, low: int = 1, *, says: str = "") -> int:
     """Return the value if it is a whole number from ``low`` to the field's limit; ``says`` begins the message."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise UserError(f"{says}{name}: {_shown(value)} is not a whole number of at least {low}")
+        raise UserError(f"{says}{name}: {_shown(value)}. Give a whole number of at least {low}.")
     if value > (high := LIMITS.get(name, MOST)):
-        raise UserError(f"{says}{name}: {_shown(value)} is too large (allowed: a whole number from {low} to {high})")
+        raise UserError(f"{says}{name}: {_shown(value)} is too large. Give a whole number from {low} to {high}.")
     return value
 
 
 def seed_number(name: str, value: object) -> int:
     """Return the value if it is a whole number that every random generator accepts as a seed."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= SEED_LIMIT:
-        raise UserError(f"{name}: {_shown(value)} (allowed: a whole number from 0 to {SEED_LIMIT})")
+        raise UserError(f"{name}: {_shown(value)}. Give a whole number from 0 to {SEED_LIMIT}.")
     return value
 
 
@@ -101,17 +101,17 @@ def number(
         too_high = value >= high if open_high else value > high
         if not (too_low or too_high):
             return float(value) if isinstance(value, float) else value  # NumPy's floats are floats, but not to YAML
-    span = f"above {low:g}" if open_low else f"at least {low:g}"
+    span = f"above {low:g}" if open_low else f"of at least {low:g}"
     if math.isfinite(high):
         span += f" and {'below' if open_high else 'at most'} {high:g}"
-    raise UserError(f"{name}: {_shown(value)} (allowed: a number {span})")
+    raise UserError(f"{name}: {_shown(value)}. Give a number {span}.")
 
 
 def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float:
-    """Return the value if it is a share of all steps below 1 (``open_low``: above 0) or a whole number of steps."""
+    """Return the value if it is a share of all steps below 1 or a whole number of steps; ``open_low`` rules out 0."""
     span = number(name, value, 0.0, open_low=open_low)
     if span >= 1 and span != int(span):
-        raise UserError(f"{name}: {_shown(value)} (allowed: a share of all steps below 1, or a whole number of steps)")
+        raise UserError(f"{name}: {_shown(value)}. Give a whole number of steps, or a share of all steps below 1.")
     return span
 
 
@@ -129,7 +129,7 @@ SPECIAL = "is a pipe, a socket or a device"
 
 
 def is_special(place: str | Path) -> bool:
-    """Return whether a path leads to a pipe, a socket or a device: its reader might wait for ever."""
+    """Return whether a path leads to a pipe, a socket or a device, whose reader might wait forever."""
     try:
         mode = os.stat(place).st_mode
     except (OSError, ValueError):
@@ -138,7 +138,7 @@ def is_special(place: str | Path) -> bool:
 
 
 def real_path(place: str | Path) -> Path:
-    """Return the absolute path without links. ``Path.resolve`` raises RuntimeError where links lead in a circle."""
+    """Return the absolute path without links. ``Path.resolve`` raises RuntimeError if links lead in a circle."""
     return Path(os.path.realpath(place))
 
 
@@ -146,14 +146,14 @@ _LEVELS, _ENTRIES = 3, 20_000  # of a folder that is given as an input
 
 
 def refuse_special(name: str, value: str | Path, *, levels: int = _LEVELS, entries: int = _ENTRIES) -> None:
-    """Raise UserError for a pipe, a socket or a device, in whose place a reader would wait for ever.
+    """Raise UserError for a pipe, a socket or a device, because a reader might wait there forever.
 
-    Looks into a folder, as deep as ``levels``, at up to ``entries`` files. What is missing passes.
+    In a folder, check up to ``entries`` files, down to ``levels`` levels. A missing path passes.
     """
     waiting = [(os.fspath(value), 0)]
     for seen, (place, level) in enumerate(waiting):
         if is_special(place):
-            raise UserError(f"{name}: {place!r} {SPECIAL} (allowed: a file or a folder)")
+            raise UserError(f"{name}: {place!r} {SPECIAL}. Give a file or a folder.")
         with suppress(OSError, ValueError):
             if level < levels and seen < entries and os.path.isdir(place) and (level == 0 or not os.path.islink(place)):
                 waiting += [(entry.path, level + 1) for entry in os.scandir(place)]
@@ -161,22 +161,24 @@ def refuse_special(name: str, value: str | Path, *, levels: int = _LEVELS, entri
 
 @takes(PathLike)
 def path(name: str, value: object) -> str:
-    """Return a path as text if a file or folder can have that name; ``~`` becomes the home folder."""
+    """Return a path as text, with ``~`` replaced by the home folder. Raises UserError for a value that is no path."""
     if not isinstance(value, str | os.PathLike):
         raise UserError(f"{name}: {_shown(value)} is not a path")
     written = os.fspath(value)
     try:
         encoded = os.fsencode(written)
     except UnicodeEncodeError:
-        raise UserError(f"{name}: {_shown(written)} holds characters that no path can hold (allowed: a path)") from None
+        raise UserError(
+            f"{name}: {_shown(written)} holds characters that no path can hold. Give another path."
+        ) from None
     if not written or isinstance(written, bytes):
-        raise UserError(f"{name}: {_shown(written)} (allowed: a path)")
+        raise UserError(f"{name}: {_shown(written)}. Give a path.")
     if "\0" in written:
         raise UserError(f"{name}: {_shown(written)} holds a NUL character. Remove it.")
     if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in encoded.split(os.fsencode(os.sep))):
         raise UserError(
-            f"{name}: {_shown(written)} is too long (allowed: names of at most {LONGEST_NAME} bytes, "
-            f"{LONGEST_PATH} in all)"
+            f"{name}: {_shown(written)} is too long. Give a path of at most {LONGEST_PATH} bytes, with names of "
+            f"at most {LONGEST_NAME} bytes."
         )
     if written.startswith("~"):  # a shell leaves --output=~/runs as it is
         written = str(home(name, written))
@@ -192,14 +194,14 @@ def writable_folder(name: str, folder: Path) -> None:
             is_folder = stat.S_ISDIR(parent.stat().st_mode)
         except FileNotFoundError:
             if parent.is_symlink():
-                raise UserError(f"{name}: {str(parent)!r} is a link to nothing (allowed: a folder)") from None
+                raise UserError(f"{name}: {str(parent)!r} is a link to nothing. Give a folder.") from None
             continue
         except OSError as error:
             if error.errno == errno.ENOTDIR:
                 continue  # the file is among the parents
-            raise UserError(f"{name}: {str(folder)!r}: {error.strerror} (allowed: a folder)") from None
+            raise UserError(f"{name}: {str(folder)!r}: {error.strerror}. Give another folder.") from None
         if not is_folder:
-            raise UserError(f"{name}: {str(parent)!r} is a file, not a folder")
+            raise UserError(f"{name}: {str(parent)!r} is a file. Give a folder.")
         if not os.access(parent, os.W_OK | os.X_OK):
             raise UserError(
                 f"{name}: {str(parent)!r} may not be written into. Choose a folder that you may write into."
@@ -212,11 +214,13 @@ def home(name: str, value: str | Path) -> Path:
     try:
         return Path(value).expanduser()
     except RuntimeError:
-        raise UserError(f"{name}: {_shown(str(value))} names a home folder that does not exist") from None
+        raise UserError(
+            f"{name}: {_shown(str(value))} names a home folder that does not exist. Give an existing path."
+        ) from None
 
 
 def existing_file(name: str, source: str) -> None:
-    """Raise UserError if the file of a source (FILE, FILE.py:NAME) is missing; other sources have a colon."""
+    """Raise UserError if a source (FILE or FILE.py:NAME) names a missing file; sources such as hf:NAME pass."""
     file = source.rpartition(":")[0] if ".py:" in source else source
     if file and ":" not in file and not (path := home(name, file)).exists():
         beside = os.listdir(path.parent) if path.parent.is_dir() else ()
@@ -230,7 +234,7 @@ def text(name: str, value: object) -> str:
     if isinstance(value, os.PathLike):
         return path(name, value)
     if not isinstance(value, str):
-        raise UserError(f"{name}: {_shown(value)} (allowed: text)")
+        raise UserError(f"{name}: {_shown(value)}. Give a text.")
     if "\0" in value:
         raise UserError(f"{name}: {_shown(value)} holds a NUL character. Remove it.")
     return value
@@ -238,10 +242,10 @@ def text(name: str, value: object) -> str:
 
 @takes(PathLike)
 def place(name: str, value: object) -> str:
-    """Return a text that may be a path, several paths or a name, if no part is too long for a file's name."""
+    """Return a text that may be a path, paths or a name. Raises UserError if a part is too long for a file's name."""
     place = text(name, value)
     if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in re.split(r"[/,:]", place)):
-        raise UserError(f"{name}: {_shown(place)} is too long (allowed: names of at most {LONGEST_NAME} bytes)")
+        raise UserError(f"{name}: {_shown(place)} is too long. Give names of at most {LONGEST_NAME} bytes.")
     for folder in re.findall(r"(?:^|,)\s*(~[^/,:]*)", place):
         home(name, folder)
     for part in entries(place):
@@ -270,17 +274,17 @@ def one_of(name: str, value: object, allowed: Collection[str]) -> str:
 def mapping(name: str, value: object) -> Mapping[str, object]:
     """Return a mapping if all its keys are text."""
     if not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
-        raise UserError(f"{name}: {_shown(value)} (allowed: a mapping of names to values)")
+        raise UserError(f"{name}: {_shown(value)}. Give a mapping of names to values.")
     return value
 
 
 @takes(Names)
 def comma_separated(name: str, value: object) -> str:
-    """Join a list with commas, as on the command line; text and a single number stay unchanged."""
+    """Join a list with commas, as on the command line; a text stays unchanged, and a number becomes its text."""
     if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
         return str(value)
     if isinstance(value, Mapping | bytes | bytearray | memoryview) or not isinstance(value, Iterable):
-        raise UserError(f"{name}: {_shown(value)} (allowed: a list, or text with commas between the entries)")
+        raise UserError(f"{name}: {_shown(value)}. Give a list, or a text with commas between the entries.")
     return ",".join(str(part) for part in value)
 
 
@@ -299,7 +303,7 @@ def factors(name: str, value: object) -> str | None:
     except ValueError:
         finite = False
     if not finite or not entries(text):
-        raise UserError(f"{name}: {_shown(text)} (allowed: comma-separated numbers)")
+        raise UserError(f"{name}: {_shown(text)}. Give comma-separated numbers.")
     return text
 
 
@@ -311,7 +315,7 @@ def numbers(name: str, text: object, kind: type[Number]) -> list[Number]:
         values = []
     if not values or len(set(values)) < len(values) or not all(map(is_finite, values)):
         noun = "whole numbers" if kind is int else "numbers"
-        raise UserError(f"{name}: {_shown(text)} is not a comma-separated list of different {noun}")
+        raise UserError(f"{name}: {_shown(text)}. Give a comma-separated list of different {noun}.")
     return values
 
 

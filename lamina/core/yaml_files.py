@@ -32,12 +32,12 @@ class _Strict(_Loader):
 
 
 def safe_load(text: str) -> object:
-    """Return what a YAML text of our own says, by libyaml where it is there. Raises YAMLError."""
+    """Parse a YAML text that Lamina wrote, with libyaml if it is installed. Raises YAMLError."""
     return yaml.load(text, Loader=_Loader)
 
 
 def read_back(data: Json) -> object:
-    """Return data as a YAML file gives them back."""
+    """Return data after a round trip through YAML."""
     return safe_load(yaml.dump(data, Dumper=_Dumper))
 
 
@@ -52,7 +52,7 @@ def read_mapping(path: Path, needed: str = "a YAML mapping") -> Json:
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
-            raise UserError(f"{source}: too large for a YAML file of settings (allowed: {LARGEST // 2**20} MiB)")
+            raise UserError(f"{source}: too large for a YAML file of settings. Shorten it to {LARGEST // 2**20} MiB.")
         text = content.decode("utf-8")
         _bounded(source, text)
         data = yaml.load(text, Loader=_Strict)
@@ -75,12 +75,14 @@ def _bounded(source: str, text: str) -> None:
         anchor, size = getattr(event, "anchor", None), 0
         if isinstance(event, yaml.CollectionStartEvent):
             if len(open_) > DEEPEST:
-                raise UserError(f"{source}: nested too deep (allowed: {DEEPEST} levels)")
+                raise UserError(f"{source}: nested too deep. Use at most {DEEPEST} levels.")
             open_.append((anchor, 1))
             continue
         if isinstance(event, yaml.AliasEvent):
             if anchor not in sizes:
-                raise UserError(f"{source}: the alias *{anchor} stands for nothing, or for what holds it")
+                raise UserError(
+                    f"{source}: the alias *{anchor} has no anchor before it, or is inside its own anchor. Remove it."
+                )
             size, anchor = sizes[anchor], None
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
@@ -91,4 +93,6 @@ def _bounded(source: str, text: str) -> None:
         name, count = open_[-1]
         open_[-1] = (name, count + size)
         if count + size > MOST_VALUES:
-            raise UserError(f"{source}: too many values, aliases written out (allowed: {MOST_VALUES})")
+            raise UserError(
+                f"{source}: more than {MOST_VALUES} values, each alias counted as its content. Shorten the file."
+            )

@@ -1,1 +1,1 @@
-"""The base of every job: its folder and files, its resuming and its ending. Loads no torch."""
+"""The base of every job: its folder and files, how it resumes and how it ends. Loads no torch."""

@@ -50,7 +50,10 @@ generation: gen_kwargs; data_dir: include_path
 
 
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
-    """Return the first offered setting that another library's name means (``near``: roughly); None if none does."""
+    """Return the first offered setting with the meaning of another library's name; None without such a setting.
+
+    ``near`` also accepts a setting of roughly that meaning.
+    """
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
     return None if name in offered else next((setting for setting in ours if setting in offered), None)
@@ -72,15 +75,15 @@ def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def is_text(option: str, files: tuple[str, ...]) -> bool:
-    """Return whether another library declares an option as text, however YAML would read its value."""
+    """Return whether another library declares an option as text, so that YAML must not read its value as a number."""
     return _declared(files).get(option, "").strip() in ("str", "str | None", "Optional[str]")
 
 
 def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
-    """Return the setting that passes on another library's option, and the option's name; None if there is none.
+    """Return the setting that passes on another library's option, and the option's name; None without such a setting.
 
-    ``outside`` has by setting, as in ``Settings.outside``, another library's options or the library's files that
-    declare them.
+    ``outside`` maps a setting to another library's options, or to the files that declare them, as ``Settings.outside``
+    does.
     """
     if name not in offered and meaning(name, offered, near=True) is None:
         for setting, files in outside.items():
@@ -90,9 +93,9 @@ def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[s
 
 
 def suggestion(name: str, offered: Collection[str]) -> str | None:
-    """Return the offered setting whose name, or other name, is nearest to an unknown one.
+    """Return the offered setting whose name or alias is nearest to an unknown name.
 
-    Another library's name suggests only what it means: nothing where the command has no such setting.
+    For another library's name, return only the setting with the same meaning; None if the command has no such setting.
     """
     others = {other for names in (*TAKEN.values(), *NEAR.values()) for other in names}
     settings_by_name = {

@@ -19,13 +19,15 @@ class Column:
         name: its key in result.json and its column in results.csv.
         title: its heading on the pages.
         format: how the pages print the number; None for a text.
-        aggregate: how the ranking combines a placement's seeds: their mean or maximum, the first seed's text, or
-            a value that ``lamina.reports.ranking`` computes itself ("own"); None: the ranking omits the column.
-        measured: whether every run's ``outcome`` has it; others are some runs', the settings' or of whoever runs them.
-        in_ranking: its position in the table of placements, from the left; 0 for a column that is not in it.
-        in_trials: whether it is in the table of all trials.
-        share: the column whose number follows this one, as a percentage.
-        optional: whether the pages omit it if no trial has it.
+        aggregate: how the ranking combines a placement's seeds: by mean, by maximum, as the first seed's text, or as a
+            value that ``lamina.reports.ranking`` computes ("own"); None leaves the column out of the ranking.
+        measured: whether every run's ``outcome`` has the column; other columns come from some runs only, from the
+            settings or from the job.
+        in_ranking: the column's position from the left in the table of placements; 0 leaves the column out of that
+            table.
+        in_trials: whether the table of all trials has the column.
+        share: another column, whose number the pages print after this one as a percentage.
+        optional: whether the pages omit the column if no trial has a value.
     """
 
     name: str

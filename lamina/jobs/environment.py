@@ -45,9 +45,9 @@ def cores() -> int:
 
 @cache
 def git_revision() -> str | None:
-    """Return the git revision of the source tree that this package is imported from; None outside a checkout.
+    """Return the git revision of the source tree that contains this package; None outside a checkout.
 
-    It ends in "-dirty" if a tracked file was changed, apart from files that studies write (``_WRITTEN``).
+    The revision ends in "-dirty" if a tracked file was changed. Files that studies write (``_WRITTEN``) do not count.
     """
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--"]
     command += [":(top)", *(f":(top,exclude){folder}" for folder in _WRITTEN)]
@@ -62,7 +62,7 @@ def git_revision() -> str | None:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of NVIDIA GPUs, read from the driver's files, without torch; empty without GPUs."""
+    """Read the names of NVIDIA GPUs from the driver's files, without torch; empty without GPUs."""
     told = [path.read_text(encoding="utf-8") for path in sorted(_DRIVER.glob("*/information"))]
     return [name[1] for text in told if (name := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
 

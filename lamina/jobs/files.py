@@ -60,7 +60,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_parquet(path: Path, table: Frame, **options: Any) -> None:
-    """Write a pandas table whole or not at all; ``options`` are those of ``to_parquet``."""
+    """Write a pandas table whole or not at all; ``options`` go to pandas' ``to_parquet``."""
     with writing(path) as temporary:
         table.to_parquet(temporary.absolute(), index=False, **options)  # a relative path with a colon would be a URI
 
@@ -92,12 +92,12 @@ def noted(path: Path) -> Json:
 
 
 def write_sealed(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a mapping as YAML with its digest as the first key, so that even a cut at a line's end shows."""
+    """Write a mapping as YAML with its digest as the first key, so that a reader notices any cut."""
     write_yaml(path, {DIGEST: digest_of(data), **data})
 
 
 def read_sealed(path: Path) -> Json:
-    """Return the mapping without its digest. Raises UserError naming a file that is missing, cut short or altered."""
+    """Read a mapping without its digest. Raises UserError if the file is missing, cut short or altered."""
     data = read_mapping(path)
     if DIGEST not in data:
         raise UserError(f"{str(path)!r}: cut short or altered (its digest is missing)")
@@ -107,7 +107,7 @@ def read_sealed(path: Path) -> Json:
 
 
 def digest_of(data: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a mapping as YAML gives it back."""
+    """Return the SHA-256 of a mapping after a round trip through YAML."""
     return _digest_of_read(read_back(dict(data)))
 
 
@@ -143,14 +143,14 @@ def finite(data: Any) -> Any:
 
 
 def as_json(data: Mapping[str, object]) -> Json:
-    """Return the data as a JSON file gives them back."""
+    """Return the data after a round trip through JSON."""
     return json.loads(json.dumps(finite(data)))
 
 
 def read_result(folder: Path) -> Json | None:
     """Read a run's result.json without its seal; None if the run has not ended or the file is unreadable.
 
-    Raises UserError for a result that was altered. One that an older version wrote has no seal.
+    Raises UserError if the result was altered. A result of an older version has no seal.
     """
     data = noted(folder / RESULT)
     if "status" not in data:
@@ -160,9 +160,9 @@ def read_result(folder: Path) -> Json | None:
 
 
 def read_seal(path: Path, data: Json) -> Json | None:
-    """Return the seal in a file's data, without its digest; None of an older version's file, and of no data.
+    """Return the seal in a file's data, without its digest; None for an older version's file or for empty data.
 
-    Raises UserError if the data are not as they were sealed.
+    Raises UserError if the data were altered after they were sealed.
     """
     seal = data.get(SEAL)
     if not data or (seal is None and not _is_sealed(path.parent)):
@@ -187,24 +187,24 @@ def _is_sealed(folder: Path) -> bool:
 
 
 def digest_of_json(data: Json) -> str:
-    """Return the SHA-256 of an object as JSON says it."""
+    """Return the SHA-256 of an object, written as JSON."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def read_config(folder: Path) -> Json:
-    """Read a job's config.yaml without its digest. Raises UserError for one that is missing, cut short or altered.
+    """Read a job's config.yaml without its digest. Raises UserError if the file is missing, cut short or altered.
 
-    One that an older version wrote has no digest.
+    A config.yaml of an older version has no digest.
     """
     path = folder / CONFIG
     data = read_mapping(path)
     if DIGEST in data and data.pop(DIGEST) != _digest_of_read(data):
-        raise UserError(f"{str(path)!r}: cut short or altered (its digest does not match). Restore the file.")
+        raise UserError(f"{str(path)!r}: cut short or altered (its digest does not match)", "Restore the file.")
     return data
 
 
 def disk_full(error: BaseException | None) -> bool:
-    """Return whether a full disk caused an exception, also one that a library has wrapped."""
+    """Return whether a full disk caused an exception, even if a library wrapped the exception."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -218,7 +218,7 @@ def disk_full(error: BaseException | None) -> bool:
 
 
 def full_disk(path: Path) -> OSError:
-    """Make the error for a full disk, with the folder's name."""
+    """Return the error for a full disk; its message names the folder."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
@@ -232,5 +232,5 @@ def read_claims(folder: Path) -> list[Json] | None:
     except (OSError, ValueError) as error:
         raise UserError(f"{str(path)!r}: not readable ({error})") from None
     if not isinstance(claims, list) or not all(isinstance(claim, dict) for claim in claims):
-        raise UserError(f"{str(path)!r}: no list of verdicts. Restore the original file.")
+        raise UserError(f"{str(path)!r} does not hold a list of verdicts. Restore the original file.")
     return claims

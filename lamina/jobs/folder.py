@@ -25,7 +25,7 @@ LOCK = ".lock"
 REPLACES = ".replaces"  # says that NAME.old is what --overwrite replaced, to be deleted at the first result
 _APART = (LOCK, REPLACES)  # not part of a folder's content
 Resume: TypeAlias = bool | Literal["auto"]
-"""Whether to resume what a folder holds; "auto": resume if it holds something, else begin."""
+"""Whether to resume the job in a folder; "auto": resume if there is a job, otherwise begin."""
 # Half-written files of a killed process, under names that nothing reads.
 _DRAFTS = (
     ".gone-*",
@@ -41,7 +41,7 @@ _DRAFTS = (
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether the folder holds more than a job leaves that was killed before its first record."""
+    """Return whether the folder holds files. The files that a job writes before its first record do not count."""
     return folder.is_dir() and not all(map(_is_beginning, folder.iterdir()))
 
 
@@ -61,7 +61,7 @@ def _is_environment(path: Path) -> bool:
 
 
 def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True) -> None:
-    """Raise UserError where ``hold`` would, changing nothing; ``resumes`` says whether the job has --resume."""
+    """Raise UserError if ``hold`` would, but change nothing; ``resumes``: whether the job has --resume."""
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
     if resume and overwrite:
@@ -73,7 +73,7 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
             raise nothing_to_resume(folder)
         return
     if not (resume or overwrite):
-        further = "--resume to continue what is there or " if resumes else ""
+        further = "--resume to continue its job, or " if resumes else ""
         raise UserError(
             f"output: the folder {str(folder)!r} is in use. Choose an empty or new folder, or add {further}"
             "--overwrite to replace it."
@@ -93,7 +93,7 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
 
 
 def nothing_to_resume(folder: Path) -> UserError:
-    """Make the error for --resume in a folder where nothing was begun."""
+    """Return the error for --resume in a folder in which no job has begun."""
     return UserError(
         f"output: {str(folder)!r} holds nothing to resume. Give the folder of an unfinished job, or --resume=auto "
         "to begin in an empty folder."
@@ -105,10 +105,11 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
     """Lock a job's folder and claim it for writing; yield whether it holds something to resume.
 
     With ``overwrite``, a folder with content is renamed to NAME.old, which is deleted at the first checkpoint (see
-    ``drop_old``) or result. If the work ends without one, NAME.old stays, and the log says so.
+    ``drop_old``) or result. If the work ends without a checkpoint or result, NAME.old stays, and the log says so.
 
-    Raises UserError if the folder holds something and neither ``resume`` nor ``overwrite`` is set, if Lamina did not
-    write its content, if it is not a folder, if there is nothing to resume, or if another process holds it.
+    Raises UserError if the path is not a folder, if another process holds the folder, or if Lamina did not write its
+    content. Also raises it if the folder has content and neither ``resume`` nor ``overwrite`` is set, or if ``resume``
+    finds nothing to resume.
     """
     if overwrite and in_use(folder):
         with lock(folder, wait=wait):
@@ -131,7 +132,7 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
 
 
 def old_content(folder: Path) -> Path:
-    """Return where --overwrite keeps a folder's old content until there is a new result: NAME.old."""
+    """Return the folder NAME.old, in which --overwrite keeps the old content until there is a new result."""
     folder = real_path(folder)
     return folder.with_name(f"{folder.name}.old")
 
@@ -176,7 +177,7 @@ def has_result(folder: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Delete everything that the work in a folder has written; the caller holds the lock."""
+    """Delete everything that a job has written into a folder; the caller holds the lock."""
     for child in folder.iterdir():
         if child.name not in _APART:
             shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
@@ -203,10 +204,10 @@ def _is_ours(folder: Path) -> bool:
 
 @contextmanager
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
-    """Lock the folder, since two processes would overwrite each other's files; wait for up to ``wait`` seconds.
+    """Lock the folder against other processes, after a wait of up to ``wait`` seconds.
 
-    Raises UserError if another process holds the lock, or if a link is among the files kept apart from the folder's
-    content. Without ``fcntl`` (Windows) it locks nothing.
+    Raises UserError if another process holds the lock, or if a link has the name of the lock or of another of Lamina's
+    management files. Without ``fcntl`` (on Windows), do nothing.
     """
     _make(folder)
     for name in _APART:

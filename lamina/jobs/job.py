@@ -21,7 +21,7 @@ from lamina.jobs.settings import Settings
 
 S = TypeVar("S", bound=Settings)
 Stored = Callable[[Path], Mapping[str, Any] | None]
-"""Reads the settings that a folder holds; None if it holds none."""
+"""Reads the settings in a folder; returns None without any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,14 @@ class ResumePolicy:
     def merge(
         self, stored: Mapping[str, object], given: Mapping[str, object], defaults: Mapping[str, object]
     ) -> dict[str, object]:
-        """Merge the user's settings over the stored ones; a user's ``auto`` keeps the job's first choice.
+        """Merge the user's settings over the stored ones.
+
+        ``auto`` keeps the stored value of a setting that may not change.
 
         Args:
             stored: the folder's settings.
             given: the user's settings now.
-            defaults: the values of settings in neither.
+            defaults: the values of settings that neither has.
 
         Raises:
             UserError: if the user changed a setting that may not change; the message names the first one.
@@ -57,8 +59,8 @@ class ResumePolicy:
             if name not in self.free and name not in self.compared and value != old:
                 changeable = ", ".join(sorted(set(self.free) - {"output"}))
                 raise UserError(
-                    f"{name}: {value!r} differs from the {self.what}'s {old!r}. With --resume, keep all settings "
-                    f"except {changeable}, or choose another --output"
+                    f"{name}: {value!r} differs from the {self.what}'s {old!r}. With --resume, you may change only "
+                    f"{changeable}. Give the old value, or choose another --output."
                 )
         return {**stored, **given}
 
@@ -67,8 +69,8 @@ class Job(Generic[S]):
     """A job's settings and its folder, made by ``open_job``; as a context manager it holds the folder.
 
     Attributes:
-        settings: the complete settings; for a resumed job, the folder's, with the allowed changes.
-        given: the user's settings by name; None if the user gave a whole record.
+        settings: the complete settings; for a resumed job, the stored settings with the allowed changes.
+        given: the user's settings by name; None if the caller gave a whole record.
         resumes: whether the folder holds something to resume.
     """
 
@@ -105,7 +107,7 @@ class Job(Generic[S]):
         write_text(self.folder / name, text)
 
     def write_config(self, data: Mapping[str, Any]) -> None:
-        """Write the job's settings, sealed."""
+        """Write config.yaml with the job's settings and their digest."""
         write_sealed(self.folder / CONFIG, data)
 
 
@@ -120,20 +122,21 @@ def open_job(
     stored: Stored | None = None,
     wait: float = 0.0,
 ) -> Job[S]:
-    """Open a job: check its folder now, but touch it only in ``with``, so that slow or failing work can come first.
+    """Open a job: check its folder now, but change it only in ``with``, so that slow or failing work can come first.
 
-    What else --resume refuses is in training/checkpointing/resuming.py for a run, in studies/record.py for a study.
+    Further checks of --resume are in training/checkpointing/resuming.py for a run, in studies/record.py for a study.
 
     Args:
         given: a whole record, or only the user's settings, by name.
-        resume: whether to resume what the folder holds; "auto" resumes if it holds something.
+        resume: whether to resume the job in the folder; "auto" resumes if there is a job.
         overwrite: whether to replace the folder's content.
         policy: the settings that a resumed job may change.
         stored: reads the settings of the job to resume.
         wait: the seconds to wait for another process that holds the folder.
 
     Raises:
-        UserError: for invalid settings, an output folder in use, nothing to resume, a setting that may not change.
+        UserError: for invalid settings, an output folder in use, nothing to resume, or a change of a setting that may
+            not change.
     """
     by_name = given.to_dict() if isinstance(given, Settings) else given
     defaults = {name: settings.default(name) for name in settings.names()}

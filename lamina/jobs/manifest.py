@@ -1,4 +1,4 @@
-"""The manifest of a folder that is written once: a checkpoint, a saved model, an entry of the data cache.
+"""The manifest of a folder that never changes: a checkpoint, a saved model, an entry of the data cache.
 
 manifest.json lists each file's size and SHA-256, so that Lamina can name a missing, cut or changed file.
 """
@@ -50,7 +50,7 @@ def sync_and_hash(path: Path) -> Entry:
 
 
 def checksum(listed: Mapping[str, Entry]) -> str:
-    """Return the SHA-256 of a list of files, which is the manifest's checksum."""
+    """Return the manifest's checksum: the SHA-256 of its list of files."""
     return hashlib.sha256(json.dumps(sorted((n, *e) for n, e in listed.items())).encode()).hexdigest()
 
 
@@ -60,7 +60,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
-    """Write a folder's manifest and sync everything to disk; ``listed`` has files that are already hashed."""
+    """Write a folder's manifest and sync everything to disk; ``listed`` holds entries of files already hashed."""
     listed = {name: sync_and_hash(folder / name) for name in files_in(folder)} if listed is None else listed
     manifest = {"checksum": checksum(listed), "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -70,7 +70,7 @@ def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
 
 
 def listed(folder: Path) -> dict[str, Entry]:
-    """Read a manifest's list of files. Raises OSError, or one of NOT_A_MANIFEST if it was altered."""
+    """Read a manifest's list of files. Raises OSError, or one of NOT_A_MANIFEST if the manifest was altered."""
     if is_special(folder / MANIFEST):
         raise OSError(errno.EINVAL, SPECIAL)
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -83,7 +83,7 @@ def listed(folder: Path) -> dict[str, Entry]:
 def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
     """Name the first file of a sealed folder that is missing, cut short or altered; None if it is whole.
 
-    Files that the manifest does not list are no fault; see ``strays``. Without ``content``, only sizes are compared.
+    Files that the manifest does not list are no fault (see ``strays``). Without ``content``, compare only sizes.
     """
     try:
         files = listed(folder)
@@ -119,7 +119,7 @@ def refuse_damaged(folder: Path) -> None:
     state = tuple((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in about)
     broken = _damage(folder, state) or _of_another_run(folder)
     if broken is not None:
-        raise UserError(f"checkpoint {str(folder)!r}: {broken}. Restore the original files.")
+        raise UserError(f"checkpoint {str(folder)!r}: {broken}", "Restore the original files.")
 
 
 @lru_cache(maxsize=64)
@@ -150,7 +150,10 @@ def model_folder(path: str | Path) -> Path:
 
 
 def content_hash(path: str | Path) -> str:
-    """Hash a saved model: its manifest, else its configuration and weights, else its name on the hub."""
+    """Hash a saved model by its manifest.
+
+    Without a manifest, hash its configuration and weights, or its name on the hub.
+    """
     folder = model_folder(path)
     if (folder / MANIFEST).is_file():
         return sha256(folder / MANIFEST)

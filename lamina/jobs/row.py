@@ -1,8 +1,8 @@
 """The row of a job, from which Lamina makes its command and its Python function.
 
 To add a job, add its settings, its function, its page (``lamina.reports.registry.report_of``), the text that it prints
-(``ending_of``) and its row, in the room of the job. A row's functions import what is heavy when they are called. The
-rows are listed in ``lamina.catalog``.
+(``ending_of``) and its row, all in the job's package. Import heavy packages inside the row's functions.
+``lamina.catalog`` lists the rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Given = Mapping[str, object]
 
 
 class Modes(TypedDict, total=False):
-    """How a job runs, beside its settings."""
+    """Options for a job's run, in addition to its settings."""
 
     resume: Resume
     overwrite: bool
@@ -39,9 +39,9 @@ class Switch:
     """A flag of a job that is not a setting.
 
     Attributes:
-        prints: whether the text at the end is another one, registered by ``ending_of(kind, switch=name)``.
-        draws: whether the page's figures are saved as pictures, too; the Python function has the switch as well.
-        passed: whether the job's function takes it; the Python function then has it as well.
+        prints: whether the flag selects another text at the end, which ``ending_of(kind, switch=name)`` registers.
+        draws: whether the flag also saves the page's figures as pictures; the Python function then has the switch.
+        passed: whether the job's function takes the switch; the Python function then has the switch.
         fails: decides from the result whether the exit code is 1.
     """
 
@@ -59,24 +59,24 @@ class JobRow:
 
     Attributes:
         name: the command's name.
-        function: the Python function's name, if not the command's with underscores.
+        function: the Python function's name, if it is not the command's name with underscores.
         kind: the kind of the job's folder.
         summary: a line for ``lamina --help``.
-        about: what the job does, for the command's help; the first paragraph is also the Python function's.
+        about: the description for the command's help; the Python function's docstring has only its first paragraph.
         settings: returns the class of its settings.
-        run: does the work, from the settings by name, resume, overwrite, bar and the passed switches.
-        returns: what the Python function returns, in a sentence or two.
+        run: does the work; takes the settings by name, resume, overwrite, bar and the passed switches.
+        returns: one or two sentences about the Python function's result.
         outcome: the type of the result, a class of ``lamina.api.results``, or "pd.DataFrame".
         raises: the errors, for the Python function's documentation.
-        resumes: what --resume does, for the help; empty for a job that does not resume.
-        positional: the settings without a flag; one that ends in "..." takes any number of words.
+        resumes: the help text of --resume; empty for a job that does not resume.
+        positional: the names of the settings without a flag; a name that ends in "..." takes any number of words.
         listing: returns the list that the help and --list print.
         inputs: the settings that name models to start from, the main one first.
         files: the settings that name data or code.
         fails: decides from the result whether the exit code is 1.
-        folder: returns the output folder for the settings, if its default is no constant.
-        pages: imports the page and the printed text, if they are not among those of ``lamina.reports``.
-        extra: what has to be installed.
+        folder: returns the output folder for the settings, if the folder's default depends on other settings.
+        pages: imports the page and the printed text, if ``lamina.reports`` does not import them.
+        extra: the extra of the package that the job needs.
         own_command: whether a module of ``lamina.commands`` holds the command.
     """
 
@@ -108,7 +108,7 @@ class JobRow:
         return self.function or self.name.replace("-", "_")
 
     def folder_of(self, settings: Given) -> Path | None:
-        """Return the output folder for the user's settings; None for a job that writes none."""
+        """Return the output folder for the user's settings; None for a job without an output folder."""
         if self.folder:
             return self.folder(settings)
         output = settings.get("output", self.settings().default("output"))

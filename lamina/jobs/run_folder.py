@@ -1,4 +1,4 @@
-"""Reading of a run's folder, while its records grow or if some are damaged."""
+"""Reading of a run's folder, even while its records grow or if some of them are damaged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunFolder:
         return [fault for fault in faults if fault is not None]
 
     def require_records(self) -> None:
-        """Raise UserError for the first damaged record, which a resumed run would continue."""
+        """Raise UserError for the first damaged record, because a resumed run would continue that record."""
         for fault in self.faults():
             raise UserError(
                 f"resume: {fault} in {str(self.path)!r}. Restore or delete the file, or begin again with --overwrite."
@@ -54,8 +54,8 @@ class RunFolder:
 def parse_lines(path: Path) -> tuple[list[Json], str | None]:
     """Parse a growing file of JSON records, each with a step; return them and the file's first fault.
 
-    A line that is not such a record is a fault and is left out, and so is a step that goes back, except in the records
-    of rollbacks. A last line that a kill cut short is no fault. A missing file holds no records.
+    A line without a step is a fault, and its record is left out. A step that goes back is a fault, except in the
+    records of rollbacks. A last line that a kill cut short is no fault. A missing file holds no records.
     """
     records: list[Json] = []
     fault, last = None, -1

@@ -50,7 +50,7 @@ from lamina.jobs.status import ENDED
 logger = logging.getLogger(__name__)
 
 GROWING = (METRICS, "layers/part-*", "probes/*/part-*")
-"""The records that a run adds to, and that a checkpoint seals as far as they are."""
+"""The records that grow during a run. A checkpoint seals the part that is written so far."""
 _MISSING = "missing"
 _FIRST = f"first line of {METRICS}"
 _RECORDS = (
@@ -66,7 +66,7 @@ _TABLES = (
 
 
 def write_result(folder: Path, result: Mapping[str, object]) -> None:
-    """Write result.json with the seal of what the folder holds. Raises OSError."""
+    """Write result.json, with a seal of the folder's files. Raises OSError."""
     write_with_seal(folder, RESULT, result, _RECORDS)
 
 
@@ -78,16 +78,16 @@ def write_with_seal(folder: Path, name: str, data: Mapping[str, object], pattern
 
 
 def seal_tables(folder: Path) -> None:
-    """Write seal.json, which seals what a job computed from its trials, if there is any of it. Raises OSError."""
+    """Write seal.json, which seals the tables that a job computed from its trials, if there are any. Raises OSError."""
     if hashes(folder, _TABLES):
         write_with_seal(folder, SEALED, {}, _TABLES)
 
 
 def lift_seal(folder: Path) -> bool:
-    """Delete seal.json before the job writes its tables again; return whether they were as sealed.
+    """Delete seal.json before the job writes its tables again; return whether the tables were unchanged.
 
-    Otherwise log each table that was not, and keep the seal, which names it until it is written again. Raise UserError
-    for study.yaml, which is not written from the trials.
+    If a table was altered, log its name and keep the seal until the job has written the table again. Raises UserError
+    if study.yaml was altered, which the job cannot write again from its trials.
     """
     try:
         faults = altered(folder, SEALED, missing=False)
@@ -96,14 +96,14 @@ def lift_seal(folder: Path) -> bool:
     if STUDY in faults:
         refuse_tables(folder)
     for name, fault in faults.items():
-        logger.warning("%s: %s; it is written again", folder / name, fault)
+        logger.warning("%s: %s. Lamina writes the file again", folder / name, fault)
     if not faults:
         (folder / SEALED).unlink(missing_ok=True)
     return not faults
 
 
 def refuse_tables(folder: Path) -> None:
-    """Raise UserError for a table of a job that is not as it was sealed. A folder without seal.json has no seal."""
+    """Raise UserError if a job's table was altered after it was sealed. A folder without seal.json passes."""
     refuse_altered(folder, SEALED, missing=False)
 
 
@@ -121,9 +121,9 @@ def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
 
 
 def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str, str]:
-    """Return what is wrong with each record that the file ``by`` seals, by its path; nothing without a seal.
+    """Describe the faults of the records that the file ``by`` seals, by the records' paths; empty without a seal.
 
-    The model is left out, which its own manifest seals. Without ``missing``, a file may be gone.
+    The model is not checked here, because its manifest seals it. A missing file is a fault only with ``missing``.
 
     Raises UserError if the file itself was altered.
     """
@@ -148,7 +148,7 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
 
 
 def refuse_altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> None:
-    """Raise UserError for the first record that is not as it was sealed, see ``altered``."""
+    """Raise UserError for the first record that was altered after it was sealed (see ``altered``)."""
     _refuse(folder, by, altered(folder, by, missing=missing))
 
 
@@ -161,9 +161,9 @@ def _refuse(folder: Path, by: str, faults: Mapping[str, str]) -> None:
 
 
 def refuse_page(folder: Path) -> None:
-    """Raise UserError for an altered record of a job that ended, before a page is drawn from it; log one of any other.
+    """Raise UserError if a finished job has an altered record; if the job has not ended, only log the record.
 
-    A page leaves out what is missing, and the log names it.
+    Call it before drawing the job's page. The page omits missing records, and the log names them.
     """
     refuse_special("folder", folder)
     refuse_tables(folder)
@@ -184,9 +184,9 @@ def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoint: str) -> None:
-    """Raise UserError for a record whose beginning is not what it was at a checkpoint.
+    """Raise UserError for a record whose beginning has changed since a checkpoint.
 
-    One that is missing passes, and metrics.jsonl without its last lines: the resumed run says what is gone.
+    A missing record passes, and so does a metrics.jsonl without its last lines: the resumed run logs what is missing.
     """
     for entry, (size, digest) in known.items():
         name = METRICS if entry == _FIRST else entry
@@ -203,7 +203,7 @@ def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoin
 
 
 def first_line(path: Path) -> bytes:
-    """Return a file's first line with its end."""
+    """Return a file's first line, including the line end."""
     with path.open("rb") as file:
         return file.readline()
 
@@ -228,7 +228,7 @@ def _is_cut(path: Path) -> bool:
 
 @lru_cache(maxsize=2**16)
 def hash_of(path: Path, *state: int) -> str:
-    """Hash a file that has this size, time and inode: a job's records are hashed again at each of its results."""
+    """Hash a file; cached by its size, time and inode, because each result of a job hashes the job's records again."""
     return sha256(path)
 
 

@@ -48,13 +48,13 @@ class ProbesSettings(Settings, group="records"):
 
 
 class SeedSettings(Settings, group="steps and learning rate"):
-    """The seed of everything that is random."""
+    """The seed of all random numbers."""
 
-    seed: int = setting(0, "seed of everything that is random", seed_number)
+    seed: int = setting(0, "seed of all random numbers", seed_number)
 
 
 class DeviceSettings(Settings, group="machine"):
-    """The device of the computation."""
+    """The device that Lamina computes on."""
 
     device: str | None = setting(None, "cpu, cuda, mps, ... (default: the fastest one available)", decides=False)
 

@@ -1,7 +1,7 @@
 """The base of every job's settings: frozen records whose fields declare default, help text and limits.
 
-A record declares a field once, and everything else is derived from the declaration: the command-line flag with its help
-text, the key in YAML and in config.yaml, the check of a value, and the command line that reproduces the settings:
+A record declares a field once. From the declaration, Lamina derives the command-line flag with its help text, the key
+in YAML and in config.yaml, the check of a value, and the command line that reproduces the settings:
 
     class StepSettings(Settings, group="steps"):
         steps: int = setting(100, "optimizer steps", at_least(1))
@@ -47,8 +47,9 @@ Check = Callable[[str, object], object]
 def setting(default: T, help: str, check: Check | None = None, *, decides: bool = True) -> T:
     """Declare a field of a settings record.
 
-    Without ``check``, the type decides: a Literal's values, a bool, any text, a mapping. A number needs a check.
-    ``decides=False``: no computed number depends on the field, so a resumed job may have another value.
+    Without ``check``, the type decides which values are allowed: a Literal's values, a bool, any text, a mapping. A
+    number needs a check. ``decides=False`` means that no computed number depends on the field, so a resumed job may
+    change it.
     """
     return _field(default, {"help": help, "check": check, "decides": decides})
 
@@ -90,12 +91,12 @@ def not_below(low: float) -> Check:
 class Settings:
     """The base of all settings records.
 
-    ``command_name`` is the record's ``lamina`` command. ``without`` names the inherited fields that the record does not
-    offer: they keep their defaults, and have no flag and no key. ``order`` names the fields that come first in files
-    and help texts; the rest follows base by base, the record's own fields last. ``group``, given beside the bases, is
-    the heading of a group's flags in ``--help all``; a command's own record has none. ``main`` names the ten settings
-    that ``--help`` shows, and ``needed`` those without which the job can't begin. ``outside`` has, by mapping setting,
-    another library's options that it takes, or the library's files that declare them.
+    ``command_name`` is the record's ``lamina`` command. ``without`` names inherited fields that the record does not
+    offer. These fields keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
+    files and help texts. The other fields follow base by base, the record's own fields last. ``group``, given beside
+    the bases, is the heading of a group's flags in ``--help all``; a command's own record has no group. ``main`` names
+    the ten settings that ``--help`` shows. ``needed`` names the settings without which the job can't begin. ``outside``
+    maps a setting that holds another library's options to these options, or to the files that declare them.
     """
 
     command_name: ClassVar[str] = ""
@@ -133,8 +134,8 @@ class Settings:
     def check_names(self) -> None:
         """Raise UserError for a missing file or an unknown name; a group adds its checks after super's.
 
-        Called once, before a job begins; loads no torch. A record that was read from a folder may name files that have
-        moved.
+        Lamina calls it once, before a job begins, and only for settings that the user gives now: a record that was read
+        from a folder may name files that have moved. Loads no torch.
         """
 
     @classmethod
@@ -170,7 +171,7 @@ class Settings:
     @classmethod
     @cache
     def free(cls) -> frozenset[str]:
-        """Return the settings that decide no number, as where the job runs, so that a resumed job may change them."""
+        """Return the settings that a resumed job may change, because no computed number depends on them."""
         return frozenset(name for name in cls.names() if not cls.__dataclass_fields__[name].metadata["decides"])
 
     def require(self, *names: str) -> None:
@@ -178,7 +179,7 @@ class Settings:
         for name in names:
             if getattr(self, name) is None:
                 flag = "from" if name == "from_model" else name.replace("_", "-")
-                raise UserError(f"{name.removesuffix('_model')}: none given (needed: --{flag}; {self.help(name)})")
+                raise UserError(f"{name.removesuffix('_model')}: none given. Add --{flag}: {self.help(name)}")
 
     def refuse_unused(self, *names: str, allowed: str, here: str = "here") -> None:
         """Raise UserError for the first of these settings that differs from its default but has no effect."""
@@ -188,7 +189,7 @@ class Settings:
 
     @classmethod
     def group_of(cls, name: str) -> str:
-        """Return the heading of a field's flag in the help; "" for the command's own."""
+        """Return the heading over a field's flag in the help; "" for a field of the command's own record."""
         declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
         return declaring[-1].group
 
@@ -206,7 +207,7 @@ class Settings:
         return cls(**data)
 
     def shared_with(self, other: type[Settings]) -> Json:
-        """Return the values of the fields that ``other`` also offers."""
+        """Return the values of the fields that this record and ``other`` share."""
         names = other.names()
         return {name: value for name, value in self.to_dict().items() if name in names}
 

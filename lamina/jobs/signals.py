@@ -17,9 +17,9 @@ WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasatt
 def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
     """End the process with the code that ``leave`` returns if Ctrl-C arrives during an import.
 
-    An import can lose a KeyboardInterrupt: in ``__set_name__`` it becomes a RuntimeError, in a weak reference's
-    callback a printed remark, in transformers a ModuleNotFoundError, and in torch's C++ code it aborts the process. A
-    SIGINT that is ignored or handled elsewhere stays so.
+    An import can lose a KeyboardInterrupt. In ``__set_name__`` it becomes a RuntimeError, in a weak reference's
+    callback a printed remark, in transformers a ModuleNotFoundError, and in torch's C++ code it aborts the process. If
+    the process already ignores SIGINT or has another handler for it, nothing changes.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -43,7 +43,7 @@ def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
 def handled(signals: tuple[signal.Signals, ...], handle: Callable[[int], None]) -> Iterator[None]:
     """Call ``handle`` with the number of each arriving signal; it may raise KeyboardInterrupt.
 
-    Outside the main thread, nothing is handled: the caller handles signals.
+    Outside the main thread, do nothing: the caller handles signals.
     """
     before: dict[signal.Signals, object] = {}
     try:
@@ -62,7 +62,7 @@ _parent: int | None = None
 
 
 def watch_parent(parent: int | None) -> None:
-    """Make this process count as orphaned once its parent is not ``parent`` (-1: at once, None: never)."""
+    """Let ``orphaned`` return True once this process's parent is not ``parent`` (-1: at once, None: never)."""
     global _parent
     _parent = parent
 

@@ -10,7 +10,7 @@ class Status(StrEnum):
 
     Attributes:
         FINISHED: trained to the last step and learned.
-        SHORT: trained to the last step, as ``STUCK``, but its loss was still falling: too few steps to tell.
+        SHORT: trained to the last step without learning enough, but the loss was still falling: too few steps to tell.
         STUCK: trained to the last step; its eval loss never got ``stuck_margin`` below the corpus's unigram entropy.
         INTERRUPTED: Ctrl-C, a signal, or the end of its study stopped it; it can be resumed.
         DIVERGED: the divergence guard stopped it.
@@ -34,5 +34,5 @@ ENDED = tuple(status.value for status in Status if status.ended)
 
 
 def severity(status: str) -> int:
-    """Return how bad a status in a file is, 0 for the best; an unknown word counts as the worst."""
+    """Return how bad a status is, 0 for the best; an unknown status counts as the worst."""
     return list(Status).index(Status(status)) if status in set(Status) else len(Status)

@@ -172,7 +172,7 @@ def study_header(folder: Path) -> Json:
     try:
         return read_record(folder)
     except UserError as error:
-        logger.warning("%s, left out of the report", str(error).partition(" (allowed")[0])
+        logger.warning("%s. The report leaves it out", error.problem)
         return {}
 
 

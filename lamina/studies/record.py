@@ -35,7 +35,7 @@ def read_record(folder: Path) -> Json:
     try:
         study = read_sealed(folder / STUDY)
     except UserError as error:
-        raise UserError(f"{error}. Restore the original file, or begin again with --overwrite") from None
+        raise UserError(error.problem, "Restore the original file, or begin again with --overwrite.") from None
     if not isinstance(study.get("settings"), dict):
         raise UserError(f"{str(folder / STUDY)!r}: the field 'settings' is missing")
     return study

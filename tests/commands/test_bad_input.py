@@ -70,7 +70,7 @@ class TestOutputFolders:
     @pytest.mark.parametrize("below", [".", "out"])
     def test_a_file_is_no_folder_and_holds_none(self, refused, tiny, tmp_path, command, below):
         (tmp_path / "file").write_text("a file")
-        assert "file' is a file, not a folder" in refused(*tiny(command, output=tmp_path / "file" / below))
+        assert "file' is a file. Give a folder" in refused(*tiny(command, output=tmp_path / "file" / below))
 
     @pytest.mark.parametrize("name", ["config.yaml", "study.yaml"])
     def test_resuming_what_lamina_did_not_write_is_refused(self, refused, tiny, tmp_path, command, name):

@@ -90,8 +90,8 @@ def test_a_small_top_p_leaves_the_likeliest_token_only(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--top-p", "0"], "top_p: 0.0 (allowed: a number above 0 and at most 1)"),
-        (["--stop", ""], "stop: [''] (allowed: a list of texts)"),
+        (["--top-p", "0"], "top_p: 0.0. Give a number above 0 and at most 1"),
+        (["--stop", ""], "stop: ['']. Give a list of texts, none of them empty"),
         (["--system", "S"], "system: 'S' has no effect here. Add --chat, or leave it out."),
     ],
 )

@@ -41,7 +41,7 @@ def refused(argv, capsys, word):
     assert main(argv) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert word in line
-    assert "is a pipe, a socket or a device (allowed: " in line
+    assert "is a pipe, a socket or a device. Give " in line
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_the_folder(corpus, custom, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as on_a_full_disk:  # a page that can't be written does not blame the records
         on_a_full_disk.setattr("lamina.reports.pages.preflight.write_page", full)
         assert main(["report", str(out)]) == 2
-    assert "No space left on device; finished work is kept" in capsys.readouterr().err
+    assert "No space left on device. Finished work is kept" in capsys.readouterr().err
     assert main(argv(corpus, output=out)) == 2
     assert "is in use. Choose an empty or new folder, or add --overwrite to replace it." in capsys.readouterr().err
     assert main([*argv(corpus, output=out), "--overwrite"]) == 0

@@ -160,7 +160,7 @@ def test_resume_takes_no_word_of_its_own():
     parser = parser_of("eval")
     assert parser.settings_from(["--resume", "m"])[1].resume is True
     assert parser.settings_from(["m", "--resume=auto"])[1].resume == "auto"
-    assert "--resume: '' (allowed: --resume, --resume=auto)" in said("eval", "--resume=")
+    assert "--resume: ''. Write --resume or --resume=auto." in said("eval", "--resume=")
 
 
 @pytest.mark.parametrize(

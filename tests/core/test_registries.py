@@ -83,7 +83,7 @@ def test_a_file_gives_its_one_entry_and_leaves_the_registry_as_it_was(colors, si
 
 def test_one_name_stands_for_one_thing_whoever_registers_it_first(colors, site):
     path, own = site("mine", MODULE.format(name="red")) / "mine.py", colors.get("red")
-    said = "color 'red': mine.py registers it, and own_colors has it. Choose another name."
+    said = "color 'red': mine.py registers this name, but own_colors has registered it before. Choose another name."
     with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
         colors.from_file(path)
     assert colors.get("red") is own
@@ -94,7 +94,7 @@ def test_one_name_stands_for_one_thing_whoever_registers_it_first(colors, site):
     import colors as module  # type: ignore[import-not-found]  # written by the fixture
 
     module.LATE = late
-    with pytest.raises(UserError, match=r"^color 'red': late_colors registers it, and a notebook has it"):
+    with pytest.raises(UserError, match=r"^color 'red': late_colors registers this name, but a notebook has"):
         late.names()
 
 
@@ -175,5 +175,5 @@ def test_a_list_is_split_outside_brackets_and_quotes(text, parts):
 
 
 def test_a_list_that_is_no_text_is_refused():
-    with pytest.raises(UserError, match=r"probes: 3 \(allowed"):
+    with pytest.raises(UserError, match=r"probes: 3\. Give a text with commas"):
         specs.split(3, "probe")

@@ -70,7 +70,7 @@ def test_a_job_is_resumed_with_what_it_had_and_what_may_change(begun):
 
 
 def test_what_a_job_computes_may_not_change(begun):
-    with pytest.raises(UserError, match=r"steps: 6 differs from the job's 5.*keep all settings except threads"):
+    with pytest.raises(UserError, match=r"steps: 6 differs from the job's 5.*you may change only threads"):
         opened({"output": str(begun), "steps": 6}, resume=True)
 
 

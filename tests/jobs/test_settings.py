@@ -86,7 +86,7 @@ class Job(Steps):
 def test_a_changed_field_keeps_its_check_and_its_help():
     assert Job().steps == Job.default("steps") == 7
     assert Job.help("steps") == "steps"
-    with pytest.raises(UserError, match="steps: 0 is not a whole number of at least 1"):
+    with pytest.raises(UserError, match=r"steps: 0\. Give a whole number of at least 1"):
         Job(steps=0)
 
 
@@ -152,5 +152,5 @@ def test_a_numeric_setting_takes_neither_text_nor_a_boolean_nor_what_is_not_a_nu
 def test_a_span_of_steps_is_a_share_or_a_whole_number(record, name):
     check = record.check_of(name)
     assert [check(name, span) for span in (0.25, 1, 2.0, 100)] == [0.25, 1, 2.0, 100]
-    with pytest.raises(UserError, match=f"^{name}: 2.5 .allowed: a share of all steps below 1, or a whole number"):
+    with pytest.raises(UserError, match=f"^{name}: 2.5. Give a whole number of steps, or a share of all steps below 1"):
         check(name, 2.5)

@@ -129,17 +129,17 @@ def test_a_full_plan_is_read_as_to_dict_writes_it_and_for_no_other_depth(file, n
 def test_a_file_may_have_a_name_of_the_packages_own_for_the_same_plan_alone(file):
     same = "placement: pre_ln\nrules: [{attention: {pre_norm: true}, feed_forward: {pre_norm: true}}]\n"
     assert resolve(file(same), 3).layers == resolve("pre_ln", 3).layers
-    with pytest.raises(UserError, match=r"mine.yaml': placement 'keel': the file registers it, .*another name"):
+    with pytest.raises(UserError, match=r"mine.yaml': placement 'keel': the file registers this name, .*another name"):
         resolve(file(RULES.replace("my_ln", "keel")), 3)
     for name in ("keel", "spannorm"):
-        with pytest.raises(UserError, match=rf"placement '{name}': mine.py registers it, and .* has it"):
+        with pytest.raises(UserError, match=rf"placement '{name}': mine.py registers this name, but .* has"):
             resolve(file(PYTHON.replace('"file_ln", title', f'"{name}", title'), "mine.py"), 3)
 
 
 def test_a_file_does_not_change_what_a_wiring_of_the_package_means(file):
     more = "from lamina.placements.wirings import wiring\n"
     more += '@wiring("mhc", equation="", source="")\ndef mhc(plan): ...\n'
-    with pytest.raises(UserError, match=r"wiring 'mhc': mine.py registers it, and lamina.placements.wirings has it"):
+    with pytest.raises(UserError, match=r"wiring 'mhc': mine.py registers .*, but lamina.placements.wirings has"):
         resolve(file(PYTHON + more, "mine.py"), 3)
     assert resolve("pre_ln(wiring=mhc)", 3).streams == 4
 

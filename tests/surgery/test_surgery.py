@@ -240,7 +240,7 @@ def test_layers_are_read_as_they_are_typed():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["prune", "{run}"], "layers: name them, or give by and drop"),
+        (["prune", "{run}"], "layers: none given. Give layers, or by and drop"),
         (["prune", "{run}", "--layers", "9"], "layers: 9 of 4. Choose some of 0-3, not all."),
         (["prune", "{run}", "--by", "angle", "--drop", "1"], "unknown probe 'angle'"),
         (["prune", "{run}", "--by", "all", "--drop", "1"], "by: 'all' is more than one probe"),

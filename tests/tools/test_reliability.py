@@ -47,7 +47,7 @@ def test_the_judge_sees_each_kind_of_fault(tmp_path):
     def outcome(code, out, err):
         return command_lines.judge(bad, code, out, err, tmp_path, before, 0.0).outcome
 
-    good = "lamina: --steps: 'x' (allowed: a whole number)\n"
+    good = "lamina: --steps: 'x'. Give a whole number.\n"
     assert outcome(2, "", good) == "right"
     assert outcome(0, "done", "") == "silent difference"
     assert outcome(1, "", "Traceback (most recent call last)\n") == "traceback"
