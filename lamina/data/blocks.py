@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 _AT_ONCE = 2**20  # tokens whose pairs are counted together
 T = TypeVar("T")
 EVAL_SEED = 20_260_101
-"""The seed of what is drawn for held-out items: the same in every run, so that their losses compare."""
+"""The seed of all random numbers for held-out items. It is the same in every run, so that losses are comparable."""
 _SEEDS = 2**63 - 1
 
 
 class TokenBlock(TypedDict):
-    """A block: ``input_ids`` LongTensor [sequence_length], and the same tensor as ``labels``: models shift labels.
+    """A block: ``input_ids`` LongTensor [sequence_length], and the same tensor as ``labels``.
 
-    A padded block has an ``attention_mask``, 1 for tokens and 0 for padding.
+    The model shifts the labels. A padded block has an ``attention_mask``, 1 for tokens and 0 for padding.
     """
 
     input_ids: torch.Tensor
@@ -39,7 +39,7 @@ class TokenBlock(TypedDict):
 
 
 class PartShare(TypedDict):
-    """A corpus's contribution to a mix; ``epochs`` is absent if its text is streamed."""
+    """A corpus's contribution to a mix; a streamed corpus has no ``epochs``."""
 
     wanted: float
     share: float
@@ -51,15 +51,15 @@ class ItemSource(Dataset[T], Generic[T], ABC):
     """Items by number; each is a mapping from the model's arguments to tensors.
 
     Attributes:
-        in_order: whether item ``i`` is the i-th item that a run trains on, endlessly (a stream, a mix). Otherwise the
-            items are a finite set, which the run shuffles.
+        in_order: True if item ``i`` is the i-th item that a run trains on, and the items never end (a stream, a mix).
+            False if the items are a finite set, which the run shuffles.
     """
 
     in_order: bool = False
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """The number of tokens in each item, without padding; None if all are whole."""
+        """The number of tokens in each item, without padding; None if no item has padding."""
         return None
 
     @abstractmethod
@@ -81,13 +81,15 @@ class ItemSource(Dataset[T], Generic[T], ABC):
         return {}
 
     def state_dict(self, index: int) -> object:
-        """Return a state of JSON types from which item ``index`` can be read; None for a source without state."""
+        """Return a state (JSON types) from which a resumed run can read item ``index``; None for a source without
+        state.
+        """
         return None
 
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
         """Continue from a ``state_dict``; None starts from the beginning.
 
-        ``verbose``: log when the corpus has ended and is read again.
+        ``verbose`` logs each time when the corpus ends and is read again.
         """
 
 
@@ -95,9 +97,9 @@ class BlockSource(ItemSource[TokenBlock], ABC):
     """Token blocks by number, each a :class:`TokenBlock`; a sample is a LongTensor [blocks, sequence_length].
 
     Attributes:
-        parts: the sources of a mix, each with its share; for a single corpus, only the source itself.
+        parts: the sources of a mix and their shares; a single corpus is its only part.
         known: the token ids that are available without reading a stream, [blocks, sequence_length] of unsigned
-            integers: all ids, or some of a stream's.
+            integers: all ids of a prepared corpus, some ids of a stream.
     """
 
     @property
@@ -113,9 +115,9 @@ class BlockSource(ItemSource[TokenBlock], ABC):
         return torch.from_numpy(known[spread(len(known), count)].astype(np.int64))
 
     def frequencies(self, vocab_size: int, count: int) -> np.ndarray:
-        """Estimate the add-one smoothed frequency of each id from ``count`` blocks per corpus, [vocab_size].
+        """Estimate each id's frequency from ``count`` blocks per corpus, with add-one smoothing, [vocab_size].
 
-        In a mix, each corpus is weighted by its share.
+        A mix weights each corpus by its share.
         """
         total = np.zeros(vocab_size)
         for share, part in self.parts:
@@ -127,9 +129,9 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     @abstractmethod
     def rows(self, indices: Sequence[int]) -> np.ndarray:
-        """Return the ids of these blocks, each block once, [blocks, sequence_length]; for a stream, its known text.
+        """Return the ids of these blocks, each block once, [blocks, sequence_length].
 
-        A stream that has been read is not read again.
+        For a stream, return its known text instead, because a stream is read only once.
         """
 
 
@@ -169,8 +171,9 @@ class Stats:
     """Statistics of a pair of splits.
 
     Attributes:
-        unigram_entropy: cross-entropy of the eval split's targets (tokens or classes) under the train split's add-one
-            smoothed frequencies, in nats: the loss of a model that has learned only how frequent each target is.
+        unigram_entropy: cross-entropy in nats of the eval split's targets (tokens or classes) under the train split's
+            frequencies, with add-one smoothing. It is the loss of a model that has learned only the targets'
+            frequencies.
         fingerprint: a hash of the data and of the settings that decide its items.
     """
 
@@ -182,9 +185,8 @@ class Stats:
 class BlockStats(Stats):
     """Statistics of two splits of text. Tokens and bytes are counted in whole blocks, without remainders.
 
-    Attributes:
-        train_bytes, eval_bytes: UTF-8 bytes of text, without end-of-text tokens; the dropped remainder is assumed to
-            have as many bytes per token as the rest.
+    Attributes: train_bytes, eval_bytes: UTF-8 bytes of text, without end-of-text tokens. They assume that the dropped
+        remainder has as many bytes per token as the rest.
         documents: the number of documents in the whole corpus.
     """
 
@@ -228,12 +230,12 @@ class Blocks(Splits[TokenBlock]):
 
 @lru_cache(maxsize=2)
 def shuffled(items: int, seed: int) -> torch.Tensor:
-    """Return the numbers below ``items`` in an order that depends on the seed alone."""
+    """Return the numbers below ``items`` in a random order that depends only on the seed."""
     return torch.randperm(items, generator=torch.Generator().manual_seed(seed))
 
 
 def spread(available: int, wanted: int) -> list[int]:
-    """Return up to ``wanted`` of ``available`` indices, evenly spread and the same in every run."""
+    """Return up to ``wanted`` evenly spread indices below ``available``, the same in every run."""
     wanted = min(wanted, available)
     return [i * available // wanted for i in range(wanted)]
 
@@ -249,9 +251,9 @@ def perplexity(loss: float) -> float:
 def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
     """Return bits per UTF-8 byte of text: ``loss * eval_tokens / (eval_bytes * ln 2)``, comparable across tokenizers.
 
-    Three approximations, each below one percent for blocks of useful length: the mean loss over the predicted tokens
-    (all but the first of each block) stands for all tokens; end-of-text tokens cost bits but have no bytes; the dropped
-    remainder is assumed to be like the rest.
+    The result makes three approximations, each below one percent for blocks of useful length. The mean loss over the
+    predicted tokens (all but the first of each block) stands for all tokens. End-of-text tokens cost bits but have no
+    bytes. The dropped remainder counts as if it were like the rest.
 
     Args:
         loss_per_token: mean cross-entropy in nats on the eval split.
@@ -269,12 +271,12 @@ def count_tokens(ids: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def smoothed(counts: np.ndarray) -> np.ndarray:
-    """Return the add-one smoothed frequencies for ``counts``, [vocab_size]."""
+    """Return the frequencies for ``counts``, with add-one smoothing, [vocab_size]."""
     return (counts + 1) / (counts.sum() + len(counts))
 
 
 def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
-    """Return the cross-entropy of held-out tokens under add-one smoothed train frequencies, in nats per token.
+    """Return the cross-entropy, in nats per token, of held-out tokens under the train split's smoothed frequencies.
 
     Args:
         train: token ids, [blocks, sequence_length].
@@ -287,12 +289,12 @@ def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) ->
 
 
 def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
-    """Return the cross-entropy of held-out tokens under a table of the train split's token pairs, in nats per token.
+    """Return the cross-entropy, in nats per token, of held-out tokens under a table of the train split's token pairs.
 
-    All tokens of a block but the first are predicted, as by a model. The table is smoothed as by Witten and Bell
-    (1991), p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)), with c the counts of pairs, n(u) the number of different
-    tokens after u, and p(v) the add-one smoothed frequency of v. Only pairs whose first token also begins a held-out
-    pair are counted, and none that ends in padding (an id of ``vocab_size``). The arguments are those of
+    Like a model, the table predicts all tokens of a block but the first. It is smoothed after Witten and Bell (1991),
+    p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)), with c the counts of pairs, n(u) the number of different tokens
+    after u, and p(v) the frequency of v with add-one smoothing. To save memory, only pairs count whose first token also
+    begins a held-out pair. Pairs that end in padding (the id ``vocab_size``) do not count. For the arguments, see
     ``unigram_entropy``.
     """
     wanted = held_out.astype(np.int64)
@@ -316,15 +318,15 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
 
 
 class DrawnItems(ItemSource[T]):
-    """Items of another source, each changed by random numbers that depend only on seed and position.
+    """Items of another source, each changed at random.
 
-    The random numbers depend only on the seed and the position. So a resumed run, a run after a rollback, and a run of
-    several processes draw the same numbers as an undisturbed run.
+    The random numbers depend only on the seed and the item's position. So a resumed run, a run after a rollback, and a
+    run of several processes draw the same numbers as an undisturbed run.
 
     Args:
         source: the items before the change.
         seed: the seed of the order and of the changes.
-        training: whether the items come in the order of a run, reshuffled after each pass and endless; otherwise they
+        training: True: the items come in the order of a run, endlessly, with a new shuffle for each pass. False: they
             come in the source's order.
         repeats: the number of consecutive positions that draw the same item.
     """
@@ -337,7 +339,7 @@ class DrawnItems(ItemSource[T]):
         return torch.Generator().manual_seed((self.seed * 1_000_003 + position * 7_919 + 17) % _SEEDS)
 
     def number(self, position: int) -> int:
-        """Return the source's number of the item that is drawn at a position."""
+        """Return the number in the source of the item at a position."""
         if not self.training or self.source.in_order:
             return position
         turn, index = divmod(position // self.repeats, len(self.source))
@@ -366,9 +368,9 @@ class DrawnItems(ItemSource[T]):
 class MixedBlocks(BlockSource):
     """Blocks of several corpora in one order: item ``i`` is the i-th block that a run trains on.
 
-    After any n blocks, each part has contributed its share of n to within one block. The order of a part's blocks is a
-    permutation by ``seed``, a new one for each epoch of the part; without a seed it is the part's order. Nothing else
-    decides the order, so a run that resumes at block i sees the same blocks.
+    After any n blocks, each part has contributed its share of n, to within one block. With a ``seed``, each epoch of a
+    part shuffles the part's blocks anew; without a seed, they keep the part's order. The order depends on nothing else,
+    so a run that resumes at block i sees the same blocks.
     """
 
     in_order = True
@@ -409,7 +411,7 @@ class MixedBlocks(BlockSource):
         return part, int(self._orders[part][1][offset])
 
     def where(self, index: int) -> tuple[int, int]:
-        """Return the part that block ``index`` comes from, and how many blocks of that part precede it."""
+        """Return the part that block ``index`` comes from, and the number of that part's blocks before it."""
         if index < 0:
             index += self.length
         if not 0 <= index < self.length:
@@ -482,8 +484,8 @@ def _share_of(blocks: int, share: Fraction) -> int:
 def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
     """Mix several pairs of splits into one, with the same shares in both splits; return a single pair unchanged.
 
-    The held-out split has as many blocks as these shares allow without repeating one. ``train`` is as long as all parts
-    together; ``MixedBlocks.for_run`` gives the order and length for a run.
+    The held-out split has as many blocks as the shares allow without repeating a block. ``train`` is as long as all
+    parts together. ``MixedBlocks.for_run`` gives the order and length for a run.
     """
     if len(blocks) == 1:
         return blocks[0]

@@ -1,4 +1,4 @@
-"""The cache of costly results: one folder per result, named by a hash, and never half written."""
+"""The cache of costly results. Each result has a folder, which a hash names and which is never half written."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ _whole: dict[Path, list[tuple[str, int, int]]] = {}
 
 
 def cache_root(cache_dir: Path | str | None = None) -> Path:
-    """Return the folder of the cache: ``cache_dir``, else ``$LAMINA_CACHE``, else ``~/.cache/lamina``."""
+    """Return the cache's folder: ``cache_dir`` if given, otherwise ``$LAMINA_CACHE`` if set, otherwise
+    ``~/.cache/lamina``.
+    """
     if cache_dir:
         return home("cache_dir", cache_dir)
     return home("LAMINA_CACHE", os.environ.get("LAMINA_CACHE") or "~/.cache/lamina")
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder is exactly as published, by the digests of its files.
+    """Return whether a folder is unchanged since it was published, judging by the digests of its files.
 
-    A damaged folder is logged. Each process reads the files once, and again when they change.
+    Logs a damaged folder. Each process reads the files once, and again if they change.
     """
     if not folder.exists():
         return False
@@ -47,22 +49,22 @@ def is_whole(folder: Path) -> bool:
             return True
         broken = what_is_broken(folder)
         if broken is None and (stray_files := strays(folder)):
-            broken = f"{stray_files[0]} does not belong to it"
+            broken = f"{stray_files[0]} does not belong to the folder"
     except OSError as error:
         state, broken = [], str(error.strerror)
     if broken is None:
         _whole[folder] = state
     elif (folder / MANIFEST).exists():  # without a manifest it is from an older Lamina, or half deleted
-        logger.warning("%s: %s; it is made again", folder, broken)
+        logger.warning("%s: %s. Lamina makes the folder again", folder, broken)
     return broken is None
 
 
 def publish(folder: Path, write: Callable[[Path], object]) -> None:
     """Create ``folder`` unless it is whole: ``write`` fills a draft, which is then sealed and renamed in one step.
 
-    Processes may race: one of them wins, and afterwards the folder is complete for all. An error in ``write`` leaves
-    nothing behind. A damaged folder is replaced. Drafts of killed processes are deleted. Raises UserError if the cache
-    is not writable; any other error of the disk stays an OSError.
+    Several processes may do this at once: the first to finish publishes the folder for all. An error in ``write``
+    leaves nothing behind. ``publish`` replaces a damaged folder, and deletes drafts of killed processes. Raises
+    UserError if the cache is not writable, and OSError for other errors of the disk.
     """
     if is_whole(folder):
         return
@@ -74,7 +76,7 @@ def publish(folder: Path, write: Callable[[Path], object]) -> None:
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
         raise UserError(
             f"the cache folder {str(folder.parent)!r} cannot be written to ({error.strerror}). Set LAMINA_CACHE "
-            "to a writable folder"
+            "to a writable folder."
         ) from None
     try:
         write(draft)

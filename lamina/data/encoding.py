@@ -1,4 +1,4 @@
-"""Conversion of text to token ids, without special tokens, as fast as the tokenizer allows."""
+"""Fast conversion of text to token ids, without special tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lamina.data.split import Segment
 def ids_are_bytes(tokenizer: Json) -> bool:
     """Return whether a serialized tokenizer (tokenizer.json) maps every text to its UTF-8 bytes.
 
-    It does if the id of each byte's character is the byte, and nothing in the pipeline can change or join the bytes.
+    This holds if each byte's character has the byte as its id, and if no step of the tokenizer changes or joins bytes.
     """
     model, pre_tokenizer = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     vocabulary = model.get("vocab") or {}
@@ -41,15 +41,15 @@ def ids_are_bytes(tokenizer: Json) -> bool:
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of embeddings a tokenizer needs: more than its number of tokens if the ids have gaps."""
+    """Return the number of embeddings that a tokenizer needs; it exceeds the number of tokens if the ids have gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
 
 
 class TextEncoder:
-    """Encodes texts by a tokenizer's model alone: it adds no special tokens and recognizes none in the text.
+    """Encodes texts without special tokens: it adds none, and recognizes none in the text.
 
-    So a corpus that spells out ``<|endoftext|>`` cannot forge the end of a document. Truncation and padding are off.
-    The tokenizer itself stays unchanged.
+    So a text that contains ``<|endoftext|>`` cannot forge the end of a document. Truncation and padding are off. The
+    tokenizer itself stays unchanged.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -79,7 +79,7 @@ class TextEncoder:
         return [np.array(ids, dtype=self.dtype) for ids in cast("list[list[int]]", encoded["input_ids"])]
 
     def content_hash(self) -> str:
-        """Hash everything that decides the ids of a text, and the id that ends a document."""
+        """Hash everything that decides a text's ids, and the id that ends a document."""
         digest = hashlib.sha256(f"{self.tokenizer.eos_token_id}\0{self.vocab_size}\0".encode())
         if self.backend is not None:
             digest.update(self.backend.to_str().encode())
@@ -95,8 +95,8 @@ class TextEncoder:
 class TokenJoiner:
     """Joins segments into one sequence of tokens, with an end-of-text token wherever the text jumps.
 
-    The text jumps if a segment does not begin exactly at the end of the previous one: between documents, at a missing
-    piece, and after :meth:`jump`. No token precedes the first segment.
+    The text jumps where a segment does not continue the previous segment: between documents, at a missing piece, and
+    after :meth:`jump`. No end-of-text token precedes the first segment.
 
     Attributes:
         last: the document and the character at which the last segment ended; None before the first.
@@ -118,11 +118,11 @@ class TokenJoiner:
         self.chars += len(segment.text)
 
     def jump(self) -> None:
-        """Start a new file, whose first segment continues nothing."""
+        """Mark the beginning of a new file: the next segment does not continue the previous one."""
         self.last = None if self.last is None else self.ELSEWHERE
 
     def encode(self) -> np.ndarray:
-        """Return the tokens of the segments added since the last call, [tokens] of the encoder's dtype."""
+        """Return the tokens of the segments that were added since the last call, [tokens] of the encoder's dtype."""
         if not self._texts:
             return self._end[:0]
         rows: list[np.ndarray] = []
@@ -133,9 +133,10 @@ class TokenJoiner:
 
 
 class RowJoiner(TokenJoiner):
-    """Makes a row of each segment: its tokens and an end-of-text token, cut or padded to ``sequence_length``.
+    """Turns each segment into a row: its tokens and an end-of-text token, cut or padded to ``sequence_length``.
 
-    The padding is ``vocab_size``, which is no token. A row of fewer than two tokens predicts none and is dropped.
+    The padding has the id ``vocab_size``, which no token has. A row of fewer than two tokens is dropped, because it has
+    no token to predict.
 
     Attributes:
         cut: the number of tokens cut off so far.
@@ -146,7 +147,7 @@ class RowJoiner(TokenJoiner):
         self.sequence_length, self.cut = sequence_length, 0
 
     def encode(self) -> np.ndarray:
-        """Return the rows of the segments added since the last call, one after the other."""
+        """Return the rows of the segments that were added since the last call, one after the other."""
         shape, padding = (len(self._texts), self.sequence_length), self.encoder.vocab_size
         rows = np.full(shape, padding, dtype=self.encoder.padded_dtype)
         for row, ids in zip(rows, self.encoder.encode(self._texts) if self._texts else (), strict=True):

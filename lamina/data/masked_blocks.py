@@ -12,7 +12,7 @@ REPLACED, RANDOM = 0.8, 0.1  # of the chosen tokens: BERT's shares; the rest sta
 
 
 class MaskedBlocks(DrawnItems[TokenBlock]):
-    """Token blocks with a share of tokens to predict, as in BERT; transformers does the masking.
+    """Token blocks in which a share of the tokens is masked for prediction, as in BERT; transformers masks them.
 
     Of the chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. ``labels`` are -100 for tokens
     that were not chosen. Special tokens are never chosen.
@@ -20,7 +20,7 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
     Args:
         source: blocks of text.
         tokenizer: a tokenizer with a mask token; see :func:`with_mask_token`.
-        mask_ratio: the probability with which a token is chosen (ModernBERT: 0.3; BERT: 0.15).
+        mask_ratio: the probability that a token is chosen (ModernBERT: 0.3; BERT: 0.15).
         seed: the seed of the order and of the masks.
         training: see :class:`DrawnItems`.
     """

@@ -70,7 +70,10 @@ class PackedBlocks(ArrayBlocks):
 
 
 class PaddedBlocks(PackedBlocks):
-    """A document per row of the file, filled up with the id ``padding``, where a model gets ``filler`` and no label."""
+    """Padded blocks with one document each.
+
+    In the file, padding has the id ``padding``. A model gets the id ``filler`` there, and no label.
+    """
 
     padding: int
     filler: int
@@ -89,7 +92,7 @@ class PaddedBlocks(PackedBlocks):
         return self.path.with_suffix(".lengths.npy")
 
     def write_lengths(self) -> None:
-        """Save the rows' lengths beside the file, so that no run reads all rows for them."""
+        """Save the rows' lengths beside the file, so that a run need not read all rows to find them."""
         np.save(self._lengths_file, self.lengths)
 
     @property
@@ -103,7 +106,7 @@ class PaddedBlocks(PackedBlocks):
         return self._lengths
 
     def sample(self, count: int) -> torch.Tensor:
-        """Return up to ``count`` blocks full of text: evenly spread rows, joined without their padding."""
+        """Return up to ``count`` blocks without padding, made by joining the texts of evenly spread rows."""
         length = self.shape[1]
         rows = self.array[spread(len(self), math.ceil(2 * count * length / self.lengths.mean()))]
         text = rows[rows != self.padding].astype(np.int64)
@@ -138,7 +141,7 @@ def prepare_blocks(
     is held out, so the eval split is spread over the whole corpus and no training block contains any of it. In each
     split, an end-of-text token stands between documents and wherever a piece is missing.
 
-    More is held out of a small corpus if ``eval_fraction`` of it would not fill one block.
+    If ``eval_fraction`` of a small corpus would not fill one block, Lamina holds out more.
 
     Args:
         corpus: see :meth:`lamina.data.Corpus.parse`.
@@ -147,8 +150,8 @@ def prepare_blocks(
         eval_fraction: the held-out share of the text, above 0 and up to 0.5.
         text_field: the field of .jsonl rows that holds the text.
         cache_dir: default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
-        padded: give each document a row of its own, cut at ``sequence_length`` or padded to it, in the split of the
-            piece in which the document begins.
+        padded: give each document a separate row, cut at ``sequence_length`` or padded to it. The document belongs to
+            the split of the piece in which it begins.
         progress: show a progress bar on a terminal after two seconds.
 
     Raises:
@@ -227,8 +230,8 @@ class _Packing:
                 return packed, fraction
             if self.padded and (fraction >= 0.5 or packed.documents < 2):
                 raise UserError(
-                    f"corpus: {corpus.spec!r} has documents: {packed.documents}, too few to make a row of each. Give "
-                    "a .jsonl file with a document per row, or leave out --packing off."
+                    f"corpus: {corpus.spec!r} has too few documents for a row of each ({packed.documents}). Give a "
+                    ".jsonl file with a document per row, or leave out --packing off."
                 )
             if not self.padded and (fraction >= 0.5 or packed.all_tokens < 2 * length):
                 raise UserError(
@@ -247,9 +250,9 @@ def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, 
 
 @dataclass
 class SplitFile:
-    """The file of a split while it is written: tokens in the corpus's order, joined by ``joiner``.
+    """Writes the file of a split: tokens in the corpus's order, joined by ``joiner``.
 
-    ``tokens`` counts the tokens written, ``bytes`` the UTF-8 bytes of the text added.
+    ``tokens`` counts the written tokens, and ``bytes`` the UTF-8 bytes of the added text.
     """
 
     file: BinaryIO
@@ -269,7 +272,9 @@ class SplitFile:
         self.tokens += int(np.count_nonzero(ids < self.joiner.encoder.vocab_size))
 
     def finish(self, sequence_length: int) -> int:
-        """Cut the file to whole blocks, and ``tokens`` and ``bytes`` in proportion; return the number of all tokens."""
+        """Cut the file to whole blocks and return the number of tokens before; reduces ``tokens`` and ``bytes`` in
+        proportion.
+        """
         self.flush()
         every = self.tokens
         if isinstance(self.joiner, RowJoiner):
@@ -303,9 +308,9 @@ def pack(
 ) -> Packed:
     """Tokenize a corpus and write the blocks of both splits, [blocks, sequence_length] of the encoder's dtype.
 
-    ``fraction`` of the corpus is held out. With ``padded``, each block is a document, and the dtype ``padded_dtype``.
-    The progress bar counts characters; it appears after two seconds, and only on a terminal. Raises OSError if the disk
-    is full.
+    ``fraction`` of the corpus is held out. With ``padded``, each block is one document, and its dtype is
+    ``padded_dtype``. The progress bar counts characters; it appears after two seconds, and only on a terminal. Raises
+    OSError if the disk is full.
     """
     documents = 0
     quiet = not (progress and has_bars())
@@ -348,10 +353,11 @@ def whole_blocks(
     padded: bool = False,
     progress: bool = True,
 ) -> ArrayBlocks:
-    """Return the whole text of a corpus in blocks, in its order, packed now or read from the cache.
+    """Return the whole text of a corpus in blocks, in the corpus's order, packed now or read from the cache.
 
-    An end-of-text token stands between documents; tokens after the last full block are dropped. Arguments and errors
-    are those of :func:`prepare_blocks`, but ``spec`` is no mix, and ``tokenizer`` is any tokenizer of transformers.
+    An end-of-text token stands between documents; tokens after the last full block are dropped. For arguments and
+    errors, see :func:`prepare_blocks`; here ``spec`` is a single corpus, and ``tokenizer`` any tokenizer of
+    transformers.
     """
     corpus, encoder = single_corpus_of(spec, text_field), TextEncoder(tokenizer)
     identity = f"{_WHOLE_FORMAT}{'-padded' * padded}|{corpus.fingerprint()}|{encoder.content_hash()}|{sequence_length}"

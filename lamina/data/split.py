@@ -1,4 +1,4 @@
-"""The held-out part of a text, cut by characters, so that every tokenizer gets the same part."""
+"""The held-out part of a text. Lamina cuts the text by characters, so that the part is the same for every tokenizer."""
 
 from __future__ import annotations
 
@@ -40,22 +40,27 @@ class Segment:
 
 
 def piece_chars(total_chars: int) -> int:
-    """Return the length of a piece: 1 to 64 thousand characters, fewer if there would be less than about 20 pieces.
+    """Return the length of a piece: 1 to 64 thousand characters, or fewer in a text with less than about 20 such
+    pieces.
 
-    Many pieces make the held-out text representative, and long pieces keep its context whole. A few hundred do both.
+    Many pieces make the held-out text representative, and long pieces keep its context whole. A few hundred pieces do
+    both.
     """
     size = min(max(total_chars // _PIECES_WANTED, _SMALLEST_PIECE), _LARGEST_PIECE)
     return max(1, min(size, total_chars // _PIECES_AT_LEAST))
 
 
 def is_held_out(piece: int, eval_fraction: float) -> bool:
-    """Return whether the piece with this number is held out; these are evenly spread, starting half a period in."""
+    """Return whether the piece with this number is held out.
+
+    Held-out pieces are evenly spread; the first stands in the middle of the first period.
+    """
     return math.floor((piece + 1) * eval_fraction + 0.5) > math.floor(piece * eval_fraction + 0.5)
 
 
 @dataclass
 class Splitter:
-    """Cuts documents into segments, one after another; its fields are the whole state between two documents.
+    """Cuts documents into segments, one document after another; its fields are its whole state between two documents.
 
     Attributes:
         piece: the number of the piece that is being filled.
@@ -100,7 +105,7 @@ def _cut(text: str, start: int, room: int, chars: int) -> int:
 
 
 def split_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
-    """Yield the segments of a corpus's documents in order; joined, their texts are the corpus."""
+    """Yield the segments of a corpus's documents in order; the joined segments are the corpus's text."""
     splitter = Splitter()
     for document in documents:
         yield from splitter.cut(document, chars)
@@ -116,7 +121,7 @@ def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
 
 
 def count_chars(corpus: SingleCorpus) -> int:
-    """Count the characters of a corpus by reading all of it: the size of a piece depends on the total."""
+    """Count the characters of a corpus by reading all of it; the number decides the length of a piece."""
     return sum(len(document.text) for document in corpus.documents())
 
 

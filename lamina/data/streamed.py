@@ -65,23 +65,25 @@ def stream_blocks(
     """Return blocks of a corpus without preparing them first; ``train`` is an endless :class:`StreamedBlocks`.
 
     The held-out pieces come from the beginnings of up to 64 files, spread over 64 million characters, and fill
-    ``eval_blocks``. They are never trained on. The unigram entropy is their cross-entropy under twice as much text from
-    between them. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0 because unknown.
+    ``eval_blocks``. Lamina never trains on them. The unigram entropy is the pieces' cross-entropy under the frequencies
+    of the text between them, twice as much text. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are unknown,
+    and so 0.
 
-    Arguments and errors are those of :func:`lamina.data.packed.prepare_blocks`, except for:
+    For arguments and errors, see :func:`lamina.data.packed.prepare_blocks`, except for:
 
     Args:
-        tokenizer_spec: ``bytes``, or a tokenizer of transformers: a ``bpe:SIZE`` would have to read the corpus first.
-        eval_fraction: the largest share of the scanned text to hold out.
+        tokenizer_spec: ``bytes``, or a tokenizer of transformers; not ``bpe:SIZE``, which would have to read the whole
+            corpus first.
+        eval_fraction: the largest share of the scanned text that Lamina holds out.
         eval_blocks: the number of blocks to hold out, at least 64; 0 for 1,000.
         buffer: the number of consecutive blocks that are shuffled together; 1 keeps the order of the corpus.
     """
     check_split(sequence_length, eval_fraction)
     if is_trained(tokenizer_spec):
         raise UserError(
-            f"tokenizer: {tokenizer_spec!r} would be trained on the whole corpus, which --streaming never holds. "
-            "Give bytes, or a transformers tokenizer's folder or name, such as the model/ of a run on a part of "
-            "the corpus"
+            f"tokenizer: {tokenizer_spec!r} would need the whole corpus, which --streaming never holds. Give "
+            "bytes, or a transformers tokenizer's folder or name, such as the folder model/ of a run on a part "
+            "of the corpus."
         )
     text = Corpus.parse(corpus, text_field)
     tokenizer = load_tokenizer(tokenizer_spec)
@@ -110,7 +112,7 @@ def stream_blocks(
 
 @dataclass
 class Excerpt:
-    """Segments of a corpus as token ids, by shard."""
+    """Some segments of a corpus as token ids, by shard."""
 
     encoder: TextEncoder
     ids: dict[int, list[np.ndarray]] = field(default_factory=dict)
@@ -179,7 +181,7 @@ def hold_out(
 ) -> Division:
     """Hold out pieces until they fill ``blocks`` blocks, but at most ``eval_fraction`` of the scanned text.
 
-    Raises UserError if the text is too short for one block to train on and one held out.
+    Raises UserError if the text is too short for one block to train on and one held-out block.
     """
     needed = blocks * sequence_length * _CHARS_PER_TOKEN
     total = _SCANNED if shards.bytes is None else max(1, shards.bytes)
@@ -201,7 +203,8 @@ def hold_out(
         if fraction >= 0.5:
             raise UserError(
                 f"corpus: {corpus!r} has about {held_out.tokens + rest.tokens} tokens, too few for a sequence_length "
-                f"of {sequence_length}: one block to train on and one held out are needed"
+                f"of {sequence_length}. Choose a longer text or a shorter sequence_length: one block to train on and "
+                "one held-out block are needed."
             )
         fraction = min(0.5, 2 * fraction)
 
@@ -222,7 +225,7 @@ def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: in
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A position in a stream before a batch of text; all fields have JSON types.
+    """A position in a stream, before a batch of text; all fields have JSON types.
 
     Attributes:
         turn: the number of times that the corpus has been read to its end.
@@ -232,7 +235,7 @@ class Place:
         segments: the number of that document's segments that have been read.
         last: the document and the character at which the last packed segment ended (see TokenJoiner).
         carry: the tokens that do not fill a block yet.
-        skip: the number of blocks from here on that have been handed out.
+        skip: the number of blocks after this position that the stream has already returned.
     """
 
     turn: int = 0
@@ -247,7 +250,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStream:
-    """The endless blocks of a corpus without its held-out pieces, reproducible from any Place.
+    """The endless blocks of a corpus without its held-out pieces; a stream can start again from any Place.
 
     A :class:`TokenJoiner` joins the segments. Tokens left over at the end of the corpus begin the first block of the
     next turn.
@@ -256,8 +259,8 @@ class TokenStream:
         shards: the shards of the corpus, read one after the other.
         chars: characters per piece.
         held_out: for each shard with held-out pieces, the number of pieces at its beginning that contains them.
-        eval_fraction: the share of those pieces that is held out.
-        seed: shuffles the shards in each turn; None keeps their order.
+        eval_fraction: the share of these pieces that is held out.
+        seed: the seed that shuffles the shards in each turn; None keeps their order.
     """
 
     corpus: str
@@ -330,12 +333,12 @@ class StreamedBlocks(BlockSource):
     """The blocks of a stream by number, requested in increasing order; item ``i`` is the i-th block of a run.
 
     Each group of ``buffer`` consecutive blocks is shuffled; the order depends only on the seed and the group's number.
-    One chunk of blocks is in memory while a thread reads the next. The Places of the last chunks are stored, so
-    ``state_dict`` has one at or shortly before any block that training has reached.
+    Memory holds one chunk of blocks while a thread reads the next. The object keeps the Places of the last chunks, so
+    ``state_dict`` can return a Place at or shortly before any block that training has reached.
 
     Args:
         buffer: the number of consecutive blocks that are shuffled together; 1 for none.
-        known: some of the corpus's text, [blocks, sequence_length].
+        known: some blocks of the corpus's text, [blocks, sequence_length].
     """
 
     in_order = True
@@ -390,7 +393,7 @@ class StreamedBlocks(BlockSource):
             self._coming = None
             if self.verbose and self._anchors[self._next].turn == 0 < after.turn:
                 logger.warning(
-                    "corpus %s ends within blocks %d to %d of this run, and Lamina then reads it again",
+                    "corpus %s ends within blocks %d to %d of this run. Lamina then reads it again",
                     *(self.stream.corpus, self._next * self.size, (self._next + 1) * self.size - 1),
                 )
             self._held, self._next = (self._next, chunk), self._next + 1

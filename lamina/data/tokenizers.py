@@ -35,7 +35,7 @@ _BPE_FORMAT = "bpe-1"
 def validate_spec(spec: str) -> None:
     """Check a tokenizer's name without loading anything.
 
-    Raises UserError if the name is empty, a bpe has no valid size, or a path does not exist.
+    Raises UserError if the name is empty, if the size in bpe:SIZE is invalid, or if a path does not exist.
     """
     if not spec.strip():
         raise UserError(f"tokenizer: the name is empty (allowed: {_ALLOWED})")
@@ -64,9 +64,10 @@ def load_tokenizer(
     Args:
         spec: ``bytes`` (the ids 0 to 255 are the UTF-8 bytes, 256 is ``<|endoftext|>``); ``bpe:SIZE`` (a byte-level BPE
             trained on the corpus without its held-out part, cached); or a folder, a tokenizer.json or a hub name.
-        corpus: the text that a BPE is trained on, by default the embedded corpus; otherwise unused.
+        corpus: the text that a BPE is trained on (default: the embedded corpus); other tokenizers ignore it.
         cache_dir: the folder of trained tokenizers; default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
-        eval_fraction: the held-out share, which a BPE must not see; the same as in ``prepare_blocks``.
+        eval_fraction: the held-out share of the corpus, on which a BPE is not trained; the same as in
+            ``prepare_blocks``.
 
     Raises:
         UserError: the name is malformed, the tokenizer cannot be loaded, or the corpus of a BPE cannot be read.
@@ -83,8 +84,8 @@ def _bpe_size(spec: str) -> int:
     size = spec.partition(":")[2]
     if not re.fullmatch(r"[0-9]{1,9}", size) or int(size) < SMALLEST_BPE:
         raise UserError(
-            f"tokenizer: {spec!r}: the size of a bpe must be an integer of at least {SMALLEST_BPE} "
-            f"(256 bytes and {END_OF_TEXT}), as in bpe:4096 (allowed: {_ALLOWED})"
+            f"tokenizer: {spec!r}. Write bpe:SIZE with a whole number of at least {SMALLEST_BPE} (256 bytes and "
+            f"{END_OF_TEXT}), as in bpe:4096."
         )
     return int(size)
 

@@ -29,10 +29,11 @@ class Candidate:
 
     Attributes:
         name: the name in the records; no two candidates share one.
-        path: the path, as the loader takes it.
-        arm: the model's line of the table: a checkpoint's name, or the setting that a study varies.
+        path: the model's path or name, which the loader takes.
+        arm: the label of the model's line in the table: a checkpoint's name, or the setting that a study varies.
         seed: the seed of its run, if known.
-        status: the status of its run; unless it is finished or short, the model is left out and counted.
+        status: the status of its run. Unless the status is finished or short, Lamina does not evaluate the model, but
+            counts it.
     """
 
     name: str
@@ -43,13 +44,13 @@ class Candidate:
 
     @property
     def left_out(self) -> str:
-        """The reason why the model is not evaluated; "" if it is."""
+        """The reason why Lamina does not evaluate the model; "" if Lamina evaluates it."""
         if self.status in (Status.DIVERGED, Status.STUCK, Status.FAILED, Status.INTERRUPTED):
             return self.status
         return ""
 
     def state(self) -> str:
-        """Hash the checkpoint's files, so that a change shows; for a model on the hub, hash its name."""
+        """Return a hash that changes with the checkpoint's files; for a model on the hub, a hash of its name."""
         folder = model_folder(self.path)
         if (folder / MANIFEST).is_file():
             return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:16]
@@ -57,7 +58,7 @@ class Candidate:
 
 
 def stamp(paths: Iterable[Path], about: str = "") -> str:
-    """Hash a text and the names, sizes and times of files; paths that are not files do not count."""
+    """Hash a text and the names, sizes and times of files; ignores paths that are not files."""
     digest = hashlib.sha256(about.encode())
     for path in sorted(paths):
         if path.is_file():
@@ -85,7 +86,9 @@ def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
             listed += [replace(run, arm=f"{path}: {run.arm}") for run in runs] if several else runs
     if all(candidate.left_out for candidate in listed):
         reasons = ", ".join(sorted({candidate.left_out for candidate in listed}))
-        raise UserError(f"models: none of the {len(listed)} runs has a model to evaluate (they are {reasons})")
+        raise UserError(
+            f"models: none of the {len(listed)} runs has a model to evaluate ({reasons}). Give finished runs."
+        )
     names = [candidate.name for candidate in listed]
     for number, candidate in enumerate(listed):
         if names.count(candidate.name) > 1:
@@ -107,13 +110,15 @@ def _single(path: str) -> Candidate:
 
 
 def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
-    """Return a checkpoint's configuration. Raises UserError without weights or a needed tokenizer; loads no weights."""
+    """Return a checkpoint's configuration; loads no weights. Raises UserError if weights or tokenizer are missing."""
     with _about_models():
         folder = str(model_folder(path))
         config, tokenizer_folder = config_of(folder), tokenizer_of(folder)
     tokenizer = _tokenizer(tokenizer_folder, path, settings)
     if settings.chat_template and settings.tasks and not tokenizer.chat_template:
-        raise UserError(f"chat_template: the tokenizer of {path!r} has none. Name a --tokenizer that has one.")
+        raise UserError(
+            f"chat_template: the tokenizer of {path!r} has no chat template. Name a --tokenizer with a chat template."
+        )
     return config
 
 
@@ -128,7 +133,10 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
         loaded = load(str(model_folder(path)), dtype=settings.dtype, device=device)
     model = loaded.model
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
-        raise UserError(f"models: {path!r} is a {type(model).__name__}, which does not predict next tokens")
+        raise UserError(
+            f"models: {path!r} is a {type(model).__name__}, which does not predict next tokens. Give a causal "
+            "language model."
+        )
     if loaded.notes:
         raise UserError(f"models: {path!r}: {loaded.notes[0]}. Choose a checkpoint with all its weights.")
     tokenizer = _tokenizer(loaded.tokenizer, path, settings)
@@ -145,7 +153,7 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
 def _tokenizer(own: PreTrainedTokenizerBase | None, path: str, settings: EvalSettings) -> PreTrainedTokenizerBase:
     tokenizer = own if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
     if tokenizer is None:
-        raise UserError(f"tokenizer: {path!r} holds none. Name one with --tokenizer.")
+        raise UserError(f"tokenizer: {path!r} holds no tokenizer. Name a tokenizer with --tokenizer.")
     return tokenizer
 
 

@@ -39,7 +39,7 @@ class Passages:
     Attributes:
         books: each book's sentences, in its order.
         sentences: the sentences of all books.
-        words: every word of at least four lower-case letters, as often as it occurs.
+        words: every word of at least four lower-case letters, listed as often as it occurs.
     """
 
     books: Mapping[str, Sequence[str]]
@@ -63,7 +63,7 @@ def passages(*, held_out: bool) -> Passages:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of at least four lower-case letters; these are no names."""
+    """Return the words of at least four lower-case letters, which excludes names."""
     return re.findall(r"(?<![\w'-])[a-z]{4,}(?![\w'-])", text)
 
 
@@ -80,7 +80,7 @@ CHOICES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A question, different answers, and the index of the right answer."""
+    """A question, its choices (all different), and the index of the right choice."""
 
     question: str
     choices: tuple[str, ...]
@@ -92,7 +92,7 @@ _makers: dict[str, Make] = {}
 NAMES: dict[str, str] = {}
 """Each task's name, and its heading in a table."""
 CHANCES: dict[str, float] = {}
-"""By a task's name without ``lamina_``, the share that guessing gets right."""
+"""The share that guessing gets right, by the task's name without ``lamina_``."""
 
 
 def _task(name: str, heading: str, choices: int = CHOICES) -> Callable[[Make], Make]:
@@ -122,7 +122,7 @@ def _shuffled(rng: random.Random, question: str, right: str, wrong: list[str]) -
 
 @_task("continuation", "Continuation")
 def continuation(rng: random.Random, source: Passages) -> Item:
-    """Ask how a sentence continues; wrong endings come from other sentences (HellaSwag's question)."""
+    """Ask how a sentence continues; the wrong endings come from other sentences (as in HellaSwag)."""
     first, right = _halves(rng, source)
     wrong = _wrong(right, lambda: _halves(rng, source)[1], lambda other: 0.5 < len(other) / len(right) < 2.0)
     return _shuffled(rng, f"How does this sentence go on? {first}", right, wrong)
@@ -136,7 +136,7 @@ def _halves(rng: random.Random, source: Passages) -> tuple[str, str]:
 
 @_task("blank", "Blank")
 def blank(rng: random.Random, source: Passages) -> Item:
-    """Ask for the missing word; wrong words are drawn by their frequency in the corpus (LAMBADA's question)."""
+    """Ask for the missing word; the wrong words are drawn by their frequency in the corpus (as in LAMBADA)."""
     while True:
         sentence = rng.choice(source.sentences)
         if words := [word for word in words_of(sentence) if sentence.count(word) == 1]:
@@ -148,7 +148,7 @@ def blank(rng: random.Random, source: Passages) -> Item:
 
 @_task("contains", "Contains", choices=2)
 def contains(rng: random.Random, source: Passages) -> Item:
-    """Ask whether a sentence contains a word; "yes" and "no" are equally frequent (BoolQ's form)."""
+    """Ask whether a sentence contains a word; "yes" and "no" are equally frequent (as in BoolQ)."""
     sentence = ""
     while not words_of(sentence):
         sentence = rng.choice(source.sentences)
@@ -187,7 +187,7 @@ def order(rng: random.Random, source: Passages) -> Item:
 
 @_task("arithmetic", "Arithmetic")
 def arithmetic(rng: random.Random, source: Passages) -> Item:
-    """Ask for the sum or difference of two-digit numbers; wrong answers are off by 1, 2 or 10."""
+    """Ask for the sum or difference of two-digit numbers; the wrong answers are off by 1, 2 or 10."""
     first, second = rng.randint(10, 99), rng.randint(10, 99)
     first, second = max(first, second), min(first, second)
     plus = rng.random() < 0.5
@@ -198,7 +198,7 @@ def arithmetic(rng: random.Random, source: Passages) -> Item:
 
 @_task("sorting", "Sorting")
 def sorting(rng: random.Random, source: Passages) -> Item:
-    """Ask for five different letters in alphabetical order; wrong answers have two neighbors swapped."""
+    """Ask for five different letters in alphabetical order; each wrong answer has two neighbors swapped."""
     letters = rng.sample("abcdefghijklmnopqrstuvwxyz", 5)
     right = sorted(letters)
     wrong = []
@@ -215,9 +215,9 @@ _FORMAT = "generated-1"
 
 
 def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]:
-    """Draw different items of a task, reproducible by the seed.
+    """Draw different items of a task; the seed decides which.
 
-    Items of the test part (``held_out``) are made from text that is also held out of training. No question of the
+    Items of the test part (``held_out``) come from text that `lamina pretrain` also holds out. No question of the
     training part is in the test part.
     """
     source = passages(held_out=held_out)
@@ -237,7 +237,7 @@ def write(folder: Path, *, train: int = TRAIN, test: int = TEST, path: Path | No
     """Write NAME/train.jsonl, NAME/test.jsonl and NAME.yaml for every task.
 
     A row has ``question``, ``choices``, ``answer`` (an index), and for fine-tuning ``instruction``, ``input`` and
-    ``output``. ``path`` is the later path of the folder, for the task files; by default its present one.
+    ``output``. ``path`` is the folder's later path, which the task files name; by default its present path.
     """
     metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     for task in NAMES:
@@ -274,7 +274,7 @@ def version() -> str:
 
 
 def cached() -> Path:
-    """Return the folder of the generated tasks, generating them on the first call. Raises as ``publish`` does."""
+    """Return the folder of the generated tasks; the first call generates them. Raises the errors of ``publish``."""
     folder = real_path(cache_root()) / "tasks" / version()
     publish(folder, lambda draft: write(draft, path=folder))
     return folder

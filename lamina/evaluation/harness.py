@@ -35,17 +35,17 @@ SCORING_ERRORS = (AssertionError, ValueError, RuntimeError, KeyError, IndexError
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """A model as the harness sees it, and how the harness queries it.
+    """A model, and the options with which the harness queries it.
 
     Attributes:
         model: a causal language model, on its device.
         batch_size: sequences per forward pass; "auto": on a GPU as many as fit, else 8.
         limit: items per task; None for all.
         seed: the seed of the few-shot examples.
-        chat_template: whether the questions go into the tokenizer's chat template.
-        system: the system's turn in the template.
+        chat_template: whether questions are put into the tokenizer's chat template.
+        system: the system message in the chat template.
         generation: arguments of ``generate`` that replace the tasks' own.
-        run_code: whether code that the model writes is run.
+        run_code: whether the harness may run code that the model writes.
         processes: the processes that share the items.
     """
 
@@ -168,7 +168,7 @@ class Runner:
 
 @contextlib.contextmanager
 def without_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Turn off the key-value cache inside the context: plain passes would discard it, ``generate`` makes one anyway."""
+    """Turn off the key-value cache inside the context: plain passes do not need it, and ``generate`` makes its own."""
     configs = [model.config, model.config.get_text_config()]
     before = [getattr(config, "use_cache", None) for config in configs]
     for config in configs:

@@ -61,7 +61,7 @@ MOST = 64  # sequences per forward pass that are tried first, as the harness doe
 LONGEST_WINDOW = 2048  # tokens, where neither the user nor the model says less
 _ABOUT = ("name", "path", "arm", "seed", "status", "left_out")  # of a candidate, in result.json
 PAIRED = "paired.csv"
-RUNNING = "it is still running, or was killed (continue with --resume)"
+RUNNING = "the evaluation is still running, or was killed (continue with --resume)"
 POLICY = ResumePolicy(what="evaluation", free=EvalSettings.free() | {"batch_size"})  # it may not have fit
 
 
@@ -75,8 +75,8 @@ def evaluate(
 ) -> Json:
     """Evaluate models, write the folder ``settings.output``, and return the content of result.json.
 
-    ``settings`` are a whole record, or the user's values by name. With ``resume``, only scores that the folder lacks
-    are computed. ``expand`` finds the runs in a study's folder; by default every path is a single checkpoint.
+    ``settings`` is a whole record, or the user's values by name. With ``resume``, Lamina computes only the scores that
+    the folder lacks. ``expand`` finds the runs in a study's folder; by default every path is a single checkpoint.
 
     Raises:
         UserError: for invalid settings, an unknown task, data or a checkpoint that can't be read, an output folder in
@@ -109,7 +109,7 @@ def evaluate(
 
 
 def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
-    """Return the table's columns and the tasks they need; None for the latter if there is only a perplexity.
+    """Return the table's columns and the tasks that they need; the tasks are None if only a perplexity is measured.
 
     Raises UserError for an unknown task or a missing corpus.
     """
@@ -131,7 +131,7 @@ def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
 
 
 def check_generation(options: Json, writes: bool) -> None:
-    """Raise UserError for an argument that ``generate`` lacks, or for any if no task lets the model write."""
+    """Raise UserError for an unknown argument of ``generate``, or for any argument if no task generates text."""
     arguments = {*GenerationConfig().to_dict(), "max_gen_toks", "until"}
     for name in options:
         if name not in arguments:
@@ -141,7 +141,7 @@ def check_generation(options: Json, writes: bool) -> None:
 
 
 class Evaluation:
-    """Models on tasks: ``check`` reads the tasks' data, ``run`` evaluates and writes.
+    """An evaluation of models on tasks: ``check`` reads the tasks' data, ``run`` evaluates and writes the folder.
 
     Args:
         expand: finds the runs in a study's folder.
@@ -391,7 +391,7 @@ def rows(records: Iterable[Json], candidates: Sequence[Candidate]) -> pd.DataFra
 
 
 def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the window and the stride in tokens. Raises UserError for a window beyond the model's context."""
+    """Return the window and the stride in tokens. Raises UserError for a window longer than the model's context."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     window = settings.window or min(longest or LONGEST_WINDOW, LONGEST_WINDOW)
     if longest is not None and window > longest:
@@ -409,7 +409,7 @@ def _file_name(name: str) -> str:
 
 
 def runner_of(settings: EvalSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Runner:
-    """Make the Runner that queries a model as the settings say."""
+    """Make the Runner that queries a model with these settings."""
     names = ("batch_size", "limit", "seed", "chat_template", "system", "generation", "run_code")
     return Runner(model=model, tokenizer=tokenizer, **{name: getattr(settings, name) for name in names})
 
@@ -447,7 +447,7 @@ class TaskMeasure:
     def scores(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
         """Return the columns' scores by ``TASK`` or ``TASK:METRIC``; shares from 0 to 1.
 
-        The caller must protect the training's random state, since the harness seeds the random generators.
+        The caller must save and restore the training's random state, because the harness seeds the random generators.
         """
         runner, results = runner_of(self.settings, model, tokenizer), {}
         numbers: dict[str, float] = {}

@@ -22,21 +22,22 @@ from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.names import RESULT
 
 POWER = 0.8
-"""How often a model that differs by the smallest difference is told from the first."""
+"""The probability that a test detects a model that differs from the first by the smallest difference."""
 CHOICES = ("acc", "acc_norm")
 """The metrics of tasks with choices, which have a level of chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """A model minus the first one on the items of a column; shares from 0 to 1.
+    """The difference between a model and the first model on the items of a column; shares from 0 to 1.
 
-    Attributes:
-        low, high: the 95 % interval of the difference, Student's over the items' differences.
-        won, lost: items that this model alone has right, and those that the first alone has; None for other numbers.
-        p: of McNemar's exact test for right and wrong, else of the paired t test; two-sided.
-        p_holm: adjusted by Holm's method over the model's columns.
-        smallest: the difference that so many items show four times in five, given how often the two disagree.
+    Attributes: low, high: the 95 % interval of the difference, Student's over the items' differences. won, lost: the
+        number of items that only this model has right, and that only the first model has right; None for numbers other
+        than right and wrong.
+        p: the two-sided p value of McNemar's exact test for right and wrong, otherwise of the paired t test.
+        p_holm: ``p`` adjusted by Holm's method over the model's columns.
+        smallest: the difference that this number of items would detect in four of five cases, given how often the two
+            models disagree.
     """
 
     model: str
@@ -55,7 +56,7 @@ class Paired:
 
 
 def chance(items: Frame, metric: str) -> float | None:
-    """Return the share that guessing among the choices gets right; None for a task without choices."""
+    """Return the share of items that guessing gets right; None for a task without choices."""
     choices = items["log_likelihoods"].map(len)
     if metric not in CHOICES or not len(items) or choices.min() < 2:
         return None
@@ -63,7 +64,7 @@ def chance(items: Frame, metric: str) -> float | None:
 
 
 def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
-    """Give each score its level of chance; a group's is the mean over all its items."""
+    """Add to each score its level of chance; for a group, the mean over all its items."""
     scored = []
     for score in scores:
         task_items = items[items["task"] == score.task]
@@ -72,7 +73,7 @@ def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
 
 
 def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
-    """Return each item's part in a metric, by task and number; None if it is not one number per item."""
+    """Return each item's part in a metric, by task and item number; None if the metric is not one number per item."""
     rows = items[items["filter"] == chosen] if (items["filter"] == chosen).any() else items
     parts = rows["metrics"].map(lambda text: json.loads(text).get(metric))
     if metric not in SHARES or not len(rows) or not parts.map(lambda part: isinstance(part, int | float)).all():
@@ -82,7 +83,7 @@ def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
 
 
 def refuse_other_items(one: Frame, other: Frame, names: tuple[str, str], column: str) -> None:
-    """Raise UserError unless both tables have the same items: numbers, targets and, where known, hashes of content."""
+    """Raise UserError unless both tables have the same items: equal numbers, targets and, if known, content hashes."""
     hashed = ["doc_hash"] if "doc_hash" in one and "doc_hash" in other else []
     shared = ["task", "filter", "doc_id", "target", *hashed]
     rows = [set(map(tuple, table[shared].astype(str).to_numpy())) for table in (one, other)]
@@ -90,13 +91,13 @@ def refuse_other_items(one: Frame, other: Frame, names: tuple[str, str], column:
         return
     apart = len(rows[0] ^ rows[1])
     raise UserError(
-        f"compare: {names[0]} and {names[1]} have different items of {column} ({apart} are in one alone; allowed: the "
-        "same data and --limit for both). Run: lamina eval with both models"
+        f"compare: {names[0]} and {names[1]} have different items of {column}: {apart} items are in only one "
+        "of them. Evaluate both models again, with the same data and --limit."
     )
 
 
 def paired(first: Frame, other: Frame) -> Json:
-    """Compare two models' numbers on the same items, in order; returns the numbers of a Paired."""
+    """Compare two models' numbers on the same items, in the same order; return the numbers of a Paired."""
     from scipy.special import bdtr, ndtri, stdtr, stdtrit
 
     differences = (other - first).tolist()
@@ -127,7 +128,7 @@ def compared(
 ) -> list[Paired]:
     """Compare each model with the first on every column of shares that both have.
 
-    ``items`` has the tables by model and unit. Raises UserError if they are of different items.
+    ``items`` has the tables of items by model and unit. Raises UserError if two tables have different items.
     """
     evaluated = [candidate for candidate in candidates if not candidate.left_out]
     rows: list[Paired] = []
@@ -157,7 +158,7 @@ def to_frame(rows: Iterable[Paired]) -> pd.DataFrame:
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """What earlier evaluations hold: models, columns, the scores' records, and the folders of the items by model."""
+    """The content of earlier evaluations: models, columns, scores' records, and each model's folder of items."""
 
     candidates: list[Candidate]
     columns: list[Wanted]
@@ -168,7 +169,7 @@ class Earlier:
 def earlier(paths: Sequence[str]) -> Earlier:
     """Read finished evaluations. Raises UserError for a folder of another kind, or without a result."""
     if len(paths) < 2 and not (paths and len(_result(paths[0])["models"]) > 1):
-        raise UserError("compare: one model. Give the folders of at least two evaluations.")
+        raise UserError("compare: only one model. Give the folders of at least two evaluations.")
     evaluations = Earlier(candidates=[], columns=[], records={}, folders={})
     results = {path: _result(path) for path in dict.fromkeys(paths)}
     names = [model["name"] for result in results.values() for model in result["models"]]

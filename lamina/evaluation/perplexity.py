@@ -30,8 +30,8 @@ class Perplexity:
     Attributes:
         nll: the negative log-likelihood of the whole text, in nats.
         tokens: the number of tokens; each is scored once.
-        words: the number of words as lm-evaluation-harness counts them: the parts between stretches of white space, an
-            empty one where a text begins or ends with white space.
+        words: the number of words by lm-evaluation-harness's rule: the parts between stretches of white space. If a
+            text begins or ends with white space, the empty part there also counts.
         bytes: the number of UTF-8 bytes.
         documents: the number of texts, each scored separately.
     """
@@ -43,7 +43,7 @@ class Perplexity:
     documents: int
 
     def numbers(self) -> dict[str, float]:
-        """Return exp(nll / count) for tokens, words and bytes, the loss per token, and the bits per byte."""
+        """Return exp(nll / count) for tokens, words and bytes, the loss in nats per token, and the bits per byte."""
         return {
             "token_perplexity": exp(self.nll / self.tokens),
             "word_perplexity": exp(self.nll / self.words),
@@ -54,15 +54,15 @@ class Perplexity:
 
 
 Window: TypeAlias = tuple[list[int], list[int]]
-"""What the model reads of a document, and the tokens that its last predictions are scored on."""
+"""The tokens of a document that the model reads at once, and the last of these tokens, which are scored."""
 
 
 def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterator[Window]:
-    """Cut a document into windows that score every token once; the first begins with ``prefix``.
+    """Cut a document into windows that score every token once; the first window begins with ``prefix``.
 
-    The first window scores ``window`` tokens. Each further window scores the next ``stride`` tokens, after reading at
-    least the ``window - stride`` tokens before them. With ``stride == window`` the windows share no scored token and
-    almost no context, as in lm-evaluation-harness's rolling log-likelihood.
+    The first window scores ``window`` tokens. Each further window scores the next ``stride`` tokens, and reads at least
+    the ``window - stride`` tokens before them as context. With ``stride == window``, windows share almost no context,
+    as in lm-evaluation-harness's rolling log-likelihood.
     """
     ids = [prefix, *tokens]
     done = 0
@@ -94,16 +94,16 @@ def perplexity(
         window: tokens that the model reads at once.
         stride: tokens by which the window moves.
         batch_size: windows per forward pass.
-        share: the number of windows that a process takes in turn, the same in all processes; by default a batch.
-        processes: the processes that share the text; losses are summed in the windows' order, as in one process.
+        share: the number of windows that each process takes in turn, the same in all processes (default: a batch).
+        processes: the processes that share the text; they sum the losses in the windows' order, as one process does.
         progress: called with the number of newly scored tokens.
 
     Raises:
-        UserError: no text has tokens; the tokenizer has neither token; the loss is not finite.
+        UserError: no text has tokens, the tokenizer has neither of these tokens, or the loss is not finite.
     """
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(prefix, int):
-        raise UserError("tokenizer: it has neither a beginning-of-text nor an end-of-text token")
+        raise UserError("tokenizer: it has neither a beginning-of-text nor an end-of-text token. Choose another.")
     counts = {"tokens": 0, "words": 0, "bytes": 0, "documents": 0}
 
     def all_windows() -> Iterator[Window]:
@@ -127,9 +127,11 @@ def perplexity(
     for _, nll in sorted((pair for part in processes.everyones(losses) for pair in part), key=itemgetter(0)):
         total += nll
     if not counts["tokens"]:
-        raise UserError("corpus: it has no tokens. Give a text.")
+        raise UserError("corpus: the text has no tokens. Give a text that is not empty.")
     if not math.isfinite(total):
-        raise UserError(f"corpus: the model's loss on this text is {total}")
+        raise UserError(
+            f"corpus: the model's loss on this text is {total}. Check the model's weights, or try --dtype float32."
+        )
     return Perplexity(nll=total, **counts)
 
 
@@ -153,6 +155,6 @@ def documents_of(corpus: str, text_field: str, limit: int | None) -> Iterator[st
     """Return the texts of a corpus, at most ``limit``. Raises UserError if it can't be read."""
     parsed = Corpus.parse(corpus, text_field)
     if len(parsed.parts) > 1:
-        raise UserError(f"corpus: {corpus!r} is a mix. Evaluate each text by itself.")
+        raise UserError(f"corpus: {corpus!r} is a mix. Evaluate each text separately.")
     every = (document.text for part in parsed.parts for document in part.corpus.documents())
     return islice(every, limit)

@@ -1,4 +1,4 @@
-"""A model's scores on tasks and on each item, and tables as the papers print them."""
+"""A model's scores on tasks and on single items, and tables in the papers' form."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Score:
 
     Attributes:
         task: the harness's name of the task or group.
-        filter: the harness's filter of the answers; "none" for most tasks.
+        filter: the harness's filter for the answers; "none" for most tasks.
         stderr: the standard error over the items; None if the harness has none.
-        items: the number of scored items; for a perplexity, of documents.
+        items: the number of scored items; for a perplexity, the number of documents.
         num_fewshot: examples before each question.
         higher_is_better: whether a larger value is better.
-        chance: what guessing among the choices scores; None without choices.
+        chance: the score of guessing among the choices; None without choices.
     """
 
     task: str
@@ -89,16 +89,16 @@ def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
 
 
 def to_rows(scores: Sequence[Score]) -> list[Json]:
-    """Convert scores to JSON; NaN and infinities become texts, since files would hold null."""
+    """Convert scores to JSON; NaN and infinities become texts, because JSON files would turn them into null."""
     return [
         asdict(score) | {"value": score.value if math.isfinite(score.value) else str(score.value)} for score in scores
     ]
 
 
 def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
-    """Return the score that a column prints; None if the unit has none.
+    """Return the score that a column prints; None if the unit has no such score.
 
-    For a group without a score, return the mean over its tasks.
+    For a group without a score, return the mean over the group's tasks.
     """
     names = [each.metric for each in scores if each.task == wanted.task] or [each.metric for each in scores]
     metric = wanted.metric or next((name for name in _MAIN if name in names), names[0] if names else None)
@@ -119,22 +119,23 @@ def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
 
 
 def is_of(task: str, name: str) -> bool:
-    """Return whether a name in a record's ``tasks`` belongs to this task."""
+    """Return whether a score's name in a record's ``tasks`` belongs to this task."""
     return name == task or name.startswith(f"{task}:")
 
 
 def lower_is_better(name: str) -> bool:
-    """Return whether lower is better for a score in a record's ``tasks``, by its name."""
+    """Return whether a lower value is better, for a score's name in a record's ``tasks``."""
     return name.partition(":")[2].endswith(("perplexity", "bits_per_byte", "loss"))
 
 
 def item_table(samples: Mapping[str, Sequence[Json]]) -> pd.DataFrame:
     """Make a table with one row per item.
 
-    Columns: ``task``; ``filter`` (of the answers: an item has one row per filter); ``doc_id`` (the item's number in the
-    data); ``doc_hash`` (of its content); ``target``; ``log_likelihoods`` (nats; of each choice, or of the one
-    continuation or text) and ``greedy`` (whether each is the likeliest continuation); ``answer`` (the text that the
-    model wrote, for a task that generates); ``metrics`` (JSON: the item's part in each metric).
+    Columns: ``task``; ``filter`` (the filter for answers; an item has one row per filter); ``doc_id`` (the item's
+        number in the data); ``doc_hash`` (a hash of its content); ``target``; ``log_likelihoods`` (in nats, for each
+        choice, or for the one continuation or text) and ``greedy`` (whether each is the likeliest continuation);
+        ``answer`` (the text that the model wrote, for a task that generates text); ``metrics`` (JSON: the item's part
+        in each metric).
     """
     return pd.DataFrame(
         [_row(task, sample) for task, listed in samples.items() for sample in listed],
@@ -170,7 +171,7 @@ class ScoreLine:
     """A line of the table of scores.
 
     Attributes:
-        means: a number per column, the mean over its runs, in percent for shares; NaN where there is none.
+        means: for each column, the mean over the line's runs, in percent for shares; NaN without a number.
         stds: the sample standard deviations over the runs; NaN for fewer than two.
         runs: the number of evaluated runs.
         left_out: the number of runs that were not evaluated, by reason: ``{"diverged": 2}``.
@@ -184,7 +185,7 @@ class ScoreLine:
 
     @property
     def label(self) -> str:
-        """The line's name, with the number of runs left out, by reason."""
+        """The line's name, with the number of runs that were left out, by reason."""
         total = self.runs + sum(self.left_out.values())
         reasons = ", ".join(f"{count} of {total} runs {reason}" for reason, count in sorted(self.left_out.items()))
         return f"{self.arm} ({reasons})" if reasons else self.arm
@@ -199,12 +200,12 @@ class ScoreLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreTable:
-    """All lines of the table under their headings; with several shares, the last column is their average.
+    """A table of scores. If several columns are shares, the last column is their average.
 
     Attributes:
-        best: the lines with each column's best number, as printed.
-        chance: what guessing scores, in percent; NaN for a column without choices.
-        shares: whether each column is a share, printed in percent.
+        best: for each column, the lines with the best number, compared as printed.
+        chance: for each column, the score of guessing in percent; NaN without choices.
+        shares: for each column, whether it is a share, which is printed in percent.
     """
 
     headings: tuple[str, ...]
@@ -256,7 +257,7 @@ class ScoreTable:
 def table(
     columns: Sequence[Wanted], candidates: Sequence[Candidate], numbers: Mapping[tuple[str, Wanted], Score]
 ) -> ScoreTable:
-    """Make the table of scores; ``numbers`` has them by candidate's name and column."""
+    """Make the table of scores; ``numbers`` holds the scores by candidate's name and column."""
     scores = [next((score for (_, c), score in numbers.items() if c == column), None) for column in columns]
     shares = [score is not None and score.metric in SHARES for score in scores]
     higher = [score is None or score.higher_is_better is not False for score in scores]

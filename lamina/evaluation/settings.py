@@ -25,7 +25,7 @@ from lamina.jobs.settings import Settings, at_least, changed, setting
 
 @takes(Names)
 def model_names(name: str, value: object) -> str:
-    """Join models to a comma-separated text; a model in a list may not contain a comma."""
+    """Join models to a comma-separated text. Raises UserError if a model in a list contains a comma."""
     if isinstance(value, list | tuple) and len(value) > 1:
         for model in value:
             if "," in str(model):
@@ -39,7 +39,7 @@ def batch_or_auto(name: str, value: object) -> int | str:
     try:
         return whole_number(name, int(value) if isinstance(value, str) else value, low=1)
     except ValueError:
-        raise UserError(f"{name}: {value!r} (allowed: a whole number of at least 1, or auto)") from None
+        raise UserError(f"{name}: {value!r}. Give a whole number of at least 1, or auto.") from None
 
 
 class PerplexitySettings(Settings, group="data"):
@@ -82,16 +82,16 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     )
     tasks: str = setting(
         "",
-        "comma-separated: tasks, groups or tags of lm-evaluation-harness (TASK@5: with five examples), a paper's "
-        "set (fusenorm, peri_ln, mix_ln, keel), or generated",
+        "comma-separated: tasks, groups or tags of lm-evaluation-harness (TASK@5: with five examples), a "
+        "paper's set (fusenorm, peri_ln, mix_ln, keel), or generated",
         comma_separated,
         decides=False,
     )
     num_fewshot: int | None = setting(
-        None, "examples before each question (default: as the set states, otherwise as the task states)", at_least(0)
+        None, "examples before each question (default: the set's number, otherwise the task's)", at_least(0)
     )
     compare: bool = setting(
-        False, "compare earlier evaluations item by item; MODEL is then the folder of an evaluation", decides=False
+        False, "compare earlier evaluations item by item; then give the folders of evaluations as MODEL", decides=False
     )
     limit: int | None = setting(
         None, "maximum number of items per task, and of documents of the corpus (default: all)", at_least(1)
@@ -107,7 +107,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         None, "bytes, or a transformers tokenizer's name or folder (default: the checkpoint's)", place
     )
     batch_size: int | str = setting(
-        8, "sequences per forward pass, or auto: on a GPU as many as fit, 8 on a CPU", batch_or_auto
+        8, "sequences per forward pass, or auto (on a GPU as many as fit, on a CPU 8)", batch_or_auto
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "float32", "float32, bfloat16, float16, or auto (the checkpoint's)"
@@ -128,7 +128,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     output: str = changed("eval")
 
     def check(self) -> None:
-        """Raise UserError for a stride that would skip tokens, and for a system turn without a chat template."""
+        """Raise UserError for a stride that would skip tokens, and for a system message without a chat template."""
         super().check()
         if not self.chat_template:
             self.refuse_unused("system", allowed="with --chat-template")
@@ -154,7 +154,9 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
                 "models: none given. Give a model's folder, a run's or a study's folder, a .gguf file, or a hub name."
             )
         if self.compare and (self.task_list() or self.corpus is not None):
-            raise UserError("compare: the earlier evaluations decide the tasks and the text. Leave them out.")
+            raise UserError(
+                "compare: the earlier evaluations decide the tasks and the text. Leave out --tasks and --corpus."
+            )
         if not self.compare and not self.task_list() and self.corpus is None:
             raise UserError("tasks: none given. Give --tasks with tasks or a set, --corpus for a perplexity, or both.")
 

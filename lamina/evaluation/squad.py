@@ -1,4 +1,4 @@
-"""SQuAD's F1 of a model with a question-answering head, on a local file in SQuAD's format."""
+"""The SQuAD F1 of a model with a question-answering head, on a local file in SQuAD's format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Question:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read a file of SQuAD v1.1's form. Raises UserError for another form, or a question without an answer."""
+    """Read a file in SQuAD v1.1's format. Raises UserError for another format, or for a question without an answer."""
     if not path.expanduser().is_file():
         raise UserError(f"squad: {str(path)!r}: no such file")
     try:
@@ -44,18 +44,18 @@ def read_questions(path: Path) -> list[Question]:
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"squad: {str(path)!r} is not in SQuAD's format: {type(error).__name__}: {error} (needed fields: "
-            "data, paragraphs, context, qas, question, answers, text)"
+            f"squad: {str(path)!r} is not in SQuAD's format: {type(error).__name__}: {error}. Give a file with "
+            "the fields data, paragraphs, context, qas, question, answers and text."
         ) from None
     if not questions or not all(question.answers for question in questions):
         raise UserError(
-            f"squad: {str(path)!r} has no questions, or a question without an answer. Give a SQuAD v1.1 file"
+            f"squad: {str(path)!r} has no questions, or a question without an answer. Give a SQuAD v1.1 file."
         )
     return questions
 
 
 def f1(prediction: str, truth: str) -> float:
-    """Return SQuAD v1.1's F1 over words, without case, punctuation and articles."""
+    """Return SQuAD v1.1's F1 over words; case, punctuation and articles do not count."""
     found, true = _words(prediction), _words(truth)
     same = sum((Counter(found) & Counter(true)).values())
     return 2 * same / (len(found) + len(true)) if same else 0.0
@@ -74,9 +74,9 @@ def f1_scores(model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: l
 
 @torch.no_grad()
 def answer(model: nn.Module, tokenizer: PreTrainedTokenizerBase, question: Question) -> str:
-    """Return the stretch of the context with the largest sum of start and end logit, at most 30 tokens long.
+    """Return the part of the context with the largest sum of start and end logit, at most 30 tokens long.
 
-    A long context is read in windows of 384 tokens, 128 of which two windows share.
+    The model reads a long context in windows of 384 tokens; neighboring windows share 128 tokens.
     """
     best = max(_spans(model, tokenizer, question), default=(0.0, 0, 0))
     return question.context[best[1] : best[2]]

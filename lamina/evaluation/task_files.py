@@ -48,14 +48,15 @@ def _shipped() -> TaskManager:
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """The tasks that can be run: the harness's, the generated ones, and those in a user's folders.
+    """The tasks that Lamina can run: the harness's tasks, the generated tasks, and tasks in a user's folders.
 
     Attributes:
-        added: the harness's manager of the tasks that are not its own; they override its own of the same name.
+        added: the harness's manager of the generated and the user's tasks, which override the harness's tasks of the
+            same name.
         folders: the user's folders of task files.
-        data: the folder of the tasks' data, ``NAME/CONFIG/SPLIT.jsonl`` (also .arrow, .parquet): NAME is the hub's,
-            CONFIG ``default`` for a data set without configurations; None for the hub.
-        run_code: whether the user's task files, and code that a model writes, may run.
+        data: the folder of the tasks' data, ``NAME/CONFIG/SPLIT.jsonl`` (also .arrow, .parquet), with the data set's
+            NAME on the hub and CONFIG ``default`` for a data set without configurations. None reads the hub.
+        run_code: whether Lamina may run the user's task files, and code that a model writes.
     """
 
     added: TaskManager
@@ -84,13 +85,13 @@ class Tasks:
         return Tasks(added=added, folders=users, data=data, run_code=run_code)
 
     def entry(self, name: str) -> Entry | None:
-        """Return the harness's entry for a task, group or tag; one without a ``yaml_path`` is a tag."""
+        """Return the harness's entry for a task, group or tag; only a tag has no ``yaml_path``."""
         return self.added.task_index.get(name) or _shipped().task_index.get(name)
 
     def require(self, names: Iterable[str], *, source: str, others: Sequence[str] = ()) -> None:
         """Raise UserError for an unknown task, group or tag; the message suggests the nearest name.
 
-        ``source`` says in the message where the user's files may be; ``others`` are further allowed names.
+        ``source`` is the text in the message about the user's files; ``others`` are further allowed names.
         """
         for name in names:
             if self.entry(name) is not None:
@@ -116,10 +117,10 @@ class Tasks:
         return sorted(entry.tags) if entry is not None and entry.yaml_path is None else None
 
     def build(self, name: str) -> TaskDict:
-        """Load the harness's tasks and groups of a name, and their data.
+        """Load the harness's tasks and groups with a name, and their data.
 
         Raises:
-            UserError: a task would run code that ``run_code`` does not allow, or its data can't be read or are neither
+            UserError: a task would run code that ``run_code`` does not allow, or its data can't be read, or are neither
                 on this machine nor reachable.
         """
         entries = dict(self._reached(name))
@@ -170,8 +171,8 @@ class Tasks:
             path = entry.yaml_path
             if path is not None and any(path.is_relative_to(folder) for folder in self.folders):
                 raise UserError(
-                    f"tasks: {task!r} is in {str(path)!r}, and a task file runs as code, with your rights. If you "
-                    "trust the file, add --run-code"
+                    f"tasks: {task!r} is in {str(path)!r}, and a task file runs as code, with your rights. Add "
+                    "--run-code if you trust the file."
                 )
             if (entry.cfg or {}).get("unsafe_code"):
                 raise UserError(f"tasks: {task!r} runs the code that a model writes. Add --run-code to allow it.")
@@ -190,7 +191,7 @@ class Tasks:
         data = f"its data{f' ({where})' if where else ''}"
         return (
             f"tasks: {name!r}: {data} is not on this machine, and the hub cannot be reached. Connect to a "
-            "network, or give a folder with the data by --data-dir (`make eval-data` builds a folder)"
+            "network, or give a folder with the data by --data-dir (`make eval-data` builds such a folder)."
         )
 
 
@@ -208,8 +209,8 @@ def _members(listed: object) -> list[str]:
 def local_fields(config: Json, task: str, data: Path) -> Json:
     """Return the fields that make a task read its data from the folder; empty if it already reads files.
 
-    A split that the folder lacks is None, so that the harness takes another one. Raises UserError if the data set is
-    missing (with the nearest name in the folder), or lacks a split on which the task can be scored.
+    A split that the folder lacks is None, so that the harness takes another split. Raises UserError if the data set is
+    missing, or lacks a split on which the task can be scored. The message suggests the nearest name in the folder.
     """
     name = config.get("dataset_path")
     if not isinstance(name, str) or name in READERS.values():
@@ -224,7 +225,7 @@ def local_fields(config: Json, task: str, data: Path) -> Json:
         near = nearest(wanted, {file.parent.relative_to(data).as_posix() for file in held})
         raise UserError(
             f"data_dir: no data for the task {task!r}: {str(data)!r} has no {wanted}/SPLIT.jsonl{near}. Put the "
-            "file there (`make eval-data` does so for many tasks), or leave out --data-dir to read from the hub"
+            "file there (`make eval-data` does so for many tasks), or leave out --data-dir to read from the hub."
         )
     kinds = {file.suffix for file in files.values()}
     readers = {READERS[kind] for kind in kinds}
@@ -235,7 +236,7 @@ def local_fields(config: Json, task: str, data: Path) -> Json:
     if not scored & set(files):
         raise UserError(
             f"data_dir: {wanted} holds {', '.join(sorted(files))}, but the task {task!r} is scored on "
-            f"{' or '.join(sorted(scored))}"
+            f"{' or '.join(sorted(scored))}. Add that file."
         )
     return {
         "dataset_path": readers.pop(),

@@ -17,7 +17,7 @@ class Wanted:
     """A task to run, and the metric to print in a table.
 
     Attributes:
-        task: the name of lm-evaluation-harness's task, or of a generated one.
+        task: the name of a task of lm-evaluation-harness, or of a generated task.
         num_fewshot: examples before each question; None for the task's default.
         metric: the metric that the table prints; None for the task's main one.
         heading: the column's heading; "" for the task's name.
@@ -30,7 +30,7 @@ class Wanted:
 
     @property
     def unit(self) -> str:
-        """The name of the run that a column reads, ``hellaswag`` or ``hellaswag@5``; several columns may share it."""
+        """The name of the harness's run for a column, such as ``hellaswag@5``; several columns may share a run."""
         return self.task if self.num_fewshot is None else f"{self.task}@{self.num_fewshot}"
 
     @property
@@ -101,7 +101,7 @@ SETS: dict[str, TaskSet] = {
 
 
 def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wanted]:
-    """Convert a user's names to columns: a set is replaced by its columns; in ``TASK@5``, 5 is the number of examples.
+    """Convert a user's names to columns; a set becomes its columns, and ``TASK@5`` a column with five examples.
 
     ``num_fewshot`` replaces every number of examples. No column is repeated. Raises UserError for a malformed number.
     """
@@ -124,7 +124,7 @@ def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wan
 
 
 def listing(*, full: bool = False) -> str:
-    """Return the sets of tasks, a line each; ``full`` adds their tasks. Loads no torch."""
+    """Return a line for each set of tasks; ``full`` adds the sets' tasks. Loads no torch."""
     lines = []
     for name, tasks in SETS.items():
         lines.append(f"  {name:<10} {tasks.source}")

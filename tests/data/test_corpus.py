@@ -122,7 +122,7 @@ def test_a_folder_is_walked_in_order_whatever_the_suffixes_and_without_hidden_or
     with caplog.at_level(logging.WARNING):
         documents = list(Corpus.parse(str(folder)).documents())
     assert [document.text for document in documents] == ["all:\n", "int z;\n", "# a\n", "print('b')\n", "row"]
-    assert "3 files skipped" in caplog.text
+    assert "skipped 3 files" in caplog.text
     assert "logo.png" in caplog.text
 
 

@@ -281,7 +281,7 @@ def test_a_mix_keeps_its_shares_and_every_part_is_taken_up(tmp_path):
         (b'{"body": "x"}\n' * 9, "rows.jsonl", {}, "line 1: no field 'text'"),
         (b"{\n", "rows.jsonl", {}, "line 1: not JSON"),
         (b"no parquet", "rows.parquet", {}, "not a readable parquet file"),
-        (b"text " * 900, "fine.txt", {"tokenizer_spec": "bpe:300"}, "'bpe:300' would be trained on the whole"),
+        (b"text " * 900, "fine.txt", {"tokenizer_spec": "bpe:300"}, "'bpe:300' would need the whole"),
         (b"text " * 900, "fine.txt", {"eval_fraction": 0.7}, "eval_fraction"),
     ],
 )

@@ -122,7 +122,7 @@ def test_each_models_p_values_are_adjusted_over_its_tasks():
 )
 def test_other_items_are_refused(change):
     right = [1.0, 0.0] * 5
-    with pytest.raises(UserError, match=r"compare: a and b have different items of quiz \(\d are in one alone"):
+    with pytest.raises(UserError, match=r"compare: a and b have different items of quiz: \d items are in only one"):
         compared({("a", "quiz"): items(right), ("b", "quiz"): change(items(right))})
 
 
@@ -180,7 +180,7 @@ def test_two_models_and_then_their_folders(model, data_dir, tmp_path, capsys):
     for wrong, about in (
         ([*map(str, folders)], "have different items of quiz"),
         ([str(model), str(folders[0])], "holds no evaluation"),
-        ([str(folders[0])], "compare: one model"),
+        ([str(folders[0])], "compare: only one model"),
         ([*map(str, folders), "--tasks", "quiz"], "the earlier evaluations decide the tasks"),
     ):
         assert main(["eval", "--compare", *wrong, "--output", str(tmp_path / "none")]) == 2

@@ -80,7 +80,7 @@ def test_a_task_file_runs_with_the_switch_alone(folder, canary, form):
         plain.build("quiz")
     assert str(raised.value).startswith("tasks: '")
     assert f"{folder / 'tasks'}" in str(raised.value)
-    assert "If you trust the file, add --run-code" in str(raised.value)
+    assert "Add --run-code if you trust the file" in str(raised.value)
     assert not canary.exists()
     assert Tasks.find(str(folder), run_code=True).build("quiz")["tasks"]
     assert canary.exists()
@@ -105,7 +105,7 @@ def test_what_a_training_and_a_probe_score_needs_the_switch_too(folder, canary):
     with pytest.raises(UserError, match=r"^eval_tasks: 'quiz' is in .*quiz.yaml.*--run-code"):
         TaskMeasure.find("quiz", str(folder), 2, 2, 0)
     tasks = folder / "tasks"
-    with pytest.raises(UserError, match=r"task: 'quiz' is in .*quiz.yaml.*add run_code=true"):
+    with pytest.raises(UserError, match=r"task: 'quiz' is in .*quiz.yaml.*Add run_code=true"):
         registry.make(f"layer_drop(task=quiz, include_path={tasks})")
     assert not canary.exists()
     TaskMeasure.find("quiz", str(folder), 2, 2, 0, run_code=True)

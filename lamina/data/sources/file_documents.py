@@ -1,4 +1,4 @@
-"""The documents of a file, from its beginning or from any position."""
+"""The documents of a file, read from its beginning or from any position."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ FileState = tuple[int, int]
 
 _HASHED_BYTES = 2**30
 Position = tuple[int, int]
-"""Where the next document of a file begins: the byte of its text (in .parquet files: the row), and the number of lines,
-rows or parts before it."""
+"""The beginning of a file's next document: the byte in the text (in .parquet files, the row), and the number of lines,
+rows or parts before.
+"""
 
 _ROWS = 1024
 _OPENING = re.compile(r"\s*(?:\[\s*)?\{")
 
 
 class NotTextError(Exception):
-    """The file is not readable as text. Folders skip it; if the user named it, it is an error."""
+    """The file is not readable as text. Lamina skips such a file in a folder, and rejects it if the user named it."""
 
 
 def inner_suffix(path: Path) -> str:
-    """Return the suffix before a compression's, in lower case: ``.jsonl`` for ``rows.jsonl.gz``."""
+    """Return a file's suffix without the compression's, in lower case: ``.jsonl`` for ``rows.jsonl.gz``."""
     name = path.name.lower()
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
@@ -53,9 +54,9 @@ def inner_suffix(path: Path) -> str:
 
 
 def compression(path: Path) -> str | None:
-    """Return a file's compression by its first bytes; None without one.
+    """Return a file's compression, judging by its first bytes; None if it is not compressed.
 
-    Raises NotTextError if the name has the suffix of a compression, but the content is something else.
+    Raises NotTextError if the name ends like a compressed file's, but the content is something else.
     """
     with path.open("rb") as file:
         head = file.read(8)
@@ -77,7 +78,9 @@ def _decompressed(file: IO[bytes], kind: str | None) -> IO[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise UserError(f"corpus: {file.name!r} is compressed with zstandard, which needs: {install('zstd')}") from None
+        raise UserError(
+            f"corpus: {file.name!r} is compressed with zstandard, which is not installed. Run: {install('zstd')}"
+        ) from None
     return cast("IO[bytes]", zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
 
 
@@ -128,7 +131,7 @@ def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
 
 
 def encodable_text(text: str) -> str:
-    """Replace each unpaired surrogate, which JSON can hold and UTF-8 cannot, by U+FFFD."""
+    """Replace each unpaired surrogate by U+FFFD; JSON can hold unpaired surrogates, but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -139,9 +142,9 @@ def encodable_text(text: str) -> str:
 def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
     """List the files below a folder, sorted by relative name, without hidden files and folders.
 
-    Links to files are read. Links to folders are not followed, since they may lead in a circle; ``linked`` gets them.
+    The list includes links to files. Links to folders go into ``linked`` instead, because they may lead in a circle.
 
-    Raises UserError for a folder that must not be read.
+    Raises UserError for a folder that Lamina may not read.
     """
 
     def refuse(error: OSError) -> None:
@@ -179,9 +182,9 @@ def state_of(path: Path) -> FileState:
 
 
 def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[FileState], text_field: str) -> str | None:
-    """Hash the names, sizes and times of change of files that exceed 1 GiB together.
+    """Hash the names, sizes and times of change of files with a total above 1 GiB.
 
-    Returns None for less than that: then the content itself can be hashed.
+    Returns None for smaller files, whose content itself can be hashed.
     """
     if sum(size for size, _ in states) <= _HASHED_BYTES:
         return None
@@ -195,8 +198,8 @@ def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[Fil
 class Document:
     """A self-contained text: a file, or a row of a .jsonl file, a .parquet file or a data set.
 
-    A long file (more than 16 million characters; one million when streamed) comes as several Documents, of which all
-    but the first have ``continues``. Only these may consist of white space alone.
+    A long file (more than 16 million characters; one million when streamed) comes as several Documents. All but the
+    first have ``continues``, and only these may consist of white space alone.
     """
 
     text: str
@@ -214,10 +217,10 @@ def read_file(
     """Yield a file's documents from ``start`` on, each with the position after it.
 
     Args:
-        path: the file's path; its suffix tells whether it holds rows.
+        path: the file's path; its suffix decides whether Lamina reads it as rows or as plain text.
         text_field: the field of a row that holds its text.
-        part_chars: plain text comes in parts of about this many characters.
-        on_rows: called for a file that is read as plain text but begins with a JSON row that has the field.
+        part_chars: the length in characters of the parts in which plain text comes.
+        on_rows: called if the file is read as plain text, but begins with a JSON row that has the field.
 
     Raises:
         NotTextError: the file is binary, not UTF-8, damaged, or no valid .parquet file.
@@ -232,7 +235,7 @@ def read_file(
 
 
 def with_text(documents: Iterable[tuple[Document, P]]) -> Iterator[tuple[Document, P]]:
-    """Drop documents of white space, and repair unpaired surrogates (see :func:`encodable_text`)."""
+    """Drop documents of white space alone, and repair unpaired surrogates (see :func:`encodable_text`)."""
     for document, position in documents:
         if document.text and (document.continues or not document.text.isspace()):
             text = encodable_text(document.text)
@@ -283,7 +286,7 @@ def _rows(path: Path, text_field: str, start: Position) -> Iterator[tuple[Docume
                 raise UserError(f"{where}: a row must be an object with the field {text_field!r}, not {_kind(row)}")
             if text_field not in row:
                 hint = nearest(text_field, row)
-                raise UserError(f"{where}: no field {text_field!r}{hint} (text_field; the row has: {', '.join(row)})")
+                raise UserError(f"{where}: no field {text_field!r}{hint} (text_field; allowed: {', '.join(row)})")
             text = row[text_field]
             if not isinstance(text, str):
                 raise UserError(f"{where}: the field {text_field!r} must be a string, not {_kind(text)}")

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, or in the same formats in a local folder, read by the datasets library."""
+"""Data sets of the Hugging Face hub, or of a local folder in the same formats, read by the datasets library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HubSource:
 
 
 def is_hub(corpus: str) -> bool:
-    """Return whether a corpus is one that the datasets library loads."""
+    """Return whether the datasets library loads this corpus."""
     return corpus.startswith(PREFIX)
 
 
@@ -46,7 +46,7 @@ def parse(corpus: str) -> HubSource:
     if not Path(name).expanduser().is_dir() and ":" in name:
         name, _, config = name.rpartition(":")
     if not name:
-        raise UserError(f"corpus: {corpus!r} names no data set (allowed: {ALLOWED})")
+        raise UserError(f"corpus: {corpus!r} names no data set. Write {ALLOWED}.")
     folder = Path(name).expanduser()
     return HubSource(
         spec=corpus, name=name, config=config or None, split=split or None, folder=folder if folder.is_dir() else None
@@ -62,7 +62,8 @@ def load(source: HubSource) -> Dataset:
 
 
 def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
-    """Load the split to train on and the first of ``held_out`` that exists; a requested split comes alone.
+    """Load the split to train on and the first existing split of ``held_out``, or only the split that the user
+    requested.
 
     Raises UserError as :func:`load` does.
     """
@@ -75,7 +76,7 @@ def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
 
 
 def stream(source: HubSource) -> tuple[IterableDataset, str]:
-    """Return a split as a stream, and a hash of its origin. Raises UserError as :func:`load` does."""
+    """Return a split as a stream, and a hash that identifies the data set. Raises UserError as :func:`load` does."""
     if source.folder is not None and _was_saved_to_disk(source.folder):
         saved = load(source)
         return saved.to_iterable_dataset(), saved._fingerprint
@@ -104,7 +105,7 @@ def _loaded(source: HubSource, *, streaming: bool = False) -> Loaded:
     try:
         import datasets
     except ImportError:
-        raise UserError(f"corpus: {source.spec!r} needs the datasets library: {install('hub')}") from None
+        raise UserError(f"corpus: {source.spec!r} needs the datasets library. Run: {install('hub')}") from None
     reachable = True
     try:
         if source.folder is None:
@@ -117,8 +118,8 @@ def _loaded(source: HubSource, *, streaming: bool = False) -> Loaded:
     except Exception as error:
         reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
         raise UserError(
-            f"corpus: {source.spec!r} could not be loaded ({reason}); "
-            f"check the name ({ALLOWED}), the network, or name a local file"
+            f"corpus: {source.spec!r} could not be loaded ({reason}). Check the name ({ALLOWED}) and the "
+            "network, or give a local file."
         ) from error
 
 
@@ -136,5 +137,5 @@ def _one_split(source: HubSource, loaded: Loaded) -> OneSplit:
     if name not in splits:
         raise unknown(f"split of the corpus {source.spec!r}:", name, splits)
     if source.split is None and name != "train" and len(splits) > 1:
-        raise UserError(f"corpus: {source.spec!r}: append @SPLIT, one of {', '.join(sorted(splits))}")
+        raise UserError(f"corpus: {source.spec!r} has several splits. Append @ and one of {', '.join(sorted(splits))}.")
     return splits[name]
