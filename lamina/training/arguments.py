@@ -79,7 +79,7 @@ def check_value(name: str, value: Any) -> None:
         raise UserError(f"trainer.{name}: has no effect in a run of Lamina (allowed: {', '.join(OPTIONS)})")
     if name == "lr_scheduler_type" and value == "warmup_stable_decay":
         raise UserError(
-            "trainer.lr_scheduler_type: 'warmup_stable_decay' is a schedule of Lamina's. Use --schedule wsd."
+            "trainer.lr_scheduler_type: 'warmup_stable_decay' is Lamina's own schedule. Use --schedule wsd."
         )
     OPTIONS[name](f"trainer.{name}", value)
 
@@ -88,12 +88,15 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
     """Raise UserError for options that contradict each other or the run's own schedule."""
     clash = [name for name in ("lr_scheduler_type", "lr_scheduler_kwargs") if name in options]
     if schedule != "cosine" and clash:
-        raise UserError(f"trainer.{clash[0]}: the run's schedule is {schedule!r}. Give it with --schedule cosine.")
+        raise UserError(
+            f"trainer.{clash[0]}: has no effect with --schedule {schedule}. Leave it out, or use --schedule cosine."
+        )
     if not options.get("dataloader_num_workers"):
         for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
             if options.get(name):
                 raise UserError(
-                    f"trainer.{name}: {options[name]!r} needs --trainer.dataloader_num_workers of at least 1"
+                    f"trainer.{name}: {options[name]!r} has no effect without workers. Set "
+                    "--trainer.dataloader_num_workers to at least 1."
                 )
 
 
@@ -109,7 +112,9 @@ def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
         if chosen:
             optimizer.step()
     except Exception as error:  # each optimizer's library raises its own
-        raise UserError(f"trainer.optim: {name!r} can't be used here ({_line(error)})") from None
+        raise UserError(
+            f"trainer.optim: {name!r} does not work on this machine or with these arguments ({_line(error)})"
+        ) from None
     scheduler = str(getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type))
     steps = arguments.max_steps
     try:
@@ -123,9 +128,11 @@ def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
         warmup = arguments.get_warmup_steps(steps)
         shares = [float(schedule.lr_lambdas[0](s)) for s in {0, 1, warmup, warmup + 1, steps // 2, steps - 1, steps}]
         if not all(math.isfinite(share) and share >= 0 for share in shares):
-            raise ValueError(f"it returns the shares {', '.join(f'{s:g}' for s in shares)} of the rate")
+            raise ValueError(f"it returns the shares {', '.join(f'{s:g}' for s in shares)} of the peak learning rate")
     except Exception as error:  # whatever its arguments cause
-        raise UserError(f"trainer.lr_scheduler_type: {scheduler!r} can't be used like that ({_line(error)})") from None
+        raise UserError(
+            f"trainer.lr_scheduler_type: {scheduler!r} does not work with these arguments ({_line(error)})"
+        ) from None
 
 
 def _line(error: BaseException) -> str:
@@ -168,13 +175,13 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
 def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> None:
     """Raise UserError for an argument under ``trainer`` that this kind of job does not accept.
 
-    Such an argument is set by the run itself, changes what its records depend on, or does not exist.
+    These are arguments that the run sets itself, that would change the meaning of its records, or that do not exist.
     """
     names = {entry.name for entry in fields(TrainingArguments) if entry.init}
     for name, value in trainer.items():
         if name in _FIXED:
             if value != _FIXED[name]:
-                raise UserError(f"trainer.{name}: fixed, since Lamina's records depend on it (allowed: {_FIXED[name]})")
+                raise UserError(f"trainer.{name}: {value!r}, but Lamina's records need {_FIXED[name]!r}. Leave it out.")
             continue
         if name in _OURS and _OURS[name] not in record.names():
             raise UserError(f"trainer.{name}: `lamina {record.command_name}` decides it. Leave it out.")
@@ -187,7 +194,7 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
 
 
 def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, **own: object) -> A:
-    """Build the arguments as an instance of ``kind``, such as TRL's class, with the fields ``own`` set."""
+    """Build the arguments as an instance of ``kind``, such as TRL's class; ``own`` sets further fields."""
     if settings.batch_size % processes:
         raise UserError(
             f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes. Choose a "

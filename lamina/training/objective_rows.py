@@ -1,6 +1,4 @@
-"""Additions of single objectives: settings that only some objectives read, and the image objective, whose code is in
-the lab.
-"""
+"""Parts of single objectives: settings that only some of them read, and the lab's modules with further objectives."""
 
 from __future__ import annotations
 

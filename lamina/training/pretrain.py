@@ -65,13 +65,13 @@ def pretrain(
 ) -> Json:
     """Train a model, from scratch or from a checkpoint; see ``lamina.training.run.train``.
 
-    ``guard`` makes the guard that may end the run early.
+    ``guard`` makes the divergence guard, which may end the run early.
     """
     return train(Pretraining(guard), settings, resume=resume, overwrite=overwrite, bar=bar)
 
 
 class Pretraining(TrainingStage[PretrainSettings]):
-    """The stage that trains on the backbone's objective, on packed blocks or on images."""
+    """The stage of pretraining: it trains on the backbone's objective, on packed blocks or on images."""
 
     kind = Kind.RUN
     record = PretrainSettings
@@ -227,7 +227,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         )
 
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
-        """Return the numbers of result.json: a value for each measured column of ``lamina.jobs.columns``."""
+        """Return the numbers for result.json: a value for each measured column of ``lamina.jobs.columns``."""
         settings, recorder, stats = self.settings, run.recorder, self.splits.stats
         steps = run.trainer.state.global_step
         tokens = recorder.tokens_at(steps)
@@ -286,15 +286,15 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
 
 MOST_TOKENS = 2**24
-"""The table is fitted on at most so many tokens, the first that the run has read."""
+"""The largest number of tokens for the table: the first tokens that the run has read."""
 
 
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
-    """Return the loss in nats, on the held-out blocks, of a table of token pairs from the first ``steps`` steps.
+    """Return the held-out loss, in nats, of a table of token pairs from the first ``steps`` steps.
 
-    A model above this loss has not shown that it uses its depth. A block that the run has read several times counts
-    once. For a stream, the table is made from the same text as its unigram entropy. Returns None if no next token is
-    predicted, or nothing was read.
+    A model with a higher loss has not shown that it uses its depth. A block that the run has read several times counts
+    once. For a stream, the table comes from the text that also gives the unigram entropy. Returns None if the objective
+    predicts no next token, or if the run has read nothing.
     """
     if not isinstance(splits, Blocks) or steps < 1:
         return None
@@ -307,13 +307,13 @@ def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, st
 
 
 class StreamPosition:
-    """The position at which a streamed corpus resumes, as a part of the run state."""
+    """The position of a streamed corpus as a part of the run state, so that a resumed run continues there."""
 
     def __init__(self, run: TrainingRun):
         self.run = run
 
     def state_dict(self) -> Json:
-        """Return the position of the first block after the current step; empty for a corpus without one."""
+        """Return the position of the first block after the current step; empty for a corpus that is not streamed."""
         following = self.run.order.start(self.run.trainer.state.global_step + 1)
         position = self.run.items.state_dict(following)
         return {} if position is None else {"stream": position}
@@ -324,12 +324,11 @@ class StreamPosition:
 
 
 class Branches(TrainerCallback):
-    """Trains each decay branch where it leaves the trunk, and records its loss in metrics.jsonl.
+    """Trains decay branches: shorter runs that start from the trunk. Their losses go into metrics.jsonl.
 
-    A run of n steps under warm-up, stable, decay differs from a longer run only in the steps after its rate begins to
-    fall. So a branch trains from the trunk's state at that step, over the blocks that follow, with the rate falling as
-    it would have in the shorter run, and the trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section
-    4).
+    Under the wsd schedule, a run of n steps equals a longer run until its own decay begins. So a branch starts from the
+    trunk's state at that step, trains on the blocks that follow, and decays its learning rate like the shorter run. The
+    trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
 
     Args:
         run: the trunk, whose order names its items.

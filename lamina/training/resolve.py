@@ -1,4 +1,4 @@
-"""The resolved run: settings, plan and backbone, computed once, checked and frozen."""
+"""The resolved run: its settings, plan and backbone. Lamina computes and checks them once; then they never change."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ class ResolvedRun:
     """A run as it will be trained; equal in every process.
 
     Attributes:
-        settings: complete and checked; precision and compilation are decided.
+        settings: the complete, checked settings; precision and compilation are no longer ``auto``.
         plan: the placement of the norms.
-        backbone: the backbone's configuration with the settings' sizes; the objective adds what the data decides.
+        backbone: the backbone's configuration with the settings' sizes; the objective later adds the sizes that the
+            data decides.
     """
 
     settings: PretrainSettings
@@ -64,7 +65,7 @@ class ResolvedRun:
 
     @property
     def scaling(self) -> Scaling | None:
-        """The schemes that scale rates and weights with width and depth; None without one."""
+        """The schemes that scale learning rates and weights with width and depth; None without a scheme."""
         return scaling_of(self.settings)
 
     @property
@@ -73,12 +74,12 @@ class ResolvedRun:
 
     @property
     def item_tokens(self) -> int:
-        """Tokens per item: of a block, or the patches and class token of an image."""
+        """The number of tokens per item: a block's tokens, or an image's patches and class token."""
         return self.objective.item_tokens(self.backbone, self.settings)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, over all processes."""
+        """The number of tokens in an optimizer step, over all processes."""
         return self.settings.batch_size * self.settings.gradient_accumulation * self.item_tokens
 
     def read(self, *, bar: bool = False) -> tuple[Splits, Processor]:
@@ -93,8 +94,8 @@ def resolve_run(
 
     Args:
         processes: the number of processes that share a batch.
-        parallel: their way of sharing the work, "ddp" or "fsdp2".
-        trained: whether this machine trains the model in this size, so that it must fit into memory.
+        parallel: how the processes share the work, "ddp" or "fsdp2".
+        trained: whether this machine will train the model in this size, so that Lamina must check the memory.
 
     Raises:
         UserError: that names the field.
@@ -161,10 +162,11 @@ def initial_model(
 def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> float:
     """Count forward and backward FLOPs per token: 6 P + 12 N d T. MFU is their rate as a share of the cards' peak.
 
-    P are the weights of matrix products: the blocks' and the head's, not the embedding, which is looked up (a tied one
-    is the head's, and counts), nor gains. Of routed experts, only those that one token uses count. N blocks of width d
-    attend to T tokens, counted in full: neither the causal half nor a window is taken off, as in PaLM (2204.02311) and
-    nanoGPT. What gradient checkpointing computes again does not count.
+    P is the number of weights in matrix products: the blocks' and the output head's weights. Gains do not count, and
+    the embedding counts only if it is tied to the head. If the model has routed experts, only the weights of the
+    experts that one token uses count. N blocks of width d attend to T tokens. All T tokens count, as in PaLM
+    (2204.02311) and nanoGPT, although causal attention or a window uses fewer. Recomputation by gradient checkpointing
+    does not count.
     """
     config = backbone_of(model.config)
     embedding = model.get_input_embeddings()
@@ -178,7 +180,7 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
 
 
 def wiring_multiplications(plan: Plan) -> int:
-    """Count whole states multiplied per token to read, mix and write streams and to weigh earlier states."""
+    """Count, per token, the multiplications of whole hidden states for several streams and weighed earlier states."""
     total = memory = 0
     for layer in plan.layers:
         memory += layer.boundary
@@ -224,7 +226,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
 
 
 def task_measure(settings: PretrainSettings) -> TaskMeasure | None:
-    """Return the scorer of eval_tasks; None without them. Raises UserError for a missing task or missing data."""
+    """Return the scorer of eval_tasks; None without tasks. Raises UserError for a missing task or missing data."""
     if settings.eval_tasks is None:
         return None
     from lamina.evaluation.job import TaskMeasure  # needs the harness only now
@@ -248,9 +250,11 @@ def check_modules(
     *,
     trained: bool = True,
 ) -> None:
-    """Raise UserError for what only built modules show: norm groups that do not divide a width, too little memory.
+    """Raise UserError for faults that only built modules show, such as too little memory.
 
-    One layer of each kind is built on the meta device. ``trained`` is as for ``resolve_run``.
+    Another such fault are norm groups that do not divide a width.
+
+    Lamina builds one layer of each kind on the meta device. For ``trained``, see ``resolve_run``.
     """
     kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])  # which would name other layers
     with torch.device("meta"):
@@ -303,14 +307,15 @@ def _check_memory(
 
 
 def check_tensor_parallel(settings: PretrainSettings, config: PreTrainedConfig) -> None:
-    """Raise UserError for a model whose matrices ``tensor_parallel`` processes can't share."""
+    """Raise UserError if ``tensor_parallel`` processes can't share the model's matrices."""
     size, text = settings.tensor_parallel, config.get_text_config()
     if size == 1:
         return
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan or any("expert" in name for name in plan):
         raise UserError(
-            f"tensor_parallel: {size} for {config.model_type} (allowed: 1, or a model of text without experts)"
+            f"tensor_parallel: {size} does not work with {config.model_type}. Set it to 1, or choose a text "
+            "model without experts."
         )
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if heads % size:
@@ -324,16 +329,18 @@ def check_sharded(settings: TrainerSettings) -> None:
     for name, none, command in (("eval_tasks", "none", "eval"), ("probe_every", "0", "probe")):
         if value := getattr(settings, name, None):
             raise UserError(
-                f"{name}: {value!r} needs the whole model in one process (allowed with --parallel fsdp2: {none}, and "
-                f"lamina {command} afterwards; or --parallel ddp)"
+                f"{name}: {value!r} needs the whole model in one process. Use --parallel ddp, or set it to {none} "
+                f"and run lamina {command} afterwards."
             )
     if average := getattr(settings, "ema_decay", 0.0):
-        raise UserError(f"ema_decay: {average} needs whole weights (allowed with --parallel fsdp2: 0)")
+        raise UserError(
+            f"ema_decay: {average} needs whole weights in each process. Set it to 0, or use --parallel ddp."
+        )
     optimizer, name = str(settings.trainer.get("optim", SHARDED_OPTIMIZERS[0])), "trainer.optim"
     if getattr(settings, "optimizer", "adamw") == "muon":
         optimizer, name = "muon", "optimizer"
     if optimizer not in SHARDED_OPTIMIZERS:
         raise UserError(
-            f"{name}: {optimizer!r} does not work on parts of weights (allowed with --parallel fsdp2: "
-            f"{', '.join(SHARDED_OPTIMIZERS)}; or --parallel ddp)"
+            f"{name}: {optimizer!r} does not work on parts of weights. Choose one of "
+            f"{', '.join(SHARDED_OPTIMIZERS)}, or use --parallel ddp."
         )

@@ -1,7 +1,7 @@
 """One training run: from settings to a folder with records, checkpoints, a result and a model.
 
-The stage supplies the model, the data and the Trainer. All stages share the rest: they lock the folder, find the
-checkpoint, record, judge the run and upload the model in the same way.
+The stage supplies the model, the data and the Trainer. The code here is the same for all stages: it locks the folder,
+finds the checkpoint, records, judges the run and uploads the model.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Settings)
 Options: TypeAlias = Any
-"""The settings of some stage: they share groups (output, steps, precision, ...), but no base."""
+"""The settings of any stage. Stages share groups of settings (output, steps, precision, ...), but no base record."""
 
 
 class Identity(Stateful, Protocol):
-    """The content of a run by which a resumed run is recognized; part of its checkpoints."""
+    """The content by which Lamina recognizes a run when it resumes; checkpoints store it."""
 
     @property
     def text(self) -> Mapping[str, str]:
@@ -84,14 +84,14 @@ class TrainingStage(ABC, Generic[S]):
 
     Attributes:
         kind: the kind of the run's folder.
-        policy: the settings that a resumed run may change.
+        policy: which settings a resumed run may change.
         evaluates_first: whether a new run is evaluated before its first step.
-        tokens_per_step: tokens of one optimizer step; 0 if they are counted during the run.
-        unit: a name for the tokens in the progress.
-        settings: the complete settings; like the following, set by ``read``.
-        plan: the placement of the norms; None for a model of transformers that stays unchanged.
+        tokens_per_step: tokens in an optimizer step; 0 if the run counts them.
+        unit: the name for tokens in progress lines.
+        settings: the complete settings; ``read`` sets this attribute and the following ones.
+        plan: the placement of the norms; None for a transformers model that Lamina does not convert.
         processor: the tokenizer or image processor that is saved with the model.
-        identity: the content with which a resumed run is compared.
+        identity: the content that a resumed run must match.
     """
 
     kind: ClassVar[Kind]
@@ -107,16 +107,16 @@ class TrainingStage(ABC, Generic[S]):
     identity: Identity
 
     def given(self, settings: S | Mapping[str, Any]) -> S | Mapping[str, Any]:
-        """Adjust the user's settings before the job's folder is opened."""
+        """Adjust the user's settings before Lamina opens the job's folder."""
         return settings
 
     @abstractmethod
     def check(self, job: Job[S], processes: Processes) -> None:
-        """Complete and check the settings, before anything is read. Raises UserError."""
+        """Complete and check the settings before Lamina reads any data. Raises UserError."""
 
     @abstractmethod
     def read(self, processes: Processes, *, bar: bool) -> None:
-        """Read everything that the run needs, before its folder is touched. Raises UserError."""
+        """Read all data that the run needs before Lamina changes the run's folder. Raises UserError."""
 
     @abstractmethod
     def model(self, run: TrainingRun) -> PreTrainedModel:
@@ -128,7 +128,7 @@ class TrainingStage(ABC, Generic[S]):
 
     @abstractmethod
     def order(self, run: TrainingRun) -> TrainOrder:
-        """Choose which items each step trains on."""
+        """Return the order of the training items."""
 
     @abstractmethod
     def monitor_inputs(self) -> torch.Tensor:
@@ -139,11 +139,14 @@ class TrainingStage(ABC, Generic[S]):
         """Make the Trainer."""
 
     def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
-        """Return further callbacks; each gets the Trainer as ``trainer``, and resumes if it can load a state."""
+        """Return further callbacks.
+
+        Each gets the Trainer as ``trainer``. If a callback can load a state, a resumed run restores it.
+        """
         return []
 
     def states(self, run: TrainingRun) -> list[Stateful]:
-        """Return further objects whose state checkpoints store."""
+        """Return further objects, whose state checkpoints store."""
         return []
 
     def tokens(self, run: TrainingRun, steps: int) -> int:
@@ -151,7 +154,7 @@ class TrainingStage(ABC, Generic[S]):
         return steps * self.tokens_per_step
 
     def derived(self, loss: float) -> dict[str, float]:
-        """Return the columns that follow from an evaluation's loss."""
+        """Compute further columns from an evaluation's loss."""
         return {}
 
     def realized(self, run: TrainingRun, steps: int) -> dict[str, PartShare]:
@@ -159,12 +162,12 @@ class TrainingStage(ABC, Generic[S]):
         return {}
 
     def full_speed(self, run: TrainingRun) -> float | None:
-        """Return the tokens per second that would use all of the cards' peak; None if that is unknown."""
+        """Return the tokens per second at the GPUs' peak speed; None if the peak is unknown."""
         return None
 
     @abstractmethod
     def verdict(self, run: TrainingRun) -> tuple[Status, str] | Diverged:
-        """Decide, in the first process, how a run that was not interrupted ended, and why."""
+        """Return, in the first process, the status of a run that was not interrupted, and the reason."""
 
     @abstractmethod
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
@@ -172,7 +175,7 @@ class TrainingStage(ABC, Generic[S]):
 
     @abstractmethod
     def trained(self, run: TrainingRun, result: Json) -> tuple[PreTrainedModel, ModelCard]:
-        """Return the model to save and its card; may add to ``result``."""
+        """Return the model to save and its card; may add entries to ``result``."""
 
     def saved(self) -> None:
         """Clean up after the model was saved; runs in the first process."""
@@ -191,16 +194,16 @@ def train(
 ) -> Json:
     """Train, write the run's folder, and return its result.json.
 
-    ``settings`` are a whole record, or only the user's settings, by name. A run that diverges, gets stuck or is
-    interrupted ends with that status, not with an exception. With ``resume``, a folder with a finished run stays
-    unchanged; any other run resumes from its newest whole checkpoint.
+    ``settings`` is a whole record, or only the user's settings by name. A run that diverges, gets stuck or is
+    interrupted ends with this status, not with an exception. With ``resume``, a finished run stays unchanged; any other
+    run resumes from its newest whole checkpoint.
 
-    If torchrun or accelerate launch started several processes, all call this with the same settings: the first one
-    writes the folder, and all return the same result.
+    If torchrun or accelerate launch started several processes, all of them call this function with the same settings.
+    The first process writes the folder, and all processes return the same result.
 
     Raises:
         UserError: for invalid settings, data or a model that can't be read, an output folder in use, settings or data
-            that differ from those of the run to resume.
+            that differ from the run to resume.
         OSError: the disk is full.
     """
     policy = stage.policy
@@ -356,10 +359,11 @@ class TrainingRun:
         resume: whether to resume from the newest good checkpoint.
 
     Attributes:
-        average: the average of the weights; set by the stage with the model, like the following.
+        average: the average of the weights; the stage sets this attribute and the following ones when it builds the
+            model.
         step_factors: with width or depth scaling, each parameter's factors.
         followed: the layers found in a model that is not Lamina's; None for a Lamina model.
-        items: the training items of a stage that reads them during the training.
+        items: the training items, for a stage that reads them during training.
     """
 
     average: WeightAverage | None = None
@@ -425,7 +429,7 @@ class TrainingRun:
         return trainer
 
     def train(self) -> tuple[Status, str] | Diverged:
-        """Train; return how the run ended and why, equal in every process."""
+        """Train; return the run's status and the reason, equal in every process."""
         trainer, recorder, steps = self.trainer, self.recorder, self.settings.steps
         self._warn_of_repetition()
         with stop_signals(recorder), ExitStack() as ending:
@@ -461,4 +465,4 @@ class TrainingRun:
             return
         for name, part in self.stage.realized(self, self.settings.steps).items():
             if (epochs := part.get("epochs", 0.0)) > 1:
-                logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, epochs)
+                logger.warning("corpus %s: this run trains on its blocks %.2f times", name, epochs)

@@ -31,8 +31,8 @@ class PlacementSettings(Settings, group="model"):
 
     placement: str = setting(
         "pre_ln",
-        "where the norms sit: a name (see `lamina placements`), name(option=value, ...), or a YAML/Python file (a "
-        "Python file runs as code)",
+        "where the norms sit: a name (see `lamina placements`), name(option=value, ...), a YAML file, or a "
+        "Python file (runs as code)",
     )
 
 
@@ -102,16 +102,16 @@ class PackingSettings(Settings, group="data"):
 
     packing: Literal["on", "off"] = setting(
         "on",
-        "on joins the documents and cuts them into full blocks; off makes one block per document, cut or padded "
-        "to sequence_length (padding is left out of the loss and the token count)",
+        "on: join the documents and cut them into full blocks; off: one block per document, cut or padded to "
+        "sequence_length (padding counts neither in the loss nor as tokens)",
     )
 
 
 class StreamSettings(Settings, group="data"):
-    """Whether the text is read before the run or during it."""
+    """Whether Lamina reads the text before the run or during it."""
 
     streaming: bool = setting(
-        False, "read, tokenize and pack the corpus during training, not before; for very large corpora"
+        False, "read, tokenize and pack the corpus during training instead of before (for very large corpora)"
     )
     shuffle_buffer: int = setting(
         2048, "with streaming, the number of blocks that are shuffled together (1 for none)", at_least(1)
@@ -125,7 +125,7 @@ class StreamSettings(Settings, group="data"):
 
 
 class ObjectiveSettings(Settings, group="objective"):
-    """The objective: what the model predicts."""
+    """The training objective, which decides what the model predicts."""
 
     objective: Literal["auto", "causal_lm", "masked_lm", "image_classification"] = setting(
         "auto",
@@ -142,19 +142,18 @@ class PretrainOptimizerSettings(Settings, group="optimizer"):
 
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw",
-        "adamw, or muon: Muon for the blocks' matrices, with AdamW's learning rate and weight decay, and "
-        "AdamW for all other weights",
+        "adamw, or muon (Muon for the blocks' matrices and AdamW for all other weights, with the same "
+        "learning rate and weight decay)",
     )
     drop_path: float = setting(
         0.0,
-        "stochastic depth: probability of dropping the last layer's branches for an item; the probability grows "
-        "linearly from 0 at the first layer",
+        "stochastic depth: probability that an item skips the last layer's branches; it grows linearly from "
+        "0 at the first layer",
         between(0.0, 1.0, open_high=True),
     )
     ema_decay: float = setting(
         0.0,
-        "keep an exponential moving average of the weights with this decay; Lamina evaluates and saves the "
-        "average (0: no average)",
+        "decay of an exponential moving average of the weights, which Lamina evaluates and saves (0: no average)",
         between(0.0, 1.0, open_high=True),
     )
 
@@ -198,7 +197,7 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
     )
 
     def check(self) -> None:
-        """Raise UserError for phases longer than the run, and for a decay without the wsd schedule."""
+        """Raise UserError for a warm-up or decay longer than the run, and for a decay without the wsd schedule."""
         super().check()
         if self.warmup >= 1 and self.warmup > self.steps:
             raise UserError(
@@ -208,12 +207,12 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
             self.refuse_unused("decay", "decay_shape", allowed="with --schedule wsd")
             return
         if not self.decay > 0:
-            raise UserError(f"decay: {self.decay!r} (allowed: a number above 0)")
+            raise UserError(f"decay: {self.decay!r}. Give a number above 0.")
         spans = [in_steps(span, self.steps) for span in (self.warmup, self.decay)]
         if sum(spans) > self.steps:
             raise UserError(
-                f"decay: {spans[1]} steps and {spans[0]} of warm-up are more than steps = {self.steps} (allowed: "
-                f"at most {self.steps - spans[0]})"
+                f"decay: {spans[1]} steps and {spans[0]} steps of warm-up are more than steps = {self.steps}. Set "
+                f"decay to at most {self.steps - spans[0]}."
             )
 
 
@@ -228,7 +227,7 @@ class OptimizerSettings(Settings, group="optimizer"):
 
 
 class ScalingSettings(Settings, group="width and depth scaling"):
-    """How rates, weights and branches scale with width and depth."""
+    """How learning rates, weights and branches scale with width and depth."""
 
     width_scaling: str = setting(
         "none",
@@ -270,7 +269,7 @@ class ScalingSettings(Settings, group="width and depth scaling"):
         return self.base_depth
 
     def check(self) -> None:
-        """Raise UserError for a scheme without its base, and for options of a scheme that is not used."""
+        """Raise UserError for a scheme without its base size, and for options of an unused scheme."""
         super().check()
         for scheme, base, of_reference, schemes, numbers in (
             ("width_scaling", "base_width", "hidden size", SCHEMES, ("k_embedding", "k_hidden", "k_readout")),
@@ -281,8 +280,8 @@ class ScalingSettings(Settings, group="width and depth scaling"):
                 self.refuse_unused(base, *numbers, here=f"without {scheme}", allowed=allowed)
             elif getattr(self, base.replace("base", "reference")) is None:
                 raise UserError(
-                    f"{base}: none given ({scheme} {chosen!r} needs the {of_reference} at which the learning rate was "
-                    "chosen)"
+                    f"{base}: none given, but {scheme} {chosen!r} needs it. Set {base} to the {of_reference} at which "
+                    "you chose the learning rate."
                 )
 
 
@@ -296,8 +295,8 @@ class RecordSettings(Settings, group="records"):
     eval_blocks: int = setting(256, "held-out blocks per evaluation (0 for all)", at_least(0))
     eval_corpus: str | None = setting(
         None,
-        "second text, used only to evaluate: as --corpus, but no mix (Lamina uses the same tokenizer and at most "
-        "eval_blocks blocks)",
+        "second text, only to evaluate on: as for --corpus, but no mix (Lamina uses the same tokenizer and "
+        "at most eval_blocks blocks)",
         corpus_name,
     )
     eval_tasks: str | None = setting(
@@ -314,7 +313,7 @@ class RecordSettings(Settings, group="records"):
     )
     run_code: bool = setting(
         False,
-        "for eval_tasks, allow code to run: task files in eval_data_dir, and programs that a model writes",
+        "for eval_tasks, allow code to run: task files in eval_data_dir, and programs that the model writes",
         decides=False,
     )
     save_steps: int = setting(
@@ -322,7 +321,7 @@ class RecordSettings(Settings, group="records"):
     )
     keep: int = setting(2, "checkpoints to keep", at_least(1), decides=False)
     async_checkpoints: bool = setting(
-        False, "write checkpoints in the background, from a copy in CPU memory", decides=False
+        False, "write checkpoints in the background, from a copy in CPU memory, while training continues", decides=False
     )
     monitor_blocks: int | None = setting(
         None, "held-out blocks for the layer monitor (default: a quarter of the batch)", at_least(1)
@@ -347,14 +346,17 @@ class GuardSettings(Settings, group="divergence"):
 
 
 class ExpertSettings(Settings, group="experts"):
-    """The balance of a mixture's experts."""
+    """How Lamina balances a model's experts."""
 
     expert_balance: Balance = setting(
         "auto",
-        "how to balance a backbone's experts: auto (bias if its routers have a bias, otherwise loss), none, bias, loss",
+        "how to balance the load of a backbone's experts: none, bias, loss, or auto (bias if the routers "
+        "have a bias, otherwise loss)",
     )
     expert_balance_rate: float = setting(
-        1e-3, "strength of expert_balance: the bias's change per step, or the auxiliary loss's factor", not_below(0.0)
+        1e-3,
+        "strength of expert_balance: the change of the bias per step, or the factor on the auxiliary loss",
+        not_below(0.0),
     )
 
 
@@ -369,8 +371,8 @@ class SpeedSettings(Settings, group="machine"):
     )
     compile: Literal["auto", "on", "off"] = setting(
         "auto",
-        "torch.compile the blocks, one graph per kind of layer: on, off, or auto (on a GPU, for runs of "
-        f"{COMPILED_FROM} steps or more)",
+        "compile the blocks with torch.compile, one graph per kind of layer: on, off, or auto (on for a GPU "
+        f"and {COMPILED_FROM} steps or more)",
     )
     cuda_graphs: bool = setting(
         False, "on a GPU, replay uncompiled blocks as CUDA graphs (faster for small models)", decides=False
@@ -386,7 +388,7 @@ def trackers(name: str, value: object) -> str:
 
 
 class TrainerSettings(Settings, group="trackers and the Trainer"):
-    """Options that are passed to transformers' Trainer unchanged."""
+    """Options that Lamina passes to transformers' Trainer unchanged."""
 
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = {"trainer": ("transformers/training_args.py",)}
 
@@ -394,7 +396,7 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
         "none", f"none, or a comma-separated list of {', '.join(TRACKERS)}", trackers, decides=False
     )
     trainer: Json = setting(
-        {}, "any other argument of transformers' TrainingArguments, e.g. --trainer.optim adafactor", mapping
+        {}, "further arguments of transformers' TrainingArguments, e.g. --trainer.optim adafactor", mapping
     )
 
 

@@ -1,4 +1,4 @@
-"""The settings of training runs: frozen records, which are also the command line's flags and config.yaml."""
+"""The settings of training runs, as frozen records. Lamina makes the command line's flags and config.yaml from them."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class SourceSettings(Settings, group="model"):
 
     from_model: str | None = setting(
         None,
-        "start from this model's weights, placement, sizes and tokenizer: a run's folder, or a checkpoint of "
-        "Lamina or (see lamina convert) of transformers",
+        "start from this model's weights, placement, sizes and tokenizer: a run's folder, a checkpoint of "
+        "Lamina, or a checkpoint of transformers that lamina convert takes",
         place,
     )
 
@@ -87,8 +87,8 @@ class ParallelSettings(DeviceSettings, group="machine"):
     )
     tensor_parallel: int = setting(
         1,
-        "with fsdp2, tensor parallelism: number of processes that split each layer's matrices and train on the "
-        "same part of the batch",
+        "with fsdp2, the number of processes that split each layer's matrices (tensor parallelism) and train "
+        "on the same part of the batch",
         at_least(1),
         decides=False,
     )
@@ -96,11 +96,12 @@ class ParallelSettings(DeviceSettings, group="machine"):
 
 
 class RollbackSettings(Settings, group="divergence"):
-    """The reaction to a divergence."""
+    """The rollbacks after a divergence."""
 
     rollback: int = setting(
         0,
-        "maximum number of rollbacks to the last good checkpoint after a divergence (0: the run ends)",
+        "maximum number of rollbacks, each to the last good checkpoint before a divergence (0: a divergence "
+        "ends the run)",
         at_least(0),
     )
     rollback_factor: float = setting(
@@ -132,14 +133,14 @@ class BranchSettings(Settings, group="steps and learning rate"):
 
     branches: str | float | tuple[float, ...] | None = setting(
         None,
-        "with wsd, also train shorter runs, which start their decay from this run's stable phase: "
-        "comma-separated lengths, in steps (1 or more) or as shares of all steps",
+        "with wsd, also train shorter runs, which branch off this run's stable phase: comma-separated "
+        "lengths, in steps (1 or more) or as shares of all steps",
         shares_or_steps,
     )
 
 
 class EndSettings(Settings, group="output"):
-    """The step at which a run pauses, and the hub's repository for its model."""
+    """The step at which a run pauses, and the hub repository for its model."""
 
     pause_step: int | None = setting(
         None,
@@ -178,22 +179,25 @@ class PretrainSettings(
     )
 
     output: str = changed("runs/pretrain")
-    seed: int = changed(0, help="seed of the weights, the data's order and everything else that is random")
+    seed: int = changed(0, help="seed of the weights, the data's order and all other random numbers")
 
     def check(self) -> None:
-        """Raise UserError for a setting that needs another one."""
+        """Raise UserError for a setting that needs another setting."""
         super().check()
         if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
             raise UserError(
-                f"trainer.dataloader_num_workers: {workers!r} (allowed with streaming: 0, a thread reads ahead)"
+                f"trainer.dataloader_num_workers: {workers!r} does not work with streaming. Set it to 0: a thread "
+                "already reads ahead."
             )
         self._check_branches()
         if self.rollback and not self.save_steps:
             raise UserError(
-                f"rollback: {self.rollback} needs checkpoints to roll back to. Add --save-steps, or give 0."
+                f"rollback: {self.rollback} needs checkpoints to roll back to. Add --save-steps, or set rollback to 0."
             )
         if self.pause_step is not None and self.pause_step > self.steps:
-            raise UserError(f"pause_step: {self.pause_step} (allowed: at most the {self.steps} of --steps)")
+            raise UserError(
+                f"pause_step: {self.pause_step} is after the last step, {self.steps}. Give at most {self.steps}."
+            )
         if self.eval_tasks is None:
             self.refuse_unused("eval_data_dir", "run_code", allowed="with --eval-tasks")
         if not self.rollback:
@@ -234,16 +238,16 @@ class PretrainSettings(
         }
         for name in (name for name, out in ruled_out.items() if out):
             raise UserError(
-                f"branches: {self.branches!r} with {name} = {getattr(self, name)!r} (allowed: --schedule wsd, without "
-                "--streaming, --ema-decay, --rollback and fp16)"
+                f"branches: {self.branches!r} does not work with {name} = {getattr(self, name)!r}. Use --schedule "
+                "wsd, without --streaming, --ema-decay, --rollback and fp16."
             )
         earliest, latest = in_steps(self.warmup, self.steps), self.steps - in_steps(self.decay, self.steps)
         for steps in self.branch_steps():
             begins = steps - in_steps(self.decay, steps)
             if not max(1, earliest) <= begins < steps or steps >= self.steps or begins > latest:
                 raise UserError(
-                    f"branches: a run of {steps} steps would begin to decay after {begins} (allowed: from the end of "
-                    f"the warm-up, {earliest}, to {latest}, and a length below steps = {self.steps})"
+                    f"branches: a run of {steps} steps would begin to decay after {begins}. Choose lengths below "
+                    f"steps = {self.steps} whose decay begins between {earliest}, the end of the warm-up, and {latest}."
                 )
 
 
@@ -253,15 +257,15 @@ def placement_list(name: str, value: object) -> str:
     for entry in value if isinstance(value, list | tuple) else ():
         if not isinstance(entry, str | os.PathLike):
             raise UserError(
-                f"{name}: {type(entry).__name__} {shortened(str(entry), 60)!r} (allowed: names, YAML or Python files; "
-                "lamina.build takes a Plan)"
+                f"{name}: {type(entry).__name__} {shortened(str(entry), 60)!r}. Give names, or YAML or Python files. "
+                "For a Plan, call lamina.build."
             )
     listed = comma_separated(name, value)
     specs = split(listed, "placement")
     if not specs:
-        raise UserError(f"{name}: none given (see `lamina placements` for the names)")
+        raise UserError(f"{name}: none given. Give names from `lamina placements`.")
     if len(set(specs)) < len(specs):
-        raise UserError(f"{name}: {listed!r} names a value twice")
+        raise UserError(f"{name}: {listed!r} names a placement twice. Name each placement once.")
     return listed
 
 
@@ -270,7 +274,8 @@ class PlacementsSettings(Settings, group="model"):
 
     placements: str | tuple[str, ...] = setting(
         "pre_ln",
-        "comma-separated names (see `lamina placements`), name(option=value, ...), YAML or Python files (which run)",
+        "comma-separated: names (see `lamina placements`), name(option=value, ...), YAML files or Python "
+        "files (which run as code)",
         placement_list,
         decides=False,
     )
@@ -286,7 +291,7 @@ def rate_list(name: str, value: object) -> str:
     listed = comma_separated(name, value)
     for rate in numbers(name, listed, float):
         if rate <= 0:
-            raise UserError(f"{name}: {rate:g} (allowed: numbers above 0)")
+            raise UserError(f"{name}: {rate:g}. Give numbers above 0.")
     return listed
 
 

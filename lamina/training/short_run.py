@@ -1,7 +1,7 @@
-"""The first steps of a run, by the run's Trainer, without a folder, records, evaluations or checkpoints.
+"""The first steps of a run, without a folder, records, evaluations or checkpoints.
 
-Jobs that check a run before it starts use this Trainer. So batches, losses, clipping, precision, accumulation, expert
-balance, optimizer and learning rates equal the run's.
+Jobs that check a run before it starts use it. It has the run's Trainer, so batches, losses, clipping, precision,
+accumulation, expert balance, optimizer and learning rates equal the run's.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
 AfterStep = Callable[[int], bool]
-"""Takes the number of steps done; returns whether to take another step."""
+"""Takes the number of steps that are done; returns whether to take another step."""
 
 
 class ShortRun(TrainerCallback):
-    """A run that ends once its caller has seen enough, or when a loss or a gradient is not finite.
+    """A run that ends when its caller wants, or when a loss or a gradient is not finite.
 
     Args:
         settings: the run's settings; ``auto`` means fp32 and not compiled.
-        model: a new model, built as for the run; it is moved to ``device``.
+        model: a new model, built as for the run; Lamina moves it to ``device``.
         train: the blocks to train on.
         device: cpu or cuda.
         step_factors: with width or depth scaling, each parameter's factors.
-        schedule: the share of the peak rate by steps done; None for the Trainer's own schedule of the settings.
+        schedule: a function from steps done to the share of the peak learning rate; None for the settings' schedule.
 
     Attributes:
         losses: the training loss of every step so far, averaged over the micro-batches.
         gradient_norms: the gradient's norm of every step before clipping.
-        learning_rates: the learning rate of every step (of the parameters whose factor is nearest to 1).
+        learning_rates: the learning rate of every step, for the parameters with a factor nearest to 1.
         stopped: the reason why the run ended early; empty if it did not.
     """
 
@@ -79,7 +79,7 @@ class ShortRun(TrainerCallback):
         self._series = _StepNumbers()
 
     def train(self, after_step: AfterStep) -> None:
-        """Take steps while ``after_step`` returns True, up to the run's number."""
+        """Take steps while ``after_step`` returns True, at most the run's number of steps."""
         settings, self._after = self.settings, after_step
         with TemporaryDirectory() as folder:  # Trainer creates its output folder even if it is unused
             arguments = training_arguments(replace(settings, output=folder))
@@ -105,7 +105,7 @@ class ShortRun(TrainerCallback):
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:
-        """Run the model's forward pass without mixed precision's autocast inside the context."""
+        """Inside the context, run the model's forward pass without autocast to lower precision."""
         plain = vars(self.model).get("_original_forward")
         with nullcontext() if plain is None else patched(self.model, forward=plain):
             yield

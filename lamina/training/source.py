@@ -1,4 +1,4 @@
-"""Training from a checkpoint: its model, and the settings that it fixes."""
+"""Training from a checkpoint: the checkpoint's model, and the settings that the checkpoint decides."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def _folder(source: str) -> str:
 def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
     """Fill in the settings that the checkpoint of ``from_model`` decides, if there is one.
 
-    ``given`` are the user's settings; if unknown, those that differ from their defaults. Raises UserError for a user's
-    setting that differs from the checkpoint's, a checkpoint that can't be read, and an output folder that holds it.
+    ``given`` holds the user's settings (None: all settings that differ from their defaults). Raises UserError if a
+    user's setting differs from the checkpoint's, if the checkpoint can't be read, or if the output folder holds the
+    checkpoint.
     """
     if settings.from_model is None:
         return settings
@@ -66,7 +67,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
         if name in given and given[name] != stored[name] and not _same(name, given[name], stored, plan, config):
             raise UserError(
                 f"{name}: {given[name]!r}, but the checkpoint {settings.from_model!r} has {stored[name]!r}. With "
-                "--from, leave it out"
+                f"--from, leave {name} out."
             )
     return replace(settings, **stored)
 
@@ -97,7 +98,7 @@ def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
 
 
 def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
-    """Return the checkpoint's stored plan, or the placement's plan with the multiplier of depth scaling."""
+    """Return the checkpoint's stored plan; without it, the placement's plan with the multiplier of depth scaling."""
     scaling = scaling_of(settings) or Scaling()
     if settings.from_model is None:
         return make_plan(settings.placement, num_layers, **scaling.placement_options)
@@ -111,7 +112,7 @@ def stored_plan(source: str) -> Plan:
 
 
 def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
-    """Return the checkpoint's backbone. Raises UserError if ``vocab_size`` exceeds its vocabulary."""
+    """Return the checkpoint's backbone configuration. Raises UserError if ``vocab_size`` exceeds its vocabulary."""
     config: Any = resolve_backbone(_read(_folder(source))[1])
     if vocab_size is not None:
         check_vocabulary(config, vocab_size, source)
@@ -119,18 +120,18 @@ def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
 
 
 def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> None:
-    """Raise UserError for a tokenizer with more tokens than the checkpoint's vocabulary."""
+    """Raise UserError if the tokenizer has more tokens than the checkpoint's vocabulary."""
     if vocab_size > config.vocab_size:
         raise UserError(
             f"tokenizer: it has {vocab_size} tokens, but the checkpoint {source!r} has {config.vocab_size}. Use "
-            "the checkpoint's tokenizer"
+            "the checkpoint's tokenizer."
         )
 
 
 def load(source: str, config: PreTrainedConfig, head: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a checkpoint with this head as a Lamina model in training mode. Raises UserError as conversion does.
+    """Load a checkpoint with this head as a Lamina model in training mode.
 
-    ``config`` is the run's backbone; the model gets its number of positions.
+    ``config`` is the run's backbone, which decides the number of positions. Raises UserError as conversion does.
     """
     folder = _folder(source)
     loaded: Any = conversion.load(folder, dtype=dtype, head=head)

@@ -38,16 +38,16 @@ _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses 
 
 
 class CheckpointedTrainer(_Trainer):
-    """A mixin for Trainer and TRL's trainers: Lamina's checkpoints in place of Trainer's.
+    """A mixin for Trainer and TRL's trainers that writes Lamina's checkpoints instead of Trainer's.
 
     Attributes:
-        processes: the run's processes; a model that ``sharding.shard`` has sharded is used unchanged.
-        guard: checks every step's loss and gradient norm, on a GPU only at recorded steps.
-        states: further objects whose state is checkpointed, and resumed with the trainer.
-        keep_also: decides by its run state whether an older checkpoint is kept.
-        rate_factor: the rollbacks' factor on all learning rates.
-        average: the average of the weights; it is checkpointed, and evaluations use it.
-        background: writes checkpoints during training; None if training waits for them.
+        processes: the run's processes. Trainer does not wrap a model that ``sharding.shard`` has sharded.
+        guard: checks every step's loss and gradient norm; on a GPU, it checks them only at recorded steps.
+        states: further objects, whose state is saved in checkpoints and restored with the trainer.
+        keep_also: decides from an older checkpoint's run state whether to keep the checkpoint.
+        rate_factor: the factor on all learning rates after rollbacks.
+        average: the average of the weights. Checkpoints store it, and evaluations use it.
+        background: writes checkpoints in a thread; None if training waits for each checkpoint.
         sharded: whether each process holds a part of the model.
     """
 
@@ -72,7 +72,7 @@ class CheckpointedTrainer(_Trainer):
             self.accelerator.prepare_model = lambda model, *_, **__: unwrapped(model)  # pyright: ignore
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Reshard what an evaluation before training left gathered, then create Trainer's optimizer."""
+        """Create Trainer's optimizer, after resharding parameters that an earlier evaluation left gathered."""
         sharding.reshard(saving.bare(self))
         optimizer = super().create_optimizer(model)
         self._one_by_one(optimizer)
@@ -131,7 +131,7 @@ class CheckpointedTrainer(_Trainer):
         }
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore the guard and ``states`` from a run state; the trainer follows when training begins."""
+        """Restore the guard and ``states`` from a run state; the trainer's own state follows when training begins."""
         self._resumed = state
         self.overflows, self.overflows_in_a_row = state.get("overflows", [0, 0])
         for stateful in (self.guard, *self.states):
@@ -150,7 +150,7 @@ class CheckpointedTrainer(_Trainer):
             saving.scale_learning_rate(self, self.rate_factor / self._resumed.get("learning_rate_factor", 1.0))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create Trainer's schedule, at reduced rates after a rollback to the start, which reads no checkpoint."""
+        """Create Trainer's schedule; after a rollback to the start, with the reduced learning rates."""
         schedule = super().create_scheduler(num_training_steps, optimizer)
         if self._resumed.get("step", -1) < 0 and self.rate_factor != 1:
             saving.scale_learning_rate(self, self.rate_factor)
@@ -167,11 +167,11 @@ class CheckpointedTrainer(_Trainer):
 
 
 class OrderedTrainer(_Trainer):
-    """A mixin for Trainer and TRL's trainers: Lamina's training order, weight decay and schedules.
+    """A mixin for Trainer and TRL's trainers with Lamina's training order, weight decay and schedules.
 
     Attributes:
-        order: the examples of each step; None for the trainer's own sampler.
-        schedule: the share of the peak learning rate by steps done; None for the arguments' own schedule.
+        order: decides the examples of each step; None for the trainer's own sampler.
+        schedule: a function from steps done to the share of the peak learning rate; None for the arguments' schedule.
     """
 
     order: TrainOrder | None = None
@@ -214,7 +214,7 @@ class OrderedTrainer(_Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Create the run's schedule, or Trainer's without one."""
+        """Create the run's schedule; without ``schedule``, Trainer's."""
         if self.lr_scheduler is None and self.schedule is not None:
             chosen: Any = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.schedule)
@@ -223,22 +223,23 @@ class OrderedTrainer(_Trainer):
 
 
 Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
-"""Takes logits and labels; returns a number for each item, [batch], by the score's name."""
+"""Takes logits and labels; returns, by the score's name, a number for each item, [batch]."""
 
 
 class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Trainer):
-    """Trainer for pretraining: weight decay on matrices only, a guard on every loss, balanced experts.
+    """The Trainer of pretraining. It decays only matrices, checks every loss, and balances experts.
 
-    Takes Trainer's arguments, the attributes of the mixins, and:
+    It takes Trainer's arguments, the attributes of the mixins, and:
 
     Args:
         experts: counts and balances the experts' tokens.
         step_factors: with width or depth scaling, each parameter's factors.
-        second: items of a second corpus, whose mean loss is measured with every evaluation.
-        collate_eval: joins held-out items to a batch; None for ``data_collator``.
-        scores: computes further measures of each held-out item, by name, from logits and labels; ``evaluation`` gets
-            their means.
-        measure_tasks: scores the bare model on tasks with every evaluation, in the first process.
+        second: items of a second corpus; every evaluation also measures their mean loss.
+        collate_eval: the function that joins held-out items to a batch; None for ``data_collator``.
+        scores: the function that computes further measures of each held-out item from logits and labels, by name;
+            ``evaluation`` gets their means.
+        measure_tasks: the function that scores the bare model on tasks; called in the first process at every
+            evaluation.
     """
 
     def __init__(
@@ -278,7 +279,10 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         self._operations: dict[int, int] = {}  # of a micro-batch, by the size of its main input
 
     def floating_point_ops(self, inputs: Json) -> int:
-        """Return Trainer's estimate, made once per size of the input: it counts the parameters of all modules."""
+        """Return Trainer's estimate, cached by the input's size.
+
+        The estimate is slow, because it counts the parameters of all modules.
+        """
         size = inputs[self.bare_model().main_input_name].numel()
         if size not in self._operations:
             self._operations[size] = super().floating_point_ops(inputs)
@@ -302,7 +306,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
     def compute_loss(
         self, model: nn.Module, inputs: Json, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the model's loss, in training with the experts' auxiliary loss where one balances them."""
+        """Return the model's loss; in training, with the auxiliary loss of the experts, if they have one."""
         if self.experts is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         sequences = len(inputs[self.bare_model().main_input_name])
@@ -327,7 +331,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Measure the loss over the held-out blocks, each token counted once, for any number of processes.
+        """Measure the loss over the held-out blocks; with any number of processes, each token counts once.
 
         Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. All numbers but
         the loss are in ``evaluation`` when the callbacks are called.

@@ -41,14 +41,14 @@ def test_a_run_that_recorded_every_step_is_not_told_to(tmp_path):
 
 @pytest.mark.parametrize("name", ["settings", "history"])
 def test_an_entry_of_another_type_is_named(tmp_path, name):
-    with pytest.raises(UserError, match=rf"{name}: \[1\] in .*watched.json' \(allowed: a mapping\)"):
+    with pytest.raises(UserError, match=rf"{name}: \[1\] in .*watched.json' is not a mapping"):
         lamina.diagnose(record(tmp_path / "run", **{name: [1]}))
 
 
 def test_records_of_a_newer_version_are_not_compared(tmp_path):
     mine, newer = record(tmp_path / "mine"), record(tmp_path / "newer", version=VERSION + 1)
     for pair in ((mine, newer), (newer, mine)):
-        with pytest.raises(UserError, match=f"records of version {VERSION + 1} "):
+        with pytest.raises(UserError, match=f"records of version {VERSION + 1}, but"):
             lamina.diagnose(*pair)
 
 

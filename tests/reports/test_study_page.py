@@ -69,7 +69,7 @@ def test_damaged_verdicts_are_refused_in_one_line(tmp_path):
     with pytest.raises(UserError, match=r"claims\.json'.*not readable"):
         report(folder)
     (folder / "claims.json").write_text("{}", "utf-8")
-    with pytest.raises(UserError, match="no list of verdicts"):
+    with pytest.raises(UserError, match="does not hold a list of verdicts"):
         report(folder)
 
 

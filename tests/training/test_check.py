@@ -270,8 +270,8 @@ def test_the_model_stays_as_it_is_and_so_do_the_random_states():
 
 
 def test_what_cannot_be_checked_is_said_and_bad_input_is_one_line():
-    assert "need batch=" in str(lamina.check(NanoGpt()))
-    assert "no loss; pass loss=" in str(lamina.check(NanoGpt(), batch={"idx": IDS}))
+    assert "Pass batch=" in str(lamina.check(NanoGpt()))
+    assert "no loss. Pass loss=" in str(lamina.check(NanoGpt(), batch={"idx": IDS}))
     for arguments, says in ((("model",), "model: a str"), ((NanoGpt(), "adam"), "optimizer: a str")):
         with pytest.raises(UserError, match=says):
             lamina.check(*arguments)

@@ -51,7 +51,7 @@ REFUSED = [
     ({"num_heads": 1}, "tensor_parallel: 2 does not divide the 1 key-value heads"),
     (
         {"backbone": "deepseek-nano", "placement": "keel", **dict.fromkeys(("num_layers", "hidden_size", "num_heads"))},
-        "tensor_parallel: 2 for deepseek_v3 (allowed: 1, or a model of text without experts)",
+        "tensor_parallel: 2 does not work with deepseek_v3. Set it to 1, or choose",
     ),
 ]
 ASYNC = ("ddp", "fsdp2")
@@ -286,7 +286,7 @@ def test_one_that_is_killed_ends_the_others_with_one_line(corpus, tmp_path, monk
     assert "Traceback" not in err
     lines = [line for line in err.splitlines() if "lamina:" in line]
     assert [line[line.index("lamina:") :] for line in lines] == [
-        "lamina: another process of the run is gone; finished work is kept"
+        "lamina: another process of the run is gone. Finished work is kept"
     ]
     if victim:
         assert result(tmp_path / "run")["status"] == "failed"

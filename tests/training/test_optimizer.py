@@ -91,7 +91,7 @@ def test_a_trainer_argument_that_lamina_sets_is_refused_with_the_flags_name(argu
 
 @pytest.mark.parametrize("argument", _FIXED)
 def test_a_trainer_argument_that_the_records_rest_on_is_refused(argument):
-    with pytest.raises(UserError, match=rf"trainer\.{argument}: fixed"):
+    with pytest.raises(UserError, match=rf"trainer\.{argument}: 'other', but Lamina's records need"):
         training_arguments(PretrainSettings(trainer={argument: "other"}))
     said = training_arguments(PretrainSettings(trainer={argument: _FIXED[argument]}))
     assert getattr(said, argument) == getattr(training_arguments(PretrainSettings()), argument)

@@ -270,7 +270,7 @@ def test_packed_text_is_as_before(corpus, tmp_path, before_each_pass):
             "packing: 'off' with branches = '0.5'. Choose one of the two.",
         ),
         ({"packing": "never"}, "packing: 'never' (allowed: on, off)"),
-        ({"corpus": "embedded"}, "corpus: 'embedded' has documents: 1, too few to make a row of each."),
+        ({"corpus": "embedded"}, "corpus: 'embedded' has too few documents for a row of each (1)."),
         ({"corpus": "{rows}:0.5,embedded:0.5"}, "is a mix. Give one corpus, or leave out --packing off."),
         ({"backbone": "{here}/experts"}, "packing: 'off' with experts, whose load padding would change."),
     ],

@@ -297,5 +297,5 @@ def test_a_hub_that_fails_costs_nothing_but_a_line(trained, tmp_path, token, mon
     monkeypatch.setattr(huggingface_hub, "HfApi", Broken)
     assert trained(push_to_hub="me/model", **PLAIN)["status"] in ("short", "finished", "stuck")
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
-    assert "later: hf upload me/model" in caplog.text
+    assert "To upload later, run: hf upload me/model" in caplog.text
     assert not saved_model.push(tmp_path / "run" / "model", "me/model")

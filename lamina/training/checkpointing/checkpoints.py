@@ -1,5 +1,6 @@
-"""Writing of checkpoints as drafts that are hashed, synced and renamed, so that none is half written; verifying at
-reading.
+"""Writing and verifying of checkpoints.
+
+Each checkpoint is written as a draft, which is hashed, synced and then renamed. So no checkpoint is half written.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Stateful(Protocol):
     """An object whose state a checkpoint stores; add more of them to ``TrainingRun.states``."""
 
     def state_dict(self) -> Json:
-        """Return this object's part of the run state: JSON values under names that no other object uses."""
+        """Return this object's part of the run state: JSON values under unique names."""
         ...
 
     def load_state_dict(self, state: RunState) -> None:
@@ -69,9 +70,9 @@ class Checkpoints:
         return sorted((p for p in children if re.fullmatch(r"checkpoint-(0|[1-9]\d*)", p.name)), key=step_of)
 
     def newest(self, allowed: Callable[[Json], bool] = lambda state: True) -> Path | None:
-        """Return the newest whole checkpoint whose run state is ``allowed``; log a warning for each broken one.
+        """Return the newest whole checkpoint whose run state is ``allowed``; log a warning for each broken checkpoint.
 
-        The log also names files in that checkpoint that its manifest does not list, and that are not read.
+        The log also names files in the checkpoint that its manifest does not list. Lamina does not read these files.
         """
         for path in reversed(self.paths()):
             broken = what_is_broken(path)
@@ -91,8 +92,8 @@ class Checkpoints:
     def save(self, step: int, processes: Processes) -> Iterator[Path]:
         """Yield a folder for a new checkpoint; at the end rename it to checkpoint-STEP, or delete it after an error.
 
-        Every process writes its part. The checkpoint gets its name only once all files are hashed and synced to disk.
-        An error in one process is raised in all.
+        Every process writes its part. The checkpoint gets its name only after all files are hashed and synced to disk.
+        An error in one process is raised in all processes.
         """
         path, final = self.folder / f".draft-{step}", self.folder / f"checkpoint-{step}"
 
@@ -120,10 +121,12 @@ class Checkpoints:
             raise
 
     def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
-        """Keep the last ``keep`` checkpoints up to STEP, and none after it: a rollback has abandoned those.
+        """Delete old checkpoints, but keep the last ``keep`` up to STEP.
 
-        Also keep the newest one whose run state ``keep_also`` accepts, and any that is named after another step: it may
-        be the only copy of its content.
+        Checkpoints after STEP, which a rollback has abandoned, are deleted too.
+
+        Also keep the newest checkpoint whose run state ``keep_also`` accepts. A checkpoint whose name has the wrong
+        step also stays, because it may be the only copy of its content.
         """
         named_right = [path for path in self.paths() if _of_its_step(path)]
         retained = [p for p in named_right if step_of(p) <= step][-keep:]
@@ -144,7 +147,7 @@ class Background:
     """Finishes one checkpoint at a time in a separate thread while training continues.
 
     Attributes:
-        processes: the run's processes, with separate collectives, which do not mix with training's.
+        processes: the run's processes, with collectives that are separate from training's.
     """
 
     def __init__(self, processes: Processes):
@@ -157,7 +160,10 @@ class Background:
         self._written = self._thread.submit(act)
 
     def look(self) -> None:
-        """Raise the thread's error once all processes' threads have ended; all call this after the same step."""
+        """Once the threads of all processes have ended, raise their error.
+
+        All processes must call it after the same step.
+        """
         if self._written is not None and not self._training.anyone(not self._written.done()):
             self.wait()
 
@@ -174,7 +180,7 @@ def step_of(path: Path) -> int:
 
 
 def run_state(path: Path) -> Json:
-    """Read the run state of a whole checkpoint: all that is not a tensor, such as the guard, records and rollbacks."""
+    """Read the run state of a whole checkpoint: everything except tensors, such as the guard, records and rollbacks."""
     return read_json(path / RUN_STATE)
 
 
@@ -188,9 +194,9 @@ def listed_state(path: Path) -> Json | None:
 
 
 def what_is_broken(path: Path) -> str | None:
-    """Name the first file of a checkpoint that is missing, cut short or altered; None if it is whole.
+    """Name the first file of a checkpoint that is missing, cut short or altered; None for a whole checkpoint.
 
-    A checkpoint whose folder is named after another step is not whole.
+    A checkpoint whose folder name has the wrong step is not whole.
     """
     broken = manifest.what_is_broken(path)
     if broken is None and (step := run_state(path)["step"]) != step_of(path):

@@ -1,5 +1,6 @@
-"""The state from which a run resumes: settings, result, checkpoint and rollbacks. Lamina checks that all belong to the
-same run.
+"""The state from which a run resumes: settings, result, checkpoint and rollbacks.
+
+Lamina checks that all of them belong to the same run.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class RunIdentity:
     fingerprint: str
 
     def state_dict(self) -> Json:
-        """Return the settings, the plan's digest and the fingerprint of text and tokenizer."""
+        """Return the settings, the plan's digest, and the fingerprint of text and tokenizer."""
         return {"settings": self.settings.to_dict(), "plan": plan_digest(self.plan), "text": self.fingerprint}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -60,8 +61,8 @@ class RunIdentity:
         before = known.get("plan") or noted(folder / PLAN)
         if before and before not in (plan_digest(self.plan), json.loads(json.dumps(self.plan.to_dict()))):
             raise UserError(
-                f"placement: {self.settings.placement!r} has changed since the run in {str(folder)!r} began. To "
-                "resume, restore it; otherwise give another --output, or --overwrite"
+                f"placement: {self.settings.placement!r} has changed since the run in {str(folder)!r} began. Restore "
+                "the placement to resume. Otherwise give another --output, or --overwrite."
             )
 
 
@@ -72,8 +73,8 @@ def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: s
     if stored is not None and stored != fingerprint:
         raise UserError(
             f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} has changed since the run in "
-            f"{str(folder)!r} began{_changed(settings, folder / DATA)}. To resume, restore the text; otherwise "
-            "give another --output, or --overwrite"
+            f"{str(folder)!r} began{_changed(settings, folder / DATA)}. Restore the text to resume. Otherwise "
+            "give another --output, or --overwrite."
         )
 
 
@@ -83,7 +84,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def known_of(folder: Path) -> Json:
-    """Return the identity in the newest checkpoint of a run's folder that stores one; empty if none does."""
+    """Return the identity in the newest checkpoint that stores an identity; empty if no checkpoint of the run does."""
     for path in reversed(Checkpoints(folder / "checkpoints").paths()):
         state = listed_state(path)
         if state is not None and "settings" in state:
@@ -113,9 +114,9 @@ class Rollback:
         number: its number, from 1.
         step: the step of the restored checkpoint; 0 for the initial weights.
         diverged_at: the step at which the guard stopped the run.
-        skipped: first and last position of the skipped data in the training order, in steps.
-        ahead: the number of steps that the order is ahead after ``step`` from now on.
-        learning_rate_factor: the product of all rollbacks' factors so far.
+        skipped: the first and last position, in steps, of the skipped data in the training order.
+        ahead: the number of steps of data by which the training order is ahead after ``step``.
+        learning_rate_factor: the product of the factors of all rollbacks so far.
     """
 
     number: int
@@ -145,8 +146,8 @@ class Rollbacks:
             return cls(folder=folder)
         except (ValueError, TypeError, KeyError):
             raise UserError(
-                f"resume: {str(path)!r} is cut short or altered, so Lamina cannot tell where to resume. Restore "
-                "the original file, or give another --output, or --overwrite"
+                f"resume: {str(path)!r} is cut short or altered, so Lamina cannot tell where to resume. Restore the "
+                "original file, or give another --output, or --overwrite."
             ) from None
 
     def state_dict(self) -> Json:
@@ -174,11 +175,11 @@ class Rollbacks:
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
-        """Return whether a checkpoint is still valid: not later than a step to which the run has rolled back since."""
+        """Return whether a checkpoint is still valid: no later rollback went back to a step before it."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
-        """Add a rollback to ``step`` and write it to disk before anything acts on it.
+        """Add a rollback to ``step``, and write the file of rollbacks before the rollback has any effect.
 
         ``factor`` multiplies the learning rate. ``skip`` is the number of steps whose data are skipped; None skips all
         data up to ``diverged_at``.
@@ -203,10 +204,11 @@ class Rollbacks:
 
 
 def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
-    """Return a run's settings: those in config.yaml over those in its newest checkpoint; None without either.
+    """Return a run's settings from config.yaml, completed by the newest checkpoint's settings; None without either.
 
-    A file that is cut short or altered counts as missing, with a line in the log. Raises UserError for it without a
-    checkpoint, and if both exist and differ in a setting outside ``free``.
+    If config.yaml is cut short or altered, Lamina logs a warning and takes the checkpoint's settings; without a
+    checkpoint, it raises UserError. Also raises UserError if config.yaml and checkpoint differ in a setting outside
+    ``free``.
     """
     path, known = folder / CONFIG, known_of(folder)
     settings = known.get("settings", {})
@@ -219,22 +221,24 @@ def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
         if not settings:
             raise
         whole = False
-        logger.warning("%s: the settings are those of %s", str(error).partition(" (allowed")[0], known["checkpoint"])
+        logger.warning("%s. Lamina reads the settings from %s", error.problem, known["checkpoint"])
         with suppress(UserError):
             stored = read_mapping(path)
     for name, value in settings.items():
         if name not in free and name in stored and stored[name] != value:
             raise UserError(
                 f"{name}: {stored[name]!r} in {str(path)!r}, but {known['checkpoint']} was trained with "
-                f"{value!r}. Restore this value, if the file was edited"
+                f"{value!r}. Restore this value in the file."
             )
     return {**settings, **stored} if whole else settings
 
 
 def result_to_keep(folder: Path) -> Json | None:
-    """Return the result of the run in a folder; None, or one that has not ended, if there is something to resume.
+    """Return the result of the run in a folder.
 
-    Raises UserError if the records of the run were damaged, altered or exchanged.
+    If there is something to resume, the result is None or has no final status.
+
+    Raises UserError if the run's records were damaged, altered or exchanged.
     """
     result = read_result(folder)
     if result is None or result["status"] not in ENDED:
@@ -256,15 +260,15 @@ def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
         elif missing:
             raise UserError(f"{folder}: the model is missing")
     except UserError as error:
-        logger.warning("%s; Lamina writes it again from the last checkpoint", str(error).partition(". Restore")[0])
+        logger.warning("%s. Lamina writes it again from the last checkpoint", error.problem)
         return True
     return False
 
 
 def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
-    """Return the checkpoint to resume from; None to begin at step 0, also after a rollback to the start.
+    """Return the checkpoint to resume from. None means to begin at step 0, as after a rollback to the start.
 
-    Raises UserError if there are checkpoints but none is usable: a new beginning would lose the run.
+    Raises UserError if there are checkpoints but none is usable, because a new beginning would lose the run.
     """
     checkpoint = Checkpoints(folder).newest(rollbacks.allows)
     if checkpoint is not None:
@@ -275,6 +279,6 @@ def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
     if existing and not (abandoned and all(what_is_broken(path) is None for path in existing)):
         raise UserError(
             f"resume: {', '.join(path.name for path in existing)} in {str(folder)!r} cannot be resumed (see "
-            "above). Restore the original files, or begin again with --overwrite"
+            "above). Restore the original files, or begin again with --overwrite."
         )
     return None

@@ -50,8 +50,8 @@ class ModelCard:
         data: the name and value of each fact about the data, in order.
         result: the run's result, as in result.json.
         command: the command line that trains the model again; the card leaves out this machine's folders.
-        base_model: the model that the training began with, a folder or a name on the hub; empty without one.
-        measures: the title and format of each measure to print; None prints those of pretraining.
+        base_model: the model that the training began with, a folder or a name on the hub; empty for a new model.
+        measures: the title and format of each measure to print; None prints pretraining's measures.
     """
 
     head: str
@@ -163,13 +163,13 @@ def _code(value: object) -> str:
 
 
 def check_repository(name: str) -> None:
-    """Raise UserError for a malformed name or a missing token, before anything is trained."""
+    """Raise UserError for a malformed name or a missing token. Lamina calls it before training."""
     from huggingface_hub import get_token
 
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        reason = f"is not a repository's name ({one_line(error)}; allowed: OWNER/NAME)"
+        reason = f"is not a repository's name ({one_line(error)}). Write OWNER/NAME."
         raise UserError(f"push_to_hub: {name!r} {reason}") from None
     if get_token() is None:
         reason = "needs a token of the Hugging Face hub. Run `hf auth login`, or set HF_TOKEN."
@@ -177,9 +177,11 @@ def check_repository(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> bool:
-    """Upload a model's folder to a repository, created as private if missing; return whether that worked.
+    """Upload a model's folder to a repository; return whether the upload worked.
 
-    A failure is logged with the command that uploads the folder later: the model itself is on disk.
+    If the repository does not exist, Lamina creates it as a private one.
+
+    If the upload fails, Lamina logs the command that uploads the folder later. The model is on disk in any case.
     """
     from huggingface_hub import HfApi
 
@@ -188,7 +190,9 @@ def push(folder: Path, name: str) -> bool:
         api.create_repo(name, private=True, exist_ok=True)
         commit = api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with Lamina")
     except Exception as error:  # the hub's client raises dozens of types; the training is done and must not be lost
-        logger.warning("push_to_hub: %s (%s); later: hf upload %s %s", name, one_line(error), name, folder)
+        logger.warning(
+            "push_to_hub: %s failed (%s). To upload later, run: hf upload %s %s", name, one_line(error), name, folder
+        )
         return False
     logger.info("pushed to %s", getattr(commit, "repo_url", name))
     return True
@@ -197,7 +201,7 @@ def push(folder: Path, name: str) -> bool:
 def save_model(
     model: PreTrainedModel, processor: Processor, folder: Path, processes: Processes, card: ModelCard | None = None
 ) -> None:
-    """Write a model and its tokenizer or image processor, whole or not at all; gather a sharded model first."""
+    """Write a model and its tokenizer or image processor, whole or not at all. A sharded model is gathered first."""
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:

@@ -44,12 +44,12 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bool) -> None:
     """Shard a model's parameters by FSDP2: one unit per block, and one for embedding, final norm and readout.
 
-    The optimizer's weights stay in float32. With ``bf16`` the blocks' matrices are gathered in bfloat16 and their
-    gradients reduced in float32, which is what autocast computes in one process. Norms, learned scales and the stream
-    stay in float32 (a bfloat16 embedding would make the stream bfloat16). Learned scalars become vectors of one
-    element, since FSDP2 can't shard a scalar; checkpoints and models hold them as scalars.
+    The optimizer's weights stay in float32. With ``bf16``, FSDP2 gathers the blocks' matrices in bfloat16 and reduces
+    their gradients in float32, so the result equals autocast's in one process. Norms, learned scales and the residual
+    stream stay in float32; so does the embedding, because it decides the stream's dtype. FSDP2 can't shard a scalar, so
+    learned scalars become vectors of one element; checkpoints and models hold them as scalars.
 
-    With ``processes.tensor`` > 1, groups of that many neighboring processes first share the linear layers' matrices, by
+    With ``processes.tensor`` > 1, groups of so many neighboring processes first split the linear layers' matrices by
     transformers' plan.
     """
     whole = init_device_mesh(device, (processes.data_size, processes.tensor), mesh_dim_names=("data", "tensor"))
@@ -91,7 +91,7 @@ def _share_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def sum_partial(model: nn.Module) -> None:
-    """Sum the gradients of norms inside heads over the processes that share them; call once per step."""
+    """Sum the gradients of norms inside attention heads over the processes that share them; call it once per step."""
     norms, group = getattr(model, _PARTIAL, ((), None))
     for gradient in [p.grad for norm in norms for p in norm.parameters() if p.grad is not None]:
         torch.distributed.all_reduce(gradient.to_local(), group=group)
@@ -137,18 +137,17 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard parameters that a forward pass without a backward pass has left gathered."""
+    """Reshard parameters that stay gathered after a forward pass without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict with each tied weight once: the model's own tensors, and copies of scalars.
+    """Return the state dict with each tied weight once: the model's own tensors, but copies of scalars.
 
-    For a model after ``only_trained``, return only the trained weights.
-
-    All processes of a sharded model must call it, and ``set_scalars`` after changing the tensors.
+    After ``only_trained``, the result has only the trained weights. All processes of a sharded model must call it; call
+    ``set_scalars`` after a change of the tensors.
     """
     reshard(model)
     tied: dict[int, str] = {}
@@ -163,7 +162,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def only_trained(model: nn.Module) -> None:
-    """Make checkpoints of this model store only the trained weights; the frozen ones are loaded from their source."""
+    """Make checkpoints of this model store only the trained weights; frozen weights are loaded from their source."""
     setattr(model, _TRAINED, True)
 
 
@@ -173,7 +172,7 @@ def is_only_trained(model: nn.Module) -> bool:
 
 
 def set_scalars(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Set a model's sharded scalars to the values of ``model_tensors``; do nothing without any."""
+    """Set a model's sharded scalars to the values in ``model_tensors``; does nothing without sharded scalars."""
     for name in _scalars(model):
         _set_scalar(model.get_parameter(name), tensors[name])
 
@@ -186,14 +185,14 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of tensors on the CPU, gathered if they are sharded; all processes must call it."""
+    """Return copies of tensors on the CPU; sharded tensors are gathered, so all processes must call it."""
     parts = {name: tensor.detach() for name, tensor in tensors.items()}
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).cpu().contiguous() for name, p in parts.items()}
 
 
 @torch.no_grad()
 def set_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a whole tensor into one that may be sharded; all processes must call it."""
+    """Copy a whole tensor into another tensor, which may be sharded; all processes must call it."""
     value = value.reshape(tensor.shape)  # a sharded scalar is a vector
     if isinstance(tensor, DTensor):
         value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
@@ -202,7 +201,7 @@ def set_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @contextmanager
 def own_class(model: nn.Module) -> Iterator[None]:
-    """Restore the model's original class inside the context: FSDP2 replaces it by a subclass that must not be saved."""
+    """Restore the model's original class inside the context, because FSDP2's subclass must not be saved."""
     kind = type(model)
     if isinstance(model, FSDPModule):
         object.__setattr__(model, "__class__", kind.__mro__[kind.__mro__.index(FSDPModule) + 1])
@@ -213,7 +212,7 @@ def own_class(model: nn.Module) -> Iterator[None]:
 
 
 def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Copy tensors to the CPU, of a sharded tensor this process's part; a tensor with two names is copied once."""
+    """Copy tensors to the CPU; of a sharded tensor, this process's part. A tensor with two names is copied once."""
     copied: dict[tuple[int, torch.Size], torch.Tensor] = {}
     made: Tensors = {}
     for name, tensor in tensors.items():
@@ -246,7 +245,7 @@ class _Reader(HuggingFaceStorageReader):
 
 
 def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alone: bool) -> None:
-    """Fill tensors in place from a checkpoint's safetensors files; either side may be sharded in any way."""
+    """Fill tensors in place from a checkpoint's safetensors files, which may be sharded differently."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process loads alone is intended
         try:
@@ -256,15 +255,17 @@ def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alo
 
 
 def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], folder: Path) -> None:
-    """Raise UserError if a tensor is missing in a checkpoint's files or has another shape there."""
+    """Raise UserError if a checkpoint's files lack a tensor, or hold a tensor of another shape."""
     stored = shapes(files)
     for name, tensor in tensors.items():
         if name not in stored:
-            raise UserError(f"resume: {str(folder)!r} holds no {name}, so the checkpoint belongs to another model")
+            raise UserError(
+                f"resume: {str(folder)!r} holds no {name}: the checkpoint is another model's. Give another --output."
+            )
         if tuple(tensor.shape) != stored[name]:
             raise UserError(
                 f"resume: {name} in {str(folder)!r} has the shape {list(stored[name])}, but the model has "
-                f"{list(tensor.shape)}, so the checkpoint belongs to another model"
+                f"{list(tensor.shape)}: the checkpoint is another model's. Give another --output."
             )
 
 
@@ -275,7 +276,7 @@ def shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], Json]:
-    """Return an optimizer's state by parameter name: the tensors that can be sharded, and everything else."""
+    """Return an optimizer's state by parameter name, in two parts: tensors that can be sharded, and the rest."""
     reshard(model)
     names, scalars = _names(model), _scalars(model)
     tensors: dict[str, torch.Tensor] = {}
@@ -289,8 +290,8 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
                     if isinstance(value, DTensor) and value.shape != parameter.shape:
                         raise UserError(
-                            f"trainer.optim: its {key} does not have its weight's shape, so it can't be saved sharded "
-                            "(allowed with --parallel fsdp2: optimizers like adamw_torch)"
+                            f"trainer.optim: sharded checkpoints can't hold the optimizer's {key}, which is not shaped "
+                            "like the weight. Use adamw_torch, or --parallel ddp."
                         )
                     if name in scalars:
                         rest["state"][name][key] = _scalar(value).cpu()
@@ -317,7 +318,8 @@ def load_optimizer(
     named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     if named != [list(saved["params"]) for saved in rest["groups"]]:
         raise UserError(
-            "resume: the checkpoint's optimizer has other weights, so the checkpoint belongs to another model"
+            "resume: the checkpoint's optimizer has other weights: the checkpoint is another model's. Give another "
+            "--output."
         )
     for group, members, saved in zip(optimizer.param_groups, named, rest["groups"], strict=True):
         first = len(state)

@@ -1,9 +1,9 @@
-"""A checkpoint's contents: a Trainer's state, written and read in the same way for one process, DDP and FSDP2.
+"""The contents of a checkpoint, which is a Trainer's state.
 
-With one process or DDP: model.safetensors beside config.json, as transformers loads them, and
-optimizer/states.safetensors. With FSDP2: one safetensors file per process in model/ and optimizer/, by
-torch.distributed.checkpoint. Any number of processes can read either form: Lamina finds tensors by name and splits them
-as the reader needs.
+One process or DDP writes model.safetensors beside config.json, which transformers can load, and
+optimizer/states.safetensors. FSDP2 writes one safetensors file per process into model/ and optimizer/, by
+torch.distributed.checkpoint. Any number of processes can read either form: Lamina finds tensors by name, and splits
+them for the reading processes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def write(
     *,
     copied: bool = False,
 ) -> Callable[[], None]:
-    """Write a checkpoint's small files, each process a part, and return a function that writes the tensors.
+    """Write a checkpoint's small files, each process its part, and return a function that writes the tensors.
 
-    An error in one process is raised in all. With ``copied`` the tensors are copied to the CPU now; another thread,
-    with separate collectives, may then write them.
+    An error in one process is raised in all processes. With ``copied``, the tensors are copied to the CPU now, so that
+    another thread, with separate collectives, may write them later.
     """
     model = bare(trainer)
     sharded, writes = sharding.is_sharded(model), processes.first
@@ -133,7 +133,7 @@ def read_optimizer(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def scale_learning_rate(trainer: Trainer, factor: float) -> None:
-    """Multiply every group's learning rate, now and in the rest of the schedule."""
+    """Multiply the learning rates of all groups, now and in the rest of the schedule."""
     schedule: Any = trainer.lr_scheduler
     for group in schedule.optimizer.param_groups:
         for name in ("lr", "initial_lr"):
@@ -144,15 +144,15 @@ def scale_learning_rate(trainer: Trainer, factor: float) -> None:
 
 
 def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path, step: int) -> None:
-    """Seed anew from seed and step if the number of processes changed; otherwise Trainer restores the state."""
+    """Seed the random generators if the number of processes changed; otherwise Trainer restores them."""
     name = f"rng_state_{processes.rank}.pth" if processes.size > 1 else "rng_state.pth"
     written = sum(name.startswith("rng_state") for name in listed(checkpoint))
     if written == processes.size and (checkpoint / name).is_file():
         return
     if processes.first:
         logger.warning(
-            "%s was written by %d processes, and this run has %d. Lamina redistributes weights and optimizer; "
-            "dropout's random numbers start anew",
+            "%s was written by %d processes, and this run has %d. Lamina redistributes weights and optimizer, "
+            "but dropout draws other random numbers than the old processes would",
             checkpoint, written, processes.size,
         )  # fmt: skip
     seed = trainer.args.seed + 1_000_003 * (step + 1)

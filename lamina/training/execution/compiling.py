@@ -1,7 +1,7 @@
-"""Blocks compiled in place: torch.compile one block at a time, so that depth costs no compile time.
+"""Compilation of blocks in place by torch.compile, one block at a time, so that more depth costs no compile time.
 
-All blocks share the code of one forward function, and whatever differs between layers (weights, indices, scales) is an
-input of its graph. So a model compiles one graph per *kind* of layer: per wiring and, in some backbones, per kind of
+All blocks share the code of one forward function. Weights, indices and scales, which differ between layers, are inputs
+of its graph. So a model compiles one graph per *kind* of layer: per wiring and, in some backbones, per kind of
 attention. If a scale differs in many layers (1/sqrt(l)), the model compiles one more graph, which takes any value.
 """
 
@@ -23,7 +23,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False, device: str = "cpu") -> None:
-    """Set up ``model`` to train compiled, replayed as CUDA graphs, or neither, on ``device``.
+    """Prepare ``model`` for training on ``device``: compile its blocks, replay them as CUDA graphs, or do neither.
 
     Trainer sets the precision.
     """
@@ -40,8 +40,8 @@ def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False, device:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step, in allocations of up to 32 MiB (its maximum).
 
-    By default glibc returns the memory of freed activations to the system, which must zero it page by page when the
-    next step allocates it again: 3 to 8 % of a step on a CPU. Does nothing without glibc.
+    By default, glibc returns the memory of freed activations to the system. The next step allocates it again, and the
+    system must zero each page, which takes 3 to 8 % of a step on a CPU. Does nothing without glibc.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -56,12 +56,12 @@ def keep_freed_memory() -> None:
 def compile_blocks(model: nn.Module, *, backend: str = "inductor", recomputed: bool = True) -> int:
     """Compile every Block of ``model`` in place; return the number of structural kinds.
 
-    ``recomputed``: the inputs of matrix products (a norm's output, the gated activations) are computed again in the
-    backward pass from tensors that are kept anyway. This saves a quarter of the activations' memory for a little
-    elementwise work, which a GPU spends more time on.
+    With ``recomputed``, the backward pass computes the inputs of matrix products (a norm's output, the gated
+    activations) again, from tensors that are kept anyway. This saves a quarter of the activations' memory for a little
+    elementwise work, which costs relatively more time on a GPU.
 
-    The parameters keep their names. The first step compiles the graphs for its batch's shape: a batch of another shape
-    should run under `parts.uncompiled`.
+    The parameters keep their names. The first step compiles graphs for the shape of its batch. Run a batch of another
+    shape under `parts.uncompiled`.
     """
     blocks = _blocks(model)
     kinds = len({structure(block) for block in blocks})
@@ -84,9 +84,9 @@ def discard(model: nn.Module) -> None:
 
 
 def structure(block: Block) -> tuple:
-    """Return what decides a block's graph: modules, shapes and settings, but not the values of weights or scales.
+    """Return a key for a block's graph: its modules, shapes and settings, but not the values of weights or scales.
 
-    Two blocks with equal structures share a graph.
+    Two blocks with equal keys share a graph.
     """
     parts: list[Any] = [getattr(block, "attention_type", None)]
     for name, module in block.named_modules():

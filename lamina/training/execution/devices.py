@@ -44,9 +44,9 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(card: str) -> float | None:
-    """Return a card's dense bf16 FLOP/s by its name, such as "NVIDIA H100 80GB HBM3"; None for one not in the table.
+    """Return a GPU's dense bf16 FLOP/s by its name, such as "NVIDIA H100 80GB HBM3"; None for an unknown GPU.
 
-    A laptop's card and a part of a card (MIG) have less than the card of that name, so they are None, too.
+    Also None for a laptop's GPU or a part of a GPU (MIG), which have less than the full GPU of that name.
     """
     words = set(card.lower().replace("-", " ").split())
     if words & {"laptop", "mig"}:
@@ -55,14 +55,16 @@ def peak_flops(card: str) -> float | None:
 
 
 def peak_of(device: str) -> float | None:
-    """Return the dense bf16 FLOP/s of the card that this process uses; None for a CPU and an unknown card."""
+    """Return the dense bf16 FLOP/s of the GPU that this process uses; None for a CPU or an unknown GPU."""
     return peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
 
 
 def decided(settings: S) -> S:
-    """Replace ``auto`` in precision and compilation by a rule, so that a run's numbers never depend on a stopwatch.
+    """Replace ``auto`` in precision and compilation.
 
-    On a GPU that computes in bfloat16: bf16, compiled from ``COMPILED_FROM`` steps on unless CUDA graphs are used.
+    The rule measures no times, so a run's numbers are reproducible.
+
+    On a GPU that computes in bfloat16: bf16, compiled for ``COMPILED_FROM`` steps or more unless CUDA graphs are used.
     Elsewhere: fp32, not compiled.
     """
     device = device_of(getattr(settings, "device", "auto"))
@@ -77,7 +79,7 @@ def decided(settings: S) -> S:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return why nothing can be compiled for ``device`` here; None if it can."""
+    """Return the reason why torch.compile does not work for ``device`` on this machine; None if it works."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"

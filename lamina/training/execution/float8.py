@@ -1,6 +1,4 @@
-"""Linear layers that multiply in float8 during training, by torchao. Their weights stay float32 under the same
-names.
-"""
+"""Linear layers that multiply in float8 during training, by torchao. The weights stay in float32."""
 
 from __future__ import annotations
 
@@ -33,7 +31,8 @@ def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> Non
         raise UserError(f"precision: 'float8' on {device.type} (allowed here: auto, fp32, bf16, fp16)")
     if tokens % _MULTIPLE:
         raise UserError(
-            f"precision: 'float8' with {tokens} tokens in a process's micro-batch (allowed: multiples of {_MULTIPLE})"
+            f"precision: 'float8' with {tokens} tokens in a process's micro-batch. Choose a batch_size and "
+            f"sequence_length with a multiple of {_MULTIPLE} tokens."
         )
     if tensor_parallel > 1:
         raise UserError(
@@ -44,8 +43,8 @@ def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> Non
 def to_float8(model: nn.Module, device: str) -> None:
     """Make the linear layers of a model's blocks multiply in float8, each tensor scaled by its largest magnitude.
 
-    These stay unchanged: embedding and readout, routers, experts' joint matrices, and layers with a size that is no
-    multiple of 16. On a CPU the products are emulated. Raises UserError if no layer is left to change.
+    Embedding, output head, routers, the experts' joint matrices, and layers with a size that is no multiple of 16 stay
+    unchanged. A CPU emulates the products. Raises UserError if no layer is left to change.
     """
     torchao = importlib.import_module("torchao.float8")  # an extra
 

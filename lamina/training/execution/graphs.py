@@ -1,8 +1,8 @@
-"""Blocks replayed as CUDA graphs: one launch for each pass of a block. Graphs help if launching kernels takes most of
-the time.
+"""Replay of blocks as CUDA graphs, with one launch for each pass of a block.
 
-The first training pass runs eagerly and notes each block's arguments. The second captures every block's forward and
-backward pass. Later passes replay them: the same kernels run in the same order, so the numbers equal an eager run's. As
+Graphs help if launching kernels takes most of the time. The first training pass runs eagerly and notes each block's
+arguments. The second pass captures every block's forward and backward pass as graphs. Later passes replay the graphs:
+the same kernels run in the same order, so the numbers equal an eager run's numbers. As
 in a compiled model, evaluations and the layer monitor's passes run eagerly (`parts.uncompiled`).
 """
 
@@ -21,11 +21,11 @@ from lamina.modeling.wiring_lamina import Block
 
 Replayed: TypeAlias = Sequence[Callable[..., object]]
 Capture: TypeAlias = Callable[[tuple[nn.Module, ...], tuple[tuple[torch.Tensor, ...], ...]], Replayed]
-"""Takes functions of tensors and sample tensors; returns functions that replay them."""
+"""Takes functions of tensors, and sample tensors; returns functions that replay the captured functions."""
 
 
 class BlockCall(NamedTuple):
-    """The arguments of a block without its tensors' values; one graph serves all equal calls."""
+    """The arguments of a block's call, with shapes in place of tensors' values; equal calls share a graph."""
 
     tree: pytree.TreeSpec
     constants: tuple[object, ...]
@@ -33,20 +33,20 @@ class BlockCall(NamedTuple):
 
     @classmethod
     def of(cls, arguments: object) -> tuple[BlockCall, list[torch.Tensor]]:
-        """Split ``arguments`` into the call and the tensors, in order."""
+        """Split ``arguments`` into the call without values, and the tensors in order."""
         leaves, tree = pytree.tree_flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         return cls(tree, constants, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)), tensors
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Return the arguments with these tensors put in."""
+        """Return the call's arguments with these tensors."""
         left = iter(tensors)
         leaves = [next(left) if leaf is _TENSOR else leaf for leaf in self.constants]
         return cast(tuple[tuple[object, ...], dict[str, object]], pytree.tree_unflatten(leaves, self.tree))
 
     def samples(self) -> tuple[torch.Tensor, ...]:
-        """Make tensors of zeros to capture the call with."""
+        """Make tensors of zeros for capturing the call."""
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device, requires_grad=gradient)
             for shape, dtype, device, gradient in self.tensors
@@ -73,7 +73,7 @@ class Replay:
 
     Args:
         blocks: all blocks of the model, in the order in which they are called.
-        capture: makes the functions that replay (default: torch.cuda's).
+        capture: the function that captures the blocks as graphs (default: torch.cuda's).
     """
 
     def __init__(self, blocks: Sequence[Block], capture: Capture | None = None):
@@ -106,5 +106,5 @@ class Replay:
                 return self.capture(functions, samples)
             except RuntimeError as error:
                 raise UserError(
-                    f"cuda_graphs: the blocks can't be captured: {str(error).splitlines()[0]} (leave out --cuda-graphs)"
+                    f"cuda_graphs: the blocks can't be captured: {str(error).splitlines()[0]}. Leave out --cuda-graphs."
                 ) from error

@@ -1,7 +1,7 @@
-"""Early alarms: the gradient, update, moment or residual stream of a layer leaves its usual range before the loss
-rises.
+"""Early alarms: a layer's gradient, update, moments or residual stream leaves its usual range before the loss rises.
 
-Each rule names one sub-layer and one step. Loads no transformers: the pages read alarms.jsonl and notable.jsonl here.
+Each alarm names one sub-layer and one step. Loads no transformers, because pages read alarms.jsonl and notable.jsonl
+here.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ ORDER = (
     "not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal", "fall",
     "fp16", "apart", "low", "rewritten", "logit", "rise", "drift", "collapse", "cut", NOTABLE,
 )  # fmt: skip
-"""The rules; of several in one step, the one that explains most is first."""
+"""The rules. Of several alarms in one step, the alarm whose rule comes first explains most."""
 HARD = ("skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal")
 PLACED = ("not_finite", "guess", "dead", "unmoved", "written", "low")
 PARAMETERS = (
     "weight_norm", "update_ratio", "rate_ratio", "gain_abs_max", "gain_mean", "row_norm_abs_max", "row_norm_mean"
 )  # fmt: skip
-"""Rules and metrics that locate a failure; an outlier in the stream or gradient spreads to other layers."""
+"""Rules and metrics that locate a failure. Outliers in the residual stream or gradient do not: they spread to other
+layers.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A series that left its range at a step.
+    """An alarm: a series that left its usual range at a step.
 
     Attributes:
-        rule: one of ``ORDER``.
-        value, usual: the value, and the one that it is compared with.
+        rule: one of ``ORDER``. value, usual: the value, and the usual value with which the rule compares it.
     """
 
     step: int
@@ -73,15 +74,15 @@ class Alarm:
 
     @property
     def distance(self) -> float:
-        """The absolute logarithm of ``excess``; infinite if that is not a positive finite number."""
+        """The absolute logarithm of ``excess``; infinite if ``excess`` is not a positive finite number."""
         return abs(math.log(self.excess)) if 0 < self.excess < math.inf else math.inf
 
     @property
     def order(self) -> tuple[float, ...]:
-        """The sort key: oldest alarm first; within a step, the one that explains most.
+        """The sort key: the oldest alarm first; within a step, the alarm that explains most.
 
-        Of values that are not finite, the one at their origin explains most: states spread to later layers, gradients
-        to earlier ones.
+        Of several values that are not finite, the value at the origin explains most. States spread to later layers, and
+        gradients to earlier layers.
         """
         rank = 2 * self.layer + (self.sublayer == "feed_forward")
         forward = self.metric.startswith(("hidden", "attention"))  # these come before the gradients
@@ -93,19 +94,20 @@ class Alarm:
 
 @dataclass(kw_only=True)
 class Alarms(Rules):
-    """Raises alarms from the rows of each step; a series alarms once until it is back in its range.
+    """Raises alarms from the rows of each step; a series raises one alarm until it is back in its range.
 
-    A gradient that stands out becomes an alarm once it has done so in more consecutive steps than its limit, or once
-    another series, such as the loss, follows it; otherwise the step is a notable batch.
+    A gradient that stands out is an alarm if it stands out in more consecutive steps than its limit, or if another
+    series, such as the loss, follows. Otherwise the step is a notable batch.
 
     Args:
-        folder: the run's folder, which gets a line for each alarm and notable batch, oldest first; None writes no file.
+        folder: the run's folder, in which each alarm and notable batch becomes a line of a file, oldest first; None
+            writes no file.
 
     Attributes:
         told: alarms and notable batches so far, oldest first.
-        marked: the steps at which something stood out in the last call.
-        news: the news of the last call: the first alarm of an event, as a sentence without the final period.
-        paths: the layers' paths in the model, where they are known.
+        marked: the steps at which a series stood out in the last call.
+        news: the new events of the last call: the first alarm of each, as a sentence without the final period.
+        paths: the layers' paths in the model, as far as they are known.
     """
 
     folder: Path | None = None
@@ -135,11 +137,11 @@ class Alarms(Rules):
         return self._tell(alarms)
 
     def first(self, rose: float) -> Alarm | None:
-        """Return ``first_before`` of everything that has stood out so far."""
+        """Return ``first_before`` for all alarms and notable batches so far."""
         return first_before([*self.told, *chain(*self._high.values()), *self._single], rose)
 
     def close(self) -> None:
-        """Decide on whatever still waits for a later alarm, and write it: no more rows will come."""
+        """Decide on gradients that still wait for a later alarm, and write them; call it after the last rows."""
         self._single += chain(*self._high.values())
         self._high = {}
         self._tell(self._followed(math.inf, begun=math.inf))
@@ -241,7 +243,7 @@ class Alarms(Rules):
 
 
 def is_hard(alarm: Alarm) -> bool:
-    """Return whether an alarm measures what was done to the training itself: no single gradient leads to it."""
+    """Return whether an alarm shows a fault in the training itself, which no single gradient can cause."""
     return alarm.rule in HARD or alarm.metric in ("rate_ratio", "label_match", RATE)
 
 
@@ -281,7 +283,7 @@ def in_words(metric: str) -> str:
 
 
 def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Return an alarm as a sentence without the final period, with its layer's path in the model if it is known."""
+    """Return an alarm as a sentence without the final period; it names the layer's path in the model, if known."""
     name = in_words(alarm.metric)
     others = "the other layers' median" if alarm.layer >= 0 else "the layers' median"
     words = {
@@ -321,9 +323,9 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
 
 
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
-    """Group alarms into events, oldest first: an alarm within 20 steps of the one before belongs to its event.
+    """Group alarms into events, oldest first: an alarm within 20 steps of the previous alarm belongs to the same event.
 
-    The loss, which shows a problem last, follows within 60.
+    For the loss, which shows a problem last, the limit is 60 steps.
     """
     groups: list[list[Alarm]] = []
     for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):
@@ -336,7 +338,7 @@ def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
 def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
     """Return the first alarm of the last event that began before the loss ``rose``.
 
-    Take the first event if the loss did not rise, or if nothing had left its range before it did.
+    If the loss did not rise, or if no series left its range before, return the first event's alarm.
     """
     groups = events(alarms)
     before = [group for group in groups if rose is not None and group[0].step <= rose]
@@ -351,8 +353,8 @@ def says_where(alarm: Alarm) -> bool:
 def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
     """Return the first alarm within 20 steps of ``first`` that locates the failure.
 
-    Records show late what gradients and losses show at every step. If none of these alarms locates it, return the first
-    one that names a place.
+    The search goes on after ``first``, because gradients and losses are judged at every step, but other measures only
+    at records. If no alarm locates the failure, return the first alarm that names a layer or part.
     """
     if is_hard(first) and (first.sublayer, first.role) == ("model", "all"):
         return first  # what was done to the whole training
@@ -362,7 +364,7 @@ def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
 
 
 def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
-    """Write alarms.jsonl and, apart, notable.jsonl; neither file is there for none."""
+    """Write alarms.jsonl, and notable batches to notable.jsonl; a file without lines is not written."""
     lines: dict[str, list[Json]] = {ALARMS: [], NOTABLE_BATCHES: []}
     for alarm in told:
         lines[NOTABLE_BATCHES if alarm.rule == NOTABLE else ALARMS].append(asdict(alarm))
@@ -376,7 +378,7 @@ def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
 def read_alarms(folder: Path) -> list[Alarm]:
     """Read a run's alarms and notable batches, oldest first; older versions wrote both into alarms.jsonl.
 
-    Alarms of another version and damaged lines are left out with one warning.
+    Leaves out unknown alarms of other versions and damaged lines, with one warning.
     """
     lines = [line for name in (ALARMS, NOTABLE_BATCHES) for line in parse_lines(folder / name)[0]]
     lines, names = sorted(lines, key=lambda line: line["step"]), {each.name for each in fields(Alarm)}
@@ -386,6 +388,6 @@ def read_alarms(folder: Path) -> list[Alarm]:
     if unknown_rules := [str(line.get("rule")) for line in lines if line not in alarm_lines]:
         words = ", ".join(repr(rule) for rule in sorted(set(unknown_rules)))
         logger.warning(
-            "%s: this version does not know %d alarms and skips them (%s)", ALARMS, len(unknown_rules), words
+            "%s: this version of Lamina does not know %d alarms and skips them (%s)", ALARMS, len(unknown_rules), words
         )
     return [Alarm(**line) for line in alarm_lines]

@@ -1,6 +1,6 @@
 """The rows of unusual batches (batches.jsonl), which show the text behind a spike.
 
-Loads neither torch nor transformers: the pages read batches.jsonl here.
+Loads neither torch nor transformers, because pages read batches.jsonl here.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _BESIDE = ("mask", "position", "type")  # parts of the names of inputs that only
 
 
 class Tokenizer(Protocol):
-    """Whatever turns a list of token ids into text, such as a tokenizer of transformers or of tiktoken."""
+    """An object that turns a list of token ids into text, such as a tokenizer of transformers or tiktoken."""
 
     def decode(self, ids: list[int], /) -> Any: ...
 
 
 class KeptBatches:
-    """The last steps' batches of one process; nothing waits for the device before a batch is asked for.
+    """The last steps' batches of one process; only ``rows`` waits for the device.
 
     Args:
-        every: the steps between two records, at which a process that works behind its device sees alarms.
+        every: the steps between two records; on a GPU, Lamina sees alarms only at records.
     """
 
     def __init__(self, every: int):
@@ -52,7 +52,7 @@ class KeptBatches:
         self._open: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # micro-batches of the step that is under way
 
     def see(self, inputs: Mapping[str, torch.Tensor], main: str | None) -> None:
-        """Keep a micro-batch's tokens, or its main input if it has none, and the mask that tells padding."""
+        """Keep a micro-batch's tokens, or its main input if it has no tokens, and the mask for padding."""
         tensors = {name: value.detach() for name, value in inputs.items() if value.ndim}
         names = [*([main] if main in tensors else []), *(n for n in tensors if not any(part in n for part in _BESIDE))]
         whole = {name for name in names if not tensors[name].is_floating_point()}
@@ -83,10 +83,10 @@ class KeptBatches:
 
 
 class BatchRecords:
-    """batches.jsonl: a line per row of each batch with an alarm, and of each notable batch.
+    """Writes batches.jsonl: a line per row of each batch with an alarm, and of each notable batch.
 
-    A line has the ``step``, the ``process``, the ``row``, the ``hash`` and the ``beginning``, which is a text, or the
-    first token ids without a tokenizer. It is None for rows that are not of tokens.
+    A line has the ``step``, the ``process``, the ``row``, the ``hash`` and the ``beginning``. The beginning is a text;
+    without a tokenizer, it is the first token ids. For rows without tokens, it is None.
 
     Args:
         folder: gets the file; None in all processes but the first.
@@ -104,7 +104,7 @@ class BatchRecords:
             write_lines(folder / BATCHES, self._lines)
 
     def write(self, steps: Iterable[int], processes: Processes) -> None:
-        """Write the batches of steps at which the first process saw something; all processes call it together."""
+        """Write the batches of the steps that the first process names; all processes call it together."""
         written = {line["step"] for line in self._lines}
         new = sorted(step for step in set(steps) - written if self.kept.steps.get(step))
         new = new[: max(0, MOST_STEPS - len(written))]
@@ -144,13 +144,13 @@ class BatchRecords:
 
 
 def hash_of_row(row: torch.Tensor) -> str:
-    """Return the first 16 digits of the SHA-256 of a row: of its token ids as int64, or of its values as float32."""
+    """Return the first 16 digits of a row's SHA-256, computed from token ids as int64 or from values as float32."""
     values = row.float().numpy().astype("<f4") if row.is_floating_point() else row.numpy().astype("<i8")
     return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
 
 def tokenizer_of(model: nn.Module) -> Tokenizer | None:
-    """Return the tokenizer of the folder, or of the local cache, that a transformers model came from; else None."""
+    """Return a transformers model's tokenizer from the model's folder or the local cache; None if both lack it."""
     config = getattr(model, "config", None)
     name = getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None)
     if not name:
@@ -165,13 +165,13 @@ def tokenizer_of(model: nn.Module) -> Tokenizer | None:
 
 
 def read_batches(folder: Path) -> list[Json]:
-    """Read batches.jsonl, a line per row of a batch; damaged lines are left out."""
+    """Read batches.jsonl, which has a line per row of a batch; leaves out damaged lines."""
     names = {"step", "process", "row", "hash", "beginning"}
     return [line for line in parse_lines(folder / BATCHES)[0] if line.keys() == names]
 
 
 def beginning_of(line: Json) -> str:
-    """Return the beginning of a row in words: the text on one line, or the token ids."""
+    """Return the beginning of a row as one line of text, or as token ids."""
     beginning = line["beginning"]
     if isinstance(beginning, str):
         return " ".join(beginning.split())

@@ -43,7 +43,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """A mistake: its check's name, what is there, why it matters, and what to do."""
+    """A mistake: the name of the check that found it, the fault, why it matters, and what to do."""
 
     what: str
     why: str
@@ -55,7 +55,7 @@ class Mistake:
 
 
 class Mistakes(list[Mistake]):
-    """What ``lamina.check`` found; prints one line each, and what could not be checked."""
+    """The mistakes that ``lamina.check`` found. It prints a line for each, and for each check that was not possible."""
 
     def __init__(self, findings: Iterable[Mistake], unchecked: Sequence[str] = ()):
         super().__init__(findings)
@@ -70,7 +70,7 @@ class Mistakes(list[Mistake]):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstPass:
-    """What one forward and backward pass gave: the loss, the logits if there are any, and who got a gradient."""
+    """The result of one forward and backward pass: the loss, the logits if any, and the parameters with a gradient."""
 
     loss: float
     logits: torch.Tensor | None
@@ -81,14 +81,14 @@ class FirstPass:
 
 @dataclass(kw_only=True)
 class BeforeTraining:
-    """What the checks look at.
+    """The training setup that the checks examine.
 
     Attributes:
         model: the bare model.
-        optimizers: none if they are not given.
-        structure: the model's layers; None if they were not found.
-        batch: the model's tensors by argument; empty if not given.
-        trial: one pass; None without a batch or a loss.
+        optimizers: the optimizers; empty if the caller gave none.
+        structure: the model's layers; None if Lamina did not find them.
+        batch: the tensors of the batch by the model's argument; empty without a batch.
+        trial: the result of one pass; None without a batch or a loss.
         scaler: whether a GradScaler scales the loss; None if unknown.
         half: whether autocast computes in float16.
     """
@@ -112,7 +112,7 @@ class BeforeTraining:
 
     @cached_property
     def groups(self) -> dict[int, list[Mapping[str, Output]]]:
-        """The groups of the optimizers that have a parameter, by its id."""
+        """For each parameter's id, the optimizers' groups that contain the parameter."""
         outputs: dict[int, list[Mapping[str, Output]]] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -140,7 +140,7 @@ class BeforeTraining:
 
     @cached_property
     def shifted(self) -> bool | None:
-        """Whether labels are each the batch's next token (True), the same token (False), or neither (None)."""
+        """True if each label is the next token, False if each is the token at its own position, otherwise None."""
         tokens, labels = self.tokens, self.labels
         if tokens is None or labels is None or labels.shape != tokens.shape or labels.shape[1] < 4:
             return None
@@ -158,7 +158,7 @@ class BeforeTraining:
 
 Check: TypeAlias = Callable[[BeforeTraining], Iterator[Mistake]]
 CHECKS: dict[str, Check] = {}
-"""By name, in the order in which findings are listed."""
+"""The checks by name, in the order of their findings."""
 
 
 def checks(function: Check) -> Check:
@@ -169,7 +169,7 @@ def checks(function: Check) -> Check:
 
 @checks
 def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find trainable parameters that no optimizer has, unless only a small part is trained on purpose."""
+    """Find trainable parameters that are in no optimizer, unless the optimizers train only a small part on purpose."""
     missing = [p for p in setup.trained if id(p) not in setup.groups] if setup.optimizers else []
     all_of, left_out = (sum(p.numel() for p in part) for part in (setup.trained, missing))
     if missing and (left_out == all_of or all_of - left_out >= HEAD_ONLY * all_of):
@@ -190,14 +190,15 @@ def of_another_model(setup: BeforeTraining) -> Iterator[Mistake]:
     if foreign and foreign < len(every) and any(id(p) not in setup.groups for p in setup.trained):
         yield Mistake(
             what=f"{foreign} of the optimizer's {len(every)} parameters are not the model's",
-            why="a part was replaced, resized or wrapped after the optimizer was created, so it does not learn",
+            why="a part of the model was replaced, resized or wrapped after the optimizer was created, so this part "
+            "does not learn",
             do="Create the optimizer again after this change",
         )
 
 
 @checks
 def in_two_optimizers(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find parameters that are stepped twice."""
+    """Find parameters that each step updates twice."""
     twice = [p for p in setup.trained if len(setup.groups.get(id(p), ())) > 1]
     if twice:
         yield Mistake(
@@ -209,7 +210,7 @@ def in_two_optimizers(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find norms' gains and biases that weight decay pulls to 0; gains stored as a difference from 1 may be."""
+    """Find norms' gains and biases that weight decay pulls to 0, except gains stored as a difference from 1."""
     gains: list[nn.Parameter] = []
     decay = 0.0
     for module in setup.model.modules():
@@ -231,7 +232,7 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers that run and will get no gradient: behind a detach, or frozen inputs of reentrant checkpoints."""
+    """Find layers that run but get no gradient: behind a detach, or in reentrant checkpoints with frozen inputs."""
     reentrant = _is_reentrant(setup.model)
     for path, layers in setup.blocks:
         trained = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
@@ -247,7 +248,8 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
             do = "Call model.enable_input_require_grads(), or checkpoint with use_reentrant=False"
             yield Mistake(
                 what=f"layers {', '.join(dead[:8])}{' ...' * (len(dead) > 8)} of {path} get no gradient",
-                why="reentrant checkpointing needs an input that requires a gradient, and these inputs are frozen"
+                why="reentrant checkpointing needs an input that requires a gradient, but these layers' inputs are "
+                "frozen"
                 if reentrant
                 else "an operation between these layers and the loss detaches the residual stream",
                 do=do if reentrant else "Look for .detach(), .data, torch.no_grad() or .item() after these layers",
@@ -256,7 +258,7 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find parameters of layers whose modules run and that get no gradient, though most other layers' do."""
+    """Find layers' parameters that get no gradient, although their modules run and most other layers' parameters do."""
     if setup.trial is None:
         return
     for _, layers in setup.blocks:
@@ -276,15 +278,16 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
         ]
         if silent:
             yield Mistake(
-                what=f"{len(silent)} parameters of layers get no gradient ({setup.listed(silent)})",
-                why="the same ones of most other layers do, so something detaches what these compute",
+                what=f"{len(silent)} layers' parameters get no gradient ({setup.listed(silent)})",
+                why="most other layers' parameters of these names get a gradient, so an operation detaches "
+                "these layers' outputs",
                 do="Look for .detach(), .data, torch.no_grad() or .item() behind their modules",
             )
 
 
 @checks
 def untied(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an embedding and an output head that should be one tensor and are two."""
+    """Find an embedding and an output head that should be one tensor but are two."""
     model: Output = setup.model
     with suppress(AttributeError, NotImplementedError, TypeError):
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -309,19 +312,19 @@ def untied(setup: BeforeTraining) -> Iterator[Mistake]:
 def _untied(what: str) -> Mistake:
     return Mistake(
         what=what,
-        why="they were tied and will now drift apart",
-        do="Tie them again before the optimizer is made (model.tie_weights(), or head.weight = embedding.weight)",
+        why="the two tensors were tied and will now drift apart",
+        do="Tie them again before you create the optimizer (model.tie_weights(), or head.weight = embedding.weight)",
     )
 
 
 @checks
 def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find sequences of the batch without a single token to attend to, or without a label."""
+    """Find sequences of the batch in which all tokens are masked, or which have no label."""
     mask = setup.batch.get("attention_mask")
     if mask is not None and mask.ndim == 2 and (none := int((mask == 0).all(1).sum())):
         yield Mistake(
             what=f"{none} of {len(mask)} rows of attention_mask are all 0",
-            why="attention over nothing is NaN or uniform",
+            why="attention over no tokens is NaN or uniform",
             do="Leave empty texts out, and check whether the mask is inverted",
         )
     labels = setup.labels
@@ -336,7 +339,7 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find labels that neither the batch nor the loss shifts, or both do. Only a causal model has to."""
+    """Find labels that are shifted twice (by the batch and by the loss) or not at all, in a causal model."""
     if setup.shifted is None or getattr(getattr(setup.model, "config", None), "is_encoder_decoder", False):
         return
     shifts = _loss_shifts(setup)
@@ -356,14 +359,14 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a first loss far above that of guessing among all tokens; a trained model's is below."""
+    """Find a first loss far above the loss of guessing among all tokens. A trained model's loss is below it."""
     trial, labels = setup.trial, setup.labels
     if trial is None or (labels is not None and labels.is_floating_point()):
         return
     if not math.isfinite(trial.loss):
         yield Mistake(
             what=f"the first loss is {trial.loss}",
-            why="no step can follow such a loss",
+            why="the optimizer cannot take a step from such a loss",
             do="Run the pass under torch.autograd.set_detect_anomaly(True), and look at the batch's labels and mask",
         )
         return
@@ -376,7 +379,8 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     width = setup.structure.hidden_size if setup.structure is not None else 0
     if max(losses[0], min(losses[1:])) > guess + ABOVE + WIDER * width:
         yield Mistake(
-            what=f"the first loss is {losses[0]:.3g}; guessing among {trial.logits.shape[-1]} tokens has {guess:.3g}",
+            what=f"the first loss is {losses[0]:.3g}, but guessing among {trial.logits.shape[-1]} tokens gives "
+            f"{guess:.3g}",
             why="the logits start too large, or the loss is a sum instead of a mean",
             do="Draw head and embedding with a standard deviation of about 0.02 (or 1/sqrt(width)), and use a mean",
         )
@@ -384,7 +388,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find norms whose gain starts at 0 or at 2; a norm at the end of a branch may start at 0."""
+    """Find norms whose gain starts at 0 or at 2. Only a norm at the end of a branch may start at 0."""
     sites = list(setup.structure.norms()) if setup.structure is not None else []
     ends = {id(site.module) for _, _, site in sites if site.role == "out_norm"}
     norm_ids = {id(site.module) for _, _, site in sites}
@@ -397,7 +401,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     double = [module for module, mean in flat.items() if TWICE[0] < mean < TWICE[1]]
     for found, size, why, do in (
         (off, 0, "its layer sees zeros", "Start gains at 1 (at 0 only where the norm computes 1 + weight)"),
-        (double, 2, "a norm that computes 1 + weight was given ones", "Start such weights at 0"),
+        (double, 2, "the weights of norms that compute 1 + weight start at 1", "Start such weights at 0"),
     ):
         if found:
             names = {id(module): name for name, module in setup.model.named_modules()}
@@ -408,7 +412,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers' matrices whose standard deviation does not suit their width, or differs from their peers'."""
+    """Find layers' matrices with a standard deviation that does not suit the width, or differs from other layers'."""
     scales: dict[str, dict[str, float]] = {}
     for path, layers in setup.blocks:
         for at, layer in enumerate(layers):
@@ -613,7 +617,7 @@ def _is_causal(model: nn.Module, args: tuple, kwargs: Mapping[str, Output], toke
 
 
 def findings(setup: BeforeTraining) -> list[Mistake]:
-    """Return what the checks find, in their order; nothing where FSDP1 or DeepSpeed hides what they read."""
+    """Return the mistakes that the checks find; empty if FSDP1 or DeepSpeed hides the weights or gradients."""
     if FlatParameters(setup.model) or is_deepspeeds(setup.model):
         return []
     return [replace(found, name=name) for name, check in CHECKS.items() for found in check(setup)]
@@ -646,9 +650,9 @@ def check(
         UserError: for a model or an optimizer that is not torch's, or a batch that the model does not run on.
     """
     if not isinstance(model, nn.Module):
-        raise UserError(f"model: a {type(model).__name__} (allowed: a torch.nn.Module)")
+        raise UserError(f"model: a {type(model).__name__}. Pass a torch.nn.Module.")
     if FlatParameters(model):
-        raise UserError("model: FSDP1 hides its weights (allowed: the model before FSDP1 wraps it)")
+        raise UserError("model: FSDP1 hides the model's weights. Pass the model before FSDP1 wraps it.")
     given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     optimizers, model_itself = [stepping(each) for each in given], bare(model)
     args, kwargs = _arguments(model_itself, batch) if batch is not None else ((), {})
@@ -663,11 +667,11 @@ def check(
     made_up = {str(getattr(model_itself, "main_input_name", first)): torch.arange(1, 9, device=device)[None]}
     setup.structure = follow(inner, arguments or made_up).structure
     if batch is None:
-        unchecked.append("first loss, labels, masks and gradients, which need batch=")
+        unchecked.append("first loss, labels, masks and gradients. Pass batch= to check them")
     else:
         setup.trial = _tried(model_itself, batch, loss, setup.tokens)
         if setup.trial is None:
             unchecked.append(
-                "first loss and gradients: the model returns no loss; pass loss=a function of model and batch"
+                "first loss and gradients: the model returns no loss. Pass loss=, a function of model and batch"
             )
     return Mistakes(findings(setup), unchecked)

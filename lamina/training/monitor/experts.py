@@ -30,10 +30,10 @@ from lamina.training.setting_groups import Balance
 
 
 def find_routers(model: nn.Module) -> dict[int, Any]:
-    """Return the routers by layer (0-based); none for a dense model.
+    """Return the routers by layer (0-based); empty for a dense model.
 
-    A router is a feed-forward's ``gate`` that has ``num_experts`` and ``top_k`` and returns (logits, weights, chosen
-    experts), as in transformers' DeepSeek models and similar ones.
+    A router is the ``gate`` of a feed-forward. It has ``num_experts`` and ``top_k``, and returns (logits, weights,
+    chosen experts), as in transformers' DeepSeek models.
     """
     routers: dict[int, Any] = {}
     for index, sublayer, residual in sublayers(body_of(model, "expert_balance")):
@@ -51,14 +51,14 @@ def has_bias(router: nn.Module) -> bool:
 def choose(mode: str, routers: dict[int, Any]) -> str:
     """Resolve ``mode`` for these routers to "none", "bias" or "loss".
 
-    Raises UserError for an unknown mode and for a mode that the routers do not support.
+    Raises UserError for an unknown mode, or for a mode that the routers do not support.
     """
     one_of("expert_balance", mode, get_args(Balance))
     biased = bool(routers) and all(has_bias(router) for router in routers.values())
     if mode in ("bias", "loss") and not routers:
-        raise UserError(f"expert_balance: {mode!r} needs a backbone with experts (allowed here: auto, none)")
+        raise UserError(f"expert_balance: {mode!r} needs a backbone with experts. Use auto or none.")
     if mode == "bias" and not biased:
-        raise UserError("expert_balance: 'bias' needs routers with a correction bias (allowed here: auto, loss, none)")
+        raise UserError("expert_balance: 'bias' needs routers with a correction bias. Use auto, loss or none.")
     if mode == "auto":
         return "none" if not routers else "bias" if biased else "loss"
     return mode
@@ -68,7 +68,7 @@ class ExpertBalance(TrainerCallback):
     """Counts every expert's tokens over the micro-batches of a step, and keeps the experts balanced.
 
     Args:
-        model: a built Lamina model; for a dense one, which has no routers, nothing happens.
+        model: a built Lamina model; a dense model has no routers, so nothing happens.
         mode: "auto" (bias if the routers have a correction bias, else loss), "none" (only count), "bias" or "loss".
         rate: the bias's step u, or the loss's factor alpha.
     """
@@ -91,7 +91,7 @@ class ExpertBalance(TrainerCallback):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Count the routers' choices in the forward pass inside the context; recomputed activations do not count."""
+        """Inside the context, count the routers' choices in the forward pass; recomputed activations do not count."""
         self._watching = True
         try:
             yield
@@ -106,7 +106,7 @@ class ExpertBalance(TrainerCallback):
         self._tokens += tokens
 
     def loss(self, sequences: int) -> torch.Tensor | None:
-        """Return the auxiliary loss of the watched pass over ``sequences`` sequences; None if the mode has none."""
+        """Return the auxiliary loss of the watched pass over ``sequences`` sequences; None except in mode "loss"."""
         losses = []
         for router in self.routers.values():
             if hasattr(router, "seen"):
@@ -122,7 +122,7 @@ class ExpertBalance(TrainerCallback):
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Turn the step's counts, over all processes, into loads, and update the biases."""
+        """Turn the step's counts of all processes into loads, and update the biases."""
         if not self._counts:
             return
         layers, tokens = list(self._counts), self._tokens
@@ -141,7 +141,7 @@ class ExpertBalance(TrainerCallback):
     def rows(self, step: int) -> list[Row]:
         """Return the loads of the last step as tidy rows: each expert's share of the step's tokens.
 
-        A layer's loads add up to ``top_k``; balanced loads are all top_k / num_experts.
+        A layer's loads sum to ``top_k``; if they are balanced, each is top_k / num_experts.
         """
         return [
             (step, layer, "feed_forward", "expert", expert, "expert_load", value)
@@ -151,7 +151,7 @@ class ExpertBalance(TrainerCallback):
 
 
 def scores(logits: torch.Tensor, router: nn.Module) -> torch.Tensor:
-    """Return each token's scores [tokens, num_experts] as shares of 1: softmax, or scaled sigmoids (DeepSeek-V3)."""
+    """Return each token's scores [tokens, num_experts], scaled to sum to 1: softmax, or sigmoids (DeepSeek-V3)."""
     logits = logits.float()
     if not has_bias(router):
         return logits.softmax(-1)
@@ -160,11 +160,11 @@ def scores(logits: torch.Tensor, router: nn.Module) -> torch.Tensor:
 
 
 def balance_loss(shares: torch.Tensor, chosen: torch.Tensor, sequences: int) -> torch.Tensor:
-    """Compute sum_e f_e P_e, averaged over sequences; 1 where both are uniform.
+    """Compute sum_e f_e P_e, averaged over sequences; 1 if f and P are uniform.
 
     Args:
-        shares: scores [sequences * tokens, num_experts] that add up to 1 for each token.
-        chosen: the chosen experts [sequences * tokens, top_k]; with a bias of 0, those with the best scores.
+        shares: scores [sequences * tokens, num_experts] that sum to 1 for each token.
+        chosen: the chosen experts [sequences * tokens, top_k]; with a bias of 0, the experts with the best scores.
         sequences: the number of equally long sequences that the tokens belong to.
     """
     num_experts = shares.shape[-1]

@@ -1,8 +1,8 @@
-"""FSDP1 and DeepSpeed's ZeRO: which part of each parameter this process holds.
+"""FSDP1 and DeepSpeed's ZeRO: the part of each parameter that this process holds.
 
-FSDP1 joins the parameters of a unit into one flat parameter, and each process holds a slice of it. With
-``use_orig_params`` a module's parameters are views of the slice, which may be empty; without it, only the flat
-parameter is a parameter. For ZeRO, see ``zero``.
+FSDP1 joins the parameters of a unit into one flat parameter, of which each process holds a slice. With
+``use_orig_params``, a module's parameters are views of the slice, and may be empty. Without it, the unit has only the
+flat parameter. For ZeRO, see ``zero``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from lamina.training.monitor.zero import ZeroPart, zero_parts
 
 
 class FlatParameters:
-    """The flat parameters of a model; none if neither FSDP1 nor ZeRO has them.
+    """The flat parameters of a model; empty if the model uses neither FSDP1 nor ZeRO.
 
     Args:
         zero: ZeRO's optimizer (``zero_optimizer``), if there is one.
 
     Attributes:
-        parts: by the id of a module, its own parameters as parts; empty with ``use_orig_params``.
-        zero: by the id of a parameter, its part under DeepSpeed's ZeRO.
-        hidden_by: what splits the model's own parameters, so that no whole weights are there; "" if nothing does.
+        parts: by a module's id, the parts of its own parameters; empty with ``use_orig_params``.
+        zero: by a parameter's id, its part under DeepSpeed's ZeRO.
+        hidden_by: the name of the tool that splits the model's own parameters, so that no whole weights exist; ""
+            without such a tool.
     """
 
     def __init__(self, model: nn.Module, zero: object = None):
@@ -58,13 +59,13 @@ class FlatParameters:
         return bool(self._handles or self.zero)
 
     def share(self, parameter: torch.Tensor) -> float | None:
-        """Return the weight of this process's part in a sum over processes; None for a parameter outside."""
+        """Return the weight of this process's part in a sum over processes; None for a parameter that is not split."""
         if isinstance(parameter, ZeroPart):
             return parameter.share
         return self._shares.get(id(stored(parameter)))
 
     def parameters(self, module: nn.Module) -> Iterator[torch.Tensor]:
-        """Yield a module's parameters, parts in place of flat ones."""
+        """Yield a module's parameters, with parts in place of flat parameters."""
         own = (parameter for parameter in module.parameters() if id(parameter) not in self._flat)
         yield from (cast(torch.Tensor, self.zero.get(id(parameter), parameter)) for parameter in own)
         for inner in module.modules() if self.parts else ():
@@ -77,7 +78,7 @@ class FlatParameters:
 
 
 def reshard_root(model: nn.Module) -> None:
-    """Reshard what FSDP1 leaves gathered after a forward pass without a backward pass: the root's parameters."""
+    """Reshard the root's parameters, which FSDP1 leaves gathered after a forward pass without a backward pass."""
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
             pass

@@ -35,12 +35,13 @@ _FLAGS = {"--layers PATH": "layers=PATH", "--layers, another list": "layers=PATH
 
 @dataclass(frozen=True, kw_only=True)
 class Followed:
-    """A model's layers, or the reason why they could not be followed.
+    """A model's layers, or the reason why Lamina could not find them.
 
     Attributes:
         structure: the model's structure; None if no layers were found.
-        whole: whether the watched tensor was proved to be the stream; the parameters are located in any case.
-        unproved: the layers of further stacks for which this was not proved.
+        whole: whether Lamina proved that the watched tensor is the residual stream; the parameters are located in any
+            case.
+        unproved: the layers of further stacks without this proof.
         notes: notes for the user, a line each.
     """
 
@@ -51,7 +52,7 @@ class Followed:
 
     @property
     def points(self) -> dict[Spot, Point]:
-        """The points of the stream that were proved to be it."""
+        """The points at which Lamina proved that it sees the residual stream."""
         points = stream_points(self.structure) if self.structure is not None and self.whole else {}
         return {spot: point for spot, point in points.items() if spot[0] not in self.unproved}
 
@@ -65,12 +66,11 @@ class Followed:
 def follow(
     model: nn.Module, arguments: Arguments, *, layers: str | None = None, first_layer: int | None = None
 ) -> Followed:
-    """Find a model's layers with a small part of a batch; never raises, since training continues in any case.
+    """Find a model's layers with a small part of a batch; never raises, so that training continues in any case.
 
-    A model that needs what cannot be cut with the batch, such as a block mask, gets its own whole arguments.
-
-    The passes run in evaluation mode and leave gradients and random generators unchanged. Compiled parts run
-    uncompiled: their hooks are called, and nothing is compiled for a small pass. The user's own hooks also run.
+    If an argument cannot be cut with the batch, such as a block mask, the model gets its whole arguments. The passes
+    run in evaluation mode, and leave gradients and random generators unchanged. Compiled parts run uncompiled, so that
+    their hooks are called and nothing is compiled for a small pass. The user's own hooks also run.
     """
     problem = "" if arguments else "it was called without arguments"
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
@@ -94,7 +94,7 @@ def follow(
         finally:
             reshard(model)
             reshard_root(model)
-    note = f"{type(model).__name__} could not be run on its own batch ({problem})"
+    note = f"{type(model).__name__} did not run on its own batch ({problem})"
     return Followed(structure=None, notes=[f"layers: {note}, so Lamina records only totals"])
 
 
@@ -187,7 +187,7 @@ def tensors_of(arguments: Arguments) -> Inputs:
 
 
 def batch_of(arguments: Arguments) -> Inputs:
-    """Return the tensors among a call's arguments, and in those that are mappings."""
+    """Return the tensors among a call's arguments, and inside arguments that are mappings."""
     nested = [tensors_of(value) for value in arguments.values() if isinstance(value, Mapping)]
     return {name: value for inputs in (tensors_of(arguments), *nested) for name, value in inputs.items()}
 

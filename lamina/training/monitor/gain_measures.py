@@ -18,7 +18,9 @@ from lamina.training.monitor.parameter_measures import Owner
 from lamina.training.monitor.writers import Row
 
 Gain: TypeAlias = tuple[int, str, str, int, float, torch.Tensor]
-"""layer (-1 outside the layers), sub-layer, role, which of several there, what the norm adds to it, the gain."""
+"""layer (-1 outside the layers), sub-layer, role, index among several gains there, the offset that the norm adds to the
+gain, the gain.
+"""
 
 
 def gain_rows(model: nn.Module, step: int) -> list[Row]:
@@ -37,7 +39,7 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
 
 
 def gains_of(structure: Structure) -> list[Gain]:
-    """List the learned gains of a followed model's norms, and the tables of its embedding and readout."""
+    """List the learned gains of a followed model's norms, and the weights of its embedding and output head."""
     gains: list[Gain] = []
     counts: Counter[Owner] = Counter()
     for layer, sublayer, norm in structure.norms():
@@ -51,7 +53,7 @@ def gains_of(structure: Structure) -> list[Gain]:
 
 
 def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
-    """Return the largest weight [rows, width] of the embedding, and of the readout unless the two are tied."""
+    """Return the largest weight [rows, width] of the embedding, and of the output head unless the two are tied."""
     tables: dict[str, nn.Parameter] = {}
     kinds = {"embedding": nn.Embedding, "readout": nn.Linear}
     for role, module in (("embedding", structure.embedding), ("readout", structure.head), *structure.outside):
@@ -77,7 +79,7 @@ def _offset(norm: nn.Module) -> float:
 
 
 def rows_of_gains(gains: Iterable[Gain], step: int) -> list[Row]:
-    """Return mean and largest magnitude as tidy rows: of each gain, and of the norms of each table's rows."""
+    """Return the mean and the largest magnitude of each gain, and of the norms of each table's rows, as tidy rows."""
     keys, names, sums, magnitudes, mesh = [], [], [], [], None
     for *key, offset, parameter in gains:
         keys.append(key)

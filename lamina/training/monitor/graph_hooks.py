@@ -1,12 +1,12 @@
-"""The residual stream inside torch.compile, by an operation that stays in the graph.
+"""The residual stream inside torch.compile, seen by an operation that stays in the graph.
 
-The compiler inlines the hooks of the modules inside a compiled module. So a hook that calls ``lamina::see`` puts that
-call into the graph, which then calls Python with the tensor at every pass. The graph is the same at every step, whether
-the step is recorded or not. The call gets the location's name as a tensor on the module, not as a constant, so that
-layers compiled one by one still share a graph.
+The compiler inlines the hooks of modules inside a compiled module. So a hook's call of ``lamina::see`` becomes a part
+of the graph, and the graph calls Python with the tensor at every pass. The graph is the same at all steps, recorded or
+not. The call gets the location's name as a tensor on the module, not as a constant, so that layers that are compiled
+one by one still share a graph.
 
-When the compiler chooses among its graphs, it checks the modules' classes and not their hooks. So a module with
-such hooks gets a separate class, an unchanged subclass, so that graphs made for other modules do not fit it.
+When the compiler chooses among its graphs, it checks the modules' classes but not their hooks. So a module with these
+hooks gets a separate class, an unchanged subclass. Then graphs for other modules do not match it.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ torch.library.register_fake("lamina::see", lambda tensor, place: None, lib=_LIBR
 
 
 class Hook:
-    """A hook for a module that may be compiled; it does not keep alive the object whose method it calls.
+    """A hook for a module that may be compiled; it does not keep the object alive whose method it calls.
 
-    The hooks of a compiled module itself run outside of its graph: there the method runs uncompiled. Inside a graph,
+    The hooks of a compiled module itself run outside of the graph; there the method runs uncompiled. Inside a graph,
     the hook is inlined and does nothing. A copy of the hook, as in a copied or pickled model, does nothing either.
     """
 
@@ -105,7 +105,7 @@ _SHOW_INPUT, _SHOW_OUTPUT = _traced(show_input), _traced(show_output)
 
 @functools.cache
 def class_with_hooks(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass that tells the compiler apart modules with hooks; a copy is of the class ``cls`` again."""
+    """Return the subclass of ``cls`` by which the compiler recognizes modules with hooks; their copies have ``cls``."""
 
     def __reduce_ex__(self: nn.Module, protocol: SupportsIndex) -> tuple[object, ...]:
         reduced: Any = cls.__reduce_ex__(self, protocol)
@@ -130,9 +130,9 @@ def _without_hooks(state: Json) -> Json:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether a part of the model is compiled, or the call that is under way comes from a compiled wrapper.
+    """Return whether a part of the model is compiled, or whether a compiled wrapper makes the current call.
 
-    Some hand the watched model over without its wrapper, as Trainer does.
+    The wrapper matters because some code, such as Trainer, passes the watched model without its wrapper.
     """
     for module in model.modules():
         forward = getattr(module, "forward", None)
@@ -147,7 +147,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class GraphHooks(Generic[Key]):
-    """Hooks at points of a model that a compiler may inline; they stay until ``close``."""
+    """Hooks at points of a model, which a compiler may inline; they stay until ``close``."""
 
     def __init__(self, points: Mapping[Key, Point]):
         self._handles: list[RemovableHandle] = []
@@ -172,7 +172,7 @@ class GraphHooks(Generic[Key]):
 
     @contextmanager
     def observing(self, see: Callable[[Key, torch.Tensor], None]) -> Iterator[None]:
-        """Call ``see(key, tensor)`` for each point that a pass in this context reaches; times the point's factor."""
+        """Inside the context, call ``see(key, tensor * factor)`` for each point that a pass reaches."""
         calls: Counter[int] = Counter()
 
         def look(number: int, tensor: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ _NOISES, _CALM = 3.0, 64  # standard deviations of the noise, and the number of 
 
 
 class Diverged(Exception):
-    """Raised to end the training loop; result.json records ``reason``."""
+    """Ends the training loop after a divergence; result.json records ``reason``."""
 
     def __init__(self, step: int, reason: str):
         super().__init__(reason)
@@ -29,16 +29,16 @@ class Diverged(Exception):
 
 @dataclass(kw_only=True)
 class DivergenceGuard:
-    """Watches losses and gradient norms; the reason it gives names the series that left its range first.
+    """Watches losses and gradient norms, and ends a diverged run with the first anomaly as the reason.
 
-    A run has diverged when a loss or gradient is not finite, or when its loss stays for ``patience`` steps above its
-    best by more than ``margin`` nats and more than 3 standard deviations of its noise. To be independent of lucky
-    batches, the loss is a median over the last ``patience`` / 4 steps, and the best the lowest median over ``patience``
-    steps.
+    A run has diverged if a loss or gradient is not finite. It has also diverged if, for ``patience`` steps, its loss
+    stays above the best loss by more than ``margin`` nats and more than 3 standard deviations of the loss's noise.
+    Single lucky batches do not count: the loss is a median over the last ``patience`` / 4 steps, and the best loss is
+    the lowest median over ``patience`` steps.
 
     Attributes:
-        alarms: receives the run's rows, and knows which series have left their range.
-        above_since: the first step of those for which the loss has been above its best.
+        alarms: receives the run's rows, and finds the series that leave their usual range.
+        above_since: the first step of the current period in which the loss is above its best.
     """
 
     margin: float
@@ -50,7 +50,10 @@ class DivergenceGuard:
     _calm: deque[float] = field(default_factory=lambda: deque(maxlen=_CALM))  # the last losses that were not above
 
     def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:
-        """Check a step's loss; if it is not finite, ``rows`` of this step may name the layer. Raises Diverged."""
+        """Check a step's loss. Raises Diverged.
+
+        If the loss is not finite, the step's ``rows`` may name the layer.
+        """
         if not math.isfinite(loss):
             self.alarms.see(rows)
             raise Diverged(step, f"the loss is {loss} at step {step}; {self.first_to_leave()}")
@@ -70,16 +73,16 @@ class DivergenceGuard:
             )
 
     def accept(self) -> None:
-        """Forget the losses so far: a divergence was noted, and a new level may follow."""
+        """Forget the losses so far, after a divergence that did not stop the run: the loss may stay at a new level."""
         self.above_since, self.best, self._recent = None, math.inf, []
 
     def see_steps(self, rows: Iterable[Row]) -> None:
-        """Read loss and gradient norm of each step since the last record; ignored here, for subclasses."""
+        """Read the loss and gradient norm of each step since the last record. Does nothing here; subclasses use it."""
 
     def see_gradient(self, step: int, norm: float, first: int | None = None, rows: Sequence[Row] = ()) -> None:
         """Check the total gradient norm before clipping. Raises Diverged.
 
-        ``first`` is the first step with a norm that is not finite, whose ``rows`` may name the layer.
+        ``first`` is the first step with a norm that is not finite; its ``rows`` may name the layer.
         """
         if not math.isfinite(norm):
             self.alarms.see(rows)
@@ -97,11 +100,11 @@ class DivergenceGuard:
         self._calm = deque(seen.get("calm", []), maxlen=_CALM)
 
     def outcome(self, status: Status) -> Json:
-        """Return the guard's columns of result.json for a run that ended with ``status``; none here."""
+        """Return the guard's columns of result.json for a run that ended with ``status``; empty in this class."""
         return {}
 
     def first_to_leave(self) -> str:
-        """Return a clause that names the series that left its range first, and the step."""
+        """Return a clause with the first anomaly and its step."""
         if (first := self.alarms.first(math.inf if self.above_since is None else self.above_since)) is None:
             return "no layer has an anomaly before it"
         paths = {first.layer: f"model.model.layers[{first.layer}]"} if first.layer >= 0 else {}
@@ -122,9 +125,9 @@ def usual_guard(settings: GuardSettings, unigram_entropy: float) -> DivergenceGu
 class OutlierRule:
     """Decides whether a step's loss or gradient norm is an outlier, as in OLMo-core's SkipStepOptimizer.
 
-    An outlier is not finite, or more than ``sigmas`` standard deviations above the mean of the last ``window`` steps
-    (at least half a window). A skipped step's values enter the window, as in OLMo-core, so that a new level is accepted
-    after a while.
+    A value is an outlier if it is not finite, or more than ``sigmas`` standard deviations above the mean of the last
+    ``window`` steps. Before half a window of steps, only values that are not finite are outliers. The values of skipped
+    steps also enter the window, as in OLMo-core, so that the rule accepts a new level after a while.
     """
 
     sigmas: float
@@ -132,7 +135,7 @@ class OutlierRule:
     _seen: dict[str, deque[float]] = field(default_factory=dict)
 
     def see(self, name: str, value: float) -> bool:
-        """Add a value of this step to the window; return whether it is an outlier."""
+        """Add a step's value to the window; return whether the value is an outlier."""
         seen = self._seen.setdefault(name, deque(maxlen=self.window))
         if not math.isfinite(value):
             return True
@@ -152,15 +155,15 @@ Point = tuple[float, float]  # step, loss
 
 
 def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
-    """Return a clause with two losses if the loss still falls at the end of ``steps`` steps; None otherwise.
+    """Return a clause with two losses if the loss still falls at the end of ``steps`` steps; otherwise None.
 
-    It still falls if, at the pace of the end, as many further steps would lower it by STILL_FALLING nats. A loss above
-    ``entropy``, the plateau on which runs get stuck, also still falls if that pace is at least UNSLOWED of the whole
-    run's.
+    The loss still falls if ``steps`` more steps at its final pace would lower it by STILL_FALLING nats. A loss above
+    ``entropy``, the plateau on which runs get stuck, also still falls if its final pace is at least UNSLOWED times the
+    whole run's pace.
 
-    ``records`` are the lines of metrics.jsonl. The pace of the end is that of the eval loss over the last fifth of the
-    run (up to two fifths if none was measured in between). Without such evaluations it is that of the training loss,
-    averaged over the last fifth and over the fifth before. A run with a single recorded loss counts as still falling.
+    ``records`` are the lines of metrics.jsonl. The final pace is the eval loss's pace over the last fifth of the run
+    (up to two fifths if there was no evaluation in between). Without such evaluations, it is the training loss's pace
+    from the fifth before to the last fifth. A run with a single recorded loss counts as still falling.
     """
     records = list(records)
     evaluated, trained = _points(records, "eval_loss"), _points(records, "loss")

@@ -1,4 +1,4 @@
-"""Tensor-like objects for the part of a flat parameter that this process holds."""
+"""Tensor-like objects for this process's part of a flat parameter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class HeldPart:
-    """This process's part of a module's parameter, inside a flat parameter; used in place of a tensor."""
+    """This process's part of a module's parameter inside a flat parameter. It replaces a tensor."""
 
     def __init__(self, flat: torch.Tensor, path: str, first: int, count: int):
         self.flat, self.path = flat, path
@@ -35,17 +35,17 @@ class HeldPart:
         return self.flat.is_floating_point()
 
     def of(self, state: torch.Tensor) -> torch.Tensor | None:
-        """Return this part of the optimizer's state of the flat parameter; None for one of another shape."""
+        """Return this part of an optimizer's state of the flat parameter; None for a state of another shape."""
         return state[self._slice] if state.shape == self.flat.shape else None
 
 
 def stored(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the parameter that an optimizer has: a part's flat one, or the parameter itself."""
+    """Return the parameter that the optimizer contains: a part's flat parameter, or else the parameter itself."""
     return parameter.flat if isinstance(parameter, HeldPart) else parameter
 
 
 def part_of(parameter: torch.Tensor, state: object) -> torch.Tensor | None:
-    """Return what an optimizer keeps of a parameter, if that has its shape."""
+    """Return an optimizer's state for a parameter, if the state has the parameter's shape."""
     if not isinstance(state, torch.Tensor):
         return None
     if isinstance(parameter, HeldPart):

@@ -71,7 +71,7 @@ class IdleParts:
                 yield f"step {step}: {words.format(', '.join(names).replace('_', '-'))}. This is no alarm"
 
     def _lasts(self, row: Row, idle: bool) -> int:
-        """Return how many values in a row a part has been idle."""
+        """Return the number of consecutive values at which a part has been idle."""
         part = (row[1], row[2], row[4], row[5])
         self.runs[part] = self.runs.get(part, 0) + 1 if idle else 0
         return self.runs[part]

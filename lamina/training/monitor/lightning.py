@@ -16,7 +16,7 @@ from lamina.training.monitor.guard import Diverged
 from lamina.training.monitor.watch import WatchCallback
 
 Lightning = Any
-"""An object of Lightning, which may be installed under either of two names."""
+"""An object of Lightning, whose package has two names."""
 
 
 def _callback() -> Lightning:
@@ -27,7 +27,7 @@ def _callback() -> Lightning:
         except ModuleNotFoundError as error:
             if error.name != name.partition(".")[0]:
                 raise
-    raise UserError("lamina.LightningMonitor: needs lightning. Run: pip install lightning")
+    raise UserError("lamina.LightningMonitor needs lightning. Run: pip install lightning")
 
 
 class LightningMonitor(WatchCallback, _callback()):
@@ -36,14 +36,16 @@ class LightningMonitor(WatchCallback, _callback()):
     >>> trainer = lightning.Trainer(callbacks=[lamina.LightningMonitor("runs/mine")])
     >>> trainer.fit(module, data)
 
-    The watched model is the module's only child that holds all parameters, or else the module itself. With
-    ``on_divergence="stop"``, training ends after the step at which the guard finds a divergence. A run that Lightning
-    resumes from a checkpoint continues its records.
+    Lamina watches the child that holds all of the module's parameters; without such a child, the module itself. With
+    ``on_divergence="stop"``, training ends after the step at which the guard finds a divergence. If Lightning resumes a
+    run from a checkpoint, Lamina continues the run's records.
 
     Args:
         output: the folder of the records.
         overwrite: whether to replace the folder's content.
-        on_alarm, tokenizer, settings: those of ``lamina.watch``.
+        on_alarm: called with the first alarm of each event, as by ``lamina.watch``.
+        tokenizer: with ``batches=True``, decodes the rows of recorded batches (None: the model's tokenizer).
+        settings: the other settings of ``lamina.watch``.
 
     Raises:
         UserError: for invalid settings; when training begins, for an output folder in use.

@@ -1,4 +1,4 @@
-"""Wrappers of torch's functions that compute, scale and clip gradients or end a process group, while Lamina watches."""
+"""Wrappers of torch's functions for gradients and process groups, which notify Lamina while it watches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Hears of each call before it is made; of a scaler's step after it."""
+    """Lamina notifies it before each call of a wrapped function, but after a scaler's step."""
 
     def differentiates(self, loss: torch.Tensor) -> None: ...
 
@@ -52,9 +52,9 @@ _PATCHED = ExitStack()  # while there are listeners
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Notify ``listener`` before torch computes gradients and before it clips them, by patches of torch's functions.
+    """Patch torch's functions, so that ``listener`` is notified before torch computes or clips gradients.
 
-    Several listeners may come, and leave in any order; torch's functions are restored once the last has left.
+    There may be several listeners, which end in any order. The end of the last listener restores torch's functions.
     """
     if not _LISTENERS:
         patches: list[tuple[object, str, Telling]] = [

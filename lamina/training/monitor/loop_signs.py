@@ -1,6 +1,7 @@
 """Signs of a training loop's special actions: layers that it skips, freezes or replaces, and gradients that it keeps.
-Most are intentional: LayerDrop, gradual unfreezing, LISA. Lamina notes each sign once, and the alarm rules take it into
-account.
+
+Most of these actions are intentional: LayerDrop, gradual unfreezing, LISA. Lamina notes each sign once, and the alarm
+rules take it into account.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ _SHOWN = 4  # names in a note
 
 @dataclass(frozen=True, kw_only=True)
 class StepSigns:
-    """What was seen of a step.
+    """The signs of one step.
 
     Attributes:
-        trained: the owners with a parameter that required a gradient.
-        left_out: the layers and sub-layers that the step did not call, though earlier ones did.
-        changed: how many parameters of each owner began or ceased to require a gradient, or were replaced.
+        trained: the owners (sub-layers or parts) with a parameter that required a gradient.
+        left_out: the layers and sub-layers that this step did not call, although earlier steps did.
+        changed: the number of each owner's parameters that were replaced, or that began or ceased to require a
+            gradient.
     """
 
     trained: frozenset[Owner] = frozenset()
@@ -37,7 +39,7 @@ class StepSigns:
     changed: Mapping[Owner, int] = field(default_factory=dict)
 
     def rows(self, step: int) -> list[Row]:
-        """Return tidy rows: ``not_called`` of a sub-layer, and ``trained_changed`` of an owner's parameters."""
+        """Return tidy rows: ``not_called`` for a sub-layer, and ``trained_changed`` for an owner's parameters."""
         rows: list[Row] = [(step, layer, sublayer, "all", 0, "not_called", 1.0) for layer, sublayer in self.left_out]
         return rows + [(step, *owner, 0, "trained_changed", float(count)) for owner, count in self.changed.items()]
 
@@ -55,12 +57,12 @@ class _Mark:
 
 
 class LoopSigns:
-    """Sees a loop's ways by forward hooks on the sub-layers, and by what requires a gradient at each step.
+    """Sees a loop's special actions by forward hooks on the sub-layers, and by each step's requires_grad.
 
     Args:
-        norms: the followed parameters.
-        structure: the model's structure; None if no layers were found.
-        hooks: whether hooks inside the model run (they do not in a compiled one).
+        norms: the gradient norms, with the followed parameters.
+        structure: the model's structure; None if Lamina found no layers.
+        hooks: whether hooks inside the model run; in a compiled model they do not.
         note: gets a line for the user.
     """
 
@@ -86,11 +88,11 @@ class LoopSigns:
             handle.remove()
 
     def replaced(self, owners: Iterable[Owner]) -> None:
-        """Note that owners have other parameters than before the last search for the layers."""
+        """Note that owners have other parameters than before the latest search for the layers."""
         self._replaced |= set(owners)
 
     def end_step(self, step: int, *, passed: bool) -> StepSigns:
-        """Return what was seen of the step; ``passed``: whether it had a forward pass of the model."""
+        """Return the signs of the step; ``passed``: whether the step had a forward pass of the model."""
         left_out = tuple(sorted(self._ever - self._called)) if passed else ()
         self._ever |= self._called
         self._called.clear()
@@ -99,7 +101,7 @@ class LoopSigns:
             layers = ", ".join(map(str, sorted({layer for layer, _ in left_out})))
             self.note(
                 f"step {step}: the model skipped layer {layers} in part (LayerDrop, stochastic depth, an early "
-                "exit). Such steps do not count for a layer"
+                "exit). Lamina does not judge a skipped layer at such a step"
             )
         mask = tuple(parameter.requires_grad for parameter in self.norms.parameters)
         changed = dict.fromkeys(self._replaced, 1)
@@ -128,7 +130,7 @@ class LoopSigns:
         more = "; later changes get no note" if self._changes == CHANGES else ""
         self.note(
             f"step {step}: from here on {' and '.join(what)} ({places(owners)}; requires_grad), which is no "
-            f"alarm. Their series start again{more}"
+            f"alarm. The series of these parts start again{more}"
         )
 
 
@@ -152,9 +154,9 @@ def named(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
 
 
 def kept_square(optimizers: Sequence[torch.optim.Optimizer]) -> torch.Tensor | None:
-    """Return the squared norm of the gradients that are there before a backward pass; None if none is there.
+    """Return the squared norm of gradients that already exist before a backward pass; None without gradients.
 
-    Only of what an optimizer has: nothing else needs to zero them.
+    Only the optimizers' parameters count, because no code needs to zero other gradients.
     """
     parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     gradients = [p.grad for p in parameters if p.grad is not None]

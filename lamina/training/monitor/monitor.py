@@ -1,7 +1,7 @@
 """The core of a monitored training: the only code that ends a step, feeds the alarms and writes rows.
 
-An adapter supplies the measurements: torch's hooks in a user's loop (``watch.LoopMonitor``), or Trainer's callbacks in
-a run of Lamina (``recorder.RunRecorder``).
+An adapter supplies the measurements. The adapter for a user's loop uses torch's hooks (``watch.LoopMonitor``). The
+adapter for a run of Lamina uses Trainer's callbacks (``recorder.RunRecorder``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OnAlarm: TypeAlias = Callable[[Alarm], object]
 
 
 class Writers:
-    """The records of a training: metrics.jsonl, layers/, and trackers; only the first process has them.
+    """The writers of a training's records: metrics.jsonl, layers/, and trackers. Only the first process has them.
 
     Args:
         folder: the run's folder.
@@ -46,11 +46,11 @@ class Writers:
 
 @dataclass(kw_only=True, eq=False)
 class Monitor:
-    """Ends the steps of a training, judges what its adapter measured, and writes it.
+    """Ends the steps of a training, judges the adapter's measurements, and writes them.
 
     Attributes:
-        records: None in every process but the first.
-        guard: decides whether the training has diverged; its alarms judge all rows.
+        records: the writers; None in every process but the first.
+        guard: decides whether the training has diverged; the guard's alarms judge all rows.
         step: the last step that has ended.
         on_alarm: called in the first process with the first alarm of each event.
         series: each step's loss and gradient norm.
@@ -80,10 +80,10 @@ class Monitor:
     def look(self, rows: Sequence[Row] = (), rate: float | None = None, *, due: bool = True) -> list[Row]:
         """Judge the steps since the last look, with ``rows``, and write them; all processes call it at the same step.
 
-        Of ``rows``, those of a step that is ``due`` are written, and those at which something stood out.
+        It writes the ``rows`` of a ``due`` step, and of steps with an alarm or a notable batch.
 
         Args:
-            rows: what was measured since the last look.
+            rows: the measurements since the last look.
             rate: the learning rate that divides updates.
             due: whether the last step is recorded.
 
@@ -125,7 +125,10 @@ class Monitor:
         self.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
 
     def flush(self) -> None:
-        """Write all rows so far to disk, not yet judged: a training may resume here. All processes call it."""
+        """Write all rows so far to disk without judging them, so that a training may resume here.
+
+        All processes must call it.
+        """
         rows = self.new_steps()
         self._unjudged += rows
         self._add(rows)
@@ -142,7 +145,7 @@ class Monitor:
         return {**self.alarms.state_dict(), **sealed}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore a checkpoint's alarms, and drop what was recorded after it."""
+        """Restore a checkpoint's alarms, and drop later records."""
         if self.records is not None:
             self.records.metrics.load_state_dict(state)
             self.records.layers.load_state_dict(state)

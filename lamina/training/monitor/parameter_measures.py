@@ -1,6 +1,7 @@
 """Measures of parameters by sub-layer: gradients, updates, weights and moments.
 
-In an unstable run, updates and first moments rise before the gradient and the loss, and in some layers first.
+In an unstable run, updates and first moments rise before the gradient and the loss do, and they rise first in some
+layers.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from lamina.training.monitor.writers import Row
 from lamina.training.monitor.zero import ZeroGroups
 
 Owner: TypeAlias = tuple[int, str, str]
-"""layer (-1 outside the blocks), sub-layer, role: "all", or "other" for a layer's parameters outside its sub-layers."""
+"""layer (-1 outside the blocks), sub-layer, role. The role is "all", or "other" for a layer's parameters outside its
+sub-layers.
+"""
 Owned: TypeAlias = list[tuple[Owner, torch.Tensor]]
 
 MOMENTS = {"first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
-"""Metrics, and under which key Adam and its relatives in torch keep them."""
+"""Metrics, and the keys under which torch's Adam and similar optimizers keep their values."""
 _PIECE = 1024
 SIZE, FEWEST = 256, 8  # elements of a sub-layer's sample, and of each of its tensors at least
 _ROUNDED = 8.0  # times the resolution of a weight, below which a step may be rounded to nothing
@@ -56,8 +59,9 @@ def owned_parameters(model: nn.Module) -> Owned:
 def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatParameters | None = None) -> Owned:
     """List a model's parameters with their layer and sub-layer; without a structure, all belong to the whole model.
 
-    Parameters that several layers share (ALBERT) count in the first of them, tied ones in the embedding. Parameters of
-    another stack of layers (a decoder behind the encoder) are neither embedding nor readout, but "other".
+    A parameter that several layers share (ALBERT) counts in the first of these layers, and a tied parameter in the
+    embedding. Parameters of another stack of layers (a decoder behind the encoder) are neither embedding nor readout,
+    but "other".
     """
     flat = flat or FlatParameters(model)
     if structure is None:
@@ -96,7 +100,10 @@ def _share(tensor: torch.Tensor) -> float:
 
 
 def clip(model: nn.Module, limit: float) -> torch.Tensor:
-    """Clip a sharded model's gradients and return their norm before; torch's function takes only one device mesh."""
+    """Clip a sharded model's gradients and return their norm before.
+
+    The model may have several device meshes; torch's function takes only one.
+    """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     parts = [local_part(gradient) for gradient in gradients]
     squares = torch.stack([part.norm() ** 2 * _share(g) for part, g in zip(parts, gradients, strict=True)]).sum()
@@ -108,16 +115,16 @@ def clip(model: nn.Module, limit: float) -> torch.Tensor:
 
 
 class GradientNorms:
-    """The gradient's L2 norm by sub-layer and block, of the embedding, and of the readout.
+    """The gradient's L2 norm by sub-layer and block, of the embedding, and of the output head.
 
-    For sharded parameters (FSDP, ZeRO) the squares of the local parts are summed over the processes, so that the
-    norms equal those of one process.
+    For sharded parameters (FSDP, ZeRO), the processes sum the squares of their parts, so the norms equal one process's
+    norms.
 
     Args:
         model: a Lamina model, or any other model whose parameters are ``owned``.
         owned: each parameter with its owner, as ``found_parameters`` returns them.
-        exact: whether a CPU sums in short pieces and adds these in float64: torch's norm of a tensor of 2**24 floats is
-            off by 7e-4 there. A run's own records keep torch's bits.
+        exact: whether a CPU sums in short pieces and adds the pieces in float64. On a CPU, torch's norm of a tensor of
+            2**24 floats is off by 7e-4. Lamina's own runs record torch's norm, bit for bit.
         flat: the model's flat parameters; None looks for FSDP1's.
         group: the processes that share the model, a pipeline stage's; None for all.
     """
@@ -155,17 +162,20 @@ class GradientNorms:
         self._sent: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def squares(self) -> torch.Tensor:
-        """Compute each group's squared norm in float64, without a device sync; call before clipping."""
+        """Compute each group's squared norm in float64, without waiting for the device; call it before clipping."""
         return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
 
     def clips(self) -> bool:
-        """Return whether ``clip`` serves: the gradients are whole, in the model's order, and all of one kind."""
+        """Return whether ``clip`` works: all gradients are whole, in the model's order, and of one kind."""
         kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters if parameter.grad is not None}
         return self._all and len(kinds) == 1 and not (self.sharded or self._exact)
 
     @torch.no_grad()
     def clip(self, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip the gradients; return their norm and ``squares`` before, bit for bit, from one reading of them."""
+        """Clip the gradients, and return their norm and ``squares`` before.
+
+        It reads the gradients only once, and gives the same bits as separate calls.
+        """
         present = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
         parameters = [self.parameters[index] for index in present]
         gradients = [cast(torch.Tensor, parameter.grad) for parameter in parameters]
@@ -175,7 +185,7 @@ class GradientNorms:
         return total, self.summed(norms.double().pow(2), present)
 
     def local_sums(self, tensors: Sequence[torch.Tensor | None], *, power: int = 2) -> torch.Tensor:
-        """Sum |x|**power by group over this process's part of ``tensors``, one per parameter; None counts as zeros."""
+        """Sum |x|**power by group over this process's part of ``tensors`` (one per parameter; None counts as zeros)."""
         present = [index for index, tensor in enumerate(tensors) if tensor is not None]
         parts = [local_part(tensor) for tensor in tensors if tensor is not None]
         if not parts:
@@ -198,7 +208,7 @@ class GradientNorms:
         return sums.index_add_(0, groups, parts * shares)
 
     def anywhere(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether there is any of these tensors, in any process of a sharded model."""
+        """Return whether any process of a sharded model has any of these tensors."""
         there = any(tensor is not None for tensor in tensors)
         if not (self.sharded and is_initialized()):  # one process may have ended its group before its last record
             return there
@@ -207,7 +217,7 @@ class GradientNorms:
         return bool(flag)
 
     def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum the processes' shares; without sharding, each process already has the whole."""
+        """Sum the processes' shares; without sharding, each process already has the whole sum."""
         if self.sharded and is_initialized():
             sums = sums.to(self.device)  # ZeRO may keep its parts on the CPU
             torch.distributed.all_reduce(sums, group=self.group)
@@ -234,14 +244,14 @@ class GradientNorms:
 
 
 def reading_waits(tensor: torch.Tensor) -> bool:
-    """Return whether reading a tensor's value waits for the device to finish its queue."""
+    """Return whether reading a tensor's value makes the CPU wait for the device."""
     return tensor.device.type != "cpu"
 
 
 class FirstFailure:
-    """The first step whose gradient norm is not finite, and its ``squares()``, kept on the device until read.
+    """The first step with a gradient norm that is not finite, and the step's ``squares()``; both stay on the device.
 
-    On a GPU a run reads its norms only when it records. By then every weight may be NaN, and no layer stands out.
+    On a GPU, a run reads its norms only when it records. By then every weight may be NaN, so that no layer stands out.
     """
 
     def __init__(self) -> None:
@@ -249,7 +259,7 @@ class FirstFailure:
         self._squares = torch.zeros(0)
 
     def see(self, step: int, norm: torch.Tensor, squares: torch.Tensor) -> None:
-        """Record a step's norm [] and squares [groups], without a device sync."""
+        """Record a step's norm [] and squares [groups], without waiting for the device."""
         failed = ~torch.isfinite(norm)
         if self._step is None:
             self._step, self._squares = failed * step, squares
@@ -288,32 +298,31 @@ def is_recorded(step: int, args: Arguments) -> bool:
 
 
 def estimate_of(group: Mapping[str, Output]) -> float | None:
-    """Return the learning rate that Prodigy and D-Adaptation estimate for a group, which its own rate multiplies."""
+    """Return the estimate of a group's learning rate by Prodigy or D-Adaptation; the group's own rate multiplies it."""
     estimate = group.get("d")
     return float(estimate) if isinstance(estimate, int | float) else None
 
 
 def largest_rate(optimizers: Optimizers) -> float | None:
-    """Return the largest learning rate of all groups; None if no group has one (Adafactor's own step)."""
+    """Return the largest learning rate of all groups; None if no group has a rate (Adafactor's own step size)."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [(group.get("lr"), estimate_of(group)) for group in groups]
     return max((float(rate) * (1.0 if d is None else d) for rate, d in rates if rate is not None), default=None)
 
 
 class Samples:
-    """Finds changes to a fixed sample of weights and moments between two steps that the optimizers did not make.
+    """Finds changes that the optimizers did not make, in a fixed sample of weights and moments.
 
-    In most trainings only the optimizers change weights and moments, so no limit needs fitting. Metrics:
-    ``written_ratio``, the norm of all changes to the weights since the last record, divided by the weights' norm;
-    ``moved_ratio``, beside it, how far they had moved by then since the change before, or since the first step;
-    ``forgotten_share``, the largest loss of magnitude in one of the optimizer's tensors, divided by that tensor's
-    norm: 1 if the tensor is lost.
+    In most trainings, only the optimizers change weights and moments, so the rule needs no fitted limit. Metrics:
+    ``written_ratio`` is the norm of these changes to the weights since the last record, divided by the weights' norm.
+    ``moved_ratio`` is the distance that the weights had moved before, since the previous such change or the first step,
+    in the same unit. ``forgotten_share`` is the largest loss of magnitude in one of the optimizer's tensors, divided by
+    the tensor's norm; it is 1 if the tensor is lost.
 
-    Nothing waits for the device before ``rows``. A resumed run begins with a new sample, so its first step is not
-    compared.
+    Only ``rows`` waits for the device. A resumed run begins with a new sample, so its first step is not compared.
 
     Attributes:
-        resumed: whether the run has earlier steps; an optimizer without a state has then lost it.
+        resumed: whether the run has earlier steps, so that an optimizer without a state has lost its state.
     """
 
     resumed = False
@@ -333,13 +342,13 @@ class Samples:
         self._begun = False
 
     def choose(self) -> None:
-        """Choose the parameters whose moments are compared: of each owner the largest that is trained."""
+        """Choose the parameters whose moments are compared: the largest trained parameter of each owner."""
         parameters, groups = self.groups.parameters, self.groups.groups
         by_size = sorted(range(len(groups)), key=lambda at: (parameters[at].requires_grad, parameters[at].numel()))
         self._seen = sorted({groups[index]: index for index in by_size}.values())
 
     def before_step(self, optimizers: Optimizers) -> None:
-        """Compare the sample with the end of the last step."""
+        """Compare the sample with its values at the end of the last step."""
         self._begun = True
         if self._last is None:
             self.resumed &= not any(len(optimizer.state) for optimizer in optimizers)
@@ -358,7 +367,7 @@ class Samples:
             self._anchor = torch.where(wrote, now[:count], anchor)
 
     def after_step(self, optimizers: Optimizers) -> None:
-        """Keep the sample as the optimizers leave it, if they took the step."""
+        """Keep the sample's values after the optimizers' step, if they took the step."""
         if not self._begun:
             return
         moments = {(index, key): value for index, key, value in self._moments(optimizers)}
@@ -400,7 +409,7 @@ class Samples:
         return torch.cat(self._views).float()
 
     def rows(self, step: int, *, recorded: bool) -> list[Row]:
-        """Return the changes since the last record as tidy rows, none where only the optimizers wrote.
+        """Return the changes since the last record as tidy rows; empty if only the optimizers made changes.
 
         All processes of a sharded model must call it.
         """
@@ -444,31 +453,31 @@ def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class UpdateRatios(TrainerCallback):
-    """Measures the updates of recorded optimizer steps: by sub-layer and block, of the embedding and the readout.
+    """Measures the updates of recorded optimizer steps, by sub-layer and block, and for embedding and output head.
 
     w are the weights before the optimizer's step and w' those after it, so the update includes clipping, the learning
     rate and weight decay. Metrics: ``update_norm`` |w' - w|, ``weight_norm`` |w|, ``update_ratio`` |w' - w| / |w|, and
     if the optimizer has Adam's moments after the step, ``first_moment`` |m| and ``second_moment``, the norm of sqrt(v)
     (both in units of the gradient). ``unmoved_parameters`` is the number of parameters with a gradient and an update of
-    exactly 0, and ``without_gradient`` that of ``SilentParameters``. If the learning rates of the groups differ,
-    ``rate_ratio`` is the largest divided by that of most parameters. ``rate_estimate`` is the rate that an optimizer
-    estimates itself.
+    exactly 0. ``without_gradient`` is the number of ``SilentParameters``. If the groups have different learning rates,
+    ``rate_ratio`` is the largest learning rate divided by the rate of most parameters. ``rate_estimate`` is the
+    learning rate that an optimizer estimates itself.
 
-    At a recorded step the weights are held twice between the backward pass and the end of the step; at all other steps
-    only ``samples`` of them are. Nothing waits for the device before ``rows``.
+    At a recorded step, memory holds a copy of the weights from the backward pass to the end of the step; at other
+    steps, only a copy of ``samples``. Only ``rows`` waits for the device.
 
     Args:
-        model: a Lamina model; unused if there are ``groups``.
+        model: a Lamina model; ignored if ``groups`` is given.
         groups: the parameters by sub-layer.
-        structure: the model's layers; None looks for no parameters without a gradient.
+        structure: the model's layers; with None, Lamina does not look for parameters without a gradient.
 
     Attributes:
         rate: the largest learning rate of the last measured step.
         samples: finds changes that the optimizers did not make.
-        still: the parameters of the last record that got a gradient and did not move.
-        missing: whether no optimizer has any of these.
-        silent: the parameters of the last record without a gradient.
-        resting: those with a gradient and a learning rate of 0, while others moved.
+        still: the parameters that got a gradient at the last record but did not move.
+        missing: whether no optimizer contains any of these parameters.
+        silent: the parameters that got no gradient at the last record.
+        resting: the parameters with a gradient and a learning rate of 0 at the last record, while others moved.
     """
 
     rate: float | None = None
@@ -510,7 +519,7 @@ class UpdateRatios(TrainerCallback):
 
     @torch.no_grad()
     def after_step(self, optimizers: Optimizers = ()) -> None:
-        """Measure the step if the weights were kept before it."""
+        """Measure the step if ``before_step`` kept the weights."""
         self.samples.after_step(optimizers)
         if not self._before:
             return

@@ -1,6 +1,6 @@
 """Signs of trouble in reinforcement learning (GRPO, RLOO), from the numbers that the trainer logs.
 
-Loads neither torch nor transformers: Lamina also reads histories with it.
+Loads neither torch nor transformers, because Lamina also reads other tools' histories with this module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOGGED = {
     "response_length/mean": LENGTH,
     "critic/rewards/mean": REWARD,
 }
-"""Metrics by the names that TRL gives them, and verl."""
+"""Metrics by their names in TRL and verl."""
 METRICS = frozenset(LOGGED.values())
 
 STAYS = 3  # a value must stay outside for so many records
@@ -41,7 +41,7 @@ _RECENT = 16  # values of the KL
 
 
 class Sign(NamedTuple):
-    """A judged value: the rule, its step, the metric, the value, the usual one, and whether it is out of range."""
+    """A judged value: rule, step, metric, value, usual value, and whether the value is out of range."""
 
     rule: str
     step: int
@@ -52,13 +52,16 @@ class Sign(NamedTuple):
 
 
 def metrics_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the metrics of a policy by the names of logged series; none without rewards: others log entropy too."""
+    """Return a policy's metrics by the names of logged series.
+
+    Empty without rewards, because other trainers log entropy too.
+    """
     found = {name: LOGGED[plain] for name in names if (plain := name.removeprefix("train/")) in LOGGED}
     return found if {EQUAL, REWARD} & {*found.values()} else {}
 
 
 def logged(values: Mapping[str, object]) -> dict[str, float]:
-    """Return a policy's numbers among what its trainer logged, by metric."""
+    """Return a policy's numbers from a trainer's log, by metric."""
     numbers = {metric: values[name] for name, metric in metrics_of(values).items()}
     return {
         metric: float(number)
@@ -73,12 +76,12 @@ class PolicyCourse:
 
     Attributes:
         last: the step of the last record; 0 before the first.
-        begun: the step since which all rewards of each group are equal; 0 if they are not.
-        run: the records since then.
-        records, equal: all records before, and those of them with equal rewards in each group.
-        idle: whether the rewards have given no gradient for so long that it is no chance.
+        begun: the first step of the current period in which all rewards of each group are equal; 0 if they differ.
+        run: the number of records in this period. records, equal: the number of all records before this period, and the
+            number of these records with equal rewards in each group.
+        idle: whether the rewards have given no gradient for too long to be chance.
         first: the first values of each metric.
-        recent: the last values of the KL that were in its range.
+        recent: the last KL values inside the usual range.
         outside: by metric, the number of consecutive records outside its range.
     """
 

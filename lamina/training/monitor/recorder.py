@@ -43,14 +43,14 @@ from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.writers import LastEvaluation, Row, StepSeries
 
 Norm = Any
-"""A gradient norm in Trainer: a tensor, a DTensor or a number, depending on the device and accelerate's version."""
+"""A gradient norm in Trainer: a tensor, a DTensor or a number; the device and accelerate's version decide which."""
 _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses it chooses the trainer
 
 
 class MonitoredTrainer(_Trainer):
     """A mixin for Trainer and TRL's trainers: the guard checks per-layer gradient norms before clipping.
 
-    Two methods are overridden because Trainer's own hook before the optimizer step runs after clipping.
+    It overrides two methods, because Trainer calls its own hook before the optimizer step only after clipping.
     """
 
     processes: Processes
@@ -94,21 +94,21 @@ class MonitoredTrainer(_Trainer):
         return squares
 
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Return the loss scaler of fp16 training; None without one."""
+        """Return the loss scaler of fp16 training; None without a scaler."""
         return getattr(self.accelerator, "scaler", None)
 
     def count_overflow(self) -> bool:
-        """Return whether the loss scaler skipped the step, and count it as an overflow."""
+        """Return whether the loss scaler skipped the step; count a skipped step as an overflow."""
         skipped = self.scaler() is not None and bool(self.accelerator.optimizer_step_was_skipped)
         self.overflows += skipped
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
         return skipped
 
     def failed_loss(self, loss: torch.Tensor) -> float | None:
-        """Add a micro-batch's loss to the series; return its mean over processes if that is not finite, else None.
+        """Add a micro-batch's loss to the series; return its mean over processes if it is not finite, otherwise None.
 
-        If reading the value waits for the device, it is read only at recorded steps. The loss scaler of fp16 skips such
-        a step.
+        If reading a value waits for the device, Lamina reads it only at recorded steps. In fp16, the loss scaler skips
+        a step whose loss is not finite.
         """
         self.series.add_loss(loss)
         late = reading_waits(loss)
@@ -148,10 +148,10 @@ class MonitoredTrainer(_Trainer):
         return norm
 
     def continue_records(self) -> None:
-        """Restore, when training begins, what a resumed trainer had collected since its last record."""
+        """When training begins, restore the sums that a resumed trainer had collected since its last record."""
 
     def bare_model(self) -> LaminaForCausalLM:
-        """Return the model without wrappers of accelerate and DDP; cached, since unwrapping visits all modules."""
+        """Return the model without wrappers of accelerate and DDP; cached, because unwrapping visits all modules."""
         assert self.model is not None
         if self._wrapped is not self.model:
             self._wrapped, self._bare = self.model, self.accelerator.unwrap_model(self.model)
@@ -160,7 +160,9 @@ class MonitoredTrainer(_Trainer):
 
 TWICE_SECONDS = 3.0
 Measure = Callable[[nn.Module, torch.Tensor, int], list[Row]]
-"""Takes the model, held-out inputs [items, ...] and the step; returns the tidy rows of the stream and of the gains."""
+"""Takes the model, held-out inputs [items, ...] and the step; returns tidy rows of the residual stream and the
+gains.
+"""
 
 
 def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
@@ -169,13 +171,13 @@ def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
 
 @dataclass(kw_only=True, eq=False)
 class RunRecorder(Monitor, TrainerCallback):
-    """The monitor of Lamina's own runs: gets its events from Trainer, shows progress, and stops at Ctrl-C.
+    """The monitor of Lamina's own runs. Trainer calls it; it also shows progress, and stops the run at Ctrl-C.
 
     Attributes:
         tokens_of: returns the number of tokens in the first steps.
-        realized: returns each corpus's contribution to a mix by a step; empty for a single corpus.
-        full_speed: the tokens per second that would use all of the cards' peak; None if that is unknown.
-        unit: a name for the tokens in the progress.
+        realized: returns each corpus's contribution to a mix up to a step; empty for a single corpus.
+        full_speed: the tokens per second at the GPUs' peak speed; None if the peak is unknown.
+        unit: the name for tokens in progress lines.
         trainer: the Trainer that calls back; set before training begins.
     """
 
@@ -233,7 +235,7 @@ class RunRecorder(Monitor, TrainerCallback):
             self.stop_clock()
 
     def stop_clock(self) -> None:
-        """Add the time since the clock began to ``training_seconds``; the next step starts it again."""
+        """Stop the clock and add its time to ``training_seconds``; the next step starts the clock again."""
         if self._since is None:
             return
         if self.trainer.args.device.type != "cpu":
@@ -242,7 +244,7 @@ class RunRecorder(Monitor, TrainerCallback):
         self._since = None
 
     def utilization(self, speed: float) -> Json:
-        """Return ``mfu``, the share of the cards' peak at ``speed`` tokens per second; empty if it is unknown."""
+        """Return ``mfu``, the share of the GPUs' peak at ``speed`` tokens per second; empty if the peak is unknown."""
         return {} if self.full_speed is None else {"mfu": speed / self.full_speed}
 
     def on_log(self, args: Arguments, state: State, control: Control, logs: Any = None, **kwargs: Any) -> None:
@@ -293,7 +295,7 @@ class RunRecorder(Monitor, TrainerCallback):
         return self.tokens_of(step)
 
     def measured(self, logs: Json) -> Json:
-        """Return further columns of a training record, from Trainer's ``logs``; none here."""
+        """Return further columns of a training record from Trainer's ``logs``; empty in this class."""
         return {}
 
     def on_evaluate(
@@ -359,10 +361,11 @@ class RunRecorder(Monitor, TrainerCallback):
 
 @contextmanager
 def stop_signals(recorder: RunRecorder) -> Iterator[None]:
-    """End the run after its current step, with a checkpoint, at the first Ctrl-C, SIGTERM or SIGUSR1; at once at a
-    second.
+    """At the first Ctrl-C, SIGTERM or SIGUSR1, end the run after its current step, with a checkpoint.
 
-    Slurm can be configured to send SIGUSR1 before a job's time is up.
+    At a second signal, end it at once.
+
+    Slurm can send SIGUSR1 before a job's time is up.
     """
     first = 0.0
 

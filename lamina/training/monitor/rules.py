@@ -1,7 +1,7 @@
-"""The rules of the alarms: the reference for each series of a run, and the largest allowed difference.
+"""The rules of the alarms. A rule compares each series of a run with a reference, and has a largest allowed difference.
 
-Each rule is a pure function of the rows so far, so that Lamina can judge stored records again. The limits are in
-``limits.json``, with the runs that they were fitted on (tools/calibration/alarms.py).
+Each rule is a pure function of the rows so far, so that Lamina can judge stored records again. ``limits.json`` holds
+the limits, and names the runs on which tools/calibration/alarms.py fitted them.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ GRADIENTS = ("gradient_norm", "step_gradient_norm", "first_moment")
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """How a metric's series are compared with their own past.
+    """The comparison of a metric's series with their own past.
 
     Attributes:
         rises, falls: whether a value above, or below, the past counts.
-        fewest: the number of past values that are needed.
-        calm: the value below which a rise does not count: attention still learns to choose, a gain that began at 0
-            grows.
+        fewest: the number of past values that the rule needs.
+        calm: the value below which a rise does not count, such as an attention logit that grows early in training, or a
+            gain that began at 0.
     """
 
     rises: bool = True
@@ -105,7 +105,7 @@ COURSES: Mapping[str, float] = {
     "hidden_variance": 1.0,
     "hidden_abs_max": 10.0,  # of a stream that begins at 0.02, under Muon's usual rates too
 }
-"""Series of records that must not go on for long as they go, and the value below which they may rise."""
+"""Series of records that must not rise steadily for long, and the value below which they may rise."""
 _HANDS = {"written_ratio", "forgotten_share"}
 _KEPT = {"update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", "kept_gradient", LOSS, *_HANDS}
 JUDGED = {*PASTS, *_KEPT}
@@ -117,12 +117,12 @@ _MOVES = ("gradient_norm", "update_norm", "first_moment", "second_moment")
 _EVERY_STEP = {metric for metric, past in PASTS.items() if past.fewest == EVERY_STEP}
 _STILL = {*_MOVES, *_IDLE, NORM, "unmoved_parameters"}  # not judged while equal rewards give no gradient
 AVERAGED = (
-    "something other than the optimizer wrote to all weights, and changed them no more than training had "
+    "code other than the optimizer wrote to all weights, but changed them no more than training had "
     "(look-ahead, DiLoCo, weight averages, a loaded checkpoint). Such writes are no alarm"
 )
 ESTIMATES = (
-    "the optimizer raises its own estimate of the learning rate: until it stays level, weights, updates and hidden "
-    "states are not compared with their past"
+    "the optimizer raises its own estimate of the learning rate. Until the estimate stays level, Lamina "
+    "does not compare weights, updates and hidden states with their past"
 )
 RATES = "parts have a separate learning rate, which is no alarm unless another series of these parts leaves its range"
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
@@ -131,8 +131,8 @@ _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose update
 class Found(NamedTuple):
     """A judgment: the rule, the row, the usual value, and whether the series has left its range.
 
-    ``name`` and ``score`` belong to the fitted limit, if the rule has one. The series has left its range if the score
-    is above that limit; for a rising gradient, if the rise has lasted more consecutive steps than the limit.
+    ``name`` and ``score`` belong to the fitted limit, if the rule has a fitted limit. The series has left its range if
+    the score is above this limit; for a rising gradient, if the rise has lasted more consecutive steps than the limit.
     """
 
     rule: str
@@ -155,13 +155,13 @@ def limits() -> Mapping[str, float]:
 
 
 def noise_of(losses: Sequence[float]) -> float:
-    """Estimate the standard deviation of losses around their trend from their differences; 0 for too few."""
+    """Estimate the standard deviation of losses around their trend from their differences; 0 for too few losses."""
     moved = [abs(later - earlier) for earlier, later in pairwise(losses)]
     return 1.4826 * statistics.median(moved) / math.sqrt(2) if moved else 0.0
 
 
 def series_of(row: Row) -> Series:
-    """Return the series of a row; norms that share a role, as of queries and keys, are separate series."""
+    """Return the series of a row. Norms with the same role, as of queries and of keys, are separate series."""
     _, layer, sublayer, role, index, metric, _ = row
     return layer, sublayer, f"{role} {index + 1}" if index else role, metric
 
@@ -172,11 +172,12 @@ class Rules:
 
     Attributes:
         half: whether the model computes in float16, whose largest number is 65504.
-        starts: the first layer of each further stack (a decoder's, a tower's): each is compared with its own stack.
-        vocabulary: the number of tokens that the model chooses among; None if unknown.
+        starts: the first layer of each further stack (a decoder, a tower); Lamina compares a layer only with its own
+            stack.
+        vocabulary: the number of tokens in the vocabulary; None if unknown.
         limits: the fitted limits by rule and metric.
-        worst: the highest score so far for each fitted limit; for a rising gradient, the number of consecutive steps.
-        notes: what was seen and is no alarm, a line each.
+        worst: the highest score so far for each fitted limit; for a rising gradient, a number of consecutive steps.
+        notes: a line for each observation that is no alarm.
     """
 
     half: bool = False

@@ -1,4 +1,4 @@
-"""Probes that measure a model during training on a few held-out blocks, without affecting the training."""
+"""Probes during training: they measure the model on a few held-out blocks, and do not affect the training."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ _REFUSED = "not measured: "
 
 
 class ScheduledProbes(TrainerCallback):
-    """Runs probes before the first step, every ``every`` steps and at the last; writes probes/NAME/part-STEP.parquet.
+    """Runs probes before the first step, every ``every`` steps and at the last step.
 
-    A probe that does not apply to the model, or that fails at a step, leaves a note in probes/NAME/notes.jsonl; neither
-    ends the run. With several processes only the first one probes, and a model with sharded weights is not probed.
+    The results go into probes/NAME/part-STEP.parquet.
 
-    ``stop_clock`` is called before each measurement: probing is not training time.
+    If a probe does not apply to the model, or fails at a step, it leaves a note in probes/NAME/notes.jsonl, and the run
+    continues. With several processes, only the first process probes. Lamina does not probe a model with sharded
+    weights.
+
+    ``stop_clock`` is called before each measurement, so that probing does not count as training time.
     """
 
     trainer: MonitoredTrainer  # set before training begins
@@ -62,11 +65,11 @@ class ScheduledProbes(TrainerCallback):
         self._noted: set[tuple[str, str]] = set()
 
     def state_dict(self) -> Json:
-        """Return nothing: each part's name states its step."""
+        """Return an empty state, because each part's name contains its step."""
         return {}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Drop measurements later than the checkpoint."""
+        """Delete measurements later than the checkpoint."""
         if "step" in state:
             forget(self.folder, after=state["step"])
 
@@ -162,7 +165,7 @@ def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
 
 
 def forget(folder: Path, *, after: int) -> None:
-    """Drop the measurements later than the step from which a run resumes."""
+    """Delete the measurements later than the step from which a run resumes."""
     for path in folder.glob("*/part-*.parquet"):
         number = path.stem.removeprefix("part-")
         if number.isdecimal() and int(number) > after:

@@ -1,4 +1,4 @@
-"""Parameters without a gradient in a layer whose other parameters have one: a projection behind a detach."""
+"""Parameters without a gradient in a layer whose other parameters have one, such as a projection behind a detach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Peers: TypeAlias = dict[tuple[str, ...], list[int]]
 
 
 def named_alike(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield a layer's parameters with their modules, by the names that they have in each layer; no numbered experts."""
+    """Yield a layer's parameters with their modules and their names inside the layer; leaves out numbered experts."""
     for path, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not any(part.isdigit() for part in path.split(".")):
@@ -23,15 +23,15 @@ def named_alike(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter
 
 
 class SilentParameters:
-    """Finds parameters that get no gradient, though most of the same name in other layers do and their module runs.
+    """Finds parameters that get no gradient, although their module runs and most of the same name in other layers do.
 
-    Hooks see whether a module runs, and only modules that are suspected have one: a layer may share another one's keys
-    and leave its own projection out.
+    A module may not run, because a layer may share another layer's keys and leave its own projection out. So hooks
+    check whether the modules of suspected parameters run.
 
     Args:
-        structure: the model's layers; None if they were not found.
-        parameters: the followed ones.
-        groups: the sub-layer of each.
+        structure: the model's layers; None if Lamina did not find them.
+        parameters: the followed parameters.
+        groups: the sub-layer of each parameter.
     """
 
     def __init__(self, structure: Structure | None, parameters: Sequence[torch.Tensor], groups: Sequence[int]):
@@ -46,7 +46,10 @@ class SilentParameters:
         self._called: set[int] = set()
 
     def found(self, gradients: Sequence[float], trained: set[int]) -> list[int]:
-        """Return the places of such parameters, from the largest |gradient| of all and the places of those trained."""
+        """Return the positions of these parameters.
+
+        Takes the largest |gradient| of each parameter, and the positions of the trained parameters.
+        """
         living = {self._groups[place] for place, gradient in enumerate(gradients) if gradient > 0}
         suspects: list[int] = []
         for places in self._peers.values():

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: the processes that train the same layers, and the rank of the first process."""
+"""Pipeline stages: the processes that train the same layers, and the rank of the first of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lamina.training.monitor.writers import WatchSettings
 
 
 def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, distributed.ProcessGroup | None]:
-    """Return the processes that train the same layers: of several pipeline stages, each has its own folder.
+    """Return the processes that train the same layers as this one, and their process group (None for all processes).
 
-    Comes with the group that they share tensors in, None for all processes. All processes call it. Raises UserError if
+    With several pipeline stages, each stage has its own folder. All processes must call it. Raises UserError if two
     stages have the same folder.
     """
     if not (distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1):
@@ -30,7 +30,8 @@ def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, 
     folders = dict.fromkeys(folder for folder, _ in every)
     if len(set(every)) > len(folders):
         raise UserError(
-            f"output: {settings.output!r} in processes that train different layers. Give each pipeline stage its own "
+            f"output: {settings.output!r} is the folder of processes that train different layers. Give each "
+            "pipeline stage its own "
             'folder: output=f"runs/mine/stage-{stage}"'
         )
     groups = {at: [rank for rank, (folder, _) in enumerate(every) if folder == at] for at in folders}
@@ -42,9 +43,9 @@ def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, 
 
 
 def first_number(model: nn.Module, path: str) -> int:
-    """Return the number in the path of the first layer; 0 if layers before it are there, or have no numbers.
+    """Return the number in the first layer's path; 0 if the model has earlier layers, or if layers have no numbers.
 
-    In a stage, torchtitan's ModuleDict lacks the layers before; a list has None or Identity in their place.
+    In a pipeline stage, torchtitan's ModuleDict lacks the earlier layers; a list has None or Identity in their place.
     """
     holder, _, name = path.rpartition(".")
     if not name.isdecimal():

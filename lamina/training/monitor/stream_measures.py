@@ -1,4 +1,4 @@
-"""Measures of a forward pass by sub-layer: the stream, the largest attention logits, the experts' loads."""
+"""Measures of a forward pass by sub-layer: the residual stream, the largest attention logits, the experts' loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lamina.training.monitor.writers import Row
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Spot: TypeAlias = tuple[int, str, int]
-"""layer (-1: x^0), sub-layer ("block" for a whole layer), and which of the layer's sub-layers of this kind."""
+"""layer (-1: x^0), sub-layer ("block" for a whole layer), and index among the layer's sub-layers of this kind."""
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
 TOP = 100  # the number of the largest |x| in Peri-LN's Figure 11
 _SOFTMAX = {functional.softmax, torch.softmax, torch.Tensor.softmax}
@@ -46,7 +46,7 @@ def magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tensor:
-    """Return the ``count`` largest (or all) of a state's ``magnitudes`` [tokens, hidden_size], in descending order.
+    """Return the ``count`` largest of a state's ``magnitudes`` [tokens, hidden_size], or all, in descending order.
 
     NaN counts as the largest. Does not wait for the device.
     """
@@ -58,16 +58,17 @@ def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tenso
 
 
 def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor], step: int) -> list[Row]:
-    """Measure x^0 and the stream after every sub-layer on one batch, and the largest |x| of all of them.
+    """Measure x^0 and the stream after every sub-layer on one batch, and the largest |x| of all these states.
 
     ``inputs`` are the arguments of a Lamina model, or only its main input: token ids [batch, tokens] or pixel values
-    [batch, channels, height, width]. Runs the model in evaluation mode without gradients, uncompiled and, unless it is
-    sharded in bfloat16, in float32; restores its mode.
+    [batch, channels, height, width]. Runs the model in evaluation mode, without gradients, uncompiled, and in float32
+    (unless it is sharded in bfloat16); then restores the model's mode.
 
     The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11): the 100 largest |x| among all elements (each
-    sequence's tokens and channels) of x^0 and of the stream after every sub-layer; the row with ``index`` 0 is the
-    largest. An element that stays large through several sub-layers counts in each of them. Several streams are measured
-    together; ``stream_rms`` has a row per stream (``index``), and ``stream_cosine`` is the mean over their pairs.
+    sequence's tokens and channels) of x^0 and of the stream after every sub-layer. The row with ``index`` 0 is the
+    largest. An element that stays large through several sub-layers counts once for each sub-layer. If the model has
+    several streams, these metrics cover all of them together; ``stream_rms`` has a row per stream (``index``), and
+    ``stream_cosine`` is the mean over pairs of streams.
     """
     base = body_of(model, "layer monitor")
     points: dict[Spot, Point] = {(-1, "block", 0): Point(base.layers[0], "", "input")}
@@ -83,7 +84,7 @@ def stream_rows(
     inputs: torch.Tensor | Mapping[str, torch.Tensor],
     step: int,
 ) -> list[Row]:
-    """Return the rows of ``hidden_state_rows`` at any ``points`` of a model, by a pass through ``base``."""
+    """Measure the rows of ``hidden_state_rows`` at any ``points`` of a model, in a pass through ``base``."""
     meter = ForwardMeter(points, top=TOP)
     with torch.no_grad(), evaluating(model), uncompiled(base), meter.measuring(base):
         named = {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
@@ -96,13 +97,13 @@ def stream_rows(
 
 @dataclass
 class PassNumbers:
-    """What one process measured in a forward pass, as numbers.
+    """One process's measurements of a forward pass, as numbers.
 
     Attributes:
-        states: by spot, the number of elements and their ``state_statistics``.
-        streams: by spot, the means over tokens of ``stream_figures``, if there are several streams.
+        states: for each point, the number of elements and their ``state_statistics``.
+        streams: for each point, the means over tokens of ``stream_figures``, if there are several streams.
         logits: the largest logit of each layer.
-        loads: by layer, the number of tokens, and each expert's share of their choices.
+        loads: for each layer, the number of tokens, and each expert's share of the tokens' choices.
         largest: the largest |x| of all states, largest first.
     """
 
@@ -114,17 +115,17 @@ class PassNumbers:
 
 
 class ForwardMeter:
-    """Measures one forward pass; a few numbers per sub-layer stay on the device until ``take``.
+    """Measures a forward pass; a few numbers per sub-layer stay on the device until ``take``.
 
     Args:
-        points: the points at which the stream is measured; several streams at a point that would collapse them.
-        structure: the structure of a model whose attention logits and choices of experts are measured; None measures
-            neither.
+        points: the points at which Lamina measures the stream; at a point that combines several streams, it measures
+            the streams before.
+        structure: the model's structure, for attention logits and choices of experts; None measures neither.
         top: the number of largest |x| of all states to keep.
-        graph: the hooks at the points of a compiled model, which show neither logits nor experts; None for others.
+        graph: the hooks at the points of a compiled model, whose logits and experts stay hidden; None for other models.
 
     Attributes:
-        half: whether a pass ran under autocast to float16, which accelerate begins inside the model's call.
+        half: whether a pass ran under autocast to float16 (accelerate begins autocast inside the model's call).
     """
 
     def __init__(
@@ -188,11 +189,11 @@ class ForwardMeter:
             self._loads[layer] = counts / self._tokens[layer]
 
     def missing(self) -> list[str]:
-        """List, a line each for the user, what the last pass should have shown and did not."""
+        """Return a line for the user for each measurement that the last pass should have shown but did not."""
         if self.points and not self._states:
             return [
-                "Lamina does not record the residual stream, because it saw no forward pass of the model (a "
-                "compiled function hides it)"
+                "Lamina does not record the residual stream, because it saw no forward pass of the model (a compiled "
+                "function hides the pass)"
             ]
         layers = () if self.structure is None else self.structure.layers
         kinds = {sublayer.kind for site in layers for sublayer in site.sublayers}
@@ -203,7 +204,7 @@ class ForwardMeter:
         return []
 
     def take(self) -> PassNumbers:
-        """Return the last pass's measures and forget them; waits for the device."""
+        """Return the last pass's measurements and forget them; waits for the device."""
         seen = PassNumbers()
         if self._states:
             values = torch.stack(list(self._states.values())).tolist()
@@ -269,7 +270,7 @@ def in_half(device: str) -> bool:
 
 
 def stream_points(structure: Structure) -> dict[Spot, Point]:
-    """Locate x^0, the stream after every sub-layer, and that after each layer without a final feed-forward."""
+    """Locate x^0, the stream after every sub-layer, and the stream after each layer without a final feed-forward."""
     points: dict[Spot, Point] = {(-1, "block", 0): structure.layers[0].input}
     for site in structure.layers:
         seen: Counter[str] = Counter()
@@ -341,8 +342,7 @@ def largest_logit(
 ) -> torch.Tensor:
     """Compute the largest logit of a fused attention, after scale and bias, over the visible keys.
 
-    The arguments are those of ``scaled_dot_product_attention``: query [batch, heads, queries, width]. Computes in
-    float32.
+    Takes the arguments of ``scaled_dot_product_attention``: query [batch, heads, queries, width]. Computes in float32.
     """
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     groups = query.shape[-3] // key.shape[-3] if query.ndim >= 3 else 1

@@ -1,4 +1,4 @@
-"""The numbers by layer in TensorBoard, W&B and trackio, grouped into sections."""
+"""Logging of the numbers by layer to TensorBoard, W&B and trackio, in sections."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ STEP = "train/global_step"  # what Trainer's own callbacks draw against
 def series_of(row: Row) -> str:
     """Return the name of a row's series: SECTION/LAYER.SUBLAYER.ROLE.
 
-    Each section has one metric of eight layers ("gradient_norm.layers_000-007") or of the parts outside the layers:
-    trackers group everything before the slash under one heading.
+    Each section has one metric for eight layers ("gradient_norm.layers_000-007") or for the parts outside the layers.
+    Trackers group all series with the same text before the slash under one heading.
     """
     _, layer, sublayer, role, index, metric, _ = row
     first = layer // SECTION * SECTION
@@ -39,7 +39,7 @@ def series_of(row: Row) -> str:
 
 
 def installed(report_to: str) -> list[str]:
-    """Return the trackers that the setting names. Raises UserError for one that is not installed."""
+    """Return the trackers that the setting names. Raises UserError for a tracker that is not installed."""
     names = [name for name in entries(report_to) if name != "none"]
     if names and len(names) < len(entries(report_to)):
         raise UserError(f"report_to: {report_to!r} mixes none with a tracker. Give none, or only trackers.")
@@ -52,8 +52,8 @@ def installed(report_to: str) -> list[str]:
 class Trackers:
     """Logs rows to TensorBoard, W&B and trackio, from the first row on.
 
-    W&B and trackio log into the open run, such as one that Trainer's callbacks leave. Without one, they open a run with
-    the folder's name in the project of WANDB_PROJECT (default: lamina).
+    W&B and trackio log into the open run, such as the run of Trainer's callbacks. If no run is open, they open a run
+    with the folder's name in the project of WANDB_PROJECT (default: lamina).
 
     Raises:
         UserError: for a tracker that is not installed.
@@ -74,7 +74,7 @@ class Trackers:
         return self._writer
 
     def log(self, step: int, rows: Iterable[Row]) -> None:
-        """Log one step's rows; of a state's largest magnitudes, only the first and the last."""
+        """Log one step's rows; of the largest magnitudes of all states, log only the first and the last."""
         if not self.names:
             return
         shown = [row for row in rows if row[0] == step and (row[5] != "hidden_top_abs" or row[4] in (0, TOP - 1))]
@@ -118,6 +118,6 @@ class Trackers:
 
 
 def tensorboard(trackers: Trackers | None) -> list[TrainerCallback]:
-    """Return Trainer's callback for TensorBoard with this run's writer, which also gets the numbers by layer."""
+    """Return Trainer's callback for TensorBoard with this run's writer; its file also has the numbers by layer."""
     writer = None if trackers is None else trackers.writer()
     return [] if writer is None else [TensorBoardCallback(writer)]

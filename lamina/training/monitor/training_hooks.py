@@ -1,4 +1,4 @@
-"""The monitor's hooks on a model, on gradient clipping and on optimizers, and what they read."""
+"""The monitor's hooks on a model, on gradient clipping and on optimizers, and the hooks' measurements."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: Mapping[str, object])
 
 
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Arguments]:
-    """Find the module whose forward names the arguments, and return it with them: wrappers may only take ``*args``.
+    """Find the module whose forward names the arguments, and return it with the named arguments.
 
-    Of a wrapper's modules, only one that holds all of its parameters is examined. If no forward gets a tensor, it is
-    the module itself.
+    A wrapper's forward may take only ``*args``. Then Lamina looks at the module inside that holds all of the wrapper's
+    parameters. If no forward gets a tensor, return the given module.
     """
     inner = module
     while not tensors_of(arguments := named_arguments(inner, args, kwargs)):
@@ -99,7 +99,7 @@ def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of tokens in a batch, or of items if it has no tokens."""
+    """Return the number of tokens in a batch, or the number of items if the batch has no tokens."""
     tokens = [value.numel() for value in inputs.values() if is_tokens(value)]
     return [*tokens, *(len(value) if value.ndim else 0 for value in inputs.values()), 0][0]
 
@@ -131,14 +131,14 @@ def _comes_from_output(loss: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """The outcome of a step.
+    """The result of an optimizer step.
 
     Attributes:
-        loss: the loss that the model or a trainer returned; None without one.
-        norm: the norm of its gradient before clipping; None if no gradient was seen.
+        loss: the loss that the model or a trainer returned; None if neither returned a loss.
+        norm: the norm of the gradient before clipping; None if the step had no gradient.
         stepped: whether an optimizer took the step.
-        measured: whether its update was measured.
-        rate: the largest learning rate with which the optimizers took the step; the current one if none did.
+        measured: whether Lamina measured the update.
+        rate: the largest learning rate of the step; without a step, the current largest learning rate.
     """
 
     loss: torch.Tensor | None
@@ -156,20 +156,18 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
     ):
         inner = inner.optimizer
     if not hasattr(inner, "register_step_pre_hook"):
-        raise UserError(
-            f"optimizer: a {type(optimizer).__name__} (allowed: a torch.optim.Optimizer, or a list of them)"
-        )
+        raise UserError(f"optimizer: a {type(optimizer).__name__}. Pass a torch.optim.Optimizer, or a list of them.")
     return inner
 
 
 def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
-    """Call ``act`` once a step has its gradients: after its closure has computed them, or now without one.
+    """Call ``act`` once a step has its gradients: after the step's closure computed them, or now without a closure.
 
     Args:
         args, kwargs: the arguments of ``optimizer.step``, as its pre-hooks get them; ``args`` begin with the optimizer.
-        act: called before the update, once for each call of the closure (LBFGS calls it several times a step).
+        act: called before the update, once for each call of the closure (LBFGS calls the closure several times a step).
 
-    Returns new arguments for the step, or None if the old ones stay.
+    Returns new arguments for the step, or None if the old arguments stay.
     """
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
     if not callable(closure):
@@ -192,8 +190,8 @@ Judge = Callable[[torch.Tensor], bool]
 class Instruments:
     """Hooks on a model's forward pass, on gradient clipping and on its optimizers' steps.
 
-    A step's squared gradient norms by sub-layer stay on the device until ``gradient_rows``, and all other measurements
-    of a step that is ``due`` until ``rows``. Nothing waits for the device before that.
+    Measurements stay on the device, so that training does not wait: a step's squared gradient norms by sub-layer until
+    ``gradient_rows``, and all other measurements of a ``due`` step until ``rows``.
     """
 
     resumed = False  # whether steps were done before
@@ -201,9 +199,9 @@ class Instruments:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], settings: WatchSettings):
         if not isinstance(model, nn.Module):
-            raise UserError(f"model: a {type(model).__name__} (allowed: a torch.nn.Module)")
+            raise UserError(f"model: a {type(model).__name__}. Pass a torch.nn.Module.")
         if not optimizers:
-            raise UserError("optimizer: an empty list. Give a torch.optim.Optimizer, or a list of them.")
+            raise UserError("optimizer: an empty list. Pass a torch.optim.Optimizer, or a list of them.")
         self.model = bare(model)
         self.optimizers = [stepping(optimizer) for optimizer in optimizers]
         self.settings = settings
@@ -221,7 +219,9 @@ class Instruments:
         if self._zero is not None:
             self._groups = [ZeroGroups(optimizer, self._flat.zero) for optimizer in self.optimizers]
             if settings.skip_outliers is not None:
-                raise UserError("skip_outliers: DeepSpeed takes every step (leave it out)")
+                raise UserError(
+                    "skip_outliers: DeepSpeed takes every step, so Lamina can skip none. Leave skip_outliers out."
+                )
         self.parameters = self._flat.numel(self.model)
         self.half = any(parameter.dtype == torch.float16 for parameter in parameters)
         self._clipped_at: float | None = None
@@ -267,10 +267,10 @@ class Instruments:
         """Attach the hooks inside the context.
 
         Args:
-            judge: decides from the gradient norm whether to skip the step; None skips none.
+            judge: decides from the gradient norm whether to skip the step; None skips no step.
             found: called with the batch after each search for the layers.
-            untold: called if a forward pass begins after an optimizer's step that nobody has ended.
-            left: called before the loop ends the processes' group.
+            untold: called if a forward pass begins although nobody has ended the last optimizer step.
+            left: called before the loop destroys the process group.
         """
         self._judge, self._found, self._untold, self._left = judge, found, untold, left
         base = getattr(self.model, "base_model", None)
@@ -380,14 +380,14 @@ class Instruments:
         self._found(batch_of(arguments))
 
     def note(self, text: str) -> None:
-        """Add a line for the user, once."""
+        """Add a line for the user, but only once."""
         if self.followed is not None and text not in self.followed.notes:
             self.followed.notes.append(text)
 
     def differentiates(self, loss: torch.Tensor) -> None:
-        """Keep the loss that a loop differentiates; it counts where neither model nor user gives one.
+        """Keep the loss that a loop differentiates. It counts if neither the model nor the user gives a loss.
 
-        After the optimizer's step, a loss belongs to another model.
+        A loss that the loop differentiates after the optimizer's step is not of this step's model.
         """
         whole, scaled = self._scaled
         self._scaled = None, None
@@ -404,21 +404,21 @@ class Instruments:
             losses.append((whole if scaled is loss and whole is not None else loss).detach())
 
     def divides(self, model: nn.Module, divisor: float) -> None:
-        """Divide the losses so far as a pipeline stage does their gradients: they are means over micro-batches."""
+        """Divide the losses so far by the number of micro-batches, as a pipeline stage divides the gradients."""
         if bare(model) is self.model:
             self._differentiated = [loss / divisor for loss in self._differentiated]
             self._apart = [loss / divisor for loss in self._apart]
 
     def ignores(self, passes: bool) -> None:
-        """Ignore the forward passes that do not train, until they are over."""
+        """Ignore forward passes that do not train."""
         self._looking = passes
 
     def leaves(self) -> None:
-        """Stop before the processes' group is gone."""
+        """Stop watching before the process group is destroyed."""
         self._left()
 
     def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Keep a loss and its scaled value until the loop differentiates the latter."""
+        """Keep a loss and its scaled value until the loop differentiates the scaled value."""
         self._scaled = loss, scaled
         if scaled is not loss:  # the scaler is enabled
             self._scale = (scaled.detach().double() / loss.detach().double()).reshape(-1)[0]
@@ -433,7 +433,7 @@ class Instruments:
             self.ended.add(id(optimizer))
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
-        """Measure gradients before torch clips them, by norm or by value (``limit`` None), if any is this model's."""
+        """Measure this model's gradients before torch clips them by norm, or by value (``limit`` None)."""
         clipped_ids = {id(parameter) for parameter in parameters}
         if not any(id(parameter) in clipped_ids for parameter in self.model.parameters()):
             return
@@ -442,7 +442,7 @@ class Instruments:
         if self._scale is not None and self._current is not None:
             self._current = self._current / torch.where(self._scale > 0, self._scale, 1.0) ** 2
             self.note(
-                "gradients are clipped before scaler.unscale_(optimizer), while they still have the loss scale, "
+                "your code clips gradients before scaler.unscale_(optimizer), while they still have the loss scale, "
                 "so the limit is far too low. Call scaler.unscale_(optimizer) before the clipping"
             )
             self._scale = None
@@ -508,7 +508,7 @@ class Instruments:
 
     @property
     def accumulates(self) -> bool:
-        """Whether only a micro-batch of a step has ended; a step that a loss scaler skips counts as ended."""
+        """Whether only a micro-batch has ended, and not yet the step. A step that a loss scaler skips has ended."""
         if self._zero is not None:
             return not self.ended
         return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
@@ -516,8 +516,8 @@ class Instruments:
     def step_loss(self) -> torch.Tensor | None:
         """Return the loss of the step so far: the sum of its shares, or the mean over its micro-batches.
 
-        Losses that the loop differentiated are shares. A loop that computes the output's loss in chunks, each
-        differentiated by itself, then differentiates their sum: the chunks do not count again.
+        Losses that the loop differentiated are shares. If a loop differentiates chunks of the loss one by one, and then
+        their sum, the chunks do not count again.
         """
         shares = not self.losses
         if not (kept := self._differentiated or self._apart if shares else self.losses):
@@ -569,9 +569,9 @@ class Instruments:
         self._stale = True
 
     def gradient_rows(self) -> list[Row]:
-        """Return the gradients of the steps since the last call as tidy rows, without frozen sub-layers.
+        """Return the gradients of the steps since the last call as tidy rows; frozen sub-layers have no rows.
 
-        A step that a GradScaler skipped because of an infinite gradient has no rows.
+        A step that a GradScaler skipped because of an infinite gradient has no rows either.
         """
         if not self._squares:
             return []
@@ -603,13 +603,13 @@ class Instruments:
         return rows + (again if self._repeats and self._varied else [])
 
     def written_rows(self, step: int) -> list[Row]:
-        """Return changes that no optimizer made, as tidy rows, at a step that is not due."""
+        """Return changes of weights that no optimizer made, as tidy rows, at a step that is not due."""
         return [] if self._updates is None else self._updates.samples.rows(step, recorded=False)
 
     def rows(self, step: int, processes: Processes) -> list[Row]:
         """Return a due step's stream, gains, updates, moments and weights as tidy rows.
 
-        All processes must call it: the stream's rows combine all their micro-batches.
+        All processes must call it, because the stream's rows combine the micro-batches of all processes.
         """
         seen = PassNumbers()
         if self._meter is not None:
@@ -631,13 +631,16 @@ class Instruments:
                 self._told_resting = True
                 self.note(f"step {step}: these parameters have a learning rate of 0: {named(self.model, resting)}")
             if silent := self._updates.silent:
-                self.note(f"these get no gradient, though most other layers' do: {named(self.model, silent)}")
+                self.note(
+                    "these parameters get no gradient, although the same parameters of most other layers do: "
+                    f"{named(self.model, silent)}"
+                )
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model
             rows += rows_of_gains(self._gains, step)
         return rows
 
     def about(self) -> Json:
-        """Return the content of watched.json that describes the model."""
+        """Return the entries of watched.json that describe the model."""
         followed = self.followed
         assert followed is not None
         structure = followed.structure

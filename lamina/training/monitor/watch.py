@@ -69,7 +69,7 @@ class WatchedRecords(Writers):
         step: the last earlier step; 0 for a new run.
 
     Raises:
-        UserError: for a folder in use, or one whose records are of another version.
+        UserError: for a folder in use, or a folder with records of another version.
     """
 
     def __init__(self, settings: WatchSettings, *, resume: Resume = False, overwrite: bool = False, step: int = 0):
@@ -90,8 +90,8 @@ class WatchedRecords(Writers):
                 part.load_state_dict({"step": step})
             if continues and (last := self.layers.last_step()) < step:
                 logger.warning(
-                    "lamina.watch: the records by layer of steps %d to %d are missing in %s, because the "
-                    "training was killed",
+                    "lamina.watch: the records by layer of steps %d to %d are missing in %s, because the training was "
+                    "killed",
                     *(last + 1, step, folder),
                 )
             self._held = held.pop_all()
@@ -109,11 +109,11 @@ class WatchedRecords(Writers):
 
 
 class LoopMonitor(Monitor):
-    """The monitor of other people's loops; made by ``lamina.watch`` or a callback.
+    """The monitor of a user's own training loop; ``lamina.watch`` or a callback makes it.
 
     Args:
-        instruments: the hooks on the model and its optimizers, which are its adapter.
-        records: the writer in the first process; None in all other processes.
+        instruments: the hooks on the model and its optimizers, which supply the measurements.
+        records: the writer of the records in the first process; None in all other processes.
         step: the last earlier step; 0 for a new run.
         on_alarm: called in the first process with the first alarm of each event.
         tokenizer: decodes the rows of recorded batches; None looks for the model's.
@@ -162,7 +162,7 @@ class LoopMonitor(Monitor):
 
     @property
     def tokens(self) -> int:
-        """The tokens of all steps and processes so far, including an earlier session's."""
+        """The number of tokens of all steps and processes so far, including earlier sessions."""
         before = 0 if self.records is None else self.records.metrics.tokens_before
         return before + self.instruments.tokens * self.processes.size
 
@@ -209,7 +209,7 @@ class LoopMonitor(Monitor):
     def end_step(self, loss: torch.Tensor | float | None = None) -> None:
         """End an optimizer step, or a micro-batch under accelerate's ``accumulate``.
 
-        Raises Diverged if the run should stop, and UserError for a loss that is not one number.
+        Raises Diverged if the run should stop, and UserError for a loss that is not a single number.
         """
         self._told = True
         if not self._open:
@@ -274,13 +274,13 @@ class LoopMonitor(Monitor):
             self.batches.write({alarm.step for alarm in self.alarms.told}, self.processes)
 
     def take(self, rows: Sequence[Row]) -> None:
-        """Record what the training code says of a step itself; it is judged with that step's measures."""
+        """Record values that the training code reports for a step; Lamina judges them with the step's measures."""
         if self._open:
             self._waiting += rows
             self._add(rows)
 
     def new_steps(self) -> list[Row]:
-        """Return each new step's loss and gradient norm; a step that a loss scaler skipped has no norm."""
+        """Return the loss and gradient norm of each new step; a step that a loss scaler skipped has no norm."""
         scaled = self.instruments.scales_losses
         return [row for row in super().new_steps() if not scaled or row[5] != NORM or math.isfinite(row[6])]
 
@@ -315,7 +315,7 @@ class LoopMonitor(Monitor):
         self.end(sys.exc_info()[1])
 
     def end(self, error: BaseException | None) -> bool:
-        """Close with the status that the error tells; return whether it is the monitor's own stop."""
+        """Close with the status for the error; return whether the error is the monitor's own stop."""
         ended = isinstance(error, Diverged) and error is self.diverged
         if ended or error is None:
             self.close(Status.FINISHED)
@@ -326,7 +326,7 @@ class LoopMonitor(Monitor):
         return ended
 
     def close(self, status: Status, reason: str = "") -> None:
-        """Detach, and write the collected rows; safe to call twice."""
+        """Remove the hooks, and write the collected rows; safe to call twice."""
         if not self._open:
             return
         # The others may have left, or a loop may have ended the processes' group before the process ends.
@@ -368,8 +368,9 @@ class Watch:
     """The context manager that ``lamina.watch`` returns.
 
     Attributes:
-        monitor: the monitor while the context is open; None if the records can't be continued (``open_monitor``).
-        diverged: the guard's verdict, if there is one.
+        monitor: the monitor while the context is open; None if Lamina can't continue the records (see
+            ``open_monitor``).
+        diverged: the guard's verdict; None without a divergence.
     """
 
     def __init__(self, begin: Callable[[], LoopMonitor | None]):
@@ -381,7 +382,7 @@ class Watch:
         return self
 
     def start(self) -> Self:
-        """Watch until the process ends: for a loop to which you add only this line."""
+        """Watch from now on until the process ends. Use it to watch a loop with only one added line."""
         atexit.register(self._at_exit)
         return self.__enter__()
 
@@ -396,15 +397,17 @@ class Watch:
         micro-batch; the step's loss is the mean over its micro-batches.
 
         Waits for the device only if a record is due (every ``every``-th step). With ``on_divergence="stop"``, a
-        divergence ends the ``with`` block here. Raises UserError for a loss that is not one number.
+        divergence ends the ``with`` block here. Raises UserError for a loss that is not a single number.
         """
-        assert self._open, "monitor.step() belongs into the with block of lamina.watch"
+        assert self._open, (
+            "monitor.step() was called outside of the with block of lamina.watch. Call it inside the block."
+        )
         if self.monitor is not None:
             self.monitor.end_step(loss)
 
     @property
     def diverged(self) -> Diverged | None:
-        """Why and where the run diverged; None if it did not."""
+        """The reason and the place of the divergence; None if the run did not diverge."""
         return None if self.monitor is None else self.monitor.diverged
 
     def __exit__(
@@ -436,8 +439,8 @@ def watch(
     ...         monitor.step(loss)
 
     To change only one line, call ``lamina.watch(model, optimizer, output="runs/mine").start()`` before the loop. It
-    watches until the process ends. A step then ends when the next forward pass begins. Its loss is the ``loss`` of the
-    model's output, or the tensor on which the loop calls ``backward``.
+    watches until the process ends. A step then ends when the next forward pass begins. The step's loss is the ``loss``
+    of the model's output, or the tensor on which the loop calls ``backward``.
 
     ``watch`` works with gradient accumulation, clipping, DDP and FSDP (call it in every process, after you wrap the
     model). With pipeline parallelism, give each stage its own folder: ``output=f"runs/mine/stage-{stage}"``.
@@ -465,7 +468,7 @@ def watch(
     """
     record = WatchSettings.from_dict({"output": output, **settings})
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise UserError(f"step: {step!r} (allowed: a whole number, 0 or more)")
+        raise UserError(f"step: {step!r}. Give a whole number, 0 or more.")
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     modes: Json = {"resume": resume, "overwrite": overwrite, "step": step, "on_alarm": on_alarm, "tokenizer": tokenizer}
     return Watch(functools.partial(open_monitor, model, optimizers, record, **modes))
@@ -484,8 +487,8 @@ def open_monitor(
 ) -> LoopMonitor | None:
     """Begin a monitor; all processes of a run call it.
 
-    Returns None, after one line in the log, if ``resume="auto"`` finds records after ``step`` steps that can't be
-    continued: a training that has begun does not end because of its records. Otherwise raises UserError.
+    If ``step`` is above 0 and ``resume="auto"`` finds records that Lamina can't continue, log a line and return None,
+    so that the training continues without records. In other cases, raise UserError.
     """
     processes, stage = processes_of(model, settings)
     instruments = Instruments(model, optimizers, settings)  # refuses before the folder is touched
@@ -497,7 +500,7 @@ def open_monitor(
         try:
             records.append(WatchedRecords(settings, resume=resume, overwrite=overwrite, step=step))
         except OSError as error:  # a folder that cannot be made
-            raise UserError(f"output: {settings.output!r}: {one_line(error)} (allowed: a folder)") from error
+            raise UserError(f"output: {settings.output!r}: {one_line(error)}. Choose another folder.") from error
 
     try:
         processes.by_first(claim)
@@ -505,7 +508,7 @@ def open_monitor(
         if resume != "auto" or not step:
             raise
         if processes.first:
-            logger.warning("lamina.watch: %s; training goes on without records", error)
+            logger.warning("lamina.watch: %s. Training continues without records", error)
         return None
     modes: Json = {"step": step, "on_alarm": on_alarm, "tokenizer": tokenizer}
     monitor = LoopMonitor(instruments, records[0] if records else None, processes, **modes)
@@ -514,7 +517,7 @@ def open_monitor(
 
 
 def was_killed(settings: WatchSettings) -> bool:
-    """Return whether the output folder holds the records of a training with these settings that was killed."""
+    """Return whether the output folder holds records of a killed training with the same settings."""
     folder = Path(settings.output)
     if kind_of(folder) != Kind.WATCHED or not in_use(folder) or is_locked(folder):
         return False
@@ -532,7 +535,7 @@ def was_killed(settings: WatchSettings) -> bool:
 
 
 class WatchCallback:
-    """The shared base of the callbacks for Trainer and Lightning: the arguments of ``lamina.watch``, and a monitor."""
+    """The base of the callbacks for Trainer and Lightning. It holds the arguments of ``lamina.watch`` and a monitor."""
 
     def __init__(
         self,
@@ -551,7 +554,7 @@ class WatchCallback:
 
     @property
     def diverged(self) -> Diverged | None:
-        """Why and where the run diverged; None if it did not."""
+        """The reason and the place of the divergence; None if the run did not diverge."""
         return None if self.monitor is None else self.monitor.diverged
 
     def _begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
@@ -686,4 +689,4 @@ def _calling_trainer() -> Trainer | None:
 
 
 _OPEN: dict[Path, LayerMonitor] = {}
-"""Those whose training has not ended, by resolved folder."""
+"""The callbacks whose training has not ended, by resolved folder."""

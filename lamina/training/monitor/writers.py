@@ -47,10 +47,10 @@ class LastEvaluation:
     """The results of the last evaluation.
 
     Attributes:
-        step: the step after which it took place; -1 if there was none yet.
+        step: the step after which the evaluation took place; -1 if there was no evaluation yet.
         loss: the loss on the held-out blocks, in nats per token.
         second: the loss on the second corpus.
-        scores: the objective's further measures.
+        scores: the further measures of the objective.
         tasks: the scores on eval_tasks.
     """
 
@@ -61,7 +61,7 @@ class LastEvaluation:
     tasks: Mapping[str, float] | None = None
 
     def apart(self) -> Json:
-        """Return the results on a second text and on tasks, by their names in records; empty without them."""
+        """Return the results on the second text and on tasks, by their names in records."""
         second = {} if self.second is None else {"eval_corpus_loss": self.second}
         return second if self.tasks is None else {**second, "tasks": dict(self.tasks)}
 
@@ -72,7 +72,7 @@ _CHUNK = 1000  # steps whose values are concatenated, so that rare records keep 
 class StepSeries:
     """Each step's loss (the mean over micro-batches and processes), and its gradient norm before clipping.
 
-    Nothing waits for the device before ``rows``, which all processes call at the same step.
+    Only ``rows`` waits for the device. All processes must call ``rows`` at the same step.
     """
 
     def __init__(self, processes: Processes | None = None):
@@ -96,7 +96,7 @@ class StepSeries:
         self._norm = torch.as_tensor(norm).detach()
 
     def end_step(self, step: int, *, skipped: bool = False) -> None:
-        """End the step; one that a loss scaler ``skipped`` has no norm."""
+        """End the step; a step that a loss scaler ``skipped`` has no norm."""
         import torch
 
         for name, value in ((LOSS, self._loss), (NORM, None if skipped else self._norm)):
@@ -125,10 +125,10 @@ class StepSeries:
 
 
 def spike_columns(folder: Path) -> Json:
-    """Count spikes and surges of a run's losses and gradients, from its layers/; by the names of ``SPIKES``.
+    """Count spikes and surges of a run's losses and gradients in its layers/; the keys are the names in ``SPIKES``.
 
-    Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge; surges are None for an empty
-    one.
+    Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge. Surges are None for an empty
+    series.
     """
     series: dict[str, dict[int, float]] = {LOSS: {}, NORM: {}}
     for step, *_, metric, value in read_rows(folder, [LOSS, NORM]):
@@ -154,7 +154,7 @@ def layer_parts(folder: Path) -> list[Path]:
 
 
 def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | None = None) -> dict[str, list[Any]]:
-    """Read a part's columns, for some metrics and a sub-layer or for all. Raises OSError, ValueError, KeyError."""
+    """Read a part's columns; by default, for all metrics and sub-layers. Raises OSError, ValueError, KeyError."""
     if part.suffix == ".npz":
         import numpy as np
 
@@ -174,9 +174,9 @@ def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | 
 
 
 def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str | None = None) -> list[Row]:
-    """Read a run's rows by layer, for some metrics and a sub-layer or for all.
+    """Read a run's rows by layer; by default, for all metrics and sub-layers.
 
-    An unreadable part is left out with a warning. Raises UserError for parts in Parquet without pyarrow.
+    Leaves out an unreadable part, with a warning. Raises UserError for a Parquet part if pyarrow is not installed.
     """
     rows: list[Row] = []
     for part in layer_parts(folder):
@@ -193,7 +193,7 @@ def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str 
 
 
 class MetricsWriter:
-    """metrics.jsonl: one line per record, written at once.
+    """Writes metrics.jsonl: one line per record, at once.
 
     Args:
         folder: the run's folder.
@@ -252,7 +252,7 @@ def _evaluations(records: list[Json]) -> tuple[LastEvaluation, float]:
 
 
 def keep_abandoned(folder: Path, step: int, number: int) -> None:
-    """Copy the records after ``step`` to metrics-rollback-NUMBER.jsonl: a rollback removes them from metrics.jsonl."""
+    """Copy the records after ``step`` to metrics-rollback-NUMBER.jsonl, before a rollback removes them."""
     gone = [record for record in RunFolder(folder).metrics if record["step"] > step]
     write_lines(folder / f"metrics-rollback-{number}.jsonl", gone)
 
@@ -263,10 +263,10 @@ def _number(part: Path) -> int:
 
 
 class LayersWriter:
-    """layers/part-*: rows are collected and written in parts, so that a kill loses at most the last part.
+    """Writes layers/part-*: it collects rows and writes them in parts, so a kill loses only the last part's rows.
 
-    A part has at most the rows of 10 seconds, or of 0.2 % of the time so far: a long run has about a thousand parts. It
-    is a Parquet table or, without pyarrow, an .npz of NumPy's (an array per column, no pickle).
+    A part covers 10 seconds, or 0.2 % of the time so far if that is longer, so a long run has about a thousand parts. A
+    part is a Parquet table or, without pyarrow, NumPy's .npz (an array per column, no pickle).
     """
 
     rows_per_part = 20_000
@@ -358,11 +358,11 @@ class WatchSettings(Settings):
         "index of the first layer in the whole model, for a pipeline stage whose module names do not contain it",
         at_least(0),
     )
-    attention: bool = setting(True, "whether to record the largest attention logit and the experts' loads")
+    attention: bool = setting(True, "whether to record the largest attention logit and the load of each expert")
     batches: bool = setting(
-        False, "whether to keep the rows, with text, of batches that had an alarm or an unusual gradient"
+        False, "whether to keep the rows, with text, of batches with an alarm or an unusual gradient"
     )
-    on_divergence: OnDivergence = setting("note", "note a divergence, or stop")
+    on_divergence: OnDivergence = setting("note", "at a divergence: note it, or stop the training")
     divergence_margin: float = setting(1.0, "divergence margin: nats above the lowest loss so far", not_below(0.0))
     divergence_patience: int = setting(
         20, "divergence patience: steps that the loss must stay above this margin", at_least(1)
@@ -383,7 +383,7 @@ WATCHED = "watched.json"
 def read_about(folder: Path) -> Json:
     """Read watched.json; empty if it is missing.
 
-    Raises UserError if the file is damaged, or if another version has written the records.
+    Raises UserError if the file is damaged, or if another version of Lamina wrote the records.
     """
     if not (folder / WATCHED).exists():
         return {}
@@ -391,17 +391,24 @@ def read_about(folder: Path) -> Json:
         about = read_json(folder / WATCHED)
         version = about.get("record")
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"record: {str(folder / WATCHED)!r} cannot be read ({one_line(error)})") from None
+        raise UserError(
+            f"record: {str(folder / WATCHED)!r} cannot be read ({one_line(error)}). Restore the file, or choose "
+            "another folder."
+        ) from None
     if version != VERSION:
         raise UserError(
-            f"record: {str(folder)!r} holds records of version {version!r} (allowed: {VERSION}, which this version of "
-            "lamina writes; another folder for a new run)"
+            f"record: {str(folder)!r} holds records of version {version!r}, but this version of Lamina reads "
+            f"only version {VERSION}. Use the version that wrote them, or another folder for a new run."
         )
     for name in ("settings", "history"):
         if not isinstance(entry := about.get(name) or {}, dict):
-            raise UserError(f"{name}: {str(entry)[:60]} in {str(folder / WATCHED)!r} (allowed: a mapping)")
+            raise UserError(
+                f"{name}: {str(entry)[:60]} in {str(folder / WATCHED)!r} is not a mapping. Restore the original file."
+            )
     for name, kind in (("layers", dict), ("notes", str), ("optimizers", str)):
         entries, file = about.get(name, []), str(folder / WATCHED)
         if not isinstance(entries, list) or not all(isinstance(entry, kind) for entry in entries):
-            raise UserError(f"{name}: {str(entries)[:60]} in {file!r} (allowed: a list, each a {kind.__name__})")
+            raise UserError(
+                f"{name}: {str(entries)[:60]} in {file!r} is not a list of {kind.__name__}. Restore the original file."
+            )
     return about

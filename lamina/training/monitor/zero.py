@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO 1 to 3: the part of each parameter that this process holds, and the end of each step.
 
-ZeRO keeps float32 weights, gradients and the optimizer's moments in flat tensors, of which each process has a slice;
-stage 3 also splits the model's own parameters. Its optimizer updates one slice after another by a torch optimizer, and
-frees gradients meanwhile. So Lamina counts a step when ZeRO's ``step`` ends.
+ZeRO keeps float32 weights, gradients and the optimizer's moments in flat tensors. Each process has a slice of these
+tensors; stage 3 also splits the model's own parameters. ZeRO's optimizer updates one slice after another by a torch
+optimizer, and frees gradients meanwhile. So Lamina counts a step only when ZeRO's ``step`` ends.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Marked: TypeAlias = Any
 
 
 class ZeroPart(HeldPart):
-    """This process's part of a parameter: of the weights that ZeRO's optimizer updates.
+    """This process's part of a parameter, among the float32 weights that ZeRO's optimizer updates.
 
     Args:
-        place: the flat tensor, where the part begins there, and its length.
-        gradient: returns the part's gradient; its tensor may be of another shape or empty.
-        group: the optimizer's group; -1 for a frozen parameter, which none has.
+        place: the flat tensor, and the part's first index and length in it.
+        gradient: returns the part's gradient; the tensor may have another shape or be empty.
+        group: the number of the optimizer's group; -1 for a frozen parameter, which is in no group.
         share: the weight of this process's part in a sum over processes.
     """
 
@@ -49,7 +49,7 @@ class ZeroPart(HeldPart):
 
     @property
     def split(self) -> bool:
-        """Whether the model's own parameter is split, too."""
+        """Whether ZeRO also splits the model's own parameter."""
         return hasattr(self.parameter, "ds_id")
 
     @property
@@ -62,12 +62,12 @@ class ZeroPart(HeldPart):
 
 
 def is_deepspeeds(model: nn.Module) -> bool:
-    """Return whether DeepSpeed's ZeRO keeps a model's gradients and weights elsewhere (it marks the parameters)."""
+    """Return whether DeepSpeed's ZeRO, which marks its parameters, keeps a model's gradients and weights."""
     return any(hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def zero_optimizer(model: object, optimizers: Iterable[object]) -> Zero:
-    """Find ZeRO's optimizer in DeepSpeed's engine or in what wraps it; None without one, or if it swaps to a disk."""
+    """Find ZeRO's optimizer in DeepSpeed's engine or its wrapper; None without ZeRO, or if ZeRO swaps to a disk."""
     for found in (model, *optimizers):
         while found is not None:
             if hasattr(found, "bit16_groups") or hasattr(found, "fp32_partitioned_groups_flat"):
@@ -124,7 +124,7 @@ def _stage_3(zero: Zero, parameter: Marked) -> ZeroPart:
 class ZeroGroups:
     """The groups and the state of ZeRO's torch optimizer, with a flat tensor for each parameter of a group.
 
-    Used in place of that optimizer, whose groups stage 3 empties between its updates.
+    It replaces the torch optimizer, because ZeRO's stage 3 empties the optimizer's groups between updates.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Mapping[int, ZeroPart]):
@@ -144,7 +144,7 @@ class ZeroGroups:
 
 @contextmanager
 def steps_of(zero: Zero, before: Callable[[], object], after: Callable[[], object]) -> Iterator[None]:
-    """Call functions before and after each step of ZeRO's optimizer inside the context."""
+    """Inside the context, call functions before and after each step of ZeRO's optimizer."""
     step = zero.step
 
     def telling(*args: object, **kwargs: object) -> object:

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from lamina.training.settings import PretrainSettings
 
 Processor: TypeAlias = "PreTrainedTokenizerBase | BaseImageProcessor"
-"""What turns raw data into a model's input: it is saved beside the model."""
+"""The tokenizer or image processor, which turns raw data into a model's input. It is saved beside the model."""
 Collate: TypeAlias = Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]
 """Joins items to a batch."""
 
 
 class Objective(ABC):
-    """What a model is trained to predict; a backbone's heads decide which objectives fit it.
+    """A training objective: what a model learns to predict. A backbone's heads decide which objectives fit.
 
     Attributes:
         head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
         guess: a name for the loss of a model that knows only how frequent each target is.
-        own: the settings of this objective that not all objectives use.
-        without: the settings that all other objectives use, and this one does not.
+        own: the settings that this objective uses and some other objectives do not.
+        without: the settings that this objective does not use, although all other objectives do.
     """
 
     head: ClassVar[str]
@@ -49,8 +49,8 @@ class Objective(ABC):
             if getattr(settings, name) != settings.default(name):
                 users = [other.head for other in objectives() if other.uses(name)]
                 raise UserError(
-                    f"{name}: {getattr(settings, name)!r} has no effect on the objective {self.head!r} (allowed: with "
-                    f"{', '.join(users)})"
+                    f"{name}: {getattr(settings, name)!r} has no effect on the objective {self.head!r}, only on "
+                    f"{', '.join(users)}. Leave it out."
                 )
 
     def uses(self, name: str) -> bool:
@@ -62,28 +62,29 @@ class Objective(ABC):
         if self.head != head:
             raise UserError(
                 f"backbone: {backbone!r} is trained on {self.head}, but lamina {command} measures only {head}. "
-                f"Choose a backbone for {head}"
+                f"Choose a backbone for {head}."
             )
 
     @abstractmethod
     def fit(self, config: PreTrainedConfig, settings: PretrainSettings) -> None:
-        """Adjust a backbone's configuration to the size of these settings' items. Raises UserError."""
+        """Adjust a backbone's configuration to the items' size in the settings. Raises UserError."""
 
     @abstractmethod
     def item_tokens(self, config: PreTrainedConfig, settings: PretrainSettings) -> int:
-        """Return the number of tokens that one item has in the stream."""
+        """Return the number of tokens that an item has in the residual stream."""
 
     @abstractmethod
     def read(self, settings: PretrainSettings, config: PreTrainedConfig, *, bar: bool) -> tuple[Splits, Processor]:
-        """Read the data and their processor; ``bar`` shows progress. Raises UserError."""
+        """Read the data and the tokenizer or image processor; ``bar`` shows progress. Raises UserError."""
 
     @abstractmethod
     def complete(
         self, config: PreTrainedConfig, splits: Splits, processor: Processor, from_model: str | None
     ) -> PreTrainedConfig:
-        """Copy a backbone's configuration and set the vocabulary or the classes of the data.
+        """Copy a backbone's configuration and set the vocabulary size or the classes of the data.
 
-        ``from_model`` is the checkpoint that the run continues, whose sizes stay. Raises UserError if they do not fit.
+        ``from_model`` is the checkpoint that the run continues; its sizes stay. Raises UserError if the data do not fit
+        them.
         """
 
     def collate(self, settings: PretrainSettings, splits: Splits) -> Collate | None:
@@ -96,11 +97,11 @@ class Objective(ABC):
 
     @abstractmethod
     def derived(self, loss: float, stats: Stats) -> dict[str, float]:
-        """Return the numbers that follow from an eval loss alone, by column."""
+        """Compute further columns from an eval loss alone."""
 
     @abstractmethod
     def facts(self, settings: PretrainSettings, stats: Stats) -> dict[str, object]:
-        """Return facts about the data for the model's card, by title."""
+        """Return facts about the data for the model card, by title."""
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return further measures of each held-out item, [batch] each, by column; empty if there are none."""
@@ -133,9 +134,9 @@ def all_own() -> frozenset[str]:
 
 
 def objective_of(config: PreTrainedConfig, requested: str = "auto", backbone: str | None = None) -> Objective:
-    """Return a backbone's objective: the requested one, or for "auto" the first that its heads allow.
+    """Return the requested objective, or for "auto" the first objective that the backbone's heads allow.
 
-    ``backbone`` is its name, for the message. Raises UserError for an objective that does not fit it.
+    ``backbone`` is the backbone's name, for the message. Raises UserError if the objective does not fit.
     """
     fitting = [head for head in adapter_of(config).heads if head in _registry.names()]
     name = backbone or config.model_type

@@ -62,7 +62,7 @@ class TextObjective(Objective):
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the padding's id, whose embedding is not trained; None if the same token ends documents."""
+    """Return the id of the padding token, whose embedding is not trained; None if this token also ends documents."""
     padding = tokenizer.pad_token_id
     return padding if isinstance(padding, int) and padding != tokenizer.eos_token_id else None
 
@@ -103,7 +103,7 @@ def read_text(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrained
 
 @contextmanager
 def about_eval_corpus() -> Iterator[None]:
-    """Make errors about the corpus read inside the context name the setting ``eval_corpus``."""
+    """Rename ``corpus`` to ``eval_corpus`` in the UserErrors that are raised inside the context."""
     try:
         yield
     except UserError as error:
@@ -112,7 +112,7 @@ def about_eval_corpus() -> Iterator[None]:
 
 @objective
 class CausalLM(TextObjective):
-    """Predict each token of a text from those before it."""
+    """Predict each token of a text from the tokens before it."""
 
     head = "causal_lm"
     own = frozenset({"eval_tasks", "eval_task_limit", "eval_data_dir", "run_code"})
@@ -123,7 +123,7 @@ class CausalLM(TextObjective):
 
 @objective
 class MaskedLM(TextObjective):
-    """Predict the masked tokens of a text from all others."""
+    """Predict the masked tokens of a text from all other tokens."""
 
     head = "masked_lm"
     own = frozenset({"mask_ratio"})
@@ -153,7 +153,7 @@ class MaskedLM(TextObjective):
         return {"perplexity": perplexity(loss)}  # of the masked tokens: not of the text, so no bits per byte
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the share of each block's masked tokens that are predicted correctly."""
+        """Return, for each block, the share of masked tokens that the model predicts correctly."""
         chosen = labels != -100
         right = (logits.argmax(-1) == labels) & chosen
         return {"accuracy": right.sum(-1) / chosen.sum(-1)}

@@ -29,7 +29,7 @@ from lamina.training.settings import RunSettings
 
 
 def scaling_of(settings: RunSettings) -> Scaling | None:
-    """Return the scaling schemes of the settings; None without any."""
+    """Return the scaling schemes of the settings; None without a scheme."""
     if settings.width_scaling == settings.depth_scaling == "none":
         return None
     return Scaling(
@@ -44,7 +44,7 @@ def scaling_of(settings: RunSettings) -> Scaling | None:
 
 
 def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "adamw") -> dict[str, StepFactors]:
-    """Return each parameter's factors by name. Raises UserError as ``scaled_weights`` does."""
+    """Return the factors of each parameter, by its name. Raises UserError as ``scaled_weights`` does."""
     scaled = {each.weight.name: each for each in scaled_weights(model, scaling)}
     if optimizer == "adamw":
         return {name: each.factors for name, each in scaled.items()}
@@ -53,11 +53,12 @@ def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "ada
 
 
 def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
-    """Return the factors of a matrix that Muon updates; outside the blocks, those of AdamW.
+    """Return the factors of a matrix that Muon updates; outside the blocks, the factors for AdamW.
 
     The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out/in).
-    Muon's are rate * 0.2 * sqrt(max(out, in)), whatever the input, so all alignments have the same factor: 1/sqrt(m) if
-    both sides grow. The depth's factors are Adam's, whose updates do not depend on the size of the gradient either.
+    Muon's updates have the norm rate * 0.2 * sqrt(max(out, in)) for any input, so the factor is the same for all
+    alignments: 1/sqrt(m) if both sides grow. The factors for depth are Adam's, because neither optimizer's updates
+    depend on the gradient's size.
     """
     if scaled.kind != "hidden" or scaled.weight.layer < 0:
         return scaled.factors
@@ -72,14 +73,14 @@ def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """PyTorch's Muon for groups with ``muon`` and its AdamW for the rest, as one optimizer with one state.
+    """PyTorch's Muon for groups with ``muon``, and PyTorch's AdamW for other groups, as one optimizer with one state.
 
-    Muon's update has the root mean square of AdamW's (Liu et al. 2025, arXiv 2502.16982, Eq 4), so both take the same
-    rate and decay.
+    Muon's updates have the same root mean square as AdamW's (Liu et al. 2025, arXiv 2502.16982, Eq 4), so both use the
+    same learning rate and decay.
 
     Args:
-        groups: groups with parameters, rate and decay; ``muon`` is True or missing.
-        adamw: AdamW's other options.
+        groups: groups with parameters, learning rate and weight decay; ``muon`` is True or missing.
+        adamw: further options of AdamW.
     """
 
     def __init__(self, groups: list[Json], **adamw: Any):
@@ -125,9 +126,10 @@ def parameter_groups(
     weight_decay: float,
     epsilon: float = 1e-8,
 ) -> list[Json]:
-    """Group the parameters by learning rate and decay; groups whose rate factor is nearest to 1 come first.
+    """Group the parameters by learning rate and weight decay; groups with a rate factor near 1 come first.
 
-    Gains, biases and learned scales do not decay. ``epsilon`` is Adam's, in groups with a factor on it.
+    Gains, biases and learned scales have no weight decay. ``epsilon`` is Adam's; a group with a factor on epsilon gets
+    the product.
     """
     groups: dict[tuple[float, bool, float, float, bool], Json] = {}
     decay = set(decaying(model))
@@ -146,7 +148,7 @@ def parameter_groups(
 
 
 def check_optimizer(arguments: TrainingArguments) -> None:
-    """Raise UserError for an optimizer other than Adam, whose exponents the schemes state."""
+    """Raise UserError for an optimizer other than Adam, because the schemes' exponents are for Adam."""
     name = str(getattr(arguments.optim, "value", arguments.optim))
     if "adam" not in name:
         raise UserError(
@@ -156,7 +158,7 @@ def check_optimizer(arguments: TrainingArguments) -> None:
 
 
 def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
-    """Return the ``wsd`` schedule as a function from steps done to the share of the peak rate; None for ``cosine``."""
+    """Return the ``wsd`` schedule, from steps done to the share of the peak learning rate; None for ``cosine``."""
     if settings.schedule == "cosine":
         return None
     return partial(
@@ -170,7 +172,7 @@ def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
 
 
 def planned_shares(settings: RunSettings) -> Callable[[int], float]:
-    """Return the schedule as a function from steps done to the share of the peak rate, also for ``cosine``."""
+    """Return the schedule, also for ``cosine``, from steps done to the share of the peak learning rate."""
     schedule = schedule_of(settings)
     if schedule is not None:
         return schedule
@@ -182,16 +184,18 @@ def planned_shares(settings: RunSettings) -> Callable[[int], float]:
 
 
 def with_shorter_warmup(shares: Callable[[int], float], done: int, *, warmup: int, planned_warmup: int) -> float:
-    """Return the share of the peak rate after ``done`` steps with a shorter warm-up than planned."""
+    """Return the share of the peak learning rate after ``done`` steps, with a shorter warm-up than planned."""
     return done / warmup if done < warmup else shares(done - warmup + planned_warmup)
 
 
 def warmup_stable_decay(done: int, *, warmup: int, decay: int, steps: int, low: float, shape: str) -> float:
-    """Return the share of the peak rate after ``done`` steps: linear warm-up, constant, then a decay to ``low``.
+    """Return the share of the peak learning rate after ``done`` steps: warm-up, constant, then a decay to ``low``.
 
-    With u, the completed share of the decay, the rate falls as 1 - u (linear), 1 - sqrt(u) (1-sqrt) or
-    (1 + cos(pi u)) / 2 (cosine), scaled to end at ``low``. MiniCPM (arXiv 2404.06395) named the schedule; 1-sqrt is
-    Hägele et al.'s (arXiv 2405.18392).
+    The warm-up is linear.
+
+    If u is the completed share of the decay, the learning rate falls as 1 - u (linear), 1 - sqrt(u) (1-sqrt) or (1 +
+    cos(pi u)) / 2 (cosine), scaled so that it ends at ``low``. MiniCPM (arXiv 2404.06395) named the schedule; 1-sqrt is
+    from Hägele et al. (arXiv 2405.18392).
     """
     if done < warmup:
         return done / warmup
@@ -209,11 +213,13 @@ _STEPS = "steps"
 
 
 class WeightAverage(TrainerCallback):
-    """The average after step t: decay * average + (1 - decay) * weights; after the first step, the weights.
+    """A moving average of the weights.
+
+    After the first step it equals the weights; after each further step it is decay * average + (1 - decay) * weights.
 
     Args:
         model: the model before its first step; it is copied.
-        decay: the factor on the average, below 1.
+        decay: the factor on the old average, below 1.
     """
 
     def __init__(self, model: PreTrainedModel, decay: float):
@@ -240,7 +246,7 @@ class WeightAverage(TrainerCallback):
         return {**dict(self.model.named_parameters()), _STEPS: self.averaged.n_averaged}
 
     def read(self, folder: Path) -> None:
-        """Restore a checkpoint's average. Raises UserError for a checkpoint without one."""
+        """Restore a checkpoint's average. Raises UserError for a checkpoint without an average."""
         if not (folder / AVERAGE).is_file():
             raise UserError(f"ema_decay: {str(folder)!r} holds no averaged weights. Resume with --ema-decay 0.")
         stored = load_file(folder / AVERAGE)

@@ -18,21 +18,21 @@ Skip = tuple[int, int]  # (step, by how many steps' worth of data the order is a
 class TrainOrder(Sampler[list[int]]):
     """The indices of one process's micro-batches, for a whole run.
 
-    The corpus's blocks are reshuffled after each pass, and step ``s`` (from 1) takes the next ``gradient_accumulation
-    * batch_size`` of them, across the end of a pass if needed. The ``batch_size`` blocks of a micro-batch are split
-    over the processes, so a step's blocks do not depend on the number of processes.
+    The corpus's blocks are reshuffled after each pass. Step ``s`` (from 1) takes the next ``gradient_accumulation *
+    batch_size`` blocks, across the end of a pass if needed. The ``batch_size`` blocks of a micro-batch are split over
+    the processes, so a step's blocks do not depend on the number of processes.
 
     Args:
         blocks: the number of blocks.
         batch_size: blocks in a micro-batch of all processes; a multiple of ``size``.
         gradient_accumulation: micro-batches in a step.
-        skips: skipped data as pairs (step, ahead): after ``step`` the order is ``ahead`` steps ahead. For each step,
-            the last pair before it counts.
-        done: steps already trained; the first micro-batch follows them.
+        skips: skipped data as pairs (step, ahead): after ``step``, the order is ``ahead`` steps of data ahead. For each
+            step, the last pair before the step counts.
+        done: the number of steps already trained; the first micro-batch belongs to the next step.
         rank: the rank of this process among ``size``.
-        lengths: the lengths of the blocks in tokens. Each pass is shuffled, and then every ``STRETCH`` micro-batches of
-            it are sorted by length, so that a micro-batch holds blocks of about the same length.
-        shuffled: False for blocks that come in their own endless order (a mix, which keeps its shares).
+        lengths: the lengths of the blocks in tokens. With lengths, each pass is shuffled, and then each stretch of
+            ``STRETCH`` micro-batches is sorted by length, so that a micro-batch holds blocks of similar length.
+        shuffled: False for blocks that already come in an endless order, such as a mix's.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TrainOrder(Sampler[list[int]]):
         return spans
 
     def total(self, values: np.ndarray, steps: int) -> int:
-        """Add up a number per block over the blocks of the first ``steps`` steps, each as often as it comes."""
+        """Sum a number per block over the blocks of the first ``steps`` steps; a block counts as often as it comes."""
         whole = int(values.sum())
 
         def upto(position: int) -> int:
@@ -109,7 +109,7 @@ class TrainOrder(Sampler[list[int]]):
         return indices
 
     def turn(self, turn: int) -> torch.Tensor:
-        """Return the order of one pass over the blocks, counted from 0; with ``lengths``, sorted in stretches."""
+        """Return the order of a pass over the blocks (passes count from 0); with ``lengths``, sorted in stretches."""
         if self.lengths is None:
             return shuffled(self.blocks, self.seed + turn)
         if self._by_length[0] != turn:
@@ -130,7 +130,7 @@ class TrainOrder(Sampler[list[int]]):
 
 
 def ahead(skips: Sequence[Skip], step: int) -> int:
-    """Return how many steps' worth of data the order has skipped before a step's data."""
+    """Return the number of steps of data that the order has skipped before a step."""
     return next((skipped for after, skipped in reversed(skips) if step > after), 0)
 
 

@@ -256,7 +256,7 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
             {"reward_function": "f.py:f", "reward_weights": "1"},
             "reward_weights: '1' (allowed: a number for each reward, 2 here)",
         ),
-        ({"reward_weights": "1,x"}, "reward_weights: '1,x' (allowed: comma-separated numbers)"),
+        ({"reward_weights": "1,x"}, "reward_weights: '1,x'. Give comma-separated numbers"),
         ({"reward_timeout": 1.0}, "reward_timeout: 1.0 has no effect here"),
         ({"algorithm": "grpo", "trl": {"use_vllm": True}}, "trl: ImportError: vLLM is not"),
         ({"eval_tasks": "nope"}, "eval_tasks: unknown task 'nope'"),

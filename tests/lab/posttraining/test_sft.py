@@ -174,7 +174,7 @@ def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
         ({"trl": {"neftune_noise_alpha": 5}}, "set by --trainer.neftune_noise_alpha. Use that flag."),
         ({"trl": {"activation_offloading": True}, "device": "cpu"}, "works only on a GPU"),
         ({"trainer": {"use_liger_kernel": True}}, "trainer.use_liger_kernel: Liger has no layers for Lamina's models"),
-        ({"trainer": {"eval_strategy": "epoch"}}, "fixed, since Lamina's records depend on it (allowed: steps)"),
+        ({"trainer": {"eval_strategy": "epoch"}}, "'epoch', but Lamina's records need 'steps'"),
         ({"lora": {"use_dora": True}}, "lora: {'use_dora': True} has no effect without LoRA"),
         ({"lora_rank": 2, "lora": {"use_dorra": True}}, "unknown lora argument 'use_dorra'; did you mean 'use_dora'"),
         ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: Lamina orders the rows, so that a run"),

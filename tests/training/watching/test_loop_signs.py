@@ -90,7 +90,7 @@ def test_a_parameter_behind_a_detach_is_named_and_one_that_nothing_calls_is_not(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     told, notes = watched(tmp_path / "run", model, optimizer=optimizer, loss_of=loss_of)
     assert told == ([("dead", 2, "attention")] if called else [])
-    names = [note for note in notes if note.startswith("these get no gradient")]
+    names = [note for note in notes if note.startswith("these parameters get no gradient")]
     assert [note.endswith("layers.2.self_attn.k_proj.weight") for note in names] == [True] * called
     assert not attention.k_proj._forward_pre_hooks
 
