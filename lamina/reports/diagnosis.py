@@ -168,7 +168,9 @@ def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0
 
     ``wanders`` is how far they may go by themselves (``wander_of``).
     """
-    return len(after) >= AFTER and min(after) > _ceiling(before, _NATS, wanders)
+    if len(after) < AFTER or min(after) <= min(filter(math.isfinite, before[-BEFORE:]), default=math.inf) + _NATS:
+        return False  # at once, as of most losses
+    return min(after) > _ceiling(before, _NATS, wanders)
 
 
 def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:

@@ -104,3 +104,18 @@ def test_a_steady_loss_has_no_spike(tmp_path):
     diagnosis = history(tmp_path / "train.log")
     assert "spiked" not in str(diagnosis.sentences)
     assert "<title>No problem found" in diagnosis.page.read_text("utf-8")
+
+
+@pytest.mark.parametrize("value", ["high", "2026-01-01", [1.0], None])
+@pytest.mark.parametrize("column", ["value", "step"])
+def test_a_part_whose_numbers_are_none_is_left_out(tmp_path, caplog, column, value):
+    pa, pq = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    folder = record(tmp_path / "run", steps=40)
+    part = folder / "layers" / "part-00000.parquet"
+    table = pq.read_table(part)
+    odd = table.set_column(table.column_names.index(column), column, pa.array([value] * len(table)))
+    pq.write_table(odd, folder / "layers" / "part-00001.parquet")
+    said = lamina.diagnose(folder).sentences
+    missing = column == "value" and value is None  # a missing value is not finite
+    assert ("part-00001.parquet: left out" in caplog.text) == (not missing)
+    assert ("The loss did not rise and stay up in 40 steps (status: unfinished)." in said) == (not missing)

@@ -54,7 +54,15 @@ CONSOLES = {
     "timm's lines": "Train: 0 [{s:>4d}/1251 (  4%)]  Loss: {l:#.5g} ({l:#.3g})  Time: 0.361s, 2836.45/s  (0.361s, 2836.45/s)  "
     "LR: {r:.3e}  Data: 0.010 (0.012)",
     "llama2.c's lines": "{s} | loss {l:.4f} | lr {r:e} | 120.12ms | mfu 12.30%",
-    "a progress bar's lines": "Epoch 0:  10%|#         | {s}/600 [00:10<01:30,  9.90it/s, v_num=0, train_loss={l:.4f}, grad_norm={g:.3f}]",
+    "dictionaries on several lines": "{{'gradient_norm': {g},\n 'learning_rate': {r},\n 'loss': {l},\n 'step': {s}}}",
+    "tables of a name and a value": "-------------------------\n| grad_norm | {g:<9.4g} |\n| loss      | {l:<9.4g} |\n| step      | {s:<9} |\n-------------------------",
+    "blocks below a step": "========================= Step {s}/1000 =========================\n\n  • Loss: {l:.4f}\n  • Grad Norm: {g:.4f}",
+    "Levanter's lines": "INFO :: Progress on:train {s}it/10.0kit rate:2.0it/s remaining:1:15:00 elapsed:08:20 postfix:loss={l:.4f}, grad_norm={g}",
+    "lines with a global step": "inner iter: 7/ 8 | global iter: {s:6d}/ 5000| tot_loss: {l:.4f} | grad_norm: {g:.4f} | lr: {r:.4e} |",
+    "lines with an epoch and its steps": "Epoch: [0]  [{s:4d}/1480]  eta: 0:01:00  lr: {r:.6f}  loss: {l:.4f} ({l:.4f})  grad_norm: {g:.4f} (0.3329)",
+    "Keras' lines": " {s}/100 [=======>......................] - ETA: 37s - loss: {l:.4f} - grad_norm: {g:.4f}",
+    "lines that begin with a step": "I0101 10:00:00.1 1400 logging_writer.py:48] [{s}] learning_rate={r}, loss={l:.5f}, grad_norm={g:.4f}",
+    "a progress bar's lines": "Training:  10%|#         | {s}/600 [00:10<01:30,  9.90it/s, v_num=0, train_loss={l:.4f}, grad_norm={g:.3f}]",
     "lines with a step": "Step {s}, Loss = {l:.4f}, grad norm = {g:.4f}",
     "lines with a loss": "loss {l:.4f} grad_norm {g:.4f}",
 }

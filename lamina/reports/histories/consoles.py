@@ -1,7 +1,7 @@
 r"""The lines that trainers print: one row of ``FORMS`` for each form.
 
 A row defines which lines are records, and where a record's names and values are. To read another trainer's lines,
-add a row before "lines with a step".
+add a row before "lines with a global step".
 """
 
 from __future__ import annotations
@@ -10,18 +10,32 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?)\b"
-_VALUE = rf"(?P<value>{NUMBER})"
-_PIPES = rf"\|\s*(?P<name>[^|:]*[A-Za-z][^|:]*?)\s*:\s*{_VALUE}"
+from lamina.reports.histories.names import EPOCH_STEPS, whole
+from lamina.reports.histories.numbers import NUMBER, WHOLE, number_of
+
+_INSIDE = r"(?:[A-Za-z][\w.]*\(\[?|\{['\"][^'\"]*['\"]:\s*)?"
+"""np.float64(2.3), tensor([2.3]), {'0_default': 2.3}"""
+_VALUE = rf"{_INSIDE}(?P<value>{NUMBER})"
+_STEP = rf"(?P<step>{WHOLE})"
+_PIPES = rf"\|\s*(?P<name>[^|:=]*[A-Za-z][^|:=]*?)\s*[:=]\s*{_VALUE}"
 """| lm loss: 7.3E-01 |"""
-_SIGNED = rf"(?P<name>[A-Za-z][\w./()-]*(?: (?:norm|loss|rate)\b)?)\s*[:=]\s*\[?{_VALUE}"
+_NAME = r"(?<![\w./-])[A-Za-z][\w./-]*"
+_SIGNED = rf"(?P<name>(?<![\w./-])[A-Za-z][\w./()-]*(?: (?:norm|loss|rate)\b)?)\s*[:=]\s*\[?{_VALUE}"
 """loss: 2.3, grad_norm=1.0, learning rate: 1e-4"""
-_SPACED = rf"(?P<name>[A-Za-z][\w./-]*(?: [A-Za-z][\w./-]*)?)[ :=]+{_VALUE}"
-"""loss 2.3, train loss 2.3, grad norm = 1.0"""
-_QUOTED = rf"""['"](?P<name>[^'"]+)['"]\s*:\s*['"]?(?:tensor\()?(?P<value>{NUMBER})"""
+_SPACED = rf"(?P<name>{_NAME}(?: [A-Za-z][\w./-]*)?(?: ?\(\w+\))?)(?:\s*[:=]\s*\[?\s*| +\[?)\s*{_VALUE}"
+"""loss 2.3, train loss 2.3, grad norm = 1.0, Iter(train) [ 10/500]"""
+_QUOTED = rf"""['"](?P<name>[^'"]+)['"]\s*:\s*['"]?{_VALUE}"""
 """'loss': 2.3, "loss": "2.3" """
 _INDENTED = rf"^\s+(?:Train )?(?P<name>[A-Za-z].*?)\s*(?:=|:(?=\s))\s*{_VALUE}\s*$"
 """a line of its own"""
+_BESIDE = rf"^\s*[|│┃║]\s*(?P<name>[A-Za-z][^|│┃║]*?)\s*[|│┃║]\s*{_VALUE}\s*[|│┃║]"
+"""| loss | 2.3 |"""
+_ALONE = rf"^\W*(?P<name>[A-Za-z][^:=|]*?)\s*[:=|]\s*{_VALUE}(?:\s*\([^()]*\))?\s*$"
+"""  • Loss: 2.3, | > loss: 2.3 (2.4)"""
+_RATED = r"(?i:(?:\bglobal[ _-]?|\b)(?:step|iter(?:ation)?|update|batch)s?)"
+_TO_STEP = r"""(?: ?\(\w+\))?["']?[ .:=#\[(]*"""
+_JUDGED = r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b"
+"""What a record has at least one of."""
 
 
 class Form(NamedTuple):
@@ -32,7 +46,7 @@ class Form(NamedTuple):
         line: a regular expression for the line that begins a record, with the group ``step``. If the step restarts in
             each epoch, it has the groups ``epoch`` and ``of``, the number of steps in an epoch.
         pair: a regular expression for each pair in that line, with the groups ``name`` and ``value``.
-        more: whether the following lines hold the pairs.
+        more: whether the following lines hold the pairs, too.
     """
 
     name: str
@@ -43,10 +57,13 @@ class Form(NamedTuple):
 
 FORMS = (
     Form("NeMo's lines", r"Training epoch \d+, iteration (?P<step>\d+)/\d+ \|", _PIPES),
-    Form("Megatron's lines", r"iteration\s+(?P<step>\d+)/\s*\d+ \|", _PIPES),
+    Form("Megatron's lines", r"iteration[\s:=]+(?P<step>\d+)\s*/\s*\d+ \|", _PIPES),
     Form("printed dictionaries", r"""\{\s*['"][^'"{}]+['"]\s*:[^{}]*\}""", _QUOTED),
+    Form("dictionaries on several lines", r"""^\s*\{\s*(?:['"][^{}]*)?$""", _QUOTED, more=True),
     Form("OLMo-core's lines", r"\[step=(?P<step>\d+)/", _INDENTED, more=True),
     Form("Composer's lines", r"\[batch=(?P<step>\d+)(?:/\d+)?\]:", _INDENTED, more=True),
+    Form("tables of a name and a value", r"^\W*[-=─━═╌]{8}", _BESIDE, more=True),
+    Form("blocks below a step", rf"{_RATED}{_TO_STEP}{_STEP}(?:\s*/\s*\d+)?\W*$", _ALONE, more=True),
     Form("llm.c's lines", r"\bstep\s+(?P<step>\d+)/\d+ \| (?:train )?loss [\d.na+-]+", _SPACED),
     Form("llm.c's log", r"^s:(?P<step>\d+) trl:", _SIGNED),
     Form("nanochat's lines", r"\bstep (?P<step>\d+)(?:/\d+)? \([\d.]+%\) \|", _PIPES),
@@ -63,67 +80,141 @@ FORMS = (
     Form("DeepSpeed's lines", r"\bsteps: (?P<step>\d+) loss:", _SIGNED),
     Form("timm's lines", r"\bTrain: (?P<epoch>\d+) \[\s*(?P<step>\d+)/(?P<of>\d+) ", _SIGNED),
     Form("llama2.c's lines", r"^(?P<step>\d+) \| loss ", _SPACED),
-    Form("a progress bar's lines", r"(?:Epoch (?P<epoch>\d+).*?)?\b(?P<step>\d+)/(?P<of>\d+) \[.*=", _SIGNED),
+    Form("Levanter's lines", rf"Progress on:\s*train {_STEP}it/", _SIGNED),
+    Form("lines with a global step", rf"(?i:\bglobal)[ _-]?{_RATED}{_TO_STEP}{_STEP}", _SPACED),
     Form(
-        "lines with a step",
-        r"(?i)\b(?:global[_ ]?)?(?:step|iter(?:ation)?|update|batch)s?\b[\"']?[ .:=#\[(]*(?P<step>\d[\d,]*)"
-        r".*(?:loss|norm)",
+        "lines with an epoch and its steps",
+        r"(?i:\bepoch|\btrain:)(?:\(train\))?[\s:\[(=]*(?P<epoch>\d+)(?:\s*/\s*\d+)?"
+        r"(?:(?!loss)[^\n])*?(?P<step>\d+)\s*/\s*(?P<of>\d+)(?![\d/:])",
         _SPACED,
     ),
-    Form("lines with a loss", r"(?i)\bloss\b[^\d\n]{0,12}\d", _SPACED),
+    Form("Keras' lines", r"^\s*(?P<step>\d+)/(?P<of>\d+) (?:\[[=>.]+\]|[━\s]+\d|- \d)", _SPACED),
+    Form("a progress bar's lines", rf"\b{_STEP}/(?P<of>\d+) \[", _SPACED),
+    Form("lines with a step", rf"{_RATED}{_TO_STEP}{_STEP}", _SPACED),
+    Form("lines that begin with a step", rf"(?:^|\] )\[?{_STEP}(?: \| [\d.]+)?[\]|:,]\s", _SPACED),
+    Form("lines with a loss", r"(?i)loss\b[^\d\n]{0,12}(?:\d|nan|inf)", _SPACED),
 )
 """Forms, the more special ones first: of those that fit most lines of a file, the first is taken."""
+GENERAL = FORMS[[form.name for form in FORMS].index("lines with a global step") :]
+"""Forms of no trainer in particular."""
 _BAR = re.compile(r"(?P<step>\d+)/\d+ \[\d*\d:\d\d")  # of tqdm, before or between printed dictionaries
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_EPOCH = re.compile(r"^\s*Epoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # Keras prints it above the steps
+_BEFORE = re.compile(rf"{_RATED}{_TO_STEP}{_STEP}")  # step 10: {'loss': 2.3}
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_HELD_OUT = re.compile(r"(?i)(?<![\w/-])(?:val|valid|validation|eval|evaluation|test|testing|dev)\b(?![\w/-])")
 _SPECIAL = 5  # lines of no special form that count as much as one of a trainer's
-_TRIED = 4000  # lines by which a file's form is chosen
+_ENOUGH, _TRIED = 200, 2000  # lines of a trainer's form that are enough to choose it, and lines that are tried
 _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
 
 
 def lines_of(text: str) -> Iterator[str]:
     """Yield a console's lines without colors; what a progress bar overwrote is a line, too."""
-    yield from (line for line in re.split(r"[\r\n]+", _ANSI.sub("", text)) if line.strip())
+    text = _ANSI.sub("", text) if "\x1b" in text else text
+    yield from (line for line in re.split(r"[\r\n]+", text) if line and not line.isspace())
 
 
 def form_of(lines: Iterable[str]) -> Form | None:
-    """Return the form that fits most of the first lines; None if none fits."""
-    tried = [line for _, line in zip(range(_TRIED), lines, strict=False)]
-    counts = {form: sum(1 for line in tried if _fits(form, line)) for form in FORMS}
-    best = max(counts, key=lambda form: counts[form] * (1 if form in FORMS[-2:] else _SPECIAL))
+    """Return the form that fits most of the first lines that may be records; None if none fits."""
+    counts, tried = dict.fromkeys(FORMS, 0), 0
+    begun = dict.fromkeys((form for form in FORMS if form.more), False)
+    for line in lines:
+        fits = re.search(_JUDGED, line) is not None
+        for form in begun:
+            if begun[form] and fits and any(whole(pair["name"]) for pair in _pairs(form, line)):
+                counts[form] += 1
+                begun[form] = False
+            elif re.search(form.line, line) is not None:
+                begun[form] = True
+        if not fits:
+            continue
+        fitting = [form for form in counts if not form.more and re.search(form.line, line) is not None]
+        for form in fitting:
+            counts[form] += form in GENERAL or any(whole(pair["name"]) for pair in _pairs(form, line))
+        tried += bool(fitting)
+        if tried == _TRIED or any(count >= _ENOUGH for form, count in counts.items() if form not in GENERAL):
+            break
+    best = max(counts, key=lambda form: counts[form] * (1 if form in GENERAL else _SPECIAL))
     return best if counts[best] else None
 
 
-def _fits(form: Form, line: str) -> bool:
-    if (match := re.search(form.line, line)) is None:
-        return False
-    return form.more or re.search(r"(?i)loss|norm|trl", line[match.start() :]) is not None
+def _pairs(form: Form, line: str) -> Iterator[re.Match[str]]:
+    return re.finditer(form.pair, line, re.IGNORECASE)
 
 
 def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
     """Yield the records of lines, with the step where the form has one."""
-    begins, pair = re.compile(form.line), re.compile(form.pair, re.IGNORECASE)
-    record: dict[str, object] | None = None
-    bar = ""
+    console = _Console(form)
+    begins = re.compile(form.line).search
     for line in lines:
-        if (match := begins.search(line)) is None:
-            if form.more and record is not None and (inside := pair.search(line)) is not None:
-                record[inside["name"]] = inside["value"]
-            elif (seen := _BAR.search(line)) is not None:
-                bar = seen["step"]
+        if (match := begins(line)) is None:
+            console.go_on(line)
             continue
-        if record:
-            yield record
-        groups = match.groupdict()
-        step = int(groups["step"].replace(",", "")) if groups.get("step") else None
-        if step is not None and groups.get("of") and groups.get("epoch"):
-            step += int(groups["epoch"]) * int(groups["of"])
-        record = {} if step is None else {"step": step}
-        if not form.more:
-            record = {**{part["name"].strip(): part["value"] for part in pair.finditer(line)}, **record}
-            if step is None and (seen := _BAR.search(line) or None) is not None:
-                bar = seen["step"]
-            record |= {"progress bar": bar} if step is None and bar else {}
-            if _ENDS in record:
-                record = None
-    if record:
-        yield record
+        if console.record:
+            yield console.record
+        console.begin(line, match)
+    if console.record:
+        yield console.record
+
+
+class _Console:
+    """A console's record, and what the lines before it said of its step and epoch."""
+
+    def __init__(self, form: Form):
+        self.form, self.general = form, form in GENERAL
+        self.pairs = re.compile(form.pair, re.IGNORECASE).finditer
+        self.record: dict[str, object] | None = None
+        self.bar = self.epoch = ""
+
+    def go_on(self, line: str) -> None:
+        """Read a line that begins no record."""
+        if self.form.more and self.record is not None:
+            self._add_pairs(line)
+        elif (seen := _BAR.search(line)) is not None:
+            self.bar = seen["step"]
+        elif (seen := _EPOCH.match(line)) is not None:
+            self.epoch = seen["epoch"]
+
+    def begin(self, line: str, match: re.Match[str]) -> None:
+        """Read the line in which a record begins."""
+        groups, self.record = match.groupdict(), {}
+        self.epoch = groups.get("epoch") or self.epoch
+        if self.epoch and self.general:
+            self.record["epoch"] = self.epoch
+        step = _step(groups.get("step"))
+        if step is None and match.start() and (seen := _BEFORE.search(line, 0, match.start())) is not None:
+            step = _step(seen["step"])
+        if step is not None:
+            self.record["step"] = step
+            if groups.get("of"):
+                self.record[EPOCH_STEPS] = groups["of"]
+        self._add_pairs(line)
+        if self.form.more:
+            return
+        if self.general and _is_held_out(line):
+            self.record = {f"valid/{name}": value for name, value in self.record.items()}
+        if step is None and (seen := _BAR.search(line)) is not None:
+            self.bar = seen["step"]
+        if step is None and self.bar:
+            self.record["progress bar"] = self.bar
+        if _ENDS in self.record:
+            self.record = None
+
+    def _add_pairs(self, line: str) -> None:
+        """Add a line's pairs; of a name that comes twice, the first value holds."""
+        record = self.record
+        assert record is not None
+        for part in self.pairs(line):
+            name = part["name"].strip()
+            record.setdefault(low if (low := name.lower()) in ("step", "epoch") else name, part["value"])
+
+
+def _is_held_out(line: str) -> bool:
+    """Return whether a line has the loss of an evaluation."""
+    low = line.lower()
+    return "train" not in low and _HELD_OUT.search(line, 0, max(0, low.find("loss"))) is not None
+
+
+def _step(text: str | None) -> int | None:
+    """Return the step in a text; None if it is no whole number."""
+    number = None if text is None else number_of(text)
+    return int(number) if number is not None and number == int(number) else None

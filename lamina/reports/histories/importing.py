@@ -15,13 +15,13 @@ import numpy as np
 
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json, write_sealed
+from lamina.jobs.files import write_json, write_lines, write_sealed
 from lamina.jobs.folder import hold
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import CONFIG, ENVIRONMENT
+from lamina.jobs.names import CONFIG, ENVIRONMENT, METRICS
 from lamina.jobs.seals import write_result
 from lamina.reports.diagnosis import BEFORE, restarts, wander_of
-from lamina.reports.histories.names import OTHER, RATE, best, is_side_loss, parameter_of, plain, whole
+from lamina.reports.histories.names import OTHER, RATE, best, is_side_loss, parameter_of, plain, step_rank, whole
 from lamina.reports.histories.owners import Owner, Places, places_of
 from lamina.reports.histories.recordings import Bools, Floats, Recording, Series
 from lamina.reports.histories.sources import read_runs, recorded_in
@@ -29,7 +29,7 @@ from lamina.training.monitor.alarms import Alarm, Alarms, events, write_alarms
 from lamina.training.monitor.policy_signs import METRICS as POLICY
 from lamina.training.monitor.policy_signs import metrics_of
 from lamina.training.monitor.rules import DEVIATIONS, STANDS_OUT, WINDOW, limits
-from lamina.training.monitor.writers import LOSS, NORM, VERSION, WATCHED, LayersWriter, MetricsWriter, Row
+from lamina.training.monitor.writers import LOSS, NORM, VERSION, WATCHED, LayersWriter, Row
 
 Key: TypeAlias = tuple[Owner, str]
 """where, and which metric"""
@@ -178,6 +178,11 @@ def _placed(recording: Recording, source: Path) -> History:
             history.unused += [] if OTHER & set(plain(name).split("_")) else [name]  # else nobody expects it to be used
     _read_filtered_losses(history)
     if not any(metric in (LOSS, NORM, "gradient_norm") for _, metric in history.series):
+        if odd := [name for name in recording.odd if whole(name)]:
+            raise UserError(
+                f"{odd[0]}: {recording.odd[odd[0]]!r} in {str(source)!r} (allowed: numbers; Lamina finds none in this "
+                "column, and no other loss or gradient norm)"
+            )
         names = sorted(recording.series)
         shown = f": {', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)}" if names else ""
         raise UserError(
@@ -185,7 +190,7 @@ def _placed(recording: Recording, source: Path) -> History:
             f"its {len(names)} series{shown} (allowed: names such as loss, lm loss, train/loss, grad_norm, or "
             "gradients/layers.0.mlp.up_proj.weight)"
         )
-    history.notes += _notes(history)
+    history.notes += _notes(history, recording.odd)
     return history
 
 
@@ -227,8 +232,10 @@ def _read_filtered_losses(history: History) -> None:
         )
 
 
-def _notes(history: History) -> list[str]:
+def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
     notes = []
+    if not history.clock and (steps := [name for name in odd if step_rank(name) is not None]):
+        notes.append(f"{steps[0]!r} holds no numbers ({odd[steps[0]]!r}), so Lamina does not use it as the steps")
     if not history.parameters["gradient_norm"]:
         notes.append("no series by layer, so Lamina judges only the whole model")
     if absent := [words for metric, words in _WORDS.items() if (_MODEL, metric) not in history.series]:
@@ -366,13 +373,16 @@ def import_history(path: Path, folder: Path, run: str = "") -> History:
             },
         }
         write_json(folder / WATCHED, about)
-        writer, metrics = LayersWriter(folder), MetricsWriter(folder)
+        writer = LayersWriter(folder)
         for key in history.series:
             writer.add(history.rows_of(key))
         writer.flush()
-        for step in judged:
-            record = {"loss": losses[step], "learning_rate": rates.get(step)} if step in losses else {}
-            metrics.write({"step": step, "tokens": None, **record})
+        records = (
+            {"step": step, "tokens": None}
+            | ({"loss": losses[step], "learning_rate": rates.get(step)} if step in losses else {})
+            for step in judged
+        )
+        write_lines(folder / METRICS, records)
         write_alarms(folder, told)
         write_result(folder, {"status": "imported", "steps": judged[-1], "alarms": len(events(told))})
     return history

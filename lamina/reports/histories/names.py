@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 from lamina.training.monitor.writers import LOSS, NORM
@@ -15,6 +16,10 @@ STEPS = (
     "iter", "iter_num", "time_batch", "batch", "ba", "update", "updates", "timestep", "_step", "progress_bar",
 )  # fmt: skip
 """Columns of steps, as ``plain`` writes them, the better ones first."""
+EPOCHS = ("epoch", "train_epoch")
+"""Columns of epochs, which are the steps of a record that has no others."""
+EPOCH_STEPS = "_steps of an epoch"
+"""The name under which a console's steps in an epoch are kept."""
 RUNS = ("run", "run_name", "run_id", "runid", "experiment", "trial_id")
 """Columns that tell runs from each other."""
 TIMES = ("timestamp", "_timestamp", "_runtime", "wall_time", "time", "created_at")
@@ -27,7 +32,7 @@ def _set(words: str) -> frozenset[str]:
 _NEUTRAL = _set(
     "train training trainer metric metrics step steps batch global avg average mean reduced learning learner "
     "out running current log logs stats statistics per token tokens micro iter iteration objective performance perf "
-    "rank opt optim optimizer optimization monitor state history main total all overall"
+    "rank opt optim optimizer optimization monitor state history main total tot all overall"
 )
 _HELD_OUT = _set("eval evals evaluation val valid validation test dev heldout holdout best")
 _GRADIENT = _set("grad grads gradient gradients gnorm gradnorm")
@@ -44,6 +49,8 @@ _POWERS = _set("l2 2 2norm 0")
 _NO_RATE = _set("min max decay ratio warmup")
 
 
+_STEP_WORDS = _set("step steps iter iteration iterations update updates batch episode episodes timesteps")
+_NO_STEP = _set("per size ms s sec time number num skipped nan remaining left total max warmup progress") | _HELD_OUT
 OTHER = _set("epoch eval val valid validation test system perf time wall timestamp runtime")
 """Words in the names of series of the machine, the evaluation or the clock."""
 
@@ -61,11 +68,23 @@ def words_of(name: str) -> list[str]:
     return [word for word in re.split(r"[^a-z0-9]+", apart.lower()) if word]
 
 
+@cache
+def step_rank(name: str) -> int | None:
+    """Return the rank of a column of steps by its name, the lower the better; None for any other column."""
+    if (known := plain(name)) in STEPS:
+        return STEPS.index(known)
+    words = words_of(name)
+    named = bool(words) and words[-1] in _STEP_WORDS and not set(words) & _NO_STEP
+    return len(STEPS) if named and whole(name) is None else None  # loss_step is a loss
+
+
+@cache
 def plain(name: str) -> str:
     """Return a column's name with underscores in place of all else."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).removesuffix("_")
 
 
+@cache
 def whole(name: str) -> Whole | None:
     """Return which of the whole model's series a name means; None if none."""
     words = words_of(name)
@@ -93,7 +112,7 @@ def _loss(words: list[str]) -> Whole | None:
         return Whole(LOSS, 7)
     kinds = [rank for word, rank in _RATED.items() if word in some]
     rest = some - _NEUTRAL - _LOSSES - {"cross", "entropy"}
-    return Whole(LOSS, min(kinds) if kinds else 5 if rest else 4 if "total" in some else 3)
+    return Whole(LOSS, min(kinds) if kinds else 5 if rest else 4 if some & {"total", "tot"} else 3)
 
 
 def _norm(words: list[str]) -> Whole | None:
@@ -125,8 +144,11 @@ _BEFORE = re.compile(
     re.IGNORECASE,
 )
 _OTHER = re.compile(r"(?:.*/)?(?:updates?|moments?|hist|opt_state|cosine)(?:[-_ ]?norms?)?/", re.IGNORECASE)
+_SETTING = re.compile(r"(?:.*/)?(?:grad(?:ient)?|weight|param(?:eter)?)s?_[a-z_]+", re.IGNORECASE)
+"""grad_scale, weight_decay"""
 
 
+@cache
 def parameter_of(name: str) -> tuple[str, str] | None:
     """Return the metric of a parameter's series, and the parameter's name; None if it is no such series.
 
@@ -137,7 +159,7 @@ def parameter_of(name: str) -> tuple[str, str] | None:
         return None
     if (match := _AFTER.fullmatch(name)) is not None:
         return "gradient_norm", _inner(match["before"])
-    if (match := _BEFORE.fullmatch(name)) is not None:
+    if (match := _BEFORE.fullmatch(name)) is not None and not _SETTING.fullmatch(name):
         kind = "gradient_norm" if match["kind"].lower().startswith("grad") else "weight_norm"
         return kind, _inner(match["name"])
     return None

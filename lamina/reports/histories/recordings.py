@@ -4,31 +4,40 @@ run.
 
 from __future__ import annotations
 
-import math
-import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from lamina.errors import UserError
-from lamina.reports.histories.names import RUNS, STEPS, TIMES, parameter_of, plain, whole
+from lamina.reports.histories.names import (
+    EPOCH_STEPS,
+    EPOCHS,
+    RUNS,
+    STEPS,
+    TIMES,
+    parameter_of,
+    plain,
+    step_rank,
+    whole,
+)
+from lamina.reports.histories.numbers import has_comma, number_of, with_commas
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
-Bins: TypeAlias = Any
-"""part of a histogram, as W&B writes it"""
 Series: TypeAlias = tuple[Ints, Floats]
 """steps, or numbers of lines, in order, and values"""
 
 _MOST = 2**53  # the largest step: beyond it a float is no whole number
 _COVERED = 0.9  # of the lines that a column of steps must have, beside the best one
+_DIFFERENT = 0.01  # of its values, which many processes may repeat: an epoch that is called a batch repeats far more
 _SHUFFLED = 0.25  # of the lines: where steps go back more often, the lines are in no order
 _SHOWN = 5
+_NOTHING: Series = (np.array([], np.int64), np.array([]))
 
 
 @dataclass(kw_only=True)
@@ -41,6 +50,7 @@ class Recording:
         rows: the number of lines, or of steps.
         clock: the name of the steps' column; empty where steps are numbers of lines.
         notes: for the user, a line each.
+        odd: the first text of each column without a number.
     """
 
     form: str
@@ -48,6 +58,7 @@ class Recording:
     rows: int
     clock: str = "step"
     notes: list[str] = field(default_factory=list)
+    odd: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -57,63 +68,115 @@ class Columns:
     Attributes:
         rows: how many lines there are.
         runs: texts in columns that tell runs apart, by name and line.
+        odd: the first text of each column without a number.
     """
 
     form: str
     rows: int = 0
     values: dict[str, Series] = field(default_factory=dict)
     runs: dict[str, dict[int, str]] = field(default_factory=dict)
+    odd: dict[str, str] = field(default_factory=dict)
 
 
-def number_of(value: object) -> float | None:
-    """Return a value as a number; for a histogram, the norm of the values in its bins; None for anything else."""
-    if isinstance(value, float):
-        return value
-    if value is None or isinstance(value, bool):
-        return None
-    if isinstance(value, str) and "," in value and re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?", value.strip()):
-        value = value.replace(",", "")
-    try:
-        return _norm_of_bins(value) if isinstance(value, Mapping) else float(str(value))
-    except (ValueError, TypeError, LookupError, OverflowError):  # bins that are none
-        return None
+class _Column:
+    """A column that grows line by line: its numbers, texts that tell runs apart, numbers with a comma, and an odd text.
 
+    Attributes:
+        plain: whether every number is a value; else it is a step, such as "601/2161", or the name of a run.
+    """
 
-def _norm_of_bins(histogram: Mapping[str, Bins]) -> float | None:
-    """Return the norm of values in bins, as if they were uniform in each: E[x^2] = middle^2 + width^2 / 12."""
-    counts, edges, packed = histogram.get("values"), histogram.get("bins"), histogram.get("packedBins")
-    if not isinstance(counts, list):
-        return None
-    if isinstance(packed, Mapping):
-        low, size, count = (float(packed[name]) for name in ("min", "size", "count"))
-        edges = [low + size * index for index in range(len(counts) + 1)] if count == len(counts) else None
-    if not isinstance(edges, list) or len(edges) != len(counts) + 1:
-        return None
-    bins = zip(counts, edges, edges[1:], strict=False)
-    return math.sqrt(sum(n * (((low + high) / 2) ** 2 + (high - low) ** 2 / 12) for n, low, high in bins))
+    def __init__(self, name: str):
+        self.is_run, self.is_step = plain(name) in RUNS, step_rank(name) is not None
+        self.plain = not (self.is_run or self.is_step)
+        self.at, self.of = array("q"), array("d")
+        self.runs: dict[int, str] = {}
+        self.commas: list[tuple[int, str]] = []
+        self.first: object = None
+        self.odd = ""
+
+    def add(self, row: int, value: object) -> None:
+        """Add a cell that is no number of Python's."""
+        self.first = value if self.first is None else self.first
+        if self.is_run:
+            if value not in (None, ""):
+                self.runs[row] = str(value)
+            return
+        if self.is_step and isinstance(value, str):
+            value = value.partition("/")[0].strip()
+        if isinstance(value, str) and "," in value and has_comma(value):
+            self.commas.append((row, value))
+        elif (number := number_of(value)) is not None:
+            self.at.append(row)
+            self.of.append(number)
+        elif not self.odd and value is not None and str(value).strip():
+            self.odd = str(value).strip()[:40]
 
 
 def of_lines(lines: Iterable[Mapping[str, object]], form: str) -> Columns:
     """Collect the columns of lines: what is no number is left out, and what tells runs apart is kept."""
-    columns = Columns(form=form)
-    places: dict[str, tuple[array[int], array[float]]] = {}
-    for line in lines:
-        for column, value in line.items():
-            name = str(column)
-            if plain(name) in RUNS and value not in (None, ""):
-                columns.runs.setdefault(name, {})[columns.rows] = str(value)
-            elif (number := number_of(_step_of(value) if plain(name) in STEPS else value)) is not None:
-                at, of = places.setdefault(name, (array("q"), array("d")))
-                at.append(columns.rows)
-                of.append(number)
-        columns.rows += 1
-    columns.values = {name: (np.array(at, np.int64), np.array(of, np.float64)) for name, (at, of) in places.items()}
+    columns, known, row = Columns(form=form), dict[str, _Column](), -1
+    for row, line in enumerate(lines):
+        for name, value in line.items():
+            if (column := known.get(name)) is None:
+                column = known[name] = _Column(str(name))
+            kind = type(value)
+            if column.plain and (kind is float or kind is str):
+                try:
+                    number = float(value)  # pyright: ignore[reportArgumentType]
+                except ValueError:
+                    column.add(row, value)
+                    continue
+                if column.first is None:
+                    column.first = value
+                column.at.append(row)
+                column.of.append(number)
+            elif isinstance(value, Mapping) and number_of(value) is None:
+                for inner, part in _judged_inside(str(name), value):
+                    known.setdefault(inner, _Column(inner)).add(row, part)
+            else:
+                column.add(row, value)
+    columns.rows = row + 1
+    pointed = any("." in str(column.first) for column in known.values())
+    columns.runs = {name: column.runs for name, column in known.items() if column.runs}
+    columns.values = {
+        name: (np.array(column.at, np.int64), np.array(column.of, np.float64))
+        for name, column in known.items()
+        if len(column.at)
+    }
+    add_commas(columns, {name: column.commas for name, column in known.items() if column.commas}, points=pointed)
+    columns.odd = {str(name): column.odd for name, column in known.items() if column.odd and name not in columns.values}
     return columns
 
 
-def _step_of(value: object) -> object:
-    """Return the step in a cell: that of "601/2161" is 601."""
-    return value.partition("/")[0].strip() if isinstance(value, str) else value
+def _judged_inside(name: str, inner: Mapping[object, object]) -> Iterator[tuple[str, object]]:
+    """Yield the entries of a mapping in a cell, such as {"train": {"loss": 2.3}}, that are judged."""
+    for key, value in inner.items():
+        path = f"{name}/{key}"
+        if isinstance(value, Mapping):
+            yield from _judged_inside(path, value)
+        elif whole(path) or step_rank(path) is not None:
+            yield path, value
+
+
+def add_commas(columns: Columns, commas: Mapping[str, Sequence[tuple[int, str]]], *, points: bool) -> None:
+    """Add the numbers with a comma to the columns. Raises UserError for a loss or norm that may be either."""
+    if not commas:
+        return
+    steps = [name for name in commas if step_rank(name) is not None]
+    read = with_commas({name: [text for _, text in own] for name, own in commas.items()}, whole=steps, points=points)
+    for name, numbers in read.items():
+        if numbers is None:
+            if whole(name) or parameter_of(name):
+                text = commas[name][0][1].strip()
+                raise UserError(
+                    f"{name}: {text!r} may be {text.replace(',', '')} or {text.replace(',', '.')}, and no other number "
+                    "tells which. Write decimal points, and no separators of thousands."
+                )
+            continue
+        at, of = columns.values.get(name, _NOTHING)
+        at = np.concatenate([at, np.array([row for row, _ in commas[name]], np.int64)])
+        order = np.argsort(at, kind="stable")
+        columns.values[name] = at[order], np.concatenate([of, np.array(numbers)])[order]
 
 
 def of_points(points: Iterable[tuple[str, int, float]], form: str) -> Recording:
@@ -157,7 +220,7 @@ def _by_id(columns: Columns) -> dict[str, Columns]:
         }
         values = {name: series for name, series in {**shared, **own}.items() if not name.endswith(("__MIN", "__MAX"))}
         if len(prefixes) < 2 or any(whole(name) or parameter_of(name) for name in own):
-            parts[prefix if len(prefixes) > 1 else ""] = Columns(form=columns.form, rows=columns.rows, values=values)
+            parts[prefix if len(prefixes) > 1 else ""] = replace(columns, values=values, runs={})
     return parts
 
 
@@ -166,11 +229,12 @@ def _of_lines(columns: Columns, chosen: Bools) -> Columns:
     count = np.cumsum(chosen) - 1
     values = {name: (count[at[chosen[at]]], of[chosen[at]]) for name, (at, of) in columns.values.items()}
     kept = {name: series for name, series in values.items() if len(series[0])}
-    return Columns(form=columns.form, rows=int(chosen.sum()), values=kept)
+    return replace(columns, rows=int(chosen.sum()), values=kept, runs={})
 
 
 def _by_start(columns: Columns) -> list[Recording]:
     """Split a table where its steps start anew."""
+    notes = _count_on(columns)
     judged = np.zeros(columns.rows, bool)
     for name, (at, _) in columns.values.items():
         if whole(name) or parameter_of(name):
@@ -178,12 +242,11 @@ def _by_start(columns: Columns) -> list[Recording]:
     lines = np.flatnonzero(judged) if judged.any() else np.arange(columns.rows)
     clock, steps = _clock(columns, lines)
     if not len(lines):
-        return [Recording(form=columns.form, series={}, rows=columns.rows, clock=clock)]
-    epochs = next((series for name, series in columns.values.items() if plain(name) in ("epoch", "train_epoch")), None)
+        return [Recording(form=columns.form, series={}, rows=columns.rows, clock=clock, odd=columns.odd)]
+    epochs = next((series for name, series in columns.values.items() if plain(name) in EPOCHS), None)
     of_epoch = _carried(epochs, columns.rows)[lines] if epochs is not None else None
     timeline = steps[lines] if clock else of_epoch
     cuts = _starts(timeline) if timeline is not None and (clock or len(np.unique(timeline)) > 2) else []
-    notes: list[str] = []
     if clock and cuts and of_epoch is not None and all(of_epoch[cut] > of_epoch[cut - 1] for cut in cuts):
         written = steps.copy()
         for cut in cuts:  # the steps of an epoch are counted from its start, 0 or later
@@ -193,6 +256,20 @@ def _by_start(columns: Columns) -> list[Recording]:
         notes.append(f"{clock} restarts in each epoch, so Lamina keeps counting")
     bounds = [0, *(int(lines[cut]) for cut in cuts), columns.rows]
     return [_one(columns, steps, clock, notes, *ends) for ends in pairwise(bounds)]
+
+
+def _count_on(columns: Columns) -> list[str]:
+    """Count a console's steps on that start anew in each epoch, whose length it prints; return the notes on it."""
+    (at, steps), (known, of) = (columns.values.get(name, _NOTHING) for name in ("step", EPOCH_STEPS))
+    epochs = next((series for name, series in columns.values.items() if plain(name) in EPOCHS), None)
+    if epochs is None or not len(known) or len(np.unique(of)) > 1 or not _is_whole(epochs[1]):
+        return []
+    epoch = _carried(epochs, columns.rows)[at]
+    later = np.diff(epoch) > 0
+    if not later.any() or (np.diff(steps)[later] > 0).any():
+        return []
+    columns.values["step"] = at, steps + (epoch - min(epoch[0], 1.0)) * of[0]  # epochs count from 0 or from 1
+    return [f"the steps restart in each epoch of {of[0]:g} steps, so Lamina keeps counting"]
 
 
 def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first: int, last: int) -> Recording:
@@ -215,7 +292,12 @@ def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first:
             series[name] = (ordered, of[inside][kept][order])
     again = f"the steps go back, so Lamina skips {gone} records whose steps come again later"
     return Recording(
-        form=columns.form, series=series, rows=last - first, clock=clock, notes=[*notes, *([again] if gone else [])]
+        form=columns.form,
+        series=series,
+        rows=last - first,
+        clock=clock,
+        notes=[*notes, *([again] if gone else [])],
+        odd=columns.odd,
     )
 
 
@@ -234,13 +316,14 @@ def _latest(steps: Ints) -> Bools:
 
 def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
     """Return the name of the column that has the steps, and each line's step; "" and line numbers without one."""
-    named = [(STEPS.index(plain(name)), name) for name in columns.values if plain(name) in STEPS]
+    named = [(rank, name) for name in columns.values if (rank := step_rank(name)) is not None]
     candidates = []
-    for _, name in sorted(named):
+    for _, name in sorted(named, key=lambda each: (each[0], each[1] != "step", each[1])):
         at, of = columns.values[name]
         if np.isfinite(of).all() and (np.abs(of) > _MOST).any():
             raise UserError(f"step {np.abs(of).max():.0e} in the column {name!r} is too large (allowed: up to 2^53)")
-        if np.isfinite(of).all() and (of == np.round(of)).all() and len(np.unique(of)) > min(1, len(lines) - 1):
+        different = len(np.unique(of))
+        if _is_whole(of) and different > min(1, len(lines) - 1) and different >= _DIFFERENT * len(of):
             covered = float(np.isin(lines, at).mean()) if len(lines) else 0.0
             candidates.append((covered, name, _carried((at, of), columns.rows).astype(np.int64)))
     usable = [candidate for candidate in candidates if candidate[0] >= _COVERED * max(each[0] for each in candidates)]
@@ -249,9 +332,18 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
     ]
     if ordered:
         return ordered[0][1], ordered[0][2]
+    for name in columns.values:
+        if plain(name) in EPOCHS and _is_whole(columns.values[name][1]) and len(lines) > 1:
+            epochs = _carried(columns.values[name], columns.rows).astype(np.int64)
+            if (np.diff(epochs[lines]) > 0).all():  # a line for each epoch
+                return name, epochs
     count = np.zeros(columns.rows, np.int64)
     count[lines] = 1
     return "", np.cumsum(count)
+
+
+def _is_whole(values: Floats) -> bool:
+    return bool(np.isfinite(values).all() and (values == np.round(values)).all())
 
 
 def _carried(series: Series, rows: int) -> Floats:

@@ -13,7 +13,8 @@ import re
 import sqlite3
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +26,10 @@ from lamina.core.extras import install
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
 from lamina.jobs.names import CONFIG
-from lamina.reports.histories.consoles import FORMS, form_of, lines_of, records_of
-from lamina.reports.histories.names import RUNS, STEPS, plain
-from lamina.reports.histories.recordings import Columns, Recording, number_of, of_lines, of_points, runs_of
+from lamina.reports.histories.consoles import FORMS, GENERAL, form_of, lines_of, records_of
+from lamina.reports.histories.names import RUNS, STEPS, plain, step_rank
+from lamina.reports.histories.numbers import has_comma, is_numeric, number_of
+from lamina.reports.histories.recordings import Columns, Recording, add_commas, of_lines, of_points, runs_of
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +136,9 @@ def _of_text(data: bytes, name: str) -> Columns:
         try:
             return of_lines(_records(json.loads(text), name), "JSON")
         except json.JSONDecodeError as error:
-            if (lines := list(_json_lines(text))) and len(lines) >= text.count("\n") / 2:
-                return of_lines(lines, "JSON lines")
+            columns = of_lines(_json_lines(_parts_of(text, "\n"), _Reading(name, len(text))), "JSON lines")
+            if columns.rows and columns.rows >= text.count("\n") / 2:
+                return columns
             whole = error
     else:
         whole = None
@@ -143,20 +146,30 @@ def _of_text(data: bytes, name: str) -> Columns:
         return table
     lines = list(lines_of(text))
     if (form := form_of(lines)) is not None:
-        return of_lines(records_of(form, lines), form.name)
+        told = _Reading(name, sum(map(len, lines)))
+        return of_lines(records_of(form, told.over(lines)), form.name)
     if whole is not None:
         raise whole
-    forms = ", ".join(form.name for form in FORMS[:-2])
+    forms = ", ".join(form.name for form in FORMS if form not in GENERAL)
     raise UserError(
-        "neither JSON, nor a table with a header, nor lines with a loss or a gradient norm (allowed: a run of "
-        f"Lamina's, trainer_state.json, a history as CSV or JSON, files of TensorBoard, W&B or trackio, or a log: "
-        f"{forms}, "
-        'or lines such as "step 10 loss 2.3 grad_norm 0.5")'
+        f"{_not_a_table(text)}neither JSON, nor a table with a header, nor lines with a loss or a gradient norm "
+        "(allowed: a run of Lamina's, trainer_state.json, a history as CSV or JSON, files of TensorBoard, W&B or "
+        f'trackio, or a log: {forms}, or lines such as "step 10 loss 2.3 grad_norm 0.5")'
     )
 
 
-def _json_lines(text: str) -> Iterator[Mapping[str, object]]:
-    for line in text.split("\n"):
+def _parts_of(text: str, separator: str) -> Iterator[str]:
+    """Yield the parts of a text one after another, which takes no memory for all of them."""
+    at = 0
+    while at <= len(text):
+        end = text.find(separator, at)
+        end = len(text) if end < 0 else end
+        yield text[at:end]
+        at = end + 1
+
+
+def _json_lines(lines: Iterable[str], told: _Reading) -> Iterator[Mapping[str, object]]:
+    for line in told.over(lines):
         if line.strip():
             try:
                 record = json.loads(line)
@@ -218,27 +231,53 @@ def _table(text: str) -> Columns | None:
         text = "\n".join(line.strip().strip("|") for line in text.splitlines() if re.search(r"\w", line))
     lines = text.split("\n", 3)
     if (header := _header(lines[0].strip("\r"))) is None:
-        return None
+        spaced = _spaced(text)
+        return None if spaced is None else _table(spaced)
     separator, names = header
-    second = next(csv.reader([lines[1]], delimiter=separator), []) if len(lines) > 1 else []
-    if (
-        len(lines) > 1
-        and lines[1].strip()
-        and (len(second) != len(names) or all(number_of(value) is None for value in second))
-    ):
+    second = _cells(lines[1], separator) if len(lines) > 1 else []
+    if len(lines) > 1 and lines[1].strip() and (len(second) != len(names) or not any(map(is_numeric, second))):
         return None
-    decimal = separator == ";" and any(re.fullmatch(r"-?\d+,\d+", value.strip()) for value in second)
-    rows = csv.DictReader(text.splitlines(), delimiter=separator)
+    names = _told_apart(names)
+    rows = csv.reader(text.splitlines()[1:], delimiter=separator)
+    cells = ({name: cell.strip() for name, cell in zip(names, row, strict=False)} for row in rows)
+    return of_lines(cells, "CSV" if separator == "," else f"a table separated by {separator!r}")
 
-    def cells() -> Iterator[Mapping[str, object]]:
-        for row in rows:
-            yield {
-                (name or "").strip(): value.replace(",", ".") if decimal else value.strip()
-                for name, value in row.items()
-                if isinstance(value, str)
-            }
 
-    return of_lines(cells(), "CSV" if separator == "," else f"a table separated by {separator!r}")
+def _cells(line: str, separator: str) -> list[str]:
+    return next(csv.reader([line], delimiter=separator), [])
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Return columns' names, of which a repeated one gets a number as pandas gives it."""
+    seen = Counter[str]()
+    apart = []
+    for name in names:
+        apart.append(f"{name}.{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return apart
+
+
+def _spaced(text: str) -> str | None:
+    """Return a table in columns of spaces, as fastai prints it, with tabs; None if a text is none."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    for gap in (r"\s{2,}", r"\s+"):
+        first, second = (re.split(gap, line.strip()) for line in (*lines[:2], "", "")[:2])
+        words = all(re.fullmatch(r"[A-Za-z][\w /.#-]*", name) for name in first)
+        if len(first) > 1 and words and len(second) == len(first) and sum(map(is_numeric, second)) > len(second) / 2:
+            return "\n".join("\t".join(re.split(gap, line.strip())) for line in lines)
+    return None
+
+
+def _not_a_table(text: str) -> str:
+    """Return why a text with a table's header is none: cells that are split by their decimal commas; else nothing."""
+    first, second = (*text.splitlines()[:2], "", "")[:2]
+    header = _header(first)
+    if header is None or header[0] != "," or not (cells := _cells(second, ",")) or len(cells) <= len(header[1]):
+        return ""
+    return (
+        f"the first row has {len(cells)} cells and the header {len(header[1])}. If its numbers have decimal commas, "
+        "write decimal points, or separate the cells by ';'. The text is "
+    )
 
 
 def _wide(path: Path) -> Columns:
@@ -247,11 +286,12 @@ def _wide(path: Path) -> Columns:
 
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         first = file.readline().rstrip("\r\n")
-    if (header := _header(first)) is None:
+    if (header := _header(first)) is None or "\ufffd" in first:  # another encoding, or compressed
         return _of_text(path.read_bytes(), path.stem)
     separator, names = header
-    columns, parts = Columns(form="CSV"), {}
-    told = _Reading(path)
+    columns, parts = Columns(form="CSV" if separator == "," else f"a table separated by {separator!r}"), {}
+    commas: dict[str, list[tuple[int, str]]] = {}
+    pointed, told = False, _Reading(path.name, path.stat().st_size)
     with path.open("rb") as file:
         pieces: Proto = pd.read_csv(
             file,
@@ -260,23 +300,32 @@ def _wide(path: Path) -> Columns:
             na_values=[""],
             keep_default_na=False,
             low_memory=False,
+            skipinitialspace=True,
+            encoding_errors="replace",
         )
         for piece in pieces:
-            for name, column in piece.items():
-                present = column.notna().to_numpy()
-                if plain(str(name)) in RUNS:
-                    of = columns.runs.setdefault(str(name), {})
+            for label, column in piece.items():
+                name, present = str(label).strip(), column.notna().to_numpy()
+                if plain(name) in RUNS:
+                    of = columns.runs.setdefault(name, {})
                     of.update({columns.rows + at: str(column.iloc[at]) for at in np.flatnonzero(present).tolist()})
                     continue
                 if column.dtype.kind not in "fiu":
                     words = column.astype(str).str.strip()
-                    first = words.str.partition("/")[0] if plain(str(name)) in STEPS else words
-                    numbers: Proto = pd.to_numeric(first, errors="coerce")
-                    column = numbers
+                    shown = words.str.partition("/")[0] if step_rank(name) is not None else words
+                    column = _numbers(shown, present)
+                    unread = np.flatnonzero(present & column.isna().to_numpy())
+                    cells = [(at, text) for at, text in zip(unread.tolist(), shown.iloc[unread], strict=True)]
+                    if with_comma := [(columns.rows + at, text) for at, text in cells if has_comma(text)]:
+                        commas.setdefault(name, []).extend(with_comma)
+                    said = [text for _, text in cells if text.lower() not in ("nan", "-nan") and not has_comma(text)]
+                    if said:
+                        columns.odd.setdefault(name, said[0][:40])
                     present = present & (column.notna().to_numpy() | words.str.lower().isin(["nan", "-nan"]).to_numpy())
+                pointed |= column.dtype.kind == "f"
                 if present.any():
                     at = None if present.all() else np.flatnonzero(present) + columns.rows
-                    parts.setdefault(str(name), []).append((columns.rows, at, column.to_numpy(np.float64)[present]))
+                    parts.setdefault(name, []).append((columns.rows, at, column.to_numpy(np.float64)[present]))
             columns.rows += len(piece)
             told.say(file.tell())
     every = np.arange(columns.rows)
@@ -285,19 +334,46 @@ def _wide(path: Path) -> Columns:
         values = np.concatenate([of for _, _, of in part])
         lines = [np.arange(begun, begun + len(of)) if at is None else at for begun, at, of in part]
         columns.values[name] = (every if len(values) == columns.rows else np.concatenate(lines), values)
+    columns.odd = {name: text for name, text in columns.odd.items() if name not in columns.values}
+    add_commas(columns, commas, points=pointed)
     return columns
 
 
-class _Reading:
-    """Says on standard error how much of a large file has been read."""
+def _numbers(words: Proto, present: np.ndarray) -> Proto:
+    """Return a column of texts as numbers, NaN for what is none."""
+    import pandas as pd
 
-    def __init__(self, path: Path):
-        self.path, self.size, self.last = path, path.stat().st_size, os.times().elapsed
+    numbers: Proto = pd.to_numeric(words, errors="coerce")
+    for at in np.flatnonzero(present & numbers.isna().to_numpy()).tolist():
+        if not has_comma(text := words.iloc[at]) and (number := number_of(text)) is not None:
+            numbers.iloc[at] = number
+    return numbers
+
+
+class _Reading:
+    """Says on standard error how much of a large file has been read.
+
+    Args:
+        name: of the file.
+        size: in the unit in which ``say`` is told what is done.
+    """
+
+    def __init__(self, name: str, size: int):
+        self.name, self.size, self.last = name, size, os.times().elapsed
 
     def say(self, done: int) -> None:
         if (now := os.times().elapsed) > self.last + _SAID:
             self.last = now
-            logger.warning("%s: %.0f %% read", self.path.name, 100 * done / max(1, self.size))
+            logger.warning("%s: %.0f %% read", self.name, 100 * done / max(1, self.size))
+
+    def over(self, lines: Iterable[str]) -> Iterator[str]:
+        """Yield lines, and say how far they are."""
+        done = 0
+        for number, line in enumerate(lines):
+            if number % 1000 == 0:
+                self.say(done)
+            done += len(line)
+            yield line
 
 
 def _trackio(path: Path) -> Iterator[Json]:

@@ -60,7 +60,7 @@ class DivergenceGuard:
         self._recent = [(at, value) for at, value in self._recent if at > step - self.patience] + [(step, loss)]
         level = statistics.median(value for at, value in self._recent if at > step - max(1, self.patience // 4))
         self.best = min(self.best, statistics.median_high(value for _, value in self._recent))
-        if level <= self.best + max(self.margin, _NOISES * noise_of(list(self._calm))):
+        if level <= self.best + self.margin or level <= self.best + _NOISES * noise_of(list(self._calm)):
             self.above_since = None
             self._calm.append(loss)
             return

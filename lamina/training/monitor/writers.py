@@ -145,7 +145,11 @@ def spike_columns(folder: Path) -> Json:
     return values_by_column
 
 
-LAYER_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value")
+_TYPES = {
+    "step": "int64", "layer": "int32", "sublayer": "string", "role": "string", "index": "int32", "metric": "string",
+    "value": "float64",
+}  # fmt: skip
+LAYER_COLUMNS = tuple(_TYPES)
 
 
 def layer_parts(folder: Path) -> list[Path]:
@@ -166,11 +170,19 @@ def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | 
         chosen = np.ones(len(columns["metric"]), bool) if metrics is None else np.isin(columns["metric"], list(metrics))
         chosen &= True if sublayer is None else columns["sublayer"] == sublayer
         return {name: values[chosen].tolist() for name, values in columns.items()}
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     wanted = [("metric", "in", list(metrics))] if metrics is not None else []
     wanted += [("sublayer", "==", sublayer)] if sublayer is not None else []
-    return pq.read_table(part.absolute(), columns=list(LAYER_COLUMNS), filters=wanted or None).to_pydict()
+    try:
+        table = pq.read_table(part.absolute(), columns=list(LAYER_COLUMNS), filters=wanted or None)
+        table = table.cast(pa.schema([pa.field(name, pa.type_for_alias(kind)) for name, kind in _TYPES.items()]))
+    except (NotImplementedError, TypeError) as error:  # a list or a date cannot be a number
+        raise ValueError(str(error)) from error
+    if missing := [name for name in LAYER_COLUMNS[:-1] if table.column(name).null_count]:
+        raise ValueError(f"{missing[0]}: missing in a row")
+    return table.to_pydict()
 
 
 def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str | None = None) -> list[Row]:
@@ -325,7 +337,6 @@ class LayersWriter:
     def _write(self, number: int, rows: Sequence[Row]) -> None:
         if not rows:
             return
-        types = ("int64", "int32", "string", "string", "int32", "string", "float64")
         columns = dict(zip(LAYER_COLUMNS, zip(*rows, strict=True), strict=True))
         path = self.folder / f"part-{number:05d}"
         try:
@@ -334,12 +345,12 @@ class LayersWriter:
         except ModuleNotFoundError:
             import numpy as np
 
-            kinds = {name: str if kind == "string" else kind for name, kind in zip(columns, types, strict=True)}
+            kinds = {name: str if kind == "string" else kind for name, kind in _TYPES.items()}
             arrays = {name: np.array(column, kinds[name]) for name, column in columns.items()}
             with writing(path.with_suffix(".npz")) as temporary, temporary.open("wb") as file:
                 np.savez_compressed(file, allow_pickle=False, **arrays)
             return
-        arrays = [pa.array(column, kind) for column, kind in zip(columns.values(), types, strict=True)]
+        arrays = [pa.array(column, kind) for column, kind in zip(columns.values(), _TYPES.values(), strict=True)]
         with writing(path.with_suffix(".parquet")) as temporary, temporary.open("wb") as file:
             pq.write_table(pa.table(arrays, names=list(LAYER_COLUMNS)), file)
 

@@ -1,0 +1,101 @@
+"""Numbers as people write them: with thousands separators, with a decimal comma, as 12k, or as a histogram."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+Bins: TypeAlias = Any
+"""part of a histogram, as W&B writes it"""
+
+NUMBER = r"[-+]?(?:\d+(?:[.,]\d+)*\.?|\.\d+)(?:[eE][-+]?\d+)?(?:[kKMB](?![\w/]))?|[-+]?(?:nan|inf(?:inity)?)\b"
+WHOLE = r"\d+(?:,\d{3})*(?:\.\d+)?(?:[eE]\+?\d+)?(?:[kKM](?=it|\b))?"
+"""A step: 1,000, 1.0e+02 and 12k are whole numbers, too."""
+
+_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9}
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?(?:[eE][-+]?\d+)?")
+_SURE_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:(?:,\d{3})+\.\d*|(?:,\d{3}){2,})(?:[eE][-+]?\d+)?")
+_COMMA = re.compile(r"[-+]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+(?:[eE][-+]?\d+)?")
+_MAYBE = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}")  # 2,310 is 2310 or 2.31; 2,31 and 0,231 have a decimal comma
+
+
+def number_of(value: object) -> float | None:
+    """Return a value as a number; for a histogram, the norm of the values in its bins; None for anything else."""
+    if isinstance(value, float):
+        return value
+    if value is None or isinstance(value, bool):
+        return None
+    try:
+        return _norm_of_bins(value) if isinstance(value, Mapping) else float(str(value))
+    except (ValueError, TypeError, LookupError, OverflowError):  # bins that are none
+        return _written(value.strip()) if isinstance(value, str) else None
+
+
+def _written(text: str) -> float | None:
+    """Return the number in a text that Python does not read: 1,000 or 12k."""
+    if text[-1:].lower() in _SUFFIXES and (number := number_of(text[:-1])) is not None:
+        return number * _SUFFIXES[text[-1].lower()]
+    return float(text.replace(",", "")) if _THOUSANDS.fullmatch(text) else None
+
+
+def is_numeric(text: str) -> bool:
+    """Return whether a text is a number, with a decimal comma or a point."""
+    return number_of(text) is not None or has_comma(text)
+
+
+def has_comma(value: str) -> bool:
+    """Return whether a text is a number with a comma, which ``with_commas`` reads."""
+    text = value.strip()
+    return _COMMA.fullmatch(text) is not None or _SURE_THOUSANDS.fullmatch(text) is not None
+
+
+def with_commas(
+    texts: Mapping[str, Sequence[str]], *, whole: Collection[str], points: bool
+) -> Mapping[str, list[float] | None]:
+    """Return the numbers in texts with a comma, by column; None where a comma may be either sign.
+
+    2,31 has a decimal comma, and 1,000.5 a separator of thousands. What 2,310 has, the other numbers of its column
+    tell, or else those of other columns.
+
+    Args:
+        texts: by the column's name, each with a comma.
+        whole: columns of whole numbers.
+        points: whether other numbers in the file have a decimal point.
+    """
+    signs = {name: {sign for text in column if (sign := _sign(text))} for name, column in texts.items()}
+    others = {"."} if points else set[str]().union(*(of for name, of in signs.items() if name not in whole))
+    numbers: dict[str, list[float] | None] = {}
+    for name, column in texts.items():
+        own = signs[name] or ({"."} if name in whole else others)
+        sign = next(iter(own)) if len(own) == 1 else ""
+        every = [_read(text.strip(), _sign(text) or sign) for text in column]
+        numbers[name] = None if None in every else [number for number in every if number is not None]
+    return numbers
+
+
+def _sign(text: str) -> str:
+    """Return the decimal sign of a number with a comma; empty for one that may have either."""
+    text = text.strip()
+    return "." if _SURE_THOUSANDS.fullmatch(text) else "" if _MAYBE.fullmatch(text) else ","
+
+
+def _read(text: str, sign: str) -> float | None:
+    if not sign:
+        return None
+    return float(text.replace(",", "") if sign == "." else text.replace(".", "").replace(",", "."))
+
+
+def _norm_of_bins(histogram: Mapping[str, Bins]) -> float | None:
+    """Return the norm of values in bins, as if they were uniform in each: E[x^2] = middle^2 + width^2 / 12."""
+    counts, edges, packed = histogram.get("values"), histogram.get("bins"), histogram.get("packedBins")
+    if not isinstance(counts, list):
+        return None
+    if isinstance(packed, Mapping):
+        low, size, count = (float(packed[name]) for name in ("min", "size", "count"))
+        edges = [low + size * index for index in range(len(counts) + 1)] if count == len(counts) else None
+    if not isinstance(edges, list) or len(edges) != len(counts) + 1:
+        return None
+    bins = zip(counts, edges, edges[1:], strict=False)
+    return math.sqrt(sum(n * (((low + high) / 2) ** 2 + (high - low) ** 2 / 12) for n, low, high in bins))
