@@ -12,7 +12,7 @@ from lamina.reports.causes import Learned, Signs
 from lamina.reports.diagnosis import gather, loss_rise
 from lamina.reports.histories import import_history, read_history
 from lamina.reports.histories.importing import judge
-from lamina.training.monitor.alarms import Alarm
+from lamina.training.monitor.alarms import Alarm, Alarms
 
 RECORDS = 300
 
@@ -167,3 +167,32 @@ def test_what_is_not_recorded_is_no_evidence():
     odds = learned.odds({"first": "rise gradient", "rate": "unknown"})
     assert odds["bad batch"] == pytest.approx(odds["number range"])
     assert learned.odds({"first": "rise gradient", "rate": "level"})["bad batch"] > 0.6
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.3, 1.0, -0.6])
+def test_a_history_of_many_records_says_the_same_as_if_all_were_judged(tmp_path, monkeypatch, shift):
+    draw, lines = random.Random(5), []
+    for step in range(1, 3001):
+        norm = exp(draw.gauss(0, 0.15)) * (25 if 1500 <= step < 1512 else 1)
+        loss = 2 + 3 * exp(-step / 400) + draw.gauss(0, 0.05) + shift * (step >= 2200)
+        lines.append(json.dumps({"step": step, "loss": loss, "grad_norm": norm}))
+    (tmp_path / "h.jsonl").write_text("\n".join(lines))
+    history = read_history(tmp_path / "h.jsonl")
+    every = judge(history)
+    monkeypatch.setattr("lamina.reports.histories.importing._MANY", 100)
+    seen = []
+    monkeypatch.setattr("lamina.reports.histories.importing.Alarms.see", spied(seen))
+    assert judge(history) == every
+    assert len(seen) < 0.7 * len(history.steps)
+    assert {alarm.step // 100 for alarm in every[0]} == ({15, 22} if shift > 0 else {15})
+
+
+def spied(seen):
+    """Return ``Alarms.see`` that notes the records which it is given."""
+    whole = Alarms.see
+
+    def see(self, rows, rate=None):
+        seen.extend([1] if rows else [])
+        return whole(self, rows, rate)
+
+    return see

@@ -23,12 +23,12 @@ from lamina.jobs.seals import write_result
 from lamina.reports.diagnosis import BEFORE, restarts, wander_of
 from lamina.reports.histories.names import OTHER, RATE, best, is_side_loss, parameter_of, plain, step_rank, whole
 from lamina.reports.histories.owners import Owner, Places, places_of
-from lamina.reports.histories.recordings import Bools, Floats, Recording, Series
+from lamina.reports.histories.recordings import Bools, Floats, Ints, Recording, Series
 from lamina.reports.histories.sources import read_runs, recorded_in
 from lamina.training.monitor.alarms import Alarm, Alarms, events, write_alarms
 from lamina.training.monitor.policy_signs import METRICS as POLICY
 from lamina.training.monitor.policy_signs import metrics_of
-from lamina.training.monitor.rules import DEVIATIONS, STANDS_OUT, WINDOW, limits
+from lamina.training.monitor.rules import DEVIATIONS, LAG, LEAST_NOISE, STANDS_OUT, WINDOW, limits
 from lamina.training.monitor.writers import LOSS, NORM, VERSION, WATCHED, LayersWriter, Row
 
 Key: TypeAlias = tuple[Owner, str]
@@ -37,7 +37,8 @@ Key: TypeAlias = tuple[Owner, str]
 _MODEL: Owner = (-1, "model", "all")
 _WORDS = {LOSS: "loss", NORM: "gradient norm", RATE: "learning rate"}
 _SHOWN = 5
-_LONG = 300_000  # gradient norms of layers up to which all are judged
+_LONG, _MANY = 300_000, 20_000  # gradient norms of layers, and records, up to which all are judged
+_OFF = 1.5  # noises by which a loss moves: a smaller step leaves no chart before the past has followed it
 EPOCH = "epoch"
 
 
@@ -259,10 +260,13 @@ def judge(history: History) -> tuple[list[Alarm], list[int]]:
     alarms, judged = Alarms(), history.steps
     wanted, filling = _worth_judging(history, judged)
     rows: dict[int, list[Row]] = {}
+    many = len(judged) > _MANY
     for key, (steps, values) in history.series.items():
+        if key[1] in (RATE, EPOCH):
+            continue
         places = np.searchsorted(judged, steps)
         judged_here = (places < len(judged)) & (np.take(judged, np.minimum(places, len(judged) - 1)) == steps)
-        if key[1] == "gradient_norm":
+        if key[1] == "gradient_norm" or many:
             judged_here &= wanted[np.minimum(places, len(judged) - 1)]
         chosen = np.flatnonzero(judged_here)
         for row, value in zip(places[chosen].tolist(), values[chosen].tolist(), strict=True):
@@ -273,7 +277,7 @@ def judge(history: History) -> tuple[list[Alarm], list[int]]:
     told = [
         replace(alarm, step=judged[alarm.step - 1])
         for alarm in alarms.told
-        if alarm.metric != "gradient_norm" or not filling[alarm.step - 1]
+        if not filling[alarm.step - 1] or not (many or alarm.metric == "gradient_norm")
     ]
     losses, rates = history.values(LOSS), history.values(RATE)
     calm = restarts(rates)
@@ -301,17 +305,22 @@ def _of_policy(history: History) -> list[Alarm]:
 
 
 def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bools]:
-    """Return the records at which a long history's layers are judged, and those of them that only fill the past.
+    """Return the records at which a long history is judged, and those of them that only fill the past.
 
-    Rules cost microseconds a value. Of a long history they get the records around those at which a layer's gradient is
-    not finite or zero, is twice the median before and five deviations off, or leaves the other layers'.
+    Rules cost microseconds a value. Of a long history they get the records around those at which a gradient is not
+    finite or zero, is twice the median before and five deviations off, or leaves the other layers', and around those
+    at which the loss moves.
     """
     layered = {key: series for key, series in history.series.items() if key[1] == "gradient_norm"}
-    count = sum(len(steps) for steps, _ in layered.values())
-    if count <= _LONG:
+    count, many = sum(len(steps) for steps, _ in layered.values()), len(judged) > _MANY
+    if count <= _LONG and not many:
         return np.ones(len(judged), bool), np.zeros(len(judged), bool)
     odd = np.zeros(len(judged), bool)
     odd[: 2 * WINDOW] = True
+    if many and (loss := history.series.get((_MODEL, LOSS))) is not None:
+        odd[np.searchsorted(judged, loss[0])[_moves(loss[1])]] = True
+    if many and (norm := history.series.get((_MODEL, NORM))) is not None:
+        layered[_MODEL, NORM] = norm
     kinds: dict[tuple[str, str, int], list[Floats]] = {}
     for ((_, sublayer, role), _), (steps, values) in layered.items():
         places, logs = np.searchsorted(judged, steps), np.log(np.maximum(values, 1e-30))
@@ -335,6 +344,21 @@ def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bool
         wanted[begin : row + WINDOW] = True
     filling[: 2 * WINDOW] = False
     return wanted, filling
+
+
+def _moves(losses: Floats) -> Ints:
+    """Return where losses are not finite, or where the next ones lie off those before by more than their noise."""
+    window, ahead = np.lib.stride_tricks.sliding_window_view, LAG
+    finite = np.isfinite(losses)
+    if len(losses) < WINDOW + 2 * ahead or not finite.any():
+        return np.arange(len(losses))
+    values = np.where(finite, losses, np.median(losses[finite]))
+    usual = np.median(window(values[: -2 * ahead], WINDOW), axis=1)
+    after = np.median(window(values[WINDOW + ahead :], ahead), axis=1)
+    changes = window(np.abs(np.diff(values[: -2 * ahead])), WINDOW - 1)
+    noise = np.maximum(LEAST_NOISE, 1.4826 * np.median(changes, axis=1) / 2**0.5)
+    off = np.flatnonzero(np.abs(after - usual) > _OFF * noise) + WINDOW + ahead
+    return np.union1d(off, np.flatnonzero(~finite))
 
 
 def _rose(alarm: Alarm, losses: Mapping[int, float], calm: Sequence[int]) -> bool:

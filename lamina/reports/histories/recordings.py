@@ -119,10 +119,9 @@ def of_lines(lines: Iterable[Mapping[str, object]], form: str) -> Columns:
         for name, value in line.items():
             if (column := known.get(name)) is None:
                 column = known[name] = _Column(str(name))
-            kind = type(value)
-            if column.plain and (kind is float or kind is str):
+            if column.plain and isinstance(value, (float, str)):
                 try:
-                    number = float(value)  # pyright: ignore[reportArgumentType]
+                    number = float(value)
                 except ValueError:
                     column.add(row, value)
                     continue

@@ -57,7 +57,9 @@ class DivergenceGuard:
         if not math.isfinite(loss):
             self.alarms.see(rows)
             raise Diverged(step, f"the loss is {loss} at step {step}; {self.first_to_leave()}")
-        self._recent = [(at, value) for at, value in self._recent if at > step - self.patience] + [(step, loss)]
+        self._recent.append((step, loss))
+        while self._recent[0][0] <= step - self.patience:
+            del self._recent[0]
         level = statistics.median(value for at, value in self._recent if at > step - max(1, self.patience // 4))
         self.best = min(self.best, statistics.median_high(value for _, value in self._recent))
         if level <= self.best + self.margin or level <= self.best + _NOISES * noise_of(list(self._calm)):
@@ -90,7 +92,7 @@ class DivergenceGuard:
             raise Diverged(step, f"the gradient's norm is {norm} at {at}; {self.first_to_leave()}")
 
     def state_dict(self) -> Json:
-        seen = {"best": self.best, "above_since": self.above_since, "losses": self._recent, "calm": list(self._calm)}
+        seen = {"best": self.best, "above_since": self.above_since, "losses": [*self._recent], "calm": list(self._calm)}
         return {"guard": seen}
 
     def load_state_dict(self, state: RunState) -> None:

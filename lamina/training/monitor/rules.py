@@ -240,11 +240,12 @@ class Rules:
             yield from self._hard(row)
             if (past := PASTS.get(row[5])) is not None:
                 yield from self._past(row, past, rate)
-        yield from self._peers(rows)
-        yield from self._dead(rows)
-        yield from self._written(step, rows)
+        if self._weights or any(row[2] != "model" for row in rows):  # else there is nothing to compare
+            yield from self._peers(rows)
+            yield from self._dead(rows)
+            yield from self._written(step, rows)
+            yield from self._updates(step, rows)
         yield from self._batch(rows)
-        yield from self._updates(step, rows)
         for row in rows:
             if row[5] == LOSS and math.isfinite(row[6]):
                 yield from self._loss(row)
