@@ -106,8 +106,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Let each link of a page lead to a page or a file of the site, and keep the results out of the search."""
     if page.file.src_uri.startswith(RESULTS):
         page.meta["search"] = {"exclude": True}
+    page.meta.setdefault("title", _title(page.file.src_uri, markdown, config) or page.title)
     source = _SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return with_figures(site_links(markdown, source, files), page.file)
+
+
+def _title(page: str, markdown: str, config: MkDocsConfig) -> str:
+    """The title of the tab of the first page, and of a page of results, whose heading follows a comment; or ""."""
+    if page in _SOURCES:
+        return config.site_description or ""
+    heading = re.search("^# (.+)$", markdown, re.MULTILINE)
+    return heading[1] if heading and page.startswith(RESULTS) else ""
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

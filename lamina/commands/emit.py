@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from lamina.api.models import emit
 from lamina.commands.arguments import Parser
@@ -46,6 +47,8 @@ def run(argv: list[str]) -> int:
     if options["output"] is None:
         show(code.rstrip())
     else:
-        tested = " and its test" * options["with_test"]
-        show(f"the file{tested}: {options['output']}")
+        file = Path(options["output"])
+        show(f"the file: {file}")
+        if options["with_test"]:
+            show(f"the test: {file.with_name(f'test_{file.name}')}")
     return 0

@@ -286,6 +286,8 @@ def convert(
     was.
     """
     if reads:
+        if not Path(source).exists():
+            raise UserError(f"source: {source!r} is not there. Give a folder that {target} wrote.")
         model = from_trainer(Path(source), target, placement)
     else:
         source = source_beside(source, output, overwrite=overwrite)

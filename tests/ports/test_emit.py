@@ -274,6 +274,7 @@ def test_the_command_writes_the_file_and_its_test(tmp_path, capsys):
     file = tmp_path / "keel_block.py"
     words = ["emit", "keel(alpha=3)", "--to", "pytorch", "--num-layers", "3", "--output", str(file), "--with-test"]
     assert main(words) == 0
+    assert f"the test: {tmp_path / 'test_keel_block.py'}" in capsys.readouterr().out
     assert "3.0 if layer > 0 else 1.0" in file.read_text("utf-8")
     assert 'lamina emit "keel(alpha=3)" --to pytorch --num-layers 3' in file.read_text("utf-8")
     done = subprocess.run(
