@@ -103,7 +103,7 @@ def mine(num_layers: int) -> Plan:
         ("def f(): f()\nf()", "raised RecursionError"),
         (MADE.format("raise SystemExit(0)"), "'mine' raised SystemExit: 0"),
         (MADE.format("return 1 / 0"), "'mine' raised ZeroDivisionError"),
-        (MADE.format("return None"), "it makes None"),
+        (MADE.format("return None"), "its function returns None"),
     ],
 )
 def test_what_a_python_file_raises_is_a_mistake_that_names_it(file, text, said):

@@ -112,8 +112,8 @@ def compare(
     """Train placements side by side on your text; OUTPUT/report.html shows which is best, which failed, and why.
 
     The keywords are the settings of `lamina compare`. Returns the rows of results.csv and the page.
-    ``placements``, ``learning_rates`` and ``seeds`` may also be lists, ``corpus`` a path, a list of paths or
-    texts, or a datasets.Dataset. The worker processes do not import the calling script.
+    ``placements``, ``learning_rates`` and ``seeds`` may also be lists. ``corpus`` may be a path, a list of paths
+    or texts, or a datasets.Dataset. The worker processes do not import your script.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
@@ -609,9 +609,9 @@ def coord_check(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Comparison:
-    """Check whether a module's output grows with the width or the depth. Lamina trains several sizes for a few steps
-    on one batch and prints the exponent e of mean |x| ~ size^e. 0 is right. If e is above 0, the output of a
-    large model will blow up.
+    """Check whether a module's output grows with the model's width or depth. Lamina trains several sizes for a few
+    steps on one batch and prints the exponent e of mean |x| ~ size^e. It should be 0. If e is above 0, the output
+    of a large model will blow up.
 
     The keywords are the settings of `lamina coord-check`. Returns the rows of slopes.csv and the page;
     OUTPUT/result.json has the verdict.
@@ -905,7 +905,7 @@ def evaluate(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Evaluate trained models: perplexity of a text per token, word and byte (--corpus), and tasks of
+    """Evaluate trained models: perplexity on a text per token, word and byte (--corpus), and tasks of
     lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, the folder of a run, or the
     folder of a study. Lamina averages a study's runs over the seeds, with a standard deviation.
 

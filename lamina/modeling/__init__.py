@@ -1,4 +1,4 @@
-"""Models that execute a plan. Importing this registers LaminaConfig and the models with the Auto classes."""
+"""Models that execute a plan. Importing this package registers LaminaConfig and the models with the Auto classes."""
 
 import transformers
 

@@ -1,4 +1,4 @@
-"""Building a model from a backbone and a placement, and a Block from plain modules."""
+"""Build a model from a backbone and a placement, and a Block from plain modules."""
 
 from __future__ import annotations
 
@@ -48,27 +48,28 @@ def build(
     """Build a model from a backbone's attention and feed-forward modules, with the norms where the placement puts them.
 
     Args:
-        backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, a folder that
-            holds one, or a model's name on the hub (without its weights, which `lamina convert` keeps).
+        backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, a folder with a
+            configuration, or a model's name on the hub. Lamina does not load the model's weights; use `lamina convert`
+            to keep them.
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
         num_layers: the number of blocks (default: the backbone's). ``hidden_size``, ``num_heads`` and ``vocab_size``
-            also replace the backbone's sizes.
+            likewise replace the backbone's sizes.
         head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification"; by default the first head
             in the backbone's row of ``ADAPTERS``.
         num_labels: number of classes of a classifier (default: an image backbone's classes, or 1, a reward, for
             sequences).
         init: an initializer's name, ``"name(std=0.01)"``, or "recommended", the initializer of the paper's main runs.
-        profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initializer that profiles the model
-            (Admin's); random ones by default.
-        scaling: width and depth scaling of the initial weights, and of a named placement's multiplier
+        profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initializer that profiles the
+            model, such as Admin's (default: random ids).
+        scaling: width and depth scaling of the initial weights, and of the branches' multiplier
             (``lamina.modeling.scaling``).
         adapter: other names of the backbone's modules, by the fields of ``lamina.modeling.modeling_lamina.Adapter``
             (``{"attention": "attn", "norm": "ln_f"}``) (default: ``lamina_adapter`` of its configuration).
         placement_options: options of this placement, or options that every placement takes.
 
     Returns:
-        A LaminaForCausalLM (or the head's class) in float32, its weights drawn from torch's global generator (seed it
-        with ``torch.manual_seed``).
+        A LaminaForCausalLM (or the head's class) in float32. Its weights come from torch's global generator, which you
+        can seed with ``torch.manual_seed``.
 
     Raises:
         UserError: (a ValueError) for an unknown name or option, an invalid size, a plan of another depth, or a head
@@ -100,7 +101,7 @@ def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[s
         config.lamina_adapter = adapter
     check_adapter(config, "")
     if config.model_type in UNCONVERTED:
-        raise UserError(f"backbone {config.model_type!r}: {UNCONVERTED[config.model_type]} (allowed: another backbone)")
+        raise UserError(f"backbone {config.model_type!r}: {UNCONVERTED[config.model_type]}. Choose another backbone.")
     if torch.get_default_device().type != "meta":
         fields, width = "hidden_size, num_layers, vocab_size", config.hidden_size
         # at least one square matrix per block, and the embedding
@@ -117,7 +118,10 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
     if num_labels is None:
         labels: dict[str, Any] = {"num_labels": 1} if head == "sequence_classification" else {}
     elif not head.endswith("classification"):
-        raise UserError(f"num_labels: {num_labels!r}, but the head {head!r} has no labels")
+        raise UserError(
+            f"num_labels: {num_labels!r} has no effect on the head {head!r}. Leave num_labels out, or choose a "
+            "classifier's head."
+        )
     else:
         labels = {"num_labels": whole_number("num_labels", num_labels)}
     try:
@@ -127,15 +131,17 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
     except ValueError as error:
         raise UserError(str(error)) from error
     except (AssertionError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"backbone {config.model_type!r}: it cannot be built ({one_line(error)})") from error
+        raise UserError(
+            f"backbone {config.model_type!r}: it cannot be built ({one_line(error)}). Choose another backbone."
+        ) from error
 
 
 @torch.no_grad()
 def _check_runs(model: PreTrainedModel) -> None:
     """Raise UserError if a model does not run, or computes other logits with its cache than without.
 
-    Called for untested backbones and configurations from files. If layers pass on more than the stream, the built model
-    can fail, or forget, at its first token.
+    Lamina calls this for untested backbones and for configurations from files. If their layers pass on more than the
+    stream, the built model can fail or lose information at its first token.
     """
     if model.main_input_name != "input_ids" or any(p.is_meta for p in model.parameters()):
         return
@@ -153,12 +159,12 @@ def _check_runs(model: PreTrainedModel) -> None:
                 logits, cached = logits[:, -1], cached[:, -1]
                 if not torch.allclose(logits, cached, rtol=1e-2, atol=1e-2 * float(logits.abs().max())):
                     raise UserError(
-                        f"{subject} gives different logits with and without its cache. Choose another backbone"
+                        f"{subject} gives different logits with and without its cache. Choose another backbone."
                     )
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{subject} does not run ({one_line(error)}); allowed: another backbone") from error
+        raise UserError(f"{subject} does not run ({one_line(error)}). Choose another backbone.") from error
     finally:
         model.train(training)
 
@@ -174,11 +180,12 @@ def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan
         return resolve(placement, num_layers, **options)
     if options:
         raise UserError(
-            f"placement: a plan takes no options ({', '.join(options)}). Pass them to lamina.placements.resolve"
+            f"placement: a plan takes no options ({', '.join(options)}). Pass them to lamina.placements.resolve."
         )
     if placement.num_layers != num_layers:
         raise UserError(
-            f"placement: the plan is for {placement.num_layers} layers, but the backbone has num_layers {num_layers}"
+            f"placement: the plan is for {placement.num_layers} layers, but the backbone has {num_layers}. Set "
+            f"num_layers to {placement.num_layers}."
         )
     return placement
 
@@ -202,11 +209,11 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
         ("layer_plan", layer_plan, Layer),
     ):
         if not isinstance(value, kind):
-            raise UserError(f"{name}: {shortened(repr(value), 200)} (allowed: a {kind.__name__})")
+            raise UserError(f"{name}: {shortened(repr(value), 200)} does not fit. Give a {kind.__name__}.")
     whole_number("hidden_size", hidden_size)
     halves = (layer_plan.attention, layer_plan.feed_forward)
     if layer_plan.sources or layer_plan.boundary or any(half.streams or half.reads_memory for half in halves):
-        raise UserError("layer_plan: its streams or earlier states need the blocks around it. Use lamina.build")
+        raise UserError("layer_plan: its streams or earlier states need the blocks around it. Use lamina.build.")
     wiring = Plan(placement="wire", layers=(layer_plan,)).to_dict()["layers"][0]
     style = NormStyle()
     try:
@@ -226,16 +233,16 @@ N = TypeVar("N", bound=type[LaminaNorm])
 def norm(kind: str) -> Callable[[N], N]:
     """Register a subclass of LaminaNorm as a kind of norm, for plans and for every placement's option ``norm``.
 
-    Raises UserError for an invalid name, or one that another module has (``refuse_namesake``).
+    Raises UserError for an invalid name, or for a name that another module has registered (``refuse_namesake``).
     """
     if not str(kind).isidentifier():
-        raise UserError(f"norm: {kind!r} (allowed: a name)")
+        raise UserError(f"norm: {kind!r} is no name. Give a text that is a valid identifier.")
 
     def register(cls: N) -> N:
         holder = LaminaNorm if kind == "backbone" else NORMS.get(kind)
         refuse_namesake("norm", kind, cls.__module__, holder and holder.__module__)
         if not issubclass(cls, LaminaNorm):
-            raise UserError(f"norm: {cls.__name__} is no LaminaNorm (allowed: a subclass of it)")
+            raise UserError(f"norm: {cls.__name__} is no LaminaNorm. Give a subclass of LaminaNorm.")
         NORMS[kind] = cls
         OWN_KINDS.add(kind)
         return cls
@@ -244,7 +251,7 @@ def norm(kind: str) -> Callable[[N], N]:
 
 
 def available_memory(device: str = "cpu") -> int:
-    """Return the bytes that can still be allocated on the GPU, or in RAM and swap within the container's limit."""
+    """Return how many bytes are free on the GPU, or in RAM and swap within the container's limit."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     free = psutil.virtual_memory().available + psutil.swap_memory().free
@@ -263,6 +270,6 @@ def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "c
         return
     owner = "the GPU" if device == "cuda" else "this machine"
     raise UserError(
-        f"{fields}: {what} at least {needed / 2**30:,.1f} GiB of memory, and {owner} has {free / 2**30:,.1f} GiB free "
-        "(allowed: lower values)"
+        f"{fields}: {what} at least {needed / 2**30:,.1f} GiB of memory, and {owner} has {free / 2**30:,.1f} GiB "
+        "free. Give lower values."
     )

@@ -1,4 +1,6 @@
-"""Loading of checkpoints: Lamina's, transformers', a run's folder, a GGUF file. Only plain tensors are unpickled."""
+"""Load checkpoints: of Lamina or transformers, from a run's folder or a GGUF file. Lamina unpickles only plain
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClas
 
 @dataclass(kw_only=True)
 class Loaded:
-    """A model in evaluation mode, with its tokenizer if any, its run's folder, and notes."""
+    """A model in evaluation mode, with its tokenizer and its run's folder, if any, and notes."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -36,7 +38,7 @@ class Loaded:
 
 
 def checked_device(name: str | None) -> str:
-    """Return a device's name, by default the fastest. Raises UserError if this machine lacks it."""
+    """Return a device's name; "auto" chooses the fastest device. Raises UserError if this machine lacks the device."""
     if name is None:
         if torch.cuda.is_available():
             return "cuda"
@@ -46,19 +48,20 @@ def checked_device(name: str | None) -> str:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"device: {name!r}: {str(error).splitlines()[0]} (allowed: cpu, or a device of this machine)"
+            f"device: {name!r}: {str(error).splitlines()[0]}. Choose cpu, or a device of this machine."
         ) from None
     return name
 
 
 def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Loaded:
-    """Load a checkpoint: a folder with config.json or a .gguf file, a run's folder, a .gguf file, a name on the hub.
+    """Load a checkpoint from a folder with config.json or a .gguf file, a run's folder, a .gguf file, or a name on the
+    hub.
 
-    The weights are safetensors, GGUF, or .bin files of tensors only (read with ``weights_only``).
+    The weights are safetensors, GGUF, or .bin files that hold only tensors (read with ``weights_only``).
 
     Raises:
-        UserError: if the path holds no checkpoint, or one that needs its own code or has NaN or infinite weights
-            (named).
+        UserError: if the path holds no checkpoint, if the checkpoint needs its own code, or if a weight is NaN or
+            infinite.
     """
     source, run, more = _located(path)
     with local_when_unreachable():
@@ -71,21 +74,21 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     model: Any = loaded[0]  # transformers' decorators hide the signature of `to`
     missing = loaded[1]
     some = f"{', '.join(missing[:4])}{' ...' * (len(missing) > 4)}"
-    notes = [f"missing in the checkpoint, so Lamina drew random weights: {some}"] if missing else []
+    notes = [f"Lamina drew random weights for tensors that the checkpoint lacks: {some}"] if missing else []
     return Loaded(model=model.to(device).eval(), tokenizer=tokenizer, run=run, notes=notes)
 
 
 def config_of(path: str | Path) -> PreTrainedConfig:
-    """Read the configuration of a checkpoint as ``load`` takes it, without its weights. Raises UserError."""
+    """Read the configuration of a checkpoint without its weights. The paths and errors are as in ``load``."""
     source, _, more = _located(path)
     with local_when_unreachable():
         return read_config(source, "checkpoint", **more)
 
 
 def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a checkpoint as ``load`` takes it; None without one. The weights are not read.
+    """Load the tokenizer of a checkpoint without its weights; None if there is no tokenizer. Paths are as in ``load``.
 
-    Raises UserError for a folder without weights, or with weights that are cut short by their headers.
+    Raises UserError for a folder without weights, or with weights that are shorter than their headers state.
     """
     source, _, more = _located(path)
     if Path(source).is_dir() and not more:
@@ -106,7 +109,8 @@ def _located(path: str | Path) -> tuple[str, Path | None, Json]:
             saved = [p for p in saved if (p / "config.json").is_file()]
             if not saved:
                 raise UserError(
-                    f"checkpoint: the run {str(run)!r} has saved no model yet (neither model/ nor checkpoints/)"
+                    f"checkpoint: the run {str(run)!r} has saved no model yet: it holds neither model/ nor "
+                    "checkpoints/. Choose a run that has saved one."
                 )
             folder = max(saved, key=lambda p: int(p.name[11:]))
     more: Json = {}
@@ -115,7 +119,7 @@ def _located(path: str | Path) -> tuple[str, Path | None, Json]:
     elif folder.is_dir() and not any(folder.glob("*.safetensors*")) and not any(folder.glob("*.bin*")):
         files = sorted(folder.glob("*.gguf"))
         if len(files) > 1:
-            raise UserError(f"checkpoint: {name!r} holds {len(files)} .gguf files (allowed: the path of one of them)")
+            raise UserError(f"checkpoint: {name!r} holds {len(files)} .gguf files. Give the path of one file.")
         if files:
             more["gguf_file"] = files[0].name
     return (str(folder) if folder.exists() else name), run, more
@@ -138,7 +142,7 @@ def _class(config: PreTrainedConfig) -> ModelClass:
 
 
 def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
-    """Return the Auto class that builds and loads a configuration's model, with a head if there is one.
+    """Return the Auto class that builds and loads a configuration's model, with a head if the model type has one.
 
     Raises UserError for a model type without a model.
     """
@@ -146,7 +150,9 @@ def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
         auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:
             return auto
-    raise UserError(f"checkpoint: no model is known for model_type {config.model_type!r}")
+    raise UserError(
+        f"checkpoint: transformers has no model for model_type {config.model_type!r}. Choose another checkpoint."
+    )
 
 
 def _tokenizer(source: str, more: Json) -> PreTrainedTokenizerBase | None:

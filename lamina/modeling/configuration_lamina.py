@@ -30,9 +30,9 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")  # of the model, whic
 
 
 class LogitsStyle(NamedTuple):
-    """A backbone's changes to its logits: Cohere's factor, Granite's divisor, Gemma 2's soft-cap; None where absent.
+    """A backbone's changes to its logits: Cohere's factor, Granite's divisor, Gemma 2's soft-cap. None means no change.
 
-    ``states`` is a divisor of the head's input (MiniCPM's).
+    ``states`` is the divisor of the head's input (MiniCPM).
     """
 
     factor: float | None
@@ -50,11 +50,11 @@ class LogitsStyle(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The factor divided by both divisors."""
+        """The total factor on the logits: the factor divided by both divisors."""
         return float(self.factor or 1.0) / float(self.divisor or 1.0) / float(self.states or 1.0)
 
     def apply(self, head: nn.Module, states: torch.Tensor) -> torch.Tensor:
-        """Compute the backbone's logits from its states."""
+        """Compute the backbone's logits from its last states."""
         logits = head(states / self.states if self.states else states)
         if self.factor:
             logits = logits * self.factor
@@ -68,14 +68,15 @@ class LaminaConfig(PreTrainedConfig):
 
     Args:
         backbone_config: the transformers configuration of the backbone, or its dict (with ``model_type``).
-        plan: a plan as ``lamina.placements.Plan.to_dict`` writes it; one entry of ``layers`` for each of the backbone's
-            ``num_hidden_layers``. Raises ValueError if the two numbers differ.
+        plan: a plan as ``lamina.placements.Plan.to_dict`` writes it, with one entry of ``layers`` for each of the
+            backbone's ``num_hidden_layers``. Raises ValueError if the two numbers differ.
 
-    ``config.hidden_size`` and every other field that only the backbone has are read from it, and setting one sets it
-    there. The fields in ``FLAT`` are also copied into ``to_dict`` and config.json; loading raises ValueError if such a
-    copy differs from the backbone's field. ``logit_scale`` is the factor on the head's output, in whatever form the
-    backbone has it: serving engines read that one alone. ``get_text_config`` returns the configuration itself, because
-    they would take another text part for a multimodal model's. ``backbone_of`` gives the backbone's.
+    ``config.hidden_size`` and every other field that only the backbone has are the backbone's fields: reading or
+    setting them acts on the backbone. ``to_dict`` and config.json also hold copies of the fields in ``FLAT``; loading
+    raises ValueError if a copy differs from the backbone's field. ``logit_scale`` is the total factor on the head's
+    output, because serving engines read only this field. ``get_text_config`` returns the configuration itself, because
+    serving engines would take another text part for a multimodal model's. ``backbone_of`` returns the backbone's
+    configuration.
     """
 
     model_type = "lamina"
@@ -100,12 +101,12 @@ class LaminaConfig(PreTrainedConfig):
         for name in FLAT:
             if name in kwargs and hasattr(backbone, name) and (value := kwargs.pop(name)) != getattr(backbone, name):
                 raise ValueError(
-                    f"{name}: {value!r}, but backbone_config.{name} is {getattr(backbone, name)!r} (they must be equal)"
+                    f"{name}: {value!r}, but backbone_config.{name} is {getattr(backbone, name)!r}. Make them equal."
                 )
         scale = LogitsStyle.of(backbone).scale
         if (value := kwargs.pop("logit_scale", scale)) != scale:
             raise ValueError(
-                f"logit_scale: {value!r}, but the logits of backbone_config have {scale!r} (they must be equal)"
+                f"logit_scale: {value!r}, but the logits of backbone_config have {scale!r}. Make them equal."
             )
         # The last hidden state is to be the stream before the final norm, as it is in every other layer.
         backbone.tie_last_hidden_states = False
@@ -120,15 +121,16 @@ class LaminaConfig(PreTrainedConfig):
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         if self.plan is not None and len(self.plan["layers"]) != backbone.num_hidden_layers:
             raise ValueError(
-                f"plan: it has {len(self.plan['layers'])} layers, the backbone has num_hidden_layers = "
-                f"{backbone.num_hidden_layers} (they must be equal)"
+                f"plan: it has {len(self.plan['layers'])} layers, but the backbone has num_hidden_layers = "
+                f"{backbone.num_hidden_layers}. Make them equal."
             )
         super().__post_init__(**kwargs)
 
     def convert_rope_params_to_dict(self, **kwargs: object) -> dict[str, object]:
-        """Return the fields unchanged: the backbone's configuration has converted its rotary parameters.
+        """Return the fields unchanged, because the backbone's configuration has already converted its rotary
+        parameters.
 
-        Transformers 5.17 would spoil ModernBERT's.
+        Transformers 5.17 would convert ModernBERT's parameters wrongly.
         """
         return kwargs
 
@@ -143,7 +145,7 @@ class LaminaConfig(PreTrainedConfig):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a field where it is read: here, or on the backbone's configuration."""
+        """Set a field where Lamina reads it: here, or on the backbone's configuration."""
         backbone = self.__dict__.get("backbone_config")
         again = name in self.__dict__
         own = name in self.__dict__ or hasattr(type(self), name) or name in _TOKENS or name.startswith("_")
@@ -170,7 +172,7 @@ class LaminaConfig(PreTrainedConfig):
 
 
 def backbone_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of a model's backbone: a Lamina model's inner one, any other's text part."""
+    """Return a Lamina model's backbone configuration, or the text part of any other model's configuration."""
     lamina = (
         config.model_type == LaminaConfig.model_type
     )  # by its name: code beside a checkpoint has a class of its own

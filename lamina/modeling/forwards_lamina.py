@@ -1,6 +1,6 @@
-"""Adding calls to a module's forward, as source code that ``inspect.getsource`` returns.
+"""Add calls to a module's forward, as source code that ``inspect.getsource`` returns.
 
-Serving engines read and rewrite the source of a forward. They would silently lose a call that is only in the bytecode.
+Serving engines read and rewrite the source of a forward. They would silently lose a call that exists only in bytecode.
 Transformers copies this file beside a checkpoint, so it imports neither the package nor torch's nn at run time.
 """
 
@@ -44,11 +44,12 @@ class _Calls(ast.NodeTransformer):
 
 
 def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[str, str]) -> FunctionType:
-    """Return a module's forward that calls methods of its own around the modules that it calls.
+    """Return a module's forward with added calls of the module's own methods, before or after its calls of inner
+    modules.
 
-    ``before`` names a module's method for the input, ``after`` one for the output, by the module's name. Decorators,
-    globals, closure and defaults are the original's. Raises ValueError if the forward does not call one of the modules
-    itself, or if its source can't be read.
+    ``before`` maps an inner module's name to a method for its input, ``after`` to a method for its output. The new
+    forward keeps the decorators, globals, closure and defaults. Raises ValueError if the forward does not call one of
+    the inner modules itself, or if Lamina cannot read its source.
     """
     name = f"{base.__name__}.forward"
     wrappers, forward = list[FunctionType](), base.forward
@@ -56,22 +57,24 @@ def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[
         wrappers, forward = [forward, *wrappers], vars(forward)["__wrapped__"]
     tree = _tree(forward)
     if tree is None or not isinstance(forward, FunctionType) or not forward.__code__.co_argcount:
-        raise ValueError(f"{name}: its source is not available (needed: a method that is defined in a file)")
+        raise ValueError(f"{name}: its source is not available. Define the method in a file.")
     calls = _Calls(forward.__code__.co_varnames[0], before, after)
     calls.visit(tree)
     if absent := [module for module in (*after, *before) if module not in calls.found]:
-        raise ValueError(f"{name} does not call {absent[0]!r} itself")
+        raise ValueError(f"{name} does not call {absent[0]!r} itself. Choose another backbone or placement.")
     made = _compiled(tree, forward, f"{base.__module__}.{name}")
     added = {*before.values(), *after.values()}
     if made.__code__.co_varnames != forward.__code__.co_varnames or not (
         {*made.__code__.co_names} - added <= {*forward.__code__.co_names}
     ):
-        raise ValueError(f"{name}: its source is another than what runs (needed: a file that is unchanged since)")
+        raise ValueError(
+            f"{name}: its source differs from the code that runs. Restart Python after a change of the file."
+        )
     for wrapper in wrappers:
         cells = wrapper.__closure__ or ()
         holds = [cell.cell_contents is vars(wrapper)["__wrapped__"] for cell in cells]
         if not any(holds):
-            raise ValueError(f"{name}: {wrapper.__qualname__} wraps it out of sight (needed: a plain decorator)")
+            raise ValueError(f"{name}: {wrapper.__qualname__} hides the method that it wraps. Use a plain decorator.")
         closure = (CellType(made) if held else cell for cell, held in zip(cells, holds, strict=True))
         made = _twin(wrapper, wrapper.__code__, tuple(closure), made)
     return made

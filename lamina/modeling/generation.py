@@ -1,4 +1,4 @@
-"""Continuation of a text by a saved model."""
+"""Continue a text with a saved model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read
 
 
 class Teller(TextStreamer):
-    """Passes on an answer in parts while it is generated; joined, they equal what ``Speaker.answer`` returns.
+    """Passes on an answer in parts while the model generates it. Joined, the parts equal the text from
+    ``Speaker.answer``.
 
-    A possible beginning of a stop text, and white space, are held back until more text follows.
+    It holds back white space, and text that may begin a stop text, until more text follows.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], tell: Callable[[str], object]):
@@ -41,15 +42,15 @@ class Teller(TextStreamer):
 
 
 def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
-    """Return where the first stop text begins, searching from ``begin``; the text's length if there is none."""
+    """Return the position of the first stop text from ``begin`` on; the text's length if there is none."""
     return min((end for stop in stops if (end := text.find(stop, begin)) >= 0), default=len(text))
 
 
 class Speaker:
     """A saved model that continues texts, or answers turns in its chat template.
 
-    The arguments are those of ``lamina.generate``. Raises UserError if the folder has no such model, and for a text
-    that fills the model's context.
+    ``lamina.generate`` documents the arguments. Raises UserError if the folder has no such model, and for a text that
+    fills the model's context.
     """
 
     def __init__(
@@ -64,13 +65,17 @@ class Speaker:
     ):
         folder = model_folder(path)
         if not folder.exists():
-            raise UserError(f"model: {path!r} holds no saved model (config.json is missing)")
+            raise UserError(
+                f"model: {path!r} holds no saved model: config.json is missing. Give a folder with config.json."
+            )
         self.path, self.max_new_tokens = path, max_new_tokens
         code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         config = read_config(folder, "model", **code)
         refuse_scores(config, f"model: {path!r}")
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
-            raise UserError(f"model: {path!r} is a {config.model_type}, which continues no text")
+            raise UserError(
+                f"model: {path!r} is a {config.model_type}, which continues no text. Choose a causal language model."
+            )
         self.model: Any = load_weights(folder, config, AutoModelForCausalLM, "model", **code)[0]  # it can generate
         self.tokenizer = load_tokenizer(folder, config, "model", **code)
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -85,7 +90,7 @@ class Speaker:
     def continuation(self, prompt: str) -> str:
         inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         if not inputs["input_ids"].numel():
-            raise UserError(f"prompt: {prompt!r} has no tokens (allowed: a text to continue)")
+            raise UserError(f"prompt: {prompt!r} has no tokens. Give a text to continue.")
         return self._text(self._generated(dict(inputs))[0], inputs["input_ids"].shape[1])
 
     def check_chat(self) -> None:
@@ -93,7 +98,7 @@ class Speaker:
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"chat: the tokenizer of {self.path!r} has no chat template. Choose a model with a template, such "
-                "as a model that `lamina sft` has tuned on conversations, or leave out --chat"
+                "as a model that `lamina sft` has tuned on conversations, or leave out --chat."
             )
 
     def answer(self, turns: list[dict[str, str]], tell: Callable[[str], object] | None = None) -> str:
@@ -102,7 +107,10 @@ class Speaker:
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # whatever a template raises
-            raise UserError(f"chat: the template does not accept these messages ({one_line(error)})") from None
+            raise UserError(
+                f"chat: the model's chat template rejects these messages ({one_line(error)}). Change the messages, "
+                "or leave out --chat."
+            ) from None
         inputs = self.tokenizer(str(text), return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
         teller = None if tell is None else Teller(self.tokenizer, self.stop, tell)
         ids = self._generated(dict(inputs), teller)[0, inputs["input_ids"].shape[1] :]
@@ -120,8 +128,8 @@ class Speaker:
         tokens = inputs["input_ids"].shape[1]
         if self.longest is not None and tokens >= self.longest:
             raise UserError(
-                f"prompt: its {tokens} tokens leave no room for another in the model's context of {self.longest} "
-                f"(allowed: at most {self.longest - 1})"
+                f"prompt: its {tokens} tokens leave no room for another token in the model's context of "
+                f"{self.longest}. Give at most {self.longest - 1} tokens."
             )
         pad, room = self.tokenizer.pad_token_id, self.max_new_tokens
         options = self.sampling if teller is None else {**self.sampling, "streamer": teller}
@@ -131,7 +139,9 @@ class Speaker:
         try:
             return self.model.generate(**inputs, max_new_tokens=room, pad_token_id=pad, **options)
         except Exception as error:  # whatever the files ask for, transformers has tried it
-            raise UserError(f"model {self.path!r}: it loads, but does not run: {one_line(error)}") from error
+            raise UserError(
+                f"model {self.path!r}: it loads, but does not run ({one_line(error)}). Choose another model."
+            ) from error
 
     def _has_a_last_position(self, longest: int) -> bool:
         """Return whether positions come from a table (OPT's has two extra rows); rotary embeddings have no end."""

@@ -1,6 +1,6 @@
-"""The initial weights of a model, drawn by an initializer of core/initializers.py.
+"""Draw the initial weights of a model with an initializer of core/initializers.py.
 
-A table (core/architectures.py) gives the roles by the modules' attribute names; they are never guessed from substrings.
+A table (core/architectures.py) maps the modules' attribute names to roles. Lamina never guesses roles from substrings.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Weight(Facts):
-    """A parameter and the facts that an initializer may need; the role "wiring" is never drawn and does not decay.
+    """A parameter and the facts that an initializer may need. An initializer draws no parameter of the role "wiring",
+    and weight decay leaves it out.
 
-    ``sublayer`` is "attention", "feed_forward", "embedding" or "readout". ``rows`` is the number of channels out of
-    each part, if there is more than one matrix. ``transposed`` says that the first axis holds the channels in, as in
+    ``sublayer`` is "attention", "feed_forward", "embedding" or "readout". ``rows`` is the number of output channels of
+    each part, if there is more than one matrix. ``transposed`` says that the first axis holds the input channels, as in
     GPT-2's Conv1D.
     """
 
@@ -43,12 +44,12 @@ class Weight(Facts):
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The parameter as [..., channels out, channels in]."""
+        """The parameter as [..., output channels, input channels]."""
         return self.parameter.T if self.transposed else self.parameter
 
     @property
     def fan_in(self) -> int:
-        """Channels in (of one expert where experts are stacked in a tensor); for an embedding its width."""
+        """The number of input channels (of one expert if a tensor stacks experts); for an embedding, its width."""
         return self.matrix.shape[-1]
 
     @property
@@ -65,10 +66,10 @@ def initialize(
 ) -> None:
     """Draw every weight matrix, in the order of the parameters, from torch's global generator.
 
-    Norm gains and learned scales keep the values that the plan gives them; biases are 0. ``input_ids``
-    [batch, tokens] is the input of an initializer that profiles the model (Admin's); random tokens by default.
-    ``base`` (for width scaling) maps each weight's name to the weight whose standard deviation is used instead, and a
-    factor on it.
+    Norm gains and learned scales keep the values that the plan gives them; biases are 0. ``input_ids`` [batch, tokens]
+    is the input of an initializer that profiles the model, such as Admin's (default: random tokens). ``base`` (for
+    width scaling) maps each weight's name to another weight and a factor: Lamina uses the other weight's standard
+    deviation times the factor.
     """
     name, std = check(init)
     entry, unknown, known_roles = INITIALIZERS.get(name), 0, (HIDDEN, *BRANCH_OUT, *WITH_GAIN)
@@ -96,7 +97,7 @@ def initialize(
                 weight.parameter[module.padding_idx].zero_()
     if unknown:
         logger.warning(
-            "init %r: Lamina does not know the names of %d weights of the blocks, and draws them like queries",
+            "init %r: Lamina does not know the roles of %d weights in the blocks, and draws them like queries",
             name,
             unknown,
         )
@@ -178,18 +179,19 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     """Set the omega of every sub-layer in one forward pass in training mode.
 
     omega_1 = 1 and omega_{i+1} = sqrt(Var(omega_i x_i) + Var(f_i(x_i))), the variance over all elements of the tensor
-    (Liu et al. 2020, arXiv 2004.08249, Eq 5 with the code's leading 1). omega_i is set before sub-layer i runs,
-    so x_i is the output of sub-layers that are scaled already.
+    (Liu et al. 2020, arXiv 2004.08249, Eq 5 with the code's leading 1). Lamina sets omega_i before sub-layer i runs, so
+    x_i is the output of sub-layers that already have their omegas.
 
-    ``input_ids`` [batch, tokens], for a vision backbone images [batch, channels, height, width]; without them 8 x 64
-    tokens drawn uniformly from the vocabulary, or 8 images of noise, from a separate generator. Raises UserError if a
-    skip has no learned scale to set.
+    ``input_ids`` are [batch, tokens], or images [batch, channels, height, width] for a vision backbone. The default is
+    8 x 64 tokens drawn uniformly from the vocabulary, or 8 images of noise, from a separate generator. Raises UserError
+    if a skip has no learned scale.
     """
     base = body_of(model)
     residuals = [residual for _, _, residual in sublayers(base)]
     if not all(isinstance(r.skip_scale, nn.Parameter) for r in residuals):
         raise UserError(
-            "init: 'admin' sets learned skip scales, which this placement does not have (allowed: admin's plan)"
+            "init: 'admin' sets learned skip scales, which this placement does not have. Choose the placement "
+            "admin, or another init."
         )
     if input_ids is None:
         input_ids = random_inputs(base, 8, 64, torch.Generator().manual_seed(0))

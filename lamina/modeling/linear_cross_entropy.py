@@ -1,12 +1,12 @@
-"""The language model's loss without its logits: head and cross-entropy on a few hundred tokens at a time.
+"""The language model's loss without storing all logits: head and cross-entropy run on a few hundred tokens at a time.
 
 With the last states H [tokens, hidden_size], the head's weight W [vocab_size, hidden_size] and labels t the loss is
 
     L = 1/n sum_i ( log sum_v exp z_iv  -  z_i,t_i ),     z_i = s W h_i,  or  c tanh(s W h_i / c)
 
-over the n labels that are not ignored. The gradient needs only the softmax P of the logits, dL/dz = (P - onehot(t)) /
-n. So the forward pass adds each chunk's part of the loss and of both gradients, then frees the chunk. Memory holds
-[chunk, vocab_size] logits instead of several times [tokens, vocab_size].
+over the n labels that count. The gradient needs only the softmax P of the logits: dL/dz = (P - onehot(t)) / n. So the
+forward pass adds each chunk's part of the loss and of both gradients, then frees the chunk. Memory holds [chunk,
+vocab_size] logits instead of several times [tokens, vocab_size].
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ ChunkKernel = Callable[[torch.Tensor, torch.Tensor, float | None], tuple[torch.T
 class LinearLoss:
     """The ``linear_loss`` of a LaminaForCausalLM.
 
-    It returns None if all logits fit into one chunk, except in training compiled on a GPU, where it is also faster.
+    It returns None if all logits fit into one chunk, so the model computes the usual loss. In compiled training on a
+    GPU it always applies, because it is faster there.
 
-    On a GPU it uses Liger's kernels if they are installed.
+    On a GPU, it uses Liger's kernels if they are installed.
 
     Args:
-        compiled: compile the operations on a chunk's logits (worthwhile on a GPU, where memory bounds them).
-        elements: logits in a chunk (default: by device).
+        compiled: compile the operations on a chunk's logits. This helps on a GPU, where memory limits their speed.
+        elements: number of logits in a chunk (default: depends on the device).
     """
 
     def __init__(self, *, compiled: bool = False, elements: int | None = None):
@@ -75,14 +76,14 @@ class LinearLoss:
 
         Args:
             states: [batch, tokens, hidden_size]; the state of token i predicts label i + 1.
-            head: the readout; the model itself handles anything but a plain nn.Linear without bias (an adapter, a
-                quantized or sharded weight).
-            labels: [batch, tokens], -100 for tokens without a label.
+            head: the output head. The model itself computes the loss unless this is a plain nn.Linear without bias,
+                without an adapter, and with a weight that is neither quantized nor sharded.
+            labels: [batch, tokens], with -100 for tokens without a label.
             scale: the factor on the logits.
             softcap: the logits' bound c in c tanh(z / c).
-            num_items_in_batch: the divisor of the summed losses (default: the labels that are not ignored).
-            shift_labels: labels shifted already.
-            more: other arguments of the loss; with any of them, the model itself computes the loss.
+            num_items_in_batch: the divisor of the summed losses (default: the number of labels that are not -100).
+            shift_labels: labels that are already shifted.
+            more: other arguments of the loss. If there are any, the model itself computes the loss.
         """
         if type(head) is not nn.Linear or head.bias is not None or type(head.weight) is not nn.Parameter or more:
             return None
@@ -118,7 +119,7 @@ class LinearLoss:
 
 
 def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a ChunkKernel in plain PyTorch; float64 logits stay float64."""
+    """Compute a ChunkKernel's result in plain PyTorch; float64 logits stay float64."""
     z = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -139,7 +140,7 @@ def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Sums the cross-entropies of W h; the forward pass computes both gradients, and backward may run only once."""
+    """Sums the cross-entropies of W h. The forward pass computes both gradients, and backward may run only once."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -154,8 +155,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         """Sum the losses of ``hidden`` [tokens, hidden_size] under ``weight`` [vocab_size, hidden_size], in ``dtype``.
 
-        The kept gradients are those of the sum, before the division by the number of labels, which in float16 would
-        take them below the smallest number. The weight's gradient accumulates in float32.
+        The forward pass keeps the gradients of the sum. Divided by the number of labels, they would underflow in
+        float16. The weight's gradient accumulates in float32.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             x, w = hidden.detach().to(dtype), weight.detach().to(dtype)
@@ -181,9 +182,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Scale the kept gradients by the loss's gradient, in place, so that this works only once."""
+        """Scale the kept gradients by the loss's gradient, in place. So backward works only once."""
         if ctx.gradients is None:
-            raise RuntimeError("the chunked loss supports only one backward pass (no retain_graph)")
+            raise RuntimeError("the chunked loss supports only one backward pass. Leave out retain_graph.")
         (by_hidden, by_weight), ctx.gradients = ctx.gradients, None
         if by_hidden is not None:
             by_hidden = (by_hidden.to(gradients[0].dtype) * gradients[0]).to(ctx.dtypes[0])

@@ -1,4 +1,4 @@
-"""The models that transformers' Auto classes load: a backbone's modules, rewired by a plan.
+"""The models that transformers' Auto classes load: a backbone's modules, wired by a plan.
 
 Transformers copies this file beside a checkpoint, with the files that it imports: the configuration and the wiring.
 """
@@ -45,20 +45,22 @@ HALVES = ("attention", "feed_forward")
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """The names of a model type's modules, and the heads that fit it. A name may be a path ("encoder.layer").
+    """The names of a model type's modules, and the heads for it. A name may be a path ("encoder.layer").
 
     Args:
-        layers: the backbone's list of layers; ``attention`` and ``feed_forward`` are a layer's two modules (of several
-            names, "self_attn|mamba", the first that it has); ``norm`` is the backbone's final norm.
-        dropout: the configuration's field for the dropout that the layer (not its modules) applies to its branches.
-        head_bias: whether the readout has a bias.
-        stacked: the attention's single projection to queries, keys and values, if it has one.
-        embedding_norm: a norm at the end of the backbone's embeddings, which the plan's norm replaces, if any.
+        layers: the backbone's list of layers. ``attention`` and ``feed_forward`` are a layer's two modules; if there
+            are several names ("self_attn|mamba"), Lamina takes the first one that the layer has. ``norm`` is the
+            backbone's final norm.
+        dropout: the configuration's field for dropout on the branches, if the layer applies it and not the layer's
+            modules.
+        head_bias: whether the output head has a bias.
+        stacked: the attention's single projection to queries, keys and values, if the attention has one.
+        embedding_norm: the norm at the end of the backbone's embeddings, if there is one. The plan's norm replaces it.
         input: the name of the model's input.
-        embeddings: the module that computes x^0 from the input, if that is more than a look-up by id.
+        embeddings: the module that computes x^0 from the input, if the model needs more than a look-up by id.
         is_decoder: whether the model is causal and caches keys and values.
-        heads: the heads (names in HEADS) that fit, the default one first.
-        roles: the roles of weights that core/architectures.py does not know, by the attribute name of their module.
+        heads: the heads (names in HEADS) that fit, the default head first.
+        roles: the roles of weights that core/architectures.py does not know, by the modules' attribute names.
         arguments: keyword arguments of the backbone's constructor.
     """
 
@@ -79,7 +81,7 @@ class Adapter:
 
     @property
     def parts(self) -> dict[str, str]:
-        """The path in a Block of each module name that a layer may use."""
+        """The path in a Block for each module name that a layer may use."""
         return {name: f"{half}.module" for half in HALVES for name in getattr(self, half).split("|")}
 
     def halves(self, layer: nn.Module) -> list[str]:
@@ -92,7 +94,7 @@ class Adapter:
     def of(cls, names: object) -> Adapter:
         """Read a configuration's ``lamina_adapter``. Raises ValueError that names the invalid field."""
         if not isinstance(names, Mapping):
-            raise ValueError(f"adapter: {names!r} (allowed: a mapping from a field to a module's name)")
+            raise ValueError(f"adapter: {names!r} is no mapping. Give a mapping from fields to modules' names.")
         defaults = {f.name: f.default for f in fields(cls) if f.name != "arguments"}  # those a file may not choose
         for name, value in names.items():
             if name not in defaults:
@@ -109,7 +111,7 @@ class Adapter:
                 fits = (isinstance(value, str) and value != "") or (value is None and defaults[name] is None)
                 allowed = "a name" if defaults[name] is not None else "a name, or None"
             if not fits:
-                raise ValueError(f"adapter: {name}: {value!r} (allowed: {allowed})")
+                raise ValueError(f"adapter: {name}: {value!r} does not fit. Give {allowed}.")
         return cls(**{**names, "heads": tuple(names.get("heads", cls.heads))})
 
 
@@ -160,12 +162,12 @@ def adapter_of(config: PreTrainedConfig) -> Adapter:
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
     """Build the transformers model of ``config.backbone_config``, wired by ``config.plan``, and the embedding's norm.
 
-    Raises ValueError for an architecture whose layers can't be rewired, and for a plan with norms on projections that
-    it lacks.
+    Raises ValueError if Lamina cannot rewire the architecture's layers, or if the plan norms projections that the
+    architecture lacks.
     """
     backbone_config, plan = backbone_of(config), config.plan
     if plan is None:
-        raise ValueError("plan: a Lamina model needs one (lamina.build makes it)")
+        raise ValueError("plan: a Lamina model needs a plan. Make the model with lamina.build.")
     adapter = adapter_of(backbone_config)
     # Not the configuration's own dtype: what is asked for holds for the whole model, backbone, norms and head.
     backbone = _backbone_class(backbone_config)._from_config(
@@ -206,13 +208,15 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
 def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return a subclass of the backbone's model that records Blocks as its hidden states.
 
-    Transformers keys its output recorders by the class, so it must exist before the model is built. It is kept in this
-    module under its name, so that models can be pickled.
+    Transformers looks up its output recorders by class, so the class must exist before Lamina builds the model. This
+    module keeps the class under its name, so that models can be pickled.
     """
     try:
         base = cast(type[PreTrainedModel], MODEL_MAPPING[type(config)])
     except KeyError:
-        raise ValueError(f"backbone {config.model_type!r}: transformers has no base model for it") from None
+        raise ValueError(
+            f"backbone {config.model_type!r}: transformers has no base model for it. Choose another backbone."
+        ) from None
     name = "Lamina" + base.__name__
     while name in globals() and base not in globals()[name].__mro__:  # another class of the name, or one of Lamina's
         name += "_"
@@ -229,8 +233,9 @@ def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> None:
     """Rename modules in the backbone's plans for tensor and expert parallelism and for FSDP.
 
-    The plans lose the layers' original norms: Lamina's stand where every process has all channels. Norms on queries,
-    keys and values do so only inside a head; over the full width the projections are gathered, as in OLMo 2.
+    The new plans leave out the layers' original norms, because Lamina's norms act where every process has all channels.
+    For norms on queries, keys and values this is true per head; for the full width, the processes gather the
+    projections, as in OLMo 2.
     """
     parts = adapter.parts
     inside = re.compile(rf"({re.escape(adapter.layers)}\.(?:\*|\d+)\.)([^.]+)(?=\.|$)(.*)")
@@ -273,22 +278,26 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
         _check_module(backbone, getattr(adapter, name), f"{kind}: {name}")
     layers = backbone.get_submodule(adapter.layers)
     if not isinstance(layers, nn.ModuleList):
-        raise ValueError(f"{kind}: layers: {adapter.layers!r} is a {type(layers).__name__} (needed: a ModuleList)")
+        raise ValueError(
+            f"{kind}: layers: {adapter.layers!r} is a {type(layers).__name__}. Give the name of a ModuleList."
+        )
     for index, layer in enumerate(layers):
         for name, path in zip(HALVES, adapter.halves(layer), strict=True):
             _check_module(backbone, f"{adapter.layers}.{index}.{path}", f"{kind}: {name}")
             if isinstance(layer.get_submodule(path), nn.ModuleList):
-                raise ValueError(f"{kind}: {name}: {path!r} is a ModuleList (needed: one module)")
+                raise ValueError(f"{kind}: {name}: {path!r} is a ModuleList. Give the name of one module.")
     if adapter.dropout and not hasattr(backbone.config, adapter.dropout):
-        raise ValueError(f"{kind}: dropout: its configuration has no field {adapter.dropout!r}")
+        raise ValueError(
+            f"{kind}: dropout: the configuration has no field {adapter.dropout!r}. Give the name of a field."
+        )
     known = backbone.config.model_type in ADAPTERS  # there a branch's factor is the placement's, as the norms are
     halves = [layer[half] for layer in plan["layers"] for half in HALVES]
     scaled = all("out_scale" in half or "out_scale_learned" in half for half in halves)  # left out where it is 1
     for scale in ("residual_multiplier", "scale_depth"):
         if not (scaled or known) and getattr(backbone.config, scale, None) not in (None, 1, 1.0):
             raise ValueError(
-                f"{kind}: its layers scale their branches ({scale}), and this placement would drop the scale. Use "
-                "a placement with an out_scale, such as granite or minicpm"
+                f"{kind}: its layers scale their branches ({scale}), and this placement would drop the scale. Use a "
+                "placement with an out_scale, such as granite or minicpm."
             )
     norm = type(backbone.get_submodule(adapter.norm))
     used = {(layer, path.partition(".")[0]) for layer in layers for path in adapter.halves(layer)}
@@ -297,13 +306,13 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
     parallel = all(layer["feed_forward"].get("read") == "block_input" for layer in plan["layers"])
     beside = len(norms) < 2 or any(getattr(backbone.config, name, False) for name in PARALLEL)
     if beside and not (parallel or known):
-        raise ValueError(f"{kind}: its layers run attention and feed-forward in parallel. Add wiring=parallel")
+        raise ValueError(f"{kind}: its layers run attention and feed-forward in parallel. Add wiring=parallel.")
     if not known:
         lost = [key for key, one in modules.items() if key not in norms and any(True for _ in one.parameters())]
         logger.warning_once(
-            f"{kind} is not a model type that we test against transformers ({', '.join(ADAPTERS)}). Make sure "
-            "that its layers contain only attention, feed-forward, norms and adds"
-            + (f"; {', '.join(lost)} of its layers are left out" if lost else "")
+            f"{kind}: Lamina is not tested with this model type (tested: {', '.join(ADAPTERS)}). Make sure that its "
+            "layers contain only attention, feed-forward, norms and adds"
+            + (f". Lamina leaves out {', '.join(lost)} of its layers" if lost else "")
         )
 
 
@@ -314,7 +323,9 @@ def _check_module(backbone: nn.Module, path: str | None, subject: str) -> None:
         children = dict(module.named_children())
         if part not in children:
             beginning = f"{'.'.join(before)!r} has" if before else "it has"
-            raise ValueError(f"{subject}: there is no module {path!r} ({beginning}: {', '.join(children) or 'none'})")
+            raise ValueError(
+                f"{subject}: there is no module {path!r} ({beginning} {', '.join(children) or 'no modules'})"
+            )
         module, before = children[part], [*before, part]
 
 
@@ -335,8 +346,8 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
 class LaminaModel(LaminaPreTrainedModel):
     """A backbone wired by a plan: from token ids [batch, tokens] to states [batch, tokens, hidden_size].
 
-    A vision backbone takes ``pixel_values`` [batch, channels, height, width] instead; its tokens are the patches.
-    ``hidden_states`` of the output are the stream x^0 .. x^N, the last one before the final norm.
+    A vision backbone takes ``pixel_values`` [batch, channels, height, width] instead; its tokens are the patches. The
+    output's ``hidden_states`` are the residual stream x^0 .. x^N, where x^N has not passed the final norm.
     """
 
     def __init__(self, config: LaminaConfig):
@@ -370,11 +381,13 @@ class LaminaModel(LaminaPreTrainedModel):
         self.backbone.set_input_embeddings(value)
 
     def _check_whole(self) -> None:
-        """Raise ValueError if an engine has cut the model where the plan needs all of it; it asks before it serves."""
+        """Raise ValueError if an engine has cut the model at a point where the plan needs all of it. Engines call this
+        first.
+        """
         if not (self._pp_plan or all(isinstance(layer, Block) for layer in self.layers)):
             raise ValueError(
-                "plan: it scales or norms the embedding, or its blocks pass on more than one stream, so it "
-                "cannot be split into pipeline stages. Set the pipeline parallel size to 1"
+                "plan: it scales or norms the embedding, or its blocks pass on more than one stream, so it cannot "
+                "be split into pipeline stages. Set the pipeline parallel size to 1."
             )
         plan = self.config.plan or {}
         inner = any(layer[half].get("inner_norm") for layer in plan["layers"] for half in HALVES)
@@ -383,7 +396,7 @@ class LaminaModel(LaminaPreTrainedModel):
         if any((getattr(module, "tp_size", None) or 1) > 1 for module in self.modules()):
             raise ValueError(
                 "plan: a norm over all heads, or before a module's last projection, needs channels from other "
-                "devices. Set the tensor parallel size to 1"
+                "devices. Set the tensor parallel size to 1."
             )
 
     def _scaled_and_normed(self, x: torch.Tensor) -> torch.Tensor:
@@ -444,7 +457,7 @@ class LaminaWithHead(LaminaPreTrainedModel):
         if self.kind not in heads:
             model_type = backbone_of(config).model_type
             raise ValueError(
-                f"head: {self.kind!r} does not fit the backbone {model_type!r} (allowed: {', '.join(heads)})"
+                f"head: {self.kind!r} does not go with the backbone {model_type!r} (allowed: {', '.join(heads)})"
             )
         self.model = LaminaModel(config)
 
@@ -479,8 +492,8 @@ def head(name: str, auto_class: str) -> Callable[[M], M]:
 class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
     """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and the loss if labels are given.
 
-    ``linear_loss``, if set, computes the loss from the last states [batch, tokens, hidden_size], the head and the
-    labels, and the logits are None. If it does not apply, it returns None.
+    If ``linear_loss`` is set, it computes the loss from the last states [batch, tokens, hidden_size], the head and the
+    labels, and the logits are None. If it returns None, the model computes the loss from the logits.
     """
 
     linear_loss: Callable[..., torch.Tensor | None] | None = None
@@ -514,7 +527,9 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         # Named one by one: Trainer and TRL keep only the columns whose names are in this signature.
         if kwargs.get("output_router_logits"):
-            raise ValueError("output_router_logits: not supported. Lamina adds the router's balance loss itself")
+            raise ValueError(
+                "output_router_logits: not supported. Leave it out: Lamina adds the router's balance loss itself."
+            )
         loss_kwargs = {k: kwargs.pop(k) for k in ("num_items_in_batch", "shift_labels") if k in kwargs}
         outputs = self.model(
             input_ids=input_ids,
@@ -548,7 +563,7 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
 
 @head("sequence_classification", "AutoModelForSequenceClassification")
 class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWithHead):
-    """A LaminaModel that scores each sequence at its last token (a reward model has num_labels = 1)."""
+    """A LaminaModel that scores each sequence at the last token (a reward model has num_labels = 1)."""
 
     def __init__(self, config: LaminaConfig):
         # Not the generic constructor: it would ask AutoModel, which refuses remote code here.
@@ -568,9 +583,10 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWi
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
-        """Score the last token that the mask [batch, tokens] keeps; without a mask, the last that is not padding.
+        """Score the last token that the mask [batch, tokens] keeps. Without a mask, score the last token that is not
+        padding.
 
-        The two differ if the text ends with the token that also pads, as in tokenizers with one token for both.
+        These two tokens differ if a tokenizer uses one token as both the end of text and the padding.
         """
         kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         if attention_mask is None or attention_mask.ndim != 2:
@@ -646,8 +662,8 @@ class LaminaForMaskedLM(LaminaWithHead):
 class LaminaForImageClassification(LaminaWithHead):
     """A vision LaminaModel with a linear classifier on its first token: logits [batch, num_labels].
 
-    Labels are classes [batch], or probabilities [batch, num_labels] as mixup makes them; the loss is the cross-entropy.
-    With a ``problem_type`` in the configuration, the loss is transformers' for that.
+    Labels are classes [batch], or probabilities [batch, num_labels] from mixup; the loss is the cross-entropy. If the
+    configuration has a ``problem_type``, the loss is transformers' loss for this type.
     """
 
     main_input_name = "pixel_values"

@@ -19,12 +19,14 @@ SUBLAYERS = ("attention", "feed_forward")
 
 
 def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
-    """Return the LaminaModel of a model with a head, or the model itself. Raises UserError, beginning with ``user``."""
+    """Return the LaminaModel of a model with a head, or the model itself. Raises UserError, which begins with
+    ``user``.
+    """
     body = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
     if not isinstance(body, LaminaModel):
         raise UserError(
-            f"{user}: {type(model).__name__} is not a Lamina model. Make one with lamina.build or lamina convert "
-            "(lamina.probe measures any transformers model)"
+            f"{user}: {type(model).__name__} is not a Lamina model. Make one with lamina.build or lamina convert; "
+            "lamina.probe measures any transformers model."
         )
     return body
 
@@ -38,7 +40,7 @@ def sublayers(body: LaminaModel) -> Iterator[tuple[int, str, Residual]]:
 
 @contextmanager
 def temporary_hooks() -> Iterator[list[RemovableHandle]]:
-    """Yield a list for handles of hooks; remove those in it at the end, also after an error.
+    """Yield a list for handles of hooks. Remove all hooks in the list at the end, also after an error.
 
     >>> with temporary_hooks() as hooks:
     ...     hooks.append(module.register_forward_hook(look))
@@ -54,7 +56,7 @@ def temporary_hooks() -> Iterator[list[RemovableHandle]]:
 
 @contextmanager
 def patched(holder: object, **attributes: object) -> Iterator[None]:
-    """Set attributes on an object or module inside the context, and restore what was there before."""
+    """Set attributes on an object or module inside the context, and restore the old values afterwards."""
     before = {name: vars(holder)[name] for name in attributes if name in vars(holder)}
     for name, value in attributes.items():
         setattr(holder, name, value)
@@ -70,7 +72,9 @@ def patched(holder: object, **attributes: object) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run modules compiled in place eagerly: compiled ones skip inner hooks and recompile for each shape."""
+    """Run modules that are compiled in place eagerly, since compiled modules skip inner hooks and recompile for each
+    shape.
+    """
     calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
     for module in calls:
         module._compiled_call_impl = None
@@ -82,15 +86,15 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def one_sequence_each() -> AbstractContextManager[None]:
-    """Let transformers take each row of a batch for one sequence inside the context, without looking.
+    """Let transformers treat each row of a batch as one sequence inside the context, without a check.
 
-    It would compare the positions that it has made itself, and wait for the device to read the answer.
+    The check would compare positions that transformers has made itself, and wait for the device.
     """
     return patched(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
 
 
 def decaying(model: nn.Module) -> list[str]:
-    """Name the parameters that decay: matrices, except biases and whatever belongs to norms or the wiring."""
+    """Name the parameters with weight decay: all matrices, except biases and the parameters of norms and the wiring."""
     kept = {
         id(parameter)
         for module in model.modules()
@@ -102,11 +106,12 @@ def decaying(model: nn.Module) -> list[str]:
 
 
 def drop_branches(model: PreTrainedModel, rate: float) -> None:
-    """Drop branches at random for each item, with a probability that grows from 0 to ``rate`` over the layers.
+    """Drop branches at random for each item of a batch, with a probability that grows from 0 to ``rate`` over the
+    layers.
 
-    Layer l of N (from 0) has the probability rate * l / (N - 1), as in DeiT and ConvNeXt; a branch that stays is
-    divided by 1 - probability. A normed branch is dropped after its norm. The model gets no further weights, and
-    evaluates as before.
+    Layer l of N (from 0) has the probability rate * l / (N - 1), as in DeiT and ConvNeXt; Lamina divides a branch that
+    stays by 1 - probability. It drops a normed branch after its norm. The model gets no new weights, and evaluation
+    does not change.
     """
     body = body_of(model, "drop_path")
     last = max(1, len(body.layers) - 1)

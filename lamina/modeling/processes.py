@@ -1,4 +1,4 @@
-"""The processes of a job: ranks, devices, common decisions, and a common end."""
+"""The processes of a job: their ranks, devices, common decisions and common end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lamina.jobs.files import disk_full
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-GONE = "another process of the run is gone"
+GONE = "another process of the run has ended"
 PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus or to write a large checkpoint
 
 
@@ -34,8 +34,8 @@ class Processes:
 
     Groups of ``tensor`` processes share each layer's matrices.
 
-    Decisions that must be equal in all processes (stop, diverged, failed) use separate CPU collectives, so that no
-    process waits for one that has left, or for a device.
+    Decisions that must be equal in all processes (stop, diverged, failed) use separate CPU collectives. So no process
+    waits for a process that has ended, or for a device.
     """
 
     rank: int = 0
@@ -47,7 +47,7 @@ class Processes:
 
     @property
     def data_rank(self) -> int:
-        """The index of this process's part of a batch; ``tensor`` neighbors share a part."""
+        """The index of this process's part of a batch; ``tensor`` neighboring processes share a part."""
         return self.rank // self.tensor
 
     @property
@@ -61,7 +61,7 @@ class Processes:
         return self.rank == 0
 
     def apart(self) -> Processes:
-        """Return the same processes with separate CPU collectives, for another thread; all must call it."""
+        """Return the same processes with separate CPU collectives, for another thread. All processes must call it."""
         return self if self.size == 1 else replace(self, group=distributed.new_group(backend="gloo", timeout=PATIENCE))
 
     def anyone(self, mine: bool) -> bool:
@@ -73,7 +73,7 @@ class Processes:
         return bool(flag.item())
 
     def mean(self, value: float) -> float:
-        """Return the mean of a number over all processes; not finite if one process's number is not."""
+        """Return the mean of a number over all processes. It is not finite if any process's number is not."""
         if self.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64)
@@ -93,13 +93,15 @@ class Processes:
         return torch.cat(self.everyones(tensor.detach().cpu()))
 
     def together(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in every process; if one fails, all raise the error of the lowest failed rank."""
+        """Call ``act`` in every process. If it fails in a process, all processes raise the error of the lowest failed
+        rank.
+        """
         answer, error = _attempt(act)
         self._raise_first(error)
         return cast(T, answer)
 
     def by_first(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in the first process; return its result, or raise its error, in all processes."""
+        """Call ``act`` in the first process. In all processes, return the result or raise the error."""
         answer, error = _attempt(act) if self.first else (None, None)
         self._raise_first(error)
         if self.size > 1:
@@ -109,7 +111,7 @@ class Processes:
         return cast(T, answer)
 
     def first_per_host(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in one process per host, then in the rest, so that files on disk are made once."""
+        """Call ``act`` in one process per host, then in the others, so that only one process writes files."""
         if self.size == 1:
             return act()
         answer, error = _attempt(act) if self.local_rank == 0 else (None, None)
@@ -142,7 +144,7 @@ ALONE = Processes()
 
 
 def lost_another(error: BaseException | None) -> bool:
-    """Return whether an exception was caused by the end of another process, killed or failed."""
+    """Return whether the exception arose because another process was killed or failed."""
     while error is not None:
         if isinstance(error, distributed.DistNetworkError) or "gloo/transport" in str(error):
             return True
@@ -171,7 +173,8 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def launched() -> tuple[int, int, int, int]:
-    """Return (rank, processes, rank on this host, processes on this host) as torchrun or accelerate launch set them.
+    """Return (rank, processes, rank on this host, processes on this host), as torchrun or accelerate launch has set
+    them.
 
     Raises UserError for invalid values.
     """
@@ -179,16 +182,19 @@ def launched() -> tuple[int, int, int, int]:
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "")):
         text = os.environ.get(name, default) or (os.environ.get("WORLD_SIZE") or "1")
         if not text.isdigit():
-            raise UserError(f"{name}: {text!r} in the environment (allowed: the number that torchrun sets)")
+            raise UserError(
+                f"{name}: {text!r} in the environment is no number that torchrun sets. Unset {name}, or start with "
+                "torchrun."
+            )
         values.append(int(text))
     rank, size, local_rank, local_size = values
     if size < 1 or rank >= size:
-        raise UserError(f"RANK: {rank} of WORLD_SIZE = {size} processes (allowed: 0 to WORLD_SIZE - 1)")
+        raise UserError(f"RANK: {rank} of WORLD_SIZE = {size} processes is impossible. Set RANK from 0 to {size - 1}.")
     return rank, size, local_rank, local_size
 
 
 def reported_once(act: Callable[[], T]) -> T:
-    """Call ``act``, which fails in all processes or in none; only the first one reports its UserError."""
+    """Call ``act``, which fails in all processes or in none. Only the first process reports the UserError."""
     try:
         return act()
     except UserError as error:
@@ -207,13 +213,13 @@ def device_of(device: str) -> str:
     if device == "auto":
         return devices[0]
     if device not in devices:
-        raise UserError(f"device: {device!r} is not on this machine (allowed here: auto, {', '.join(sorted(devices))})")
+        raise UserError(f"device: this machine has no {device!r} (allowed here: auto, {', '.join(sorted(devices))})")
     return device
 
 
 @contextmanager
 def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
-    """Join the other processes that torchrun or accelerate launch started, if any, and leave them at the end.
+    """Join the other processes that torchrun or accelerate launch has started, if any, and leave them at the end.
 
     Args:
         device: the setting: "auto", "cpu", "cuda" (one GPU per process) or "mps".
@@ -221,32 +227,33 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
         tensor: the number of processes that share each layer's matrices.
 
     Raises:
-        UserError: for more processes than GPUs, a device that only one process can use, processes that could not meet.
-        OSError: another process ended while this one waited for it; that process has reported why.
+        UserError: for more processes than GPUs, a device that only one process can use, or processes that cannot
+            connect.
+        OSError: another process ended while this process waited for it; the other process has reported why.
     """
     rank, size, local_rank, local_size = launched()
     device, parallel = reported_once(lambda: (device_of(device), parallel_of(parallel)))
     if tensor > 1 and (size % tensor or parallel != "fsdp2"):
         raise UserError(
-            f"tensor_parallel: {tensor} of {size} processes by {parallel} (allowed: a number that divides the "
-            "processes, with --parallel fsdp2)"
+            f"tensor_parallel: {tensor} does not go with {size} processes by {parallel}. Give a divisor of {size}, "
+            "and set --parallel fsdp2."
         )
     if size == 1:
         if {"MASTER_PORT", "ACCELERATE_USE_CPU"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
             logger.warning(
                 "accelerate launch --cpu has started a single process. To start several, use torchrun or "
-                "docs/accelerate/ddp.yaml"
+                "docs/accelerate/ddp.yaml."
             )
         yield ALONE
         return
     if device == "mps":
-        raise UserError("device: 'mps' trains in one process (allowed with several: cpu, cuda)")
+        raise UserError("device: 'mps' trains in only one process. Start one process, or set device to cpu or cuda.")
     if device == "cuda":
         gpus = torch.cuda.device_count()
         if local_size > gpus:
             raise UserError(
-                f"WORLD_SIZE: {local_size} processes on this host are more than its {gpus} GPUs "
-                f"(allowed: at most {gpus}, or --device cpu)"
+                f"WORLD_SIZE: {local_size} processes on this host are more than the host's {gpus} GPUs. Start at "
+                f"most {gpus}, or add --device cpu."
             )
         torch.cuda.set_device(local_rank)
     ours = not distributed.is_initialized()
@@ -256,7 +263,10 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
         try:
             distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"WORLD_SIZE: {size} processes did not connect ({' '.join(str(error).split())})") from error
+            raise UserError(
+                f"WORLD_SIZE: {size} processes did not connect ({' '.join(str(error).split())}). Check MASTER_ADDR "
+                "and MASTER_PORT."
+            ) from error
     group = distributed.new_group(backend="gloo", timeout=PATIENCE) if device == "cuda" else None
     failed = True
     try:
@@ -295,17 +305,19 @@ def _settle() -> None:
 def parallel_of(parallel: str) -> str:
     """Resolve "auto" to "ddp", or to "fsdp2" if accelerate launch's configuration asks for it.
 
-    Accelerate's switch is turned off, since Lamina shards the model before Trainer sees it. Raises UserError for a
-    configuration that asks for something else.
+    Lamina turns accelerate's own sharding off, because Lamina shards the model before Trainer sees it. Raises UserError
+    for a configuration that asks for anything else.
     """
     switches = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "") for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
     requested = [name for name, value in switches.items() if value.lower() in ("1", "true", "yes")]
     if requested and requested != ["FSDP"]:
-        raise UserError(f"accelerate's configuration asks for {', '.join(requested)} (allowed: none, FSDP version 2)")
+        raise UserError(
+            f"accelerate's configuration asks for {', '.join(requested)}. Change it to no plugin, or to FSDP version 2."
+        )
     if requested and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
-        raise UserError(f"fsdp_version: {version!r} in accelerate's configuration (allowed: 2)")
+        raise UserError(f"fsdp_version: {version!r} in accelerate's configuration. Set fsdp_version to 2.")
     if requested and parallel == "ddp":
-        raise UserError("parallel: 'ddp', and accelerate's configuration asks for FSDP (allowed: auto, fsdp2)")
+        raise UserError("parallel: 'ddp', but accelerate's configuration asks for FSDP. Set parallel to auto or fsdp2.")
     if parallel != "auto":
         return parallel
     return "fsdp2" if requested else "ddp"

@@ -1,15 +1,15 @@
-"""Width and depth scaling: factors on learning rates, initial weights and Adam's epsilon, so that a learning rate suits
-models of other sizes.
+"""Width and depth scaling: factors on learning rates, initial weights and Adam's epsilon, so that one learning rate
+suits models of different sizes.
 
 Everett et al. 2024 (arXiv 2407.05872): at width n, a weight has the multiplier n^-a, the initial standard deviation
 n^-b and the learning rate n^-c. Lamina folds the multiplier into the other two factors. Under Adam, whose steps don't
 depend on the gradient's size, (a, b, c) and (0, a + b, a + c) train the same function (up to Adam's epsilon and
 gradient clipping), and a checkpoint stays a plain model.
 
-CompleteP (Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth every branch is divided by m^alpha.
-All parameters of a block, its norms and biases included, learn at m^(alpha - 1) of the rate with an epsilon of
-m^-alpha; initial weights and weight decay do not depend on the depth. The multiplier is part of the plan (the
-placement's option ``depth_scaling``), so every checkpoint stores it.
+CompleteP (Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth, Lamina divides every branch by
+m^alpha. For all parameters of a block, including norms and biases, the learning rate has the factor m^(alpha - 1) and
+epsilon the factor m^-alpha. Initial weights and weight decay do not depend on the depth. The multiplier is part of the
+plan (the placement's option ``depth_scaling``), so every checkpoint stores it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ KINDS = ("embedding", "hidden", "readout")
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """A scheme for the width and one for the depth, with the sizes at which the learning rate was chosen.
+    """A scheme for the width and a scheme for the depth, with the sizes at which you chose the learning rate.
 
     Args:
         width: one of SCHEMES, or "none".
-        base_width: hidden size at which the width's scheme changes nothing.
-        k_embedding: with a scheme for the width, the factor on the embedding's learning rate; likewise k_hidden and
-            k_readout.
+        base_width: hidden size at which width scaling changes nothing.
+        k_embedding: with width scaling, a further factor on the embedding's learning rate; k_hidden and k_readout are
+            the same for hidden weights and the output head.
         depth: one of DEPTH_SCHEMES, or "none".
-        base_depth: number of blocks at which the depth's scheme changes nothing.
+        base_depth: number of blocks at which depth scaling changes nothing.
     """
 
     width: str = "none"
@@ -56,7 +56,7 @@ class Scaling:
     base_depth: int = 1
 
     def __post_init__(self) -> None:
-        """Raise UserError for an unknown scheme and for a base that is not a positive whole number."""
+        """Raise UserError for an unknown scheme, or for a base size that is not a positive whole number."""
         for name, value, schemes in (
             ("width_scaling", self.width, SCHEMES),
             ("depth_scaling", self.depth, DEPTH_SCHEMES),
@@ -76,12 +76,14 @@ class Scaling:
         if any(options.get(name) != value for name, value in self.placement_options.items()):
             stated = ", ".join(f"{name}={value}" for name, value in self.placement_options.items())
             raise UserError(
-                f"depth_scaling: {self.depth!r}, but the placement does not divide its branches by it. Give the "
-                f"placement the options {stated}, or set depth_scaling to none"
+                f"depth_scaling: {self.depth!r}, but the placement does not scale its branches. Give the placement "
+                f"the options {stated}, or set depth_scaling to none."
             )
 
     def exponents(self, kind: Kind) -> tuple[float, float]:
-        """Return the width's exponents of standard deviation and learning rate, both with the multiplier folded in."""
+        """Return the width's exponents for the standard deviation and the learning rate, with the multiplier folded
+        into both.
+        """
         if kind == "vector" or self.width == "none":
             return 0.0, 0.0
         name, alignment = SCHEMES[self.width]
@@ -90,15 +92,15 @@ class Scaling:
         return multiplier + table.std[index], multiplier + getattr(table, alignment)[index]
 
     def rate(self, kind: Kind, width: float) -> float:
-        """Return the factor on the learning rate of a kind whose fan-in is ``width`` times the base's."""
+        """Return the factor on the learning rate of a kind of weight with ``width`` times the base model's fan-in."""
         constant = 1.0 if kind == "vector" else float(getattr(self, f"k_{kind}"))
         return constant * width ** self.exponents(kind)[1]
 
     def depth_factors(self, weight: Weight) -> tuple[float, float]:
-        """Return the depth's factors on a weight's learning rate and Adam's epsilon (CompleteP, Table 1).
+        """Return the factors of depth scaling on a weight's learning rate and on Adam's epsilon (CompleteP, Table 1).
 
-        A learned scale on the branch starts divided by m^alpha. With the multiplier folded into it, its rate also falls
-        by m^alpha, and its gradient grows by the factor by which its epsilon would have fallen.
+        A learned scale on the branch contains the multiplier: it starts divided by m^alpha. So its learning rate has a
+        further factor m^-alpha, and its epsilon has no factor m^-alpha, because its gradient grows by m^alpha.
         """
         if self.depth == "none" or weight.layer < 0:
             return 1.0, 1.0
@@ -112,9 +114,9 @@ class Scaling:
 class StepFactors:
     """Factors on a parameter's learning rate and Adam's epsilon; weight decay is divided by ``width_rate``.
 
-    AdamW shrinks a weight by the share rate * decay per step, so a wider model, whose rate is lower, would decay less.
-    ``width_rate`` is the width's part of ``rate``: the decay does not follow the depth's (CompleteP, Table 1).
-    ``muon``: whether Muon updates the parameter, in place of AdamW.
+    AdamW shrinks a weight by learning rate * decay per step, so a wider model with a lower learning rate would decay
+    less. ``width_rate`` is the part of ``rate`` that depends on the width; the decay does not depend on the depth
+    (CompleteP, Table 1). ``muon`` says whether Muon updates the parameter, in place of AdamW.
     """
 
     rate: float = 1.0
@@ -127,7 +129,7 @@ class StepFactors:
 class ScaledWeight:
     """A weight, its counterpart at the base sizes (on the meta device under width scaling), and its factors.
 
-    ``std`` is the factor on the standard deviation of its initializer at the base sizes.
+    ``std`` is the factor on the standard deviation that the initializer has at the base sizes.
     """
 
     weight: Weight
@@ -140,11 +142,12 @@ class ScaledWeight:
 def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledWeight]:
     """Yield every parameter of a Lamina model once, with its factors.
 
-    The learning rate of a hidden weight or readout depends on m = hidden size / base width, its standard deviation on
-    the ratio of its fan-ins. A weight whose fan-in does not grow with the width (that reads MLA's latent, whose rank is
-    fixed) keeps both. An embedding that the model multiplies by the square root of the width loses that factor again.
+    The learning rate of a hidden weight or output head depends on m = hidden size / base width, and its standard
+    deviation on the ratio of its fan-ins. If the fan-in does not grow with the width, as for weights that read MLA's
+    latent, neither changes. If the model multiplies the embedding by the square root of the width, Lamina removes this
+    factor.
 
-    Under width scaling, raises UserError for tied embeddings and for a base width that the backbone or the placement
+    Raises UserError under width scaling for tied embeddings, and for a base width that the backbone or the placement
     cannot have; under depth scaling, for a plan without the multiplier.
     """
     scaling.check_options(model.config.plan["options"])
@@ -178,9 +181,10 @@ def kind_of(weight: Weight) -> Kind:
 
 
 def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
-    """Build the model at the base width on the meta device, for its shapes; without width scaling, return the model.
+    """Build the model at the base width on the meta device, to get its shapes. Without width scaling, return the model
+    itself.
 
-    Raises UserError if that model cannot exist, or if its embeddings are tied.
+    Raises UserError if no model has this width, or if the embeddings are tied.
     """
     outer = model.config
     if scaling.width == "none":
@@ -188,17 +192,21 @@ def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
     if outer.tie_word_embeddings:
         raise UserError(
             "width_scaling: the backbone ties its output head to its embedding, but the two need different "
-            "learning rates. Add --untie-embeddings, or set --width-scaling none"
+            "learning rates. Add --untie-embeddings, or set --width-scaling none."
         )
     try:
         config = resolve_backbone(backbone_of(outer), hidden_size=scaling.base_width)
         with torch.device("meta"):
             return type(model)(LaminaConfig(backbone_config=config, plan=outer.plan))
     except ValueError as error:
-        raise UserError(f"base_width: {scaling.base_width} cannot be this model's width ({error})") from error
+        raise UserError(
+            f"base_width: {scaling.base_width} cannot be this model's width ({error}). Choose another base_width."
+        ) from error
 
 
 def embedding_scale(model: PreTrainedModel) -> float:
-    """Return the forward pass's factor on the embedding: the plan's times the backbone's (Gemma's sqrt(d))."""
+    """Return the forward pass's factor on the embedding: the plan's factor times the backbone's factor (Gemma:
+    sqrt(d)).
+    """
     base = body_of(model)
     return base.embedding_scale * float(getattr(base.get_input_embeddings(), "scalar_embed_scale", 1.0))

@@ -1,4 +1,4 @@
-"""Residual states beyond a single stream: several streams, or a memory of earlier states.
+"""Residual states other than a single stream: several streams, or a memory of earlier states.
 
     h = read(S)        S' = C( skip_scale * mix(s) + write * branch )
 
@@ -25,9 +25,11 @@ class State(NamedTuple):
 
 
 class LaminaWiring(nn.Module, ABC):
-    """The base of learned wiring beyond norms and scales: not drawn by initializers, not decayed, in float32.
+    """The base of learned wiring other than norms and scales. Initializers do not draw it, it has no weight decay, and
+    it computes in float32.
 
-    ``begin`` registers a parameter for each of ``starts``, or keeps their values as numbers if only gains are learned.
+    ``begin`` registers one parameter for each entry of ``starts``. If the plan learns only gains, it keeps the values
+    as constants.
     """
 
     def begin(self, learned: bool = True) -> None:
@@ -43,18 +45,20 @@ class LaminaWiring(nn.Module, ABC):
         """Return the initial values of the parameters, by name."""
 
     def initial(self) -> dict[str, torch.Tensor]:
-        """Return ``starts`` on the CPU: the model may be built on the meta device, which holds no values."""
+        """Return ``starts`` on the CPU, because the meta device, on which Lamina may build the model, holds no
+        values.
+        """
         with torch.device("cpu"):
             return self.starts()
 
     def held(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return a parameter, or the constant in its place, in float32."""
+        """Return a parameter, or the constant that replaces it, in float32."""
         value = getattr(self, name)
         return value.float() if isinstance(value, torch.Tensor) else torch.tensor(value, device=like.device)
 
 
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return 1 / root mean square over the last axis, which is kept."""
+    """Return 1 / root mean square over the last axis, and keep this axis."""
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
@@ -75,9 +79,9 @@ def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> t
 
 
 class StreamMixer(LaminaWiring):
-    """Reads one stream from n [batch, tokens, n, width], and gives the weights for mixing and writing.
+    """Reads one state from n streams [batch, tokens, n, width], and gives the weights for mixing and writing.
 
-    The plan's Streams has the kinds of ``weights`` and ``mix``. A plan's readout has no ``write``.
+    ``Streams`` of the plan documents the kinds of ``weights`` and ``mix``. A plan's readout has no ``write``.
     """
 
     def __init__(self, spec: dict, width: int, eps: float):
@@ -89,7 +93,9 @@ class StreamMixer(LaminaWiring):
         self.begin(learned=spec["weights"] != "constant")
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """Return the initial values: projections are 0 or small, so that the weights are the plan's."""
+        """Return the initial values. The projections are 0 or small, so the weights start at (or near) the plan's
+        values.
+        """
         n, kind = self.n, self.spec["weights"]
         if kind == "gate":
             generator = torch.Generator().manual_seed(0)  # the model's weights are drawn as without it
@@ -116,7 +122,7 @@ class StreamMixer(LaminaWiring):
         return starts | ({"gains": torch.ones(n, self.width)} if self.norms else {})
 
     def normed(self, streams: torch.Tensor, where: str) -> torch.Tensor:
-        """Apply an RMSNorm, in float32, to the streams whose entry in ``norms`` is ``where``."""
+        """Apply an RMSNorm, in float32, to all streams with the entry ``where`` in ``norms``."""
         if where not in self.norms:
             return streams
         parts = []
@@ -125,7 +131,9 @@ class StreamMixer(LaminaWiring):
         return torch.stack(parts, dim=-2).to(streams.dtype)
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return what is read [batch, tokens, width], the mixing matrix [..., n, n] and the write weights [..., n]."""
+        """Return the read state [batch, tokens, width], the mixing matrix [..., n, n] and the write weights
+        [..., n].
+        """
         with torch.autocast(streams.device.type, enabled=False):
             x = self.normed(streams, "read").float()
             if self.spec["weights"] == "gate":
@@ -168,7 +176,9 @@ class StreamMixer(LaminaWiring):
 
 
 class DepthAttention(LaminaWiring):
-    """sum_i softmax_i(query . unit(v_i)) v_i over the memory's states and the stream (arXiv 2603.15031 Eq 3)."""
+    """Computes sum_i softmax_i(query . unit(v_i)) v_i over the memory's states and the stream (arXiv 2603.15031
+    Eq 3).
+    """
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -198,9 +208,9 @@ def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[to
 
 
 class StateSources(LaminaWiring):
-    """stream * x + the weighted sum of earlier states, which ``slots`` selects from the memory.
+    """Computes stream * x + a weighted sum of earlier states, which ``slots`` selects from the memory.
 
-    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6); of four ways, the last is the stream's.
+    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6). With four ways, the fourth is for the stream.
     """
 
     def __init__(self, spec: dict, width: int, slots: Sequence[int], eps: float):
@@ -210,7 +220,7 @@ class StateSources(LaminaWiring):
         self.begin(learned=spec["learned"] != "no")
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """Return the weights: [1 + states], as vectors [1 + states, width], or for four ways [4, 1 + states]."""
+        """Return the initial weights: [1 + states]; [1 + states, width] for vectors; [4, 1 + states] for four ways."""
         states = [weight for _, weight in self.spec["states"]]
         weights = torch.tensor([self.spec["stream"], *states], dtype=torch.float32)
         vectors = weights[:, None].repeat(1, self.width)
@@ -225,7 +235,7 @@ class StateSources(LaminaWiring):
         return starts | ({"gains": torch.ones(self.width)} if self.spec.get("normed_states") else {})
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply an RMSNorm in float32 to the stream, if it has one: before it is summed and remembered."""
+        """Apply an RMSNorm in float32 to the stream, if the plan has one, before the sum and the memory."""
         if not self.spec.get("normed_states"):
             return x
         return (x.float() * inverse_rms(x.float(), self.eps) * self.held("gains", x)).to(x.dtype)
@@ -233,7 +243,9 @@ class StateSources(LaminaWiring):
     def forward(
         self, x: torch.Tensor, memory: tuple[torch.Tensor, ...]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the stream [batch, tokens, width]; for four ways also the q, k, v inputs [batch, tokens, 3, width]."""
+        """Return the stream [batch, tokens, width]; with four ways, also the inputs of q, k and v [batch, tokens, 3,
+        width].
+        """
         weights, states = self.held("weight", x), [x, *(memory[slot] for slot in self.slots)]
         if self.dynamic:
             with torch.autocast(x.device.type, enabled=False):
@@ -249,7 +261,9 @@ class StateSources(LaminaWiring):
 
 
 class Collapse(nn.Module):
-    """The module in the final norm's place: reduces several streams, or memory and stream, to one, then norms it."""
+    """The module in the final norm's place. It reduces several streams, or memory and stream, to one stream, then norms
+    it.
+    """
 
     def __init__(self, norm: nn.Module, reader: StreamMixer | DepthAttention | StateSources | None):
         super().__init__()
@@ -272,9 +286,10 @@ class Collapse(nn.Module):
 class BlockState(NamedTuple):
     """A block's part in the streams and the memory.
 
-    ``streams`` is the number of streams that the first block makes of its input, 0 for all other blocks. ``sources``
-    replace the stream. ``remembers``: the stream that enters goes into the memory, which then has ``slots`` states;
-    ``remembers_inside``: the stream between the sub-layers goes there, too. ``has_memory``: the plan has a memory.
+    ``streams`` is the number of streams that the first block makes of its input; it is 0 for all other blocks.
+    ``sources`` replace the stream. With ``remembers``, the entering stream goes into the memory, which then has
+    ``slots`` states. With ``remembers_inside``, so does the stream between the sub-layers. ``has_memory`` says whether
+    the plan has a memory.
     """
 
     streams: int = 0
@@ -286,7 +301,7 @@ class BlockState(NamedTuple):
 
 
 class StatePlan:
-    """The number of streams that a plan's blocks pass on, and the states that the memory holds."""
+    """The number of streams that a plan's blocks pass on, and the states in the memory."""
 
     def __init__(self, plan: dict, width: int, eps: float):
         self.plan, self.width, self.eps, layers = plan, width, eps, plan["layers"]
@@ -307,7 +322,7 @@ class StatePlan:
         return BlockState(streams, sources, remembers, self.has_memory, slots, index in self.inside)
 
     def end(self, norm: nn.Module) -> Collapse:
-        """Make the module in the final norm's place; state N, the last block's output, is the stream itself."""
+        """Make the module in the final norm's place. State N, the last block's output, is the stream itself."""
         if self.plan.get("readout"):
             return Collapse(norm, StreamMixer(self.plan["readout"], self.width, self.eps))
         halves = [layer[half] for layer in self.plan["layers"] for half in ("attention", "feed_forward")]

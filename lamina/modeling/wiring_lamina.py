@@ -38,10 +38,10 @@ class Record(dict):
 
 
 class LaminaNorm(nn.Module):
-    """The base of all norms: a gain [hidden_size], None if it is not learned, and an epsilon.
+    """The base of all norms, with a gain [hidden_size] (None if it is not learned) and an epsilon.
 
-    With ``zero_centered`` the weight is the gain minus 1. A user's norm is a subclass with a ``forward``; the
-    parameters in ``more`` are also made, and begin at ``starts``.
+    With ``zero_centered``, the weight is the gain minus 1. A user's norm is a subclass with a ``forward``. ``more``
+    names further parameters, which start at ``starts``.
     """
 
     divides = True  # whether it is x over the root mean square, or the deviation, of a token's channels
@@ -61,7 +61,9 @@ class LaminaNorm(nn.Module):
     ):
         super().__init__()
         if hidden_size % groups:
-            raise ValueError(f"groups: {groups} does not divide the hidden size {hidden_size}")
+            raise ValueError(
+                f"groups: {groups} does not divide the hidden size {hidden_size}. Give a divisor of {hidden_size}."
+            )
         self.hidden_size, self.eps, self.groups, self.initial_gain = hidden_size, eps, groups, float(gain)
         self.zero_centered, self.alpha_start = zero_centered and learnable, alpha
         start = torch.full((hidden_size,), self.starts()["weight"])
@@ -77,7 +79,7 @@ class LaminaNorm(nn.Module):
         return {"weight": self.initial_gain - self.zero_centered, "bias": 0.0}
 
     def gain(self) -> torch.Tensor | None:
-        """Return the learned gain [hidden_size]; None without one."""
+        """Return the learned gain [hidden_size]; None if the norm has no learned gain."""
         return 1 + self.weight if self.zero_centered and self.weight is not None else self.weight
 
     def apply_gain(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,10 +93,10 @@ class LaminaNorm(nn.Module):
 
 
 class LaminaRMSNorm(LaminaNorm):
-    """x / sqrt(mean(x^2) + eps) * gain over the last axis, statistics in float32 (bit for bit as LlamaRMSNorm).
+    """x / sqrt(mean(x^2) + eps) * gain over the last axis, with statistics in float32 (bit-identical to LlamaRMSNorm).
 
-    Its gain is learned, and each other formula is a class with another end of its name: serving engines put a norm of
-    theirs in the place of all modules of a class (vLLM), or of all whose class is called so (SGLang).
+    The gain is learned. Each other formula is a separate class with another ending of the class name, because serving
+    engines replace all modules of a class (vLLM), or all modules with such a class name (SGLang), by their own norm.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +118,9 @@ class LaminaGainlessNorm(LaminaRMSNorm):
 
 
 class LaminaGroupedNorm(LaminaNorm):
-    """LaminaRMSNorm with statistics over each of ``groups`` equal parts of a token's channels, hence causal."""
+    """A LaminaRMSNorm with separate statistics for each of ``groups`` equal parts of a token's channels. So it is
+    causal.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.to(torch.float32).unflatten(-1, (self.groups, -1))
@@ -125,7 +129,7 @@ class LaminaGroupedNorm(LaminaNorm):
 
 
 class LaminaLayerNorm(LaminaNorm):
-    """(x - mean) / sqrt(var + eps) * gain + bias over the last axis; no bias where ``bias`` is False (ModernBERT's)."""
+    """(x - mean) / sqrt(var + eps) * gain + bias over the last axis; no bias if ``bias`` is False, as in ModernBERT."""
 
     def __init__(self, hidden_size: int, *, bias: bool = True, **options: Any):
         super().__init__(hidden_size, **options)
@@ -138,7 +142,7 @@ class LaminaLayerNorm(LaminaNorm):
 
 
 class LaminaL2Norm(LaminaNorm):
-    """x / ||x|| * gain over the last axis: scales a token's state to length 1 (nGPT), statistics in float32."""
+    """x / ||x|| * gain over the last axis: scales a token's state to length 1 (nGPT), with statistics in float32."""
 
     divides = False
 
@@ -184,7 +188,7 @@ NORMS: dict[str, type[LaminaNorm]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NormStyle:
-    """The style of the backbone's norms, which a plan's norms of kind "backbone" take over.
+    """The style of the backbone's norms. A plan's norms of kind "backbone" have the same style.
 
     ``kind`` is "rms" or "layer", ``eps`` the epsilon of every norm, ``bias`` whether a LayerNorm has a bias.
     """
@@ -210,7 +214,7 @@ def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNo
         return None
     kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
     if kind not in NORMS:
-        raise ValueError(f"norm: kind {kind!r} is not registered here (allowed: {', '.join(NORMS)})")
+        raise ValueError(f"norm: kind {kind!r} is unknown here (allowed: {', '.join(NORMS)})")
     options = {"eps": spec.get("eps") or style.eps, "gain": spec["initial_gain"], "learnable": spec["learnable_gain"]}
     options |= {"bias": style.bias} if NORMS[kind] is LaminaLayerNorm else {}
     younger = {name: spec[name] for name in ("zero_centered", "alpha") if name in spec}
@@ -225,11 +229,11 @@ def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNo
 class NormedProjections(nn.Module):
     """A backbone's module with norms on its queries, keys or values, or before its last projection.
 
-    The norms are ``q_norm``, ``k_norm``, ``v_norm`` and ``inner_norm``. Each stands beside its projection, which stays
-    the linear layer of transformers: code that wraps, swaps or merges linear layers (LoRA, quantization, serving
-    engines) leaves the norms alone. ``norm_projections`` mixes this class into the module's class, whose ``forward``
-    then applies what is here to the projections' outputs and inputs. With ``ways``, queries, keys and values are
-    projected from three states, side by side in the last axis of the input.
+    The norms are ``q_norm``, ``k_norm``, ``v_norm`` and ``inner_norm``. Each norm is a separate module, and its
+    projection stays a linear layer of transformers. So code that wraps, swaps or merges linear layers (LoRA,
+    quantization, serving engines) leaves the norms alone. ``norm_projections`` mixes this class into the module's
+    class; the module's ``forward`` then calls the methods below on the projections' outputs and inputs. With ``ways``,
+    queries, keys and values come from three states, side by side in the last axis of the input.
     """
 
     backbone_class: type[nn.Module]
@@ -261,7 +265,7 @@ class NormedProjections(nn.Module):
         return getattr(self, f"{part}_norm")(y.unflatten(-1, (-1, self.normed_widths[part]))).flatten(-2)
 
     def input_of_queries(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the queries' state [batch, tokens, hidden_size] of three [batch, tokens, 3 * hidden_size]."""
+        """Return the queries' state [batch, tokens, hidden_size] from three states [batch, tokens, 3 * hidden_size]."""
         return hidden.unflatten(-1, (3, -1))[..., 0, :]
 
     def input_of_keys(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -271,7 +275,7 @@ class NormedProjections(nn.Module):
         return hidden.unflatten(-1, (3, -1))[..., 2, :]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        """Pickle by the backbone's class: this class may not exist yet in the process that loads it."""
+        """Pickle by the backbone's class, since this class may not exist yet in the process that loads the module."""
         kind = self.backbone_class, self.normed, self.stacked, self.ways
         return _empty_normed_projections, kind, self.__getstate__()
 
@@ -279,11 +283,12 @@ class NormedProjections(nn.Module):
 def normed_class(
     base: type[nn.Module], normed: tuple[str, ...], stacked: str | None = None, ways: bool = False
 ) -> type[NormedProjections]:
-    """Make a subclass of a backbone's module that norms what ``normed`` names ("q", "k", "v", a last projection).
+    """Make a subclass of a backbone's module with norms at the parts in ``normed`` ("q", "k", "v", or a last
+    projection).
 
-    The subclass has the backbone's forward, in which ``self.q_proj(x)`` is ``self.normed_queries(self.q_proj(x))`` and
-    ``self.o_proj(x)`` is ``self.o_proj(self.inner_norm(x))``. Raises ValueError if the backbone's forward does not call
-    the projections itself, or if its source is not available.
+    The subclass has the backbone's forward with two changes: ``self.q_proj(x)`` becomes
+    ``self.normed_queries(self.q_proj(x))``, and ``self.o_proj(x)`` becomes ``self.o_proj(self.inner_norm(x))``. Raises
+    ValueError if the backbone's forward does not call the projections itself, or if its source is not available.
     """
     key = (base, normed, stacked, ways)
     if key not in _NORMED_CLASSES:
@@ -317,7 +322,7 @@ T = TypeVar("T", torch.Tensor, float)
 def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
     """Return s, a sub-layer's input x ("stream"), its block's input ("block_input") or their sum ("both").
 
-    Without a block's input, as in attention, x is the block's input and s is x.
+    If no block's input is given, as for attention, x is the block's input, and s is x.
     """
     if block_input is None or skip == "stream":
         return x
@@ -349,9 +354,9 @@ _LEAST_VARIANCE = 1e-3  # of the skip under "variance", as in Muse Spark
 class Residual(nn.Module):
     """A sub-layer as the plan's record says: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
 
-    Constant scales are floats (a buffer would come back as garbage from the meta device), learned ones Parameters.
-    ``scaled`` names scales to apply even if they are 1, because other layers of the plan have them: layers that differ
-    only in a scale's value then share one graph, compiled once.
+    Constant scales are floats, because a buffer would lose its value on the meta device. Learned scales are Parameters.
+    ``scaled`` names scales that the sub-layer applies even if they are 1, because other layers of the plan have them.
+    So layers that differ only in a scale's value share one compiled graph.
     """
 
     def __init__(
@@ -419,8 +424,8 @@ class Residual(nn.Module):
     ) -> torch.Tensor:
         """Compute y from ``x`` and ``block_input``, [batch, tokens, hidden_size], or [batch, tokens, n, hidden_size].
 
-        The block's input is x by default. ``memory`` holds earlier states [batch, tokens, hidden_size]; ``ways`` are
-        the inputs of queries, keys and values in place of x [batch, tokens, 3, hidden_size].
+        The block's input is x by default. ``memory`` holds earlier states [batch, tokens, hidden_size]. ``ways``
+        [batch, tokens, 3, hidden_size] are the inputs of queries, keys and values, in place of x.
         """
         hidden, mix, write = x if self.read != "block_input" or block_input is None else block_input, None, None
         if self.mixer is not None:
@@ -471,7 +476,9 @@ class Residual(nn.Module):
         return self.out_scale if self.gate is None else torch.sigmoid(self.gate / self.sublayer["gate_temperature"])
 
     def skip_factor(self) -> float | torch.Tensor:
-        """Return the factor on s: skip_scale, or under a coupling 1 - b or sqrt(1 - b^2) of the branch's factor b."""
+        """Return the factor on s: skip_scale, or, under a coupling, 1 - b or sqrt(1 - b^2) with the branch's
+        factor b.
+        """
         if self.coupling == "none":
             return self.skip_scale
         b = self.branch_factor()
@@ -489,7 +496,7 @@ class Residual(nn.Module):
     def register_terms_hook(self, hook: Callable[[Terms], None]) -> RemovableHandle:
         """Call ``hook`` with the terms of every forward pass until the handle is removed.
 
-        Like torch's hooks, it is called inside a compiled block only if the block runs uncompiled.
+        As with torch's hooks, a compiled block does not call it, unless the block runs uncompiled.
         """
         handle = RemovableHandle(self._terms_hooks)
         self._terms_hooks[handle.id] = hook
@@ -497,7 +504,7 @@ class Residual(nn.Module):
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """What decides the compiled graph: the skip's source, the coupling, and which scales are applied."""
+        """The facts that decide the compiled graph: the skip's source, the coupling, and the applied scales."""
         spec = {} if self.mixer is None else self.mixer.spec
         kinds = {name: len(value) if name in ("read", "write") else value for name, value in spec.items()}
         return self.skip, self.coupling, self.read, str(kinds), *self._applied.values()
@@ -507,9 +514,9 @@ ONE_STREAM = BlockState()
 
 
 class Block(GradientCheckpointingLayer):
-    """A layer of the model: the attention's Residual, then the feed-forward's.
+    """A layer of the model: the attention's Residual, then the feed-forward's Residual.
 
-    ``arguments`` are the names of its positional arguments after the stream.
+    ``arguments`` are the names of the layer's positional arguments after the stream.
     """
 
     def __init__(
@@ -530,13 +537,14 @@ class Block(GradientCheckpointingLayer):
         self._is_recurrent = "cache_params" in takes  # the cache's name in Mamba's relatives
 
     def forward(self, hidden_states: torch.Tensor | State, *args: object, **kwargs: object) -> torch.Tensor | State:
-        """Return the next stream from ``hidden_states``, both [batch, tokens, hidden_size]; attention gets the rest.
+        """Return the next stream from ``hidden_states``, both [batch, tokens, hidden_size]. The attention gets all
+        other arguments.
 
-        With n streams they are [batch, tokens, n, hidden_size]; with a memory, a State.
+        With n streams, both are [batch, tokens, n, hidden_size]; with a memory, both are a State.
         """
         if len(args) > len(self.arguments):
             raise TypeError(
-                f"the layers receive arguments that the attention does not accept: {', '.join(self.arguments)}"
+                f"the attention does not accept arguments that the layers receive: {', '.join(self.arguments)}"
             )
         kwargs.update(zip(self.arguments, args, strict=False))
         if self._takes_mask:  # a module of the user's own may not know of masks
@@ -555,7 +563,9 @@ class Block(GradientCheckpointingLayer):
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """What decides the compiled graph besides the sub-layers: the streams it makes and the memory's states."""
+        """The facts that decide the compiled graph in addition to the sub-layers: the new streams and the memory's
+        states.
+        """
         own = self.sources
         read = (
             None
@@ -611,12 +621,15 @@ def norm_projections(
 ) -> None:
     """Put the plan's norms on an attention's queries, keys and values, and ``inner`` before its last projection.
 
-    With ``ways`` the module reads three states, side by side. ``stacked`` names the single projection to all three, if
-    there is one. Raises ValueError, before any change, if the attention lacks such projections or already norms them.
+    With ``ways``, the module reads three states, side by side. ``stacked`` names the single projection to queries, keys
+    and values, if there is one. Raises ValueError, before any change, if the attention lacks these projections or
+    already has norms on them.
     """
     last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), _LINEAR)), None)
     if inner and (last is None or hasattr(attention, "inner_norm")):
-        raise ValueError(f"inner_norm: does not apply, {type(attention).__name__} has no last projection of its own")
+        raise ValueError(
+            f"inner_norm: {type(attention).__name__} has no last projection without a norm. Leave inner_norm out"
+        )
     scopes = {"q": plan["qk_norm"], "k": plan["qk_norm"], "v": plan["v_norm"]}
     scopes = {part: scope for part, scope in scopes.items() if scope != "off"}
     module: Any = attention
@@ -624,22 +637,27 @@ def norm_projections(
     for part, scope in scopes.items():
         name, why = stacked or f"{part}_proj", None
         if hasattr(module, f"{part}_norm"):
-            why = f"has a norm of its own on {name!r}"
+            why = f"already has a norm on {name!r}"
         elif not isinstance(getattr(module, name, None), _LINEAR):
             why = f"has no projection {name!r}"
         elif scope == "head" and not hasattr(module, "head_dim"):
-            why = "has no one width of a head"
+            why = "has heads of several widths"
         if why is None:
             width = _channels(getattr(module, name))[1] // (3 if stacked else 1)
             dims[part] = int(module.head_dim) if scope == "head" else width
             if width % dims[part]:
-                why = f"has {name!r} of {width} channels, which heads of {dims[part]} do not divide"
+                why = f"has {name!r} of {width} channels, which is no multiple of the head's {dims[part]}"
         if why:
             option = "v_norm" if part == "v" else "qk_norm"
-            raise ValueError(f"{option}: {scope!r} does not apply, {type(module).__name__} {why}")
+            raise ValueError(
+                f"{option}: {scope!r} does not apply, because {type(module).__name__} {why}. Set {option} to 'off'"
+            )
     absent = [f"{part}_proj" for part in _PARTS if not isinstance(getattr(module, f"{part}_proj", None), nn.Linear)]
     if ways and absent:
-        raise ValueError(f"sources: multiway does not apply, {type(module).__name__} has no projection {absent[0]!r}")
+        raise ValueError(
+            f"sources: multiway does not apply, because {type(module).__name__} has no projection {absent[0]!r}. "
+            "Choose another wiring or backbone"
+        )
     if not dims and not inner and not ways:
         return
     try:

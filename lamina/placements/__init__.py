@@ -1,4 +1,4 @@
-"""Placements as data: where the norms sit. Imports neither torch nor transformers."""
+"""Placements as data: where the norms sit. This package imports neither torch nor transformers."""
 
 from lamina.placements.plan import Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import Placement, get, names, placement

@@ -1,8 +1,8 @@
-"""Drawings of a plan: a picture (SVG), a gallery of pictures, and equations for a terminal.
+"""Draw a plan: as a picture (SVG), as a gallery of pictures, or as equations for a terminal.
 
 The vertical line is the residual stream, from bottom to top, and each module is on a branch to its right. A norm on the
-line normalizes the stream; a norm on the branch does not. Several streams are several lines. A small square marks a
-state that is stored in the memory or read from it.
+line normalizes the stream; a norm on the branch does not. Several lines are several streams. A small square marks a
+state that the block stores in the memory or reads from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def title_of(plan: Plan) -> str:
 
 
 def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
-    """Group the layers by kind, or by wiring if there are more than four kinds (a scale that differs by layer)."""
+    """Group the layers by kind. If there are more than four kinds, because a scale differs by layer, group them by
+    wiring.
+    """
     kinds = plan.kinds()
     if len(kinds) <= MOST_KINDS:
         return [([layer], indices) for layer, indices in kinds]
@@ -87,7 +89,9 @@ def norm_detail(norms: list[Norm]) -> str:
 
 
 def scale_label(values: Iterable[float], learned: Learned) -> str:
-    """Return a scale as text: "64", "1 … 0.177" if it differs from first to last layer, "64 learned"; empty for 1."""
+    """Return a scale as text: "64"; "1 … 0.177" if the first and last layers differ; "64 learned"; an empty
+    text for 1.
+    """
     distinct = list(dict.fromkeys(values))
     label = number(distinct[0]) if len(distinct) == 1 else f"{number(distinct[0])} … {number(distinct[-1])}"
     if learned == "no":
@@ -104,7 +108,7 @@ def embedding_scale(plan: Plan) -> str:
 
 
 def weight_notes(layers: list[Layer]) -> list[str]:
-    """Return notes on the initial weights that the plan asks for, which the forward pass does not show."""
+    """Return notes on the initial weights that the plan asks for."""
     subs = sublayers(layers)
     gain, gate = scale_label([s.weight_gain for s in subs], "no"), scale_label([s.gate_gain for s in subs], "no")
     notes = [f"initial value and output weights ×{gain}"] if gain else []
@@ -120,31 +124,36 @@ def head_norms(plan: Plan) -> list[str]:
 
 
 def plan_notes(plan: Plan) -> list[str]:
-    """Return notes on what the drawing does not show: norms inside the attention, several streams, earlier states."""
+    """Return notes on parts that the drawing does not show: norms inside the attention, several streams, earlier
+    states.
+    """
     notes, first = head_norms(plan), plan.layers[0].attention
     if first.streams:
         norms = f", norms: {', '.join(first.streams.norms)}" if first.streams.norms else ""
         notes.append(f"{plan.streams} streams: {first.streams.weights} weights, mix: {first.streams.mix}{norms}")
     if first.reads_memory:
         notes.append(
-            "each sub-layer reads a softmax-weighted sum of earlier blocks' sums and of the sum so far in its block"
+            "each sub-layer reads a softmax-weighted sum of the earlier blocks' outputs and the current block's "
+            "sum so far"
         )
     elif plan.has_memory:
         states = [len(layer.sources.states) if layer.sources else 0 for layer in plan.layers]
         notes.append(f"earlier states are added to a block's input: {states[0]} in the first, {states[-1]} in the last")
         if (last := plan.layers[-1].sources) and (last.dynamic or last.multiway or last.normed_states):
-            moves = ["their weights move with the stream"] * last.dynamic + ["each has a norm"] * last.normed_states
-            notes.append(", ".join([*moves, *["queries, keys and values have sums of their own"] * last.multiway]))
+            moves = ["their weights depend on the stream"] * last.dynamic + ["each has a norm"] * last.normed_states
+            notes.append(", ".join([*moves, *["queries, keys and values each have their own sum"] * last.multiway]))
     return notes
 
 
 def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> str:
-    """Return one plan as a self-contained SVG: a column for each kind of layer, with the lines of ``equation`` below.
+    """Return one plan as a self-contained SVG: one column for each kind of layer, and below it the lines of
+    ``equation``.
 
-    ``title`` stands above it (default: the placement's own; an empty one leaves the room to the drawing).
+    ``title`` is the text above the drawing (default: the placement's title; with an empty title the drawing gets the
+    room).
 
-    A plan with more than four kinds shows those of one wiring as one column, their scales as a range. No scripts, fonts
-    or ids, so that several stand in one page; all text is escaped.
+    If a plan has more than four kinds, all kinds of one wiring share a column, with their scales as a range. The SVG
+    has no scripts, fonts or ids, so one page can hold several drawings. All text is escaped.
     """
     drawing, width, height = _drawing(plan, title, equation)
     return _document(drawing, width, height, f"{title or title_of(plan)}: where the norms sit")
@@ -308,7 +317,7 @@ def _skip_label(subs: list[Sublayer]) -> str:
 
 
 def text(plan: Plan) -> str:
-    """Return the plan in a few lines for a terminal: a pair of equations for each kind of layer."""
+    """Return the plan as a few lines for a terminal, with a pair of equations for each kind of layer."""
     lines = [f"{plan.placement}, {plan.num_layers} layer{'s' * (plan.num_layers > 1)}"]
     scale = embedding_scale(plan)
     embedding = f"{scale} E" if scale else "E"
@@ -326,7 +335,8 @@ def text(plan: Plan) -> str:
 
 
 def equations(layers: list[Layer]) -> tuple[str, str]:
-    """Return the equations of layers of one wiring: ``("y  = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y ) )")``.
+    """Return the equations of layers with the same wiring: ``("y = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y )
+    )")``.
 
     ``[64 learned] x`` is a learned scale that starts at 64, ``LN[no gain]`` a norm without a learned gain.
     """

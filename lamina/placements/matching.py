@@ -1,4 +1,4 @@
-"""The search for the registered placement that computes a measured wiring. It compares plans, never names."""
+"""Find the registered placement that computes a measured wiring. The search compares plans, never names."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class Match:
     """The registered placement that is nearest to a wiring.
 
     Attributes:
-        placement: with its options, as ``resolve`` reads it.
-        differences: a phrase for each difference of the wiring from it; empty for an exact match.
-        others: further placements that match exactly, at any depth.
-        here: those that match exactly, and would not with more layers or another value of what is not seen.
+        placement: the placement with its options, as ``resolve`` reads it.
+        differences: a phrase for each difference between the wiring and the placement; empty for an exact match.
+        others: other placements that also match exactly, at any depth.
+        here: other placements that match exactly here, but would not match with more layers or with other values of
+            unseen facts.
     """
 
     placement: str
@@ -44,8 +45,8 @@ class Match:
 
     @property
     def notes(self) -> list[str]:
-        """The note on the plans that match here."""
-        told = "are equal here, and differ at other depths or after training"
+        """The note on other placements that match this model."""
+        told = "are equal here, but differ at other depths or after training"
         return [f"{self.placement} and {', '.join(self.here)} {told}; Lamina names the simplest"] if self.here else []
 
 
@@ -59,7 +60,7 @@ def norm_fact(norm: Norm | None) -> str:
 
 
 def learned_fact(shape: str) -> str:
-    """Return the fact of a learned scale: its shape, in place of its value."""
+    """Return a learned scale as a fact: its shape, not its value."""
     return f"a learned {shape}"
 
 
@@ -88,13 +89,14 @@ def end_facts(plan: Plan) -> dict[str, object]:
 
 
 def match(layers: Sequence[Facts], ends: Facts) -> Match:
-    """Return the registered placement nearest to measured facts; of exact matches, the simplest.
+    """Return the registered placement nearest to the measured facts. If several match exactly, return the simplest.
 
-    That is the one with the fewest options given, then the fewest fields that are not a plain sum's at a larger depth.
+    The simplest placement has the fewest options; among equals, its plan at a larger depth differs in the fewest fields
+    from a plain sum.
 
     Args:
-        layers: the facts of each layer; a missing field counts as the default.
-        ends: the facts around the layers, without those that could not be measured.
+        layers: the facts of each layer; a missing field counts as its default.
+        ends: the facts outside the layers, without facts that Lamina could not measure.
     """
     best: tuple[float, Match] | None = None
     exact: list[tuple[tuple[int, int, int], str]] = []
@@ -177,7 +179,7 @@ def _silenced() -> Iterator[None]:
 
 
 def resolved(name: str, num_layers: int, **options: object) -> Plan | None:
-    """Return a placement's plan; None if the placement refuses the options."""
+    """Return a placement's plan; None if the placement rejects the options."""
     try:
         with _silenced():
             return resolve(name, num_layers, **options)

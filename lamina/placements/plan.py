@@ -1,4 +1,4 @@
-"""The plan: one record per layer, with the positions of the norms, the skip's source and its scale.
+"""The plan of a placement: one record per layer, with the norms' positions, the skip's source and the skip's scale.
 
 A sub-layer computes
 
@@ -7,7 +7,7 @@ A sub-layer computes
 with A = ``pre_norm``, B = ``out_norm``, C = ``post_norm`` (the positions of Figure 2 in the Peri-LN paper) and s the
 skip's source: the stream x, the block's input (FuseNorm's feed-forward) or the sum of both (B2T).
 
-A plan is plain data: it needs neither torch nor transformers, and survives JSON unchanged.
+A plan is plain data: it needs neither torch nor transformers, and does not change on its way through JSON.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _Record = TypeVar("_Record", bound="Norm | Streams | Sources | Sublayer | Layer 
 def _one_of(field_name: str, value: object, literal: object) -> None:
     allowed = (*get_args(literal), *(sorted(OWN_KINDS) if literal is NormKind else ()))
     if value not in allowed:
-        raise UserError(f"{field_name}: {value!r} is not one of {', '.join(map(repr, allowed))}")
+        raise UserError(f"{field_name}: {value!r} is unknown. Choose one of {', '.join(map(repr, allowed))}.")
 
 
 def _finite(field_name: str, value: object, more: str = "") -> None:
@@ -60,7 +60,7 @@ def _finite(field_name: str, value: object, more: str = "") -> None:
 
 def _not_negative(field_name: str, value: object) -> None:
     if not is_finite(value) or value < 0:
-        raise UserError(f"{field_name}: {value!r} (allowed: a number of at least 0)")
+        raise UserError(f"{field_name}: {value!r} is not a number of at least 0")
 
 
 def _tuple(field_name: str, value: object) -> tuple[Any, ...]:
@@ -76,17 +76,17 @@ def _typed(record: object, **kinds: type | UnionType) -> None:
         if not isinstance(value := getattr(record, name), kind):
             each_kind = (kind,) if isinstance(kind, type) else get_args(kind)
             allowed = " or ".join(words.get(one, f"a {one.__name__}") for one in each_kind)
-            raise UserError(f"{name}: {value!r} (allowed: {allowed})")
+            raise UserError(f"{name}: {value!r} is not {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
     """A norm at one position.
 
-    ``kind`` "backbone" is the family that the backbone uses itself (RMSNorm in Llama, LayerNorm in ViT); "group"
-    normalizes ``groups`` equal parts of each token's channels separately, so it is causal; "l2" divides by the
-    length; "dyt" and "derf" have no statistics: tanh or erf of ``alpha`` (learned, here its start) times the input.
-    ``zero_centered``: the parameter is the gain's difference from 1, as in Gemma. ``eps``: its epsilon, 0 for the
+    ``kind`` "backbone" is the backbone's own kind (RMSNorm in Llama, LayerNorm in ViT). "group" normalizes ``groups``
+    equal parts of each token's channels separately, so it is causal. "l2" divides by the length. "dyt" and "derf" have
+    no statistics: they apply tanh or erf to the input times a learned factor, which starts at ``alpha``. With
+    ``zero_centered``, the parameter is the gain's difference from 1, as in Gemma. ``eps`` is the epsilon; 0 means the
     backbone's.
     """
 
@@ -99,7 +99,7 @@ class Norm:
     eps: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise UserError for a kind, gain, epsilon or number of groups that is invalid."""
+        """Raise UserError for an invalid kind, gain, epsilon or number of groups."""
         _one_of("kind", self.kind, NormKind)
         _typed(self, learnable_gain=bool, zero_centered=bool)
         for name in ("initial_gain", "alpha"):
@@ -108,7 +108,7 @@ class Norm:
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise UserError(f"groups: {self.groups!r} is not a whole number of at least 1")
         if self.groups > 1 and self.kind != "group":
-            raise UserError(f"groups: {self.groups} groups need kind 'group', not {self.kind!r}")
+            raise UserError(f"groups: {self.groups} groups need kind 'group', not {self.kind!r}. Set kind to 'group'.")
 
 
 def _as_norm(field_name: str, value: object) -> Norm | None:
@@ -120,25 +120,27 @@ def _as_norm(field_name: str, value: object) -> Norm | None:
     if isinstance(value, str):
         _one_of(f"{field_name}.kind", value, NormKind)
         return Norm(kind=value)  # type: ignore[arg-type]  # one of the kinds
-    raise UserError(f"{field_name}: {value!r} is not a norm (true, false, a kind, or its fields)")
+    raise UserError(f"{field_name}: {value!r} is not a norm. Give true, false, a kind, or the norm's fields.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """The use of n streams S [batch, tokens, n, width] by a sub-layer: it reads one, mixes all, and writes to each.
+    """How a sub-layer uses n streams S [batch, tokens, n, width]: it reads a sum of them, mixes them, and writes to
+    each.
 
         h = sum_j read_j S_j        S'_i = C( skip_scale * sum_j mix_ji s_j + write_i * branch )
 
-    ``read`` and ``write`` are where the n weights start; ``mix`` starts at (or near) the identity. ``weights``: they
-    are "constant", "learned" numbers, learned numbers plus a "tanh" of a projection of each normed stream
-    (Hyper-Connections), the "sigmoid" of one of all of them, times ``magnitude`` to write (mHC), or Qwen's
-    "gate": a share of each channel, by a projection of rank ``rank``. ``mix``: the "identity", a "free" matrix or a
-    doubly stochastic one ("sinkhorn"). ``normed`` says which streams the post_norm is for; all of them if empty.
-    ``norms``: an RMSNorm on each "stream", which then goes on normed, or on what is "read" of it alone; none if empty.
+    ``read`` and ``write`` are the initial values of the n weights; ``mix`` starts at (or near) the identity.
+    ``weights`` says how the weights arise: as "constant" or "learned" numbers; as learned numbers plus the "tanh" of a
+    projection of each normed stream (Hyper-Connections); as the "sigmoid" of a projection of all streams, times
+    ``magnitude`` for writing (mHC); or as Qwen's "gate", a share of each channel from a projection of rank ``rank``.
+    ``mix`` is the "identity", a "free" matrix or a doubly stochastic matrix ("sinkhorn"). ``normed`` names the streams
+    that the post_norm normalizes; if it is empty, all. ``norms`` gives each stream an RMSNorm: "stream" normalizes the
+    stream itself, "read" only the values that the sub-layer reads; if it is empty, there are none.
 
     mHC starts with ``diagonal`` times the identity before Sinkhorn's iterations, and with projections N(0, noise^2).
-    ``transposed``: mix_ij weighs stream j for stream i. ``eps``: of its RMS and in Sinkhorn's iterations; 0 for the
-    backbone's and 1e-6.
+    With ``transposed``, mix_ij is the weight of stream j in stream i. ``eps`` is the epsilon of mHC's RMS and of
+    Sinkhorn's iterations; 0 means the backbone's epsilon and 1e-6.
     """
 
     weights: Weights
@@ -155,14 +157,14 @@ class Streams:
     eps: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise UserError for weights that are invalid or do not fit each other."""
+        """Raise UserError for weights that are invalid or do not fit together."""
         _one_of("weights", self.weights, Weights)
         _one_of("mix", self.mix, Mix)
         for name in ("read", "write", "normed", "norms"):
             object.__setattr__(self, name, _tuple(name, getattr(self, name)))
         n = len(self.read)
         if n < 2 or {len(self.write), len(self.normed), len(self.norms)} - {0, n}:
-            raise UserError(f"read: {n} streams (allowed: at least 2, and as many in write, normed and norms)")
+            raise UserError(f"read: {n} streams do not fit. Give at least 2, and as many in write, normed and norms.")
         for norm in self.norms:
             _one_of("norms", norm, StreamNorm)
         _finite("magnitude", self.magnitude)
@@ -175,21 +177,22 @@ class Streams:
             _finite(name, value)
             top = 1.0 if name == "read" else self.magnitude
             if self.weights == "sigmoid" and not 0 < value < top:
-                raise UserError(f"{name}: {value!r} of a sigmoid (allowed: between 0 and {top:g})")
+                raise UserError(f"{name}: a sigmoid cannot start at {value!r}. Give a number between 0 and {top:g}.")
         fits = {"identity": get_args(Weights), "free": ("learned", "tanh"), "sinkhorn": ("sigmoid",)}[self.mix]
         if self.weights not in fits:
-            raise UserError(f"mix: {self.mix!r} with weights {self.weights!r} (allowed: {', '.join(fits)})")
+            raise UserError(f"mix: {self.mix!r} does not go with weights {self.weights!r} (allowed: {', '.join(fits)})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """The sum that replaces the stream x in a layer: ``stream`` * x + ``states``, pairs of index and initial weight.
+    """The sum that replaces the stream x in a layer: ``stream`` * x plus the ``states``, pairs of index and initial
+    weight.
 
-    State 0 is x^0, state l the output of the l-th block. ``learned``: "scalar" for each weight, or a "vector".
-    ``dynamic``: scalars move with the stream, by two projections of it, with ``hidden`` channels between them (0: as
-    many as there are weights). ``multiway``: the attention's queries, keys and values each read a sum of their own, by
-    the same pre_norm or, with ``own_norms``, by one each; the last sum takes x's place (MUDD). ``normed_states``: x
-    has an RMSNorm before it is summed and remembered (DLCL).
+    State 0 is x^0, and state l is the output of the l-th block. ``learned`` makes each weight a "scalar" or a "vector".
+    With ``dynamic``, the scalars depend on the stream through two projections with ``hidden`` channels between them (0:
+    one channel per weight). With ``multiway``, the attention's queries, keys and values each read their own sum, and a
+    fourth sum replaces x (MUDD); they share the pre_norm, or have one norm each with ``own_norms``. With
+    ``normed_states``, x passes an RMSNorm before Lamina adds and stores it (DLCL).
     """
 
     states: tuple[tuple[int, float], ...]
@@ -202,10 +205,12 @@ class Sources:
     normed_states: bool = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for states or weights that are invalid, or options that contradict each other."""
+        """Raise UserError for invalid states or weights, or for options that contradict each other."""
         states = tuple(_tuple("states", state) for state in _tuple("states", self.states))
         if any(len(state) != 2 or type(state[0]) is not int for state in states):
-            raise UserError(f"states: {self.states!r} (allowed: pairs of a state's index and its weight at the start)")
+            raise UserError(
+                f"states: {self.states!r} is no list of pairs. Give pairs of a state's index and its initial weight."
+            )
         object.__setattr__(self, "states", states)
         for weight in (self.stream, *(weight for _, weight in states)):
             _finite("sources", weight)
@@ -214,22 +219,25 @@ class Sources:
         whole_number("hidden", self.hidden, low=0)
         for name, value, other in (("own_norms", self.own_norms, "multiway"), ("hidden", self.hidden, "dynamic")):
             if value and not getattr(self, other):
-                raise UserError(f"{name}: {value!r} without {other} (allowed: {name} beside {other})")
+                raise UserError(f"{name}: {value!r} has no effect without {other}. Set {other}, or leave {name} out.")
         if (self.dynamic or self.multiway) and self.learned != "scalar":
-            raise UserError(f"learned: {self.learned!r} of weights that are dynamic or multiway (allowed: 'scalar')")
+            raise UserError(
+                f"learned: {self.learned!r} does not go with dynamic or multiway weights. Set learned to 'scalar'."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sublayer:
     """One residual sub-layer (attention or feed-forward).
 
-    ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes it 1 - b, "variance" sqrt(1 - b^2). A learned
-    b is then the sigmoid of a parameter over ``gate_temperature``. ``read``: a feed-forward may read the "block_input",
-    beside its attention (GPT-J); "depth" reads a softmax over the memory's states and the stream, "memory" over those
-    alone (Attention Residuals). ``inner_norm`` stands inside the module, before its last projection (SubLN).
+    ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes the factor 1 - b, "variance" sqrt(1 - b^2). A
+    learned b is then the sigmoid of a parameter divided by ``gate_temperature``. ``read`` names the input: a
+    feed-forward may read the "block_input", in parallel with its attention (GPT-J); "depth" reads a softmax over the
+    memory's states and the stream, "memory" a softmax over the memory's states alone (Attention Residuals).
+    ``inner_norm`` is inside the module, before its last projection (SubLN).
 
     ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
-    output projections; ``gate_gain`` is the same for a gated feed-forward's gate. They do not act in the forward pass.
+    output projections; ``gate_gain`` is the same factor for a gated feed-forward's gate. The forward pass uses neither.
     """
 
     pre_norm: Norm | None = None
@@ -251,7 +259,7 @@ class Sublayer:
     gate_gain: float = 1.0
 
     def __post_init__(self) -> None:
-        """Accept True / False for a norm of the default kind / none; raise UserError for anything invalid."""
+        """Turn True into a norm of the default kind and False into no norm. Raises UserError for an invalid field."""
         for position in (*POSITIONS, "inner_norm"):
             object.__setattr__(self, position, _as_norm(position, getattr(self, position)))
         _one_of("skip", self.skip, Skip)
@@ -263,29 +271,32 @@ class Sublayer:
         _one_of("read", self.read, Read)
         _typed(self, streams=Streams | None)
         if self.streams and not self.streams.write:
-            raise UserError("streams.write: none given (allowed: as many weights as in read; a readout has none)")
+            raise UserError("streams.write: no weights are given. Give as many as in read.")
         if self.read != "stream" and (self.streams or self.skip != "stream"):
             what = "several streams" if self.streams else f"skip {self.skip!r}"
             what += ": the memory holds the block's input" * (self.reads_memory and not self.streams)
-            raise UserError(f"read: {self.read!r} has no meaning with {what}")
+            fix = "Leave out streams" if self.streams else "Choose a skip from the 'stream'"
+            raise UserError(f"read: {self.read!r} does not go with {what}. {fix}, or set read to 'stream'.")
         if self.coupling != "none":
             self._check_coupling()
 
     def _check_coupling(self) -> None:
         if (self.skip_scale, self.skip_scale_learned) != (1.0, "no"):
             raise UserError(
-                f"coupling: {self.coupling!r} sets the skip's factor (allowed: no skip_scale beside it, or 'none')"
+                f"coupling: {self.coupling!r} already sets the skip's factor. Leave skip_scale out, or set coupling "
+                "to 'none'."
             )
         if not (0 <= self.out_scale <= 1 and (self.out_scale_learned == "no" or 0 < self.out_scale < 1)):
             raise UserError(
-                f"out_scale: {self.out_scale!r} with coupling {self.coupling!r} (allowed: 0 to 1; if learned, between)"
+                f"out_scale: {self.out_scale!r} does not go with coupling {self.coupling!r}. Give a number from 0 "
+                "to 1; if it is learned, neither 0 nor 1."
             )
         if self.gate_temperature <= 0:
-            raise UserError(f"gate_temperature: {self.gate_temperature!r} (allowed: a number above 0)")
+            raise UserError(f"gate_temperature: {self.gate_temperature!r} is not a number above 0")
 
     @property
     def reads_memory(self) -> bool:
-        """Whether it reads earlier states."""
+        """Whether the sub-layer reads earlier states."""
         return self.read in ("depth", "memory")
 
     @property
@@ -298,8 +309,8 @@ class Sublayer:
 class Layer:
     """One block: an attention and a feed-forward sub-layer, run in this order.
 
-    ``sources`` take the stream's place; ``boundary`` puts the stream that enters into the memory,
-    ``inner_boundary`` the stream between the sub-layers.
+    ``sources`` replace the stream. ``boundary`` stores the stream that enters the block in the memory;
+    ``inner_boundary`` stores the stream between the two sub-layers.
     """
 
     attention: Sublayer = field(default_factory=Sublayer)
@@ -310,7 +321,7 @@ class Layer:
 
     @classmethod
     def of(cls, sublayer: Sublayer) -> Layer:
-        """Return the block whose two sub-layers are wired alike."""
+        """Return the block whose two sub-layers have the same wiring."""
         return cls(attention=sublayer, feed_forward=sublayer)
 
     def map(self, change: Callable[[Sublayer], Sublayer]) -> Layer:
@@ -318,29 +329,33 @@ class Layer:
         return replace(self, attention=change(self.attention), feed_forward=change(self.feed_forward))
 
     def __post_init__(self) -> None:
-        """Raise UserError for a field of another type, or an attention wired to the block's input, its own stream."""
+        """Raise UserError for a field of the wrong type, or an attention that names the block's input, which is its
+        stream.
+        """
         _typed(self, attention=Sublayer, feed_forward=Sublayer, sources=Sources | None)
         _typed(self, boundary=bool, inner_boundary=bool)
         for name, value in (("skip", self.attention.skip), ("read", self.attention.read)):
             if value != "stream" and (name == "skip" or value == "block_input"):
                 raise UserError(
-                    f"attention.{name}: {value!r} contradicts its place (the stream that enters a block's "
-                    "attention is the block's input; allowed: 'stream')"
+                    f"attention.{name}: {value!r} is the stream itself, since the attention comes first in its "
+                    f"block. Set {name} to 'stream'."
                 )
         if self.sources and self.sources.multiway and self.attention.read != "stream":
-            raise UserError(f"sources.multiway: the attention reads {self.attention.read!r} (allowed: 'stream')")
+            raise UserError(
+                f"sources.multiway: the attention reads {self.attention.read!r}. Set attention.read to 'stream'."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A placement resolved for a number of layers: all that a model needs to know about norms and skips.
+    """A placement for a given number of layers: everything that a model needs to know about norms and skips.
 
-    ``placement`` is its name; a scheme leaves it out, ``resolve`` sets it.
-    ``embedding_scale`` multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width.
-    ``initialization`` is the recommended initializer's name ("" leaves it to the placement's registration).
-    ``qk_norm`` and ``v_norm`` normalize queries and keys, or values: per head, or over the full projected width.
-    ``readout`` makes one stream of several after the last block, ``final_sources`` take the stream's place there.
-    ``qkv_norm`` is the norm that stands there; of kind "group" it is an RMSNorm if it is per head, which is a group.
+    ``placement`` is the placement's name; a scheme leaves it out, and ``resolve`` sets it. ``embedding_scale``
+    multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width. ``initialization`` is
+    the recommended initializer's name ("": the initializer of the placement's registration). ``qk_norm`` normalizes
+    queries and keys, ``v_norm`` values: per head, or over the full projected width. ``qkv_norm`` is the norm for them.
+    If it has the kind "group" and works per head, it is an RMSNorm, since a head is a group. ``readout`` joins several
+    streams into one after the last block. ``final_sources`` replace the stream after the last block.
     """
 
     placement: str = ""
@@ -359,15 +374,18 @@ class Plan:
     def __post_init__(self) -> None:
         """Raise UserError for a plan without layers or with invalid fields."""
         if not isinstance(self.layers, list | tuple) or not all(isinstance(layer, Layer) for layer in self.layers):
-            raise UserError(f"layers: {self.layers!r} is not a list of layers (Layer, or its fields)")
+            raise UserError(
+                f"layers: {self.layers!r} is not a list of layers. Give a list of Layer, or of a layer's fields."
+            )
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
-            raise UserError("layers: a plan needs at least one layer")
+            raise UserError("layers: the list is empty. Give at least one layer.")
         kinds = {"readout": Streams | None, "final_sources": Sources | None}
         _typed(self, placement=str, initialization=str, options=Mapping, **kinds)
         if self.qkv_norm is None or isinstance(self.qkv_norm, bool):
             raise UserError(
-                f"qkv_norm: {self.qkv_norm!r} is not a norm (a kind, or its fields; qk_norm and v_norm switch it)"
+                f"qkv_norm: {self.qkv_norm!r} is not a norm. Give a kind or a norm's fields, and switch it on by "
+                "qk_norm or v_norm."
             )
         for name in ("final_norm", "embedding_norm", "qkv_norm"):
             object.__setattr__(self, name, _as_norm(name, getattr(self, name)))
@@ -378,29 +396,42 @@ class Plan:
         self._check_state()
 
     def _check_state(self) -> None:
-        """Raise UserError for sub-layers that disagree on the streams or states that blocks pass on."""
+        """Raise UserError if sub-layers disagree on the streams or the states that blocks pass on."""
         halves = [half for layer in self.layers for half in (layer.attention, layer.feed_forward)]
         counts = {len(half.streams.read) if half.streams else 1 for half in halves}
         counts.add(len(self.readout.read) if self.readout else 1)
         if len(counts) > 1:
-            raise UserError(f"streams: {sorted(counts)} in one plan (allowed: one number, also in the readout)")
+            raise UserError(
+                f"streams: the plan's sub-layers have {sorted(counts)} streams. Give all of them, and the readout, "
+                "one number."
+            )
         if self.readout and (self.readout.write or self.readout.mix != "identity"):
-            raise UserError("readout: it writes or mixes after the last block, where it may only read")
+            raise UserError(
+                "readout: it writes or mixes, but after the last block it can only read. Leave out write and mix."
+            )
         if self.streams > 1 and self.has_memory:
-            raise UserError("streams: sources and earlier states need a single stream")
+            raise UserError(
+                "streams: sources and earlier states need a single stream. Leave out streams, or sources and read."
+            )
         ends = [*enumerate(layer.sources for layer in self.layers), (len(self.layers), self.final_sources)]
         for index, sources in ends:
             for state, _ in sources.states if sources else ():
                 if not 0 <= state <= (last := min(index, len(self.layers) - 1)):
-                    raise UserError(f"sources: state {state} at layer {index} (allowed: 0 to {last}, those before it)")
+                    raise UserError(
+                        f"sources: layer {index} cannot read state {state}. Give 0 to {last}, the states before "
+                        "this layer."
+                    )
         if any(sources for _, sources in ends) and any(layer.inner_boundary for layer in self.layers):
-            raise UserError("inner_boundary: beside sources, which number whole blocks (allowed: without sources)")
+            raise UserError(
+                "inner_boundary: it does not go with sources, which count whole blocks. Leave out inner_boundary "
+                "or sources."
+            )
         if self.final_sources and self.final_sources.multiway:
-            raise UserError("final_sources.multiway: no attention reads them (allowed: false)")
+            raise UserError("final_sources.multiway: no attention reads final_sources. Set multiway to false.")
         if any(half.reads_memory for half in halves) and (self.final_sources or not self.layers[0].boundary):
             raise UserError(
-                "read: 'depth' needs a memory, which is read at the end, too (allowed: boundary in the first layer, no "
-                "final_sources)"
+                "read: 'depth' and 'memory' need a memory from the first block to the end. Set boundary in the "
+                "first layer, and leave out final_sources."
             )
 
     @property
@@ -410,7 +441,7 @@ class Plan:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the blocks pass on earlier states besides the stream."""
+        """Whether the blocks pass on earlier states in addition to the stream."""
         layers = any(layer.sources or layer.boundary or layer.inner_boundary for layer in self.layers)
         return layers or self.final_sources is not None
 
@@ -420,22 +451,23 @@ class Plan:
         return len(self.layers)
 
     def kinds(self) -> list[tuple[Layer, list[int]]]:
-        """Return the distinct layers with the indices at which each stands, in order of first appearance."""
+        """Return the distinct layers, each with its indices, in order of first appearance."""
         indices: dict[Layer, list[int]] = {}
         for index, layer in enumerate(self.layers):
             indices.setdefault(layer, []).append(index)
         return list(indices.items())
 
     def to_dict(self) -> Json:
-        """Return the plan as plain dicts, lists and scalars, fit for JSON: Plan.from_dict gives an equal plan.
+        """Return the plan as plain dicts, lists and scalars, ready for JSON. Plan.from_dict makes an equal plan from
+        them.
 
-        Fields of YOUNGER are left out at their default.
+        The result omits fields of YOUNGER that have their defaults.
         """
         return {**_plain(self), "options": dict(self.options)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Plan:
-        """Read a plan from plain dicts. Raises UserError that names an unknown field or an invalid value."""
+        """Make a plan from plain dicts. Raises UserError that names an unknown field or an invalid value."""
         if isinstance(data, Mapping) and "placement" not in data:
             raise UserError("plan: field 'placement' is missing")
         return _read(cls, data, "plan")

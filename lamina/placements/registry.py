@@ -1,4 +1,4 @@
-"""The registry of placements: ``@placement`` adds one.
+"""The registry of placements: ``@placement`` adds a placement.
 
 A scheme is one file of ``schemes/``. Everything else (command line, docs, diagrams, tests) iterates over the registry.
 """
@@ -22,7 +22,7 @@ from lamina.placements.plan import OWN_KINDS, HeadNorm, NormKind, Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One keyword of a placement: its type (a class, a Literal or a union of them), its default and its help text."""
+    """One option of a placement: its type (a class, a Literal or a union of them), its default and its help text."""
 
     name: str
     type: object
@@ -31,7 +31,7 @@ class Option:
 
     @property
     def type_name(self) -> str:
-        """The allowed values as a person reads them: ``float | None``, ``"off" | "head"``."""
+        """The allowed values as text for people: ``float | None``, ``"off" | "head"``."""
         names: list[str] = []
         for kind in _alternatives(self.type):
             names += map(repr, get_args(kind)) if get_origin(kind) is Literal else [getattr(kind, "__name__", "")]
@@ -55,27 +55,35 @@ COMMON: tuple[Option, ...] = (
         help="a factor on the embedding's output ('sqrt_hidden_size': Takase et al.'s scaled embedding)",
     ),
     Option(name="norm", type=NormKind | None, default=None, help="the kind of every norm of the plan"),
-    Option(name="groups", type=int | None, default=None, help="with norm='group': parts of a token's channels (8)"),
+    Option(
+        name="groups",
+        type=int | None,
+        default=None,
+        help="with norm='group': number of parts of a token's channels (8)",
+    ),
     Option(name="qk_norm", type=HeadNorm | None, default=None, help="a norm on queries and keys"),
     Option(name="v_norm", type=HeadNorm | None, default=None, help="a norm on values"),
     Option(
         name="wiring",
         type=str | None,
         default=None,
-        help="residual paths beyond a single stream: x0, mhc ..., or a .py file",
+        help="other residual paths than a single stream: x0, mhc ..., or a .py file",
     ),
     Option(
         name="size",
         type=int | None,
         default=None,
-        help="with wiring: number of streams (4), layers in a block of depth (0: one sub-layer), or mudd's width step",
+        help=(
+            "with wiring: number of streams (4), number of layers in a block of attn_res (0: one sub-layer), or "
+            "mudd's width step"
+        ),
     ),
     Option(
         name="start",
         type=Literal["liger", "mean", "dlcl"] | None,
         default=None,
-        help="initial values: with wiring=mhc, Liger's (liger); with denseformer, weights of 1/(l+1) (mean), also "
-        "on normed states (dlcl)",
+        help="initial values: with wiring=mhc, Liger's (liger); with wiring=denseformer, weights of 1/(l+1) (mean), "
+        "or the same with normed states (dlcl)",
     ),
     Option(
         name="collapse",
@@ -87,20 +95,22 @@ COMMON: tuple[Option, ...] = (
         name="depth_scaling",
         type=DepthScheme | None,
         default=None,
-        help="divide every branch by (num_layers / base_depth)^alpha, with alpha 1/2 (depth-mup) or 1 "
-        "(completep); `--depth-scaling` also sets the learning rates",
+        help="divide every branch by (num_layers / base_depth)^alpha, with alpha 1/2 (depth-mup) or 1 (completep); "
+        "the job option `--depth-scaling` also scales the learning rates",
     ),
     Option(
         name="base_depth",
         type=int | None,
         default=None,
-        help="with depth_scaling: number of blocks at which it changes nothing",
+        help="with depth_scaling: number of blocks at which depth scaling changes nothing",
     ),
 )
 
 
 def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
-    """Return the docstring's summary, and the options: keyword-only parameters with their help from ``Args:``."""
+    """Return the docstring's summary and the options. An option is a keyword-only parameter, with its help from
+    ``Args:``.
+    """
     hints = get_type_hints(make)
     summary, _, rest = inspect.cleandoc(make.__doc__ or "").partition("\nArgs:\n")
     block = re.split(r"\n(?=\S)", rest, maxsplit=1)[0]
@@ -133,7 +143,7 @@ def _fits(value: object, kind: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A published scheme: its equation, source, recommended initialization, advice and options."""
+    """A published placement: its equation, source, recommended initializer, advice and options."""
 
     name: str
     title: str
@@ -147,18 +157,18 @@ class Placement:
 
     @property
     def heading(self) -> str:
-        """Return the placement's heading on the documentation's page of placements."""
+        """Return the placement's heading on the placements page of the documentation."""
         title = self.title.replace("*", " with a Pre-LN start")
         return title[0].upper() + title[1:]
 
     @property
     def anchor(self) -> str:
-        """Return where the heading is on its page; "" for a placement that is not Lamina's own."""
+        """Return the heading's anchor on that page; "" for a user's own placement."""
         is_ours = self.make.__module__.startswith(f"{__package__}.schemes.")
         return re.sub(r"[^a-z0-9]+", "-", self.heading.lower()).strip("-") if is_ours else ""
 
     def all_options(self) -> tuple[Option, ...]:
-        """Return the placement's own options, then those that every placement takes."""
+        """Return the placement's own options, then the options that every placement takes."""
         names = {option.name for option in self.options}
         return (*self.options, *(option for option in COMMON if option.name not in names))
 

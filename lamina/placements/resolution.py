@@ -1,8 +1,8 @@
-"""``resolve``: makes a plan from a placement's name, or a user's file, and its options.
+"""``resolve``: make a plan from a placement's name, or a user's file, and options.
 
-A YAML file holds rules (see ``from_rules``), or the full plan as ``Plan.to_dict`` writes it, for one depth. A Python
-file registers a scheme with ``@placement``. A Python file runs as code, with the user's rights. A YAML file cannot run
-code.
+A YAML file holds rules (see ``from_rules``), or the full plan for one depth, as ``Plan.to_dict`` writes it. A Python
+file registers a placement with ``@placement``. A Python file runs as code, with the user's rights. A YAML file cannot
+run code.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FIELDS = ("placement", "title", "equation", "source", "initialization", "advice
 def load(path: Path) -> Placement:
     """Read a placement from a YAML or Python file. Raises UserError that names the file and the field."""
     if not path.is_file():
-        raise UserError(f"placement {str(path)!r}: no such file")
+        raise UserError(f"placement {str(path)!r}: no such file. Give a YAML or Python file, or a placement's name.")
     if path.suffix != ".py":
         return _load_yaml(path)
     scheme = PLACEMENTS.from_file(path)
@@ -98,26 +98,26 @@ def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
         value = data.get(field, "")
         if not isinstance(value, str) or len(value) > LONGEST_TEXT:
             text = shortened(repr(value), 200)
-            raise UserError(f"{field}: {text} (allowed: text of at most {LONGEST_TEXT} characters)")
+            raise UserError(f"{field}: {text} does not fit. Give text of at most {LONGEST_TEXT} characters.")
         if field in data or field == "placement":
             texts[field] = value
     equation = data.get("equation", ())
     lines = (equation,) if isinstance(equation, str) else equation
     if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
-        raise UserError(f"equation: {shortened(repr(lines), 200)} (allowed: a text, or a list of texts)")
+        raise UserError(f"equation: {shortened(repr(lines), 200)} is no text. Give a text, or a list of texts.")
     return texts, tuple(lines)
 
 
 def from_rules(data: Mapping[str, object], num_layers: int) -> dict[str, object]:
-    """Apply a file's rules; returns a plan's fields as ``Plan.from_dict`` reads them, without the name."""
+    """Apply a file's rules. Returns the plan's fields without the name, as ``Plan.from_dict`` reads them."""
     layers: list[dict[str, dict[str, object]]] = [{s: {} for s in SUBLAYERS} for _ in range(num_layers)]
     rules = data.get("rules")
     if not isinstance(rules, list) or not rules:
-        raise UserError("rules: a list of at least one rule is needed")
+        raise UserError("rules: no rule is given. Give a list of at least one rule.")
     if len(rules) * num_layers > MOST_RULED_LAYERS:
         raise UserError(
-            f"rules: {len(rules)} rules for {num_layers} layers are too many (allowed: at most {MOST_RULED_LAYERS} "
-            "layers in all the rules together)"
+            f"rules: {len(rules)} rules for {num_layers} layers are too many. Keep the number of rules times layers "
+            f"at {MOST_RULED_LAYERS} or less."
         )
     for number, rule in enumerate(rules):
         where = f"rules[{number}]"
@@ -150,8 +150,8 @@ def _indices(written: object, num_layers: int, where: str) -> list[int]:
         return named
     except (ValueError, IndexError, TypeError):
         raise UserError(
-            f"{where}.layers: {written!r} names no layer of {num_layers} (allowed: an index, a slice such as '0:4', "
-            "a list of indices)"
+            f"{where}.layers: {written!r} names no layer of {num_layers}. Give an index, a slice such as '0:4', or "
+            "a list of indices."
         ) from None
 
 
@@ -166,8 +166,8 @@ def _formula(value: object, names: Mapping[str, float], where: str) -> object:
         return result
     except (ValueError, SyntaxError, ArithmeticError, TypeError, RecursionError, MemoryError):
         raise UserError(
-            f"{where}: {shortened(repr(value), 200)} is not a formula (allowed: numbers up to 1e308, + - * / **, "
-            f"brackets and {', '.join(names)}, in at most {LONGEST_FORMULA} characters)"
+            f"{where}: {shortened(repr(value), 200)} is not a formula. Use numbers up to 1e308, + - * / **, "
+            f"brackets and {', '.join(names)}, in at most {LONGEST_FORMULA} characters."
         ) from None
 
 
@@ -200,11 +200,13 @@ AT_THE_ENDS = ("placement", "layers", *PLAN_FIELDS, "initialization", "options")
 
 
 def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:
-    """Split ``"name(option=value, ...)"`` into the name, or the placement in a file of that name, and the options."""
+    """Split ``"name(option=value, ...)"`` into the placement's name and the options; a file's name becomes its
+    placement.
+    """
     target, options = specs.parse(spec, "placement")
     path = Path(target)
     if path.suffix and path.suffix not in SUFFIXES and os.path.isfile(path):
-        raise UserError(f"placement {target!r}: its suffix is {path.suffix!r} (allowed: {', '.join(SUFFIXES)})")
+        raise UserError(f"placement {target!r}: the file's suffix is {path.suffix!r} (allowed: {', '.join(SUFFIXES)})")
     return (load(path) if path.suffix in SUFFIXES else target), options
 
 
@@ -229,9 +231,9 @@ def check_spec(spec: str) -> None:
 def resolve(name: str, num_layers: int, **options: object) -> Plan:
     """Return the plan of a placement for ``num_layers`` blocks (each an attention and a feed-forward sub-layer).
 
-    ``name`` is a registered name, a YAML or Python file with a placement of the user's own, or either of them with
-    options in brackets: ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name, an unknown
-    option (suggesting the nearest) and a value that the option does not take.
+    ``name`` is a registered name, or a YAML or Python file with the user's own placement. Options may follow in
+    brackets: ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name, an unknown option (with
+    the nearest option's name), and a value that the option does not take.
     """
     whole_number("num_layers", num_layers)
     scheme, options = _scheme_and_options(text("placement", name), **options)
@@ -240,10 +242,11 @@ def resolve(name: str, num_layers: int, **options: object) -> Plan:
     with guarded(f"placement {scheme.name!r}: its function"):
         plan = scheme.make(num_layers, **{k: v for k, v in options.items() if k in names})
     if not isinstance(plan, Plan):
-        raise UserError(f"placement {scheme.name!r}: it makes {shortened(repr(plan), 200)} (allowed: a Plan)")
+        raise UserError(f"placement {scheme.name!r}: its function returns {shortened(repr(plan), 200)}. Return a Plan.")
     if plan.num_layers != num_layers:
         raise UserError(
-            f"placement {scheme.name!r}: its plan has {plan.num_layers} layers, but num_layers is {num_layers}"
+            f"placement {scheme.name!r}: its plan has {plan.num_layers} layers, but num_layers is {num_layers}. Set "
+            f"num_layers to {plan.num_layers}, or use another placement."
         )
     plan = replace(
         plan, placement=scheme.name, initialization=plan.initialization or scheme.initialization, options=options
@@ -276,9 +279,15 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
         except UserError as error:
             raise UserError(f"wiring: {options['wiring']!r} on {plan.placement!r}: {error}") from None
     elif alone := [name for name in OF_WIRINGS if name in options]:
-        raise UserError(f"placement {plan.placement!r}: option {alone[0]!r} needs wiring")
+        raise UserError(
+            f"placement {plan.placement!r}: option {alone[0]!r} needs the option 'wiring'. Set wiring, or leave "
+            f"{alone[0]} out."
+        )
     if "groups" in options and options.get("norm") != "group":
-        raise UserError(f"placement {plan.placement!r}: option 'groups' needs norm='group'")
+        raise UserError(
+            f"placement {plan.placement!r}: option 'groups' needs norm='group'. Set norm to 'group', or leave "
+            "groups out."
+        )
     if "norm" in options:
         kind = options["norm"]
 
@@ -295,19 +304,20 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
 def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> Plan:
     """Return the plan with every branch divided by m^alpha, m = blocks / ``base_depth`` (arXiv 2505.01618, Table 1).
 
-    Raises UserError for a plan that does more to the stream than add to it: the rules are for x + F(x) / m^alpha with
-    any F. A norm or a scale on the stream acts in every block, so that changes of its gain multiply over the depth.
+    Raises UserError for a plan that does more to the stream than add to it: the scaling rules are for x + F(x) /
+    m^alpha with any F. A norm or a scale on the stream acts in every block, so changes of its gain multiply over the
+    depth.
     """
     name = f"placement {plan.placement!r}:"
     if scheme is None or base_depth is None:
         if scheme == base_depth:
             return plan
-        raise UserError(f"{name} options 'depth_scaling' and 'base_depth' need each other")
+        raise UserError(f"{name} options 'depth_scaling' and 'base_depth' need each other. Set both, or neither.")
     whole_number("base_depth", base_depth)
     if more := next(_on_the_stream(plan), None):
         raise UserError(
-            f"{name} depth_scaling {scheme!r} needs a residual stream to which blocks only add, and {more}. Use a "
-            "placement with norms and scales only in its branches, or no depth scaling"
+            f"{name} depth_scaling {scheme!r} needs a residual stream to which blocks only add, but {more}. Choose "
+            "a placement with norms and scales only in its branches, or leave depth_scaling out."
         )
     factor = (plan.num_layers / base_depth) ** -DEPTH_SCHEMES[scheme]
     layers = [layer.map(lambda sub: replace(sub, out_scale=sub.out_scale * factor)) for layer in plan.layers]
@@ -335,7 +345,7 @@ def _like_others(plan: Plan) -> Norm:
 
 
 def map_norms(plan: Plan, change: Callable[[Norm], Norm]) -> Plan:
-    """Return the plan with ``change`` applied to every norm in it, the embedding's and the last one included."""
+    """Return the plan with ``change`` applied to every norm, including the embedding's and the final norm."""
 
     def changed(sub: Sublayer) -> Sublayer:
         return replace(sub, **{position: change(norm) for position, norm in sub.norms.items()})

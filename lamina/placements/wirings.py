@@ -1,7 +1,8 @@
-"""Wirings: residual paths beyond a single stream, for the option ``wiring`` of every placement.
+"""Wirings: other residual paths than a single stream, for the option ``wiring`` of every placement.
 
-A wiring changes a finished plan. Each wiring is a function of the plan. Some also take ``size``: the number of streams,
-or the layers in a block of depth (None: the wiring's default). mHC also takes ``start``.
+A wiring is a function that changes a finished plan. Some wirings also take ``size``: the number of streams, or the
+number of layers in a block of attn_res (None: the wiring's default). Some take ``start``, which sets the initial
+values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lamina.placements.plan import Layer, Mix, Plan, Sources, StreamNorm, Stream
 
 @dataclass(frozen=True, kw_only=True)
 class PlanWiring:
-    """A wiring: what it does to a plan, its equation and its source."""
+    """A wiring: the function that changes a plan, the equation and the source."""
 
     make: Callable[..., Plan]
     equation: str
@@ -35,14 +36,14 @@ class PlanWiring:
         takes, given = inspect.signature(self.make).parameters, {"size": size, "start": start}
         for name, value in given.items():
             if value is not None and name not in takes:
-                raise UserError(f"{name}: {value!r} has no effect (allowed: none)")
+                raise UserError(f"{name}: {value!r} has no effect with this wiring. Leave {name} out.")
         if size is not None:
             whole_number("size", size, low=0)
         with guarded("its function"):
             wired = self.make(plan, **{name: value for name, value in given.items() if name in takes})
         if not isinstance(wired, Plan) or wired.num_layers != plan.num_layers:
             made = f"{wired.num_layers} layers" if isinstance(wired, Plan) else shortened(repr(wired), 200)
-            raise UserError(f"its function makes {made} (allowed: a Plan of {plan.num_layers} layers)")
+            raise UserError(f"its function returns {made}. Return a Plan of {plan.num_layers} layers.")
         return wired if collapse is None else _collapsed(wired, collapse)
 
 
@@ -66,7 +67,7 @@ def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
 
 
 def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) -> Plan:
-    """Return the plan with streams: ``one`` gives a sub-layer's by its index, 0 for the first attention."""
+    """Return the plan with streams. ``one`` maps a sub-layer's index (0: the first attention) to its streams."""
     layers = [
         replace(
             layer,
@@ -81,7 +82,7 @@ def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) ->
 def _collapsed(plan: Plan, how: str) -> Plan:
     """Return the plan with one stream made of all by their mean, their sum, or the sum of each one's final norm."""
     if plan.readout is None or plan.readout.normed or plan.readout.norms:
-        raise UserError(f"collapse: {how!r} has no effect (allowed: none)")
+        raise UserError(f"collapse: {how!r} has no effect with this wiring. Leave collapse out.")
     n = plan.streams
     read, normed = (1 / n if how == "mean" else 1.0,) * n, (how == "sum_of_norms",) * n
     return replace(plan, readout=Streams(weights="constant", read=read, normed=normed if any(normed) else ()))
@@ -104,7 +105,7 @@ def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
 
 @wiring("identity_hc", equation="h = r S, S' = S + w b", source="HY-V4; transformers' hy_v4")
 def identity_hc(plan: Plan, size: int | None) -> Plan:
-    """Add streams that are read and written by sigmoids of all streams, and never mixed."""
+    """Add streams that a sub-layer reads and writes with sigmoid weights of all streams, and never mixes."""
     return _sigmoid(plan, size)
 
 
@@ -112,13 +113,13 @@ def identity_hc(plan: Plan, size: int | None) -> Plan:
 def mhc(plan: Plan, size: int | None, start: str | None = None) -> Plan:
     """Add Hyper-Connections whose mixing keeps the streams' sum, by Sinkhorn's iterations in float32.
 
-    With ``start`` "liger" they are those of Liger's kernels: all biases are 0 and the projections N(0, 0.02^2), so that
-    each sub-layer reads all streams alike at first and mixes them fully; the readout is the streams' mean.
+    ``start`` "liger" initializes them as Liger's kernels do: all biases are 0, and the projections are N(0, 0.02^2). So
+    at first each sub-layer reads all streams equally and mixes them fully. The readout is the streams' mean.
     """
     if start is None:
         return _sigmoid(plan, size, mix="sinkhorn")
     if start != "liger":
-        raise UserError(f"start: {start!r} has no effect (allowed: liger)")
+        raise UserError(f"start: {start!r} has no effect with wiring=mhc. Set start to liger, or leave it out.")
     n = _count(size)
     read, write = (0.5,) * n, (1.0,) * n
     streams = Streams(
@@ -139,11 +140,15 @@ def _hyper(plan: Plan, size: int | None, dynamic: bool) -> Plan:
 
 @wiring("hc", equation="h = r S, S' = M S + w b, all learned", source="Hyper-Connections (arXiv 2409.19606) Sec 2.1")
 def hc(plan: Plan, size: int | None) -> Plan:
-    """Add static Hyper-Connections: sub-layer l reads stream l mod n at first, and writes to all."""
+    """Add static Hyper-Connections: at first, sub-layer l reads stream l mod n and writes to all streams."""
     return _hyper(plan, size, dynamic=False)
 
 
-@wiring("dynamic_hc", equation="hc, plus a tanh of each normed stream", source="arXiv 2409.19606 Sec 2.2, Algorithm 2")
+@wiring(
+    "dynamic_hc",
+    equation="as hc, and each weight gains a tanh of its normed stream",
+    source="arXiv 2409.19606 Sec 2.2, Algorithm 2",
+)
 def dynamic_hc(plan: Plan, size: int | None) -> Plan:
     """Add dynamic Hyper-Connections, whose weights depend on the streams."""
     return _hyper(plan, size, dynamic=True)
@@ -151,7 +156,7 @@ def dynamic_hc(plan: Plan, size: int | None) -> Plan:
 
 @wiring("gated_residual", equation="h = mean_j g_j * LN S_j, S' = S + w b", source="Qwen4; transformers' qwen4_exp")
 def gated_residual(plan: Plan, size: int | None) -> Plan:
-    """Add streams whose normed channels are each read through a gate of low rank."""
+    """Add streams that a sub-layer reads through gates of low rank, one per normed channel."""
     n = _count(size)
     streams = Streams(weights="gate", read=(1.0,) * n, write=(1.0,) * n, rank=16)
     return with_streams(plan, lambda index: streams, replace(streams, write=()))
@@ -162,15 +167,19 @@ def _check_sums(plan: Plan, reason: str, *, post_norms: bool) -> None:
     for half in (half for layer in plan.layers for half in (layer.attention, layer.feed_forward)):
         plain = (half.skip, half.skip_scale, half.skip_scale_learned) == ("stream", 1.0, "no")
         if not plain or (half.post_norm is not None) != post_norms:
-            raise UserError(f"{reason} (allowed: {'' if post_norms else 'no '}post-norms, unscaled skips)")
+            raise UserError(
+                f"{reason}. Choose a placement with {'' if post_norms else 'no '}post-norms and with unscaled skips."
+            )
 
 
 @wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
 def residual(plan: Plan) -> Plan:
-    """Add to a Post-LN a second stream that no norm touches before the end."""
-    _check_sums(plan, "its second stream is the plain sum of the branches, beside a normed stream", post_norms=True)
+    """Add a second stream to Post-LN, which no norm changes before the end."""
+    _check_sums(
+        plan, "this wiring needs a normed stream, to which it adds the plain sum of the branches", post_norms=True
+    )
     if plan.options.get("final_norm") is False:
-        raise UserError("final_norm: False leaves the second stream without a final norm. Set it to true")
+        raise UserError("final_norm: False leaves the second stream without a final norm. Set final_norm to true.")
     plan = replace(plan, final_norm=plan.final_norm or plan.layers[-1].feed_forward.post_norm)
     streams = Streams(weights="constant", read=(1.0, 0.0), write=(1.0, 1.0), normed=(True, False))
     return with_streams(plan, lambda index: streams, Streams(weights="constant", read=(1.0, 1.0), normed=(False, True)))
@@ -182,8 +191,8 @@ def residual(plan: Plan) -> Plan:
     source="SiameseNorm (arXiv 2602.08064)",
 )
 def siamese(plan: Plan) -> Plan:
-    """Add SiameseNorm's streams: a normed one p and a plain one u share the branches; l = 1 .. N is the block."""
-    _check_sums(plan, "its second stream is a plain sum", post_norms=False)
+    """Add SiameseNorm's streams: a normed stream p and a plain stream u share the branches; l = 1 .. N is the block."""
+    _check_sums(plan, "this wiring normalizes its streams by itself", post_norms=False)
 
     def one(index: int) -> Streams:
         return Streams(weights="constant", read=(1.0, 1.0), write=((2 * (index // 2 + 1)) ** -0.5, 1.0), norms=norms)
@@ -205,15 +214,17 @@ def x0(plan: Plan) -> Plan:
 
 @wiring("denseformer", equation="x_l <- sum_i w_li x_i after each block", source="DenseFormer (arXiv 2402.02622) Eq 2")
 def denseformer(plan: Plan, start: str | None = None) -> Plan:
-    """Replace the stream by a weighted sum of all states so far, at first the last one alone.
+    """Replace the stream by a weighted sum of all states so far; at first only the last state has a weight.
 
-    With ``start`` "mean" all l + 1 weights begin with 1 / (l + 1). With "dlcl" each state also has an RMSNorm, before
-    it is summed and remembered, as in DLCL's Pre-LN (arXiv 1906.01787).
+    With ``start`` "mean", all l + 1 weights start at 1 / (l + 1). With "dlcl", each state also passes an RMSNorm before
+    the sum and the memory, as in DLCL's Pre-LN (arXiv 1906.01787).
     """
     if start is None:
         return _with_sources(plan, _all_before, _all_before(plan.num_layers))
     if start == "liger":
-        raise UserError("start: 'liger' has no effect (allowed: mean, dlcl)")
+        raise UserError(
+            "start: 'liger' has no effect with wiring=denseformer. Set start to mean or dlcl, or leave it out."
+        )
 
     def mean(index: int) -> Sources | None:
         share, normed = 1 / (index + 1), start == "dlcl"
@@ -230,17 +241,21 @@ def _all_before(index: int, dynamic: bool = False) -> Sources | None:
 
 @wiring("dynamic_dense", equation="x_l <- sum_i a_li(x_l) x_i after each block", source="arXiv 2502.12170 Eq 5, 6")
 def dynamic_dense(plan: Plan) -> Plan:
-    """Let DenseFormer's weights depend on the stream: a + W_2 GELU(W_1 RMS(x)), with W_2 = 0 at the start."""
+    """Let DenseFormer's weights depend on the stream: they are a + W_2 GELU(W_1 RMS(x)), with W_2 = 0 at the start."""
     return _with_sources(plan, lambda index: _all_before(index, dynamic=True), _all_before(plan.num_layers, True))
 
 
-@wiring("mudd", equation="dynamic_dense, one each for q, k, v and x", source="MUDDFormer (arXiv 2502.12170) Eq 7, 8")
+@wiring(
+    "mudd",
+    equation="as dynamic_dense, with one sum each for q, k, v and x",
+    source="MUDDFormer (arXiv 2502.12170) Eq 7, 8",
+)
 def mudd(plan: Plan, size: int | None) -> Plan:
-    """Add multiway dynamic dense connections: queries, keys, values and the stream each read their own average.
+    """Add multiway dynamic dense connections: queries, keys, values and the stream each read their own weighted sum.
 
-    As in its code, q, k and v have norms of their own, and W_1 is four times as wide after the last block. ``size``
-    rounds W_1's width up to the next multiple of it, which the code does with 64 ("round64"). That the paper's
-    feed-forwards widen with the layer is the backbone's matter.
+    As in MUDDFormer's code, q, k and v each have their own norm, and W_1 is four times as wide after the last block.
+    ``size`` rounds W_1's width up to a multiple of ``size``; MUDDFormer's code uses 64 ("round64"). Lamina leaves out
+    the paper's wider feed-forwards in later layers, since they belong to the backbone.
     """
     size = size if size is None else whole_number("size", size)
 
@@ -256,23 +271,24 @@ def mudd(plan: Plan, size: int | None) -> Plan:
 
 @wiring("unet", equation="x <- x + w x_(N-l) in the second half", source="modded-nanogpt's U-net skips")
 def unet(plan: Plan) -> Plan:
-    """Add the first half's outputs to the inputs of the second half, the last one first."""
+    """Add the outputs of the first half's blocks to the inputs of the second half's blocks, in reverse order."""
     n = plan.num_layers
     return _with_sources(plan, lambda index: Sources(states=((n - index, 1.0),)) if 2 * index >= n and index else None)
 
 
 @wiring("parallel", equation="y = x + A(x), x' = y + F(x)", source="GPT-J, PaLM; transformers' gpt_neox")
 def parallel(plan: Plan) -> Plan:
-    """Let attention and feed-forward read the same stream, each through its own norm."""
+    """Let attention and feed-forward read the same stream, each through a separate norm."""
     layers = (replace(layer, feed_forward=replace(layer.feed_forward, read="block_input")) for layer in plan.layers)
     return replace(plan, layers=tuple(layers))
 
 
 @wiring("attn_res", equation="h = sum_i softmax(q LN v_i) v_i", source="Attention Residuals (arXiv 2603.15031) Sec 3.2")
 def attn_res(plan: Plan, size: int | None) -> Plan:
-    """Let each sub-layer attend to the sums of earlier blocks of layers and of its own so far; 8 blocks by default.
+    """Let each sub-layer attend to the sums of earlier groups of layers, and to its own group's sum so far (default: 8
+    groups).
 
-    Of size 0, each sub-layer is a block of its own: the full attention residuals of Sec 3.1.
+    With ``size`` 0, each sub-layer is a group: the full attention residuals of Sec 3.1.
     """
     layers_of_block = math.ceil(plan.num_layers / 8) if size is None else size
 

@@ -1,5 +1,4 @@
-"""Placements for other trainers: ``emit`` writes a plan as a trainer's file, and ``weights`` converts weights in both
-directions.
+"""Placements for other trainers: ``emit`` writes a plan as a trainer's file; ``weights`` converts checkpoints' weights.
 
 A target is two files of ``targets/``: a template, and a table of the expressions and weight names that it uses.
 """

@@ -53,9 +53,10 @@ GPT2_ADAPTER = {
 
 
 def nanogpt_backbone(arguments: Mapping[str, object]) -> tuple[GPT2Config, dict[str, object]]:
-    """Return the GPT-2 that a nanoGPT model of these GPTConfig fields is, and the names of its parts for lamina.build.
+    """Return the GPT-2 configuration for nanoGPT's GPTConfig fields, and the names of the model's parts for
+    lamina.build.
 
-    A model without biases becomes one whose biases are 0.
+    If the nanoGPT model has no biases, the GPT-2 has biases of 0.
     """
     names = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions"}
     fields = {ours: arguments[theirs] for theirs, ours in (names | {"vocab_size": "vocab_size"}).items()}
@@ -81,7 +82,9 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
         ("block_overrides", model.get("block_overrides"), None),
     ):
         if value != allowed:
-            raise UserError(f"config.json: model.{name} is {value!r} (allowed here: {allowed!r})")
+            raise UserError(
+                f"config.json: model.{name} is {value!r}, and Lamina reads only {allowed!r}. Choose another checkpoint."
+            )
     heads, eps = mixer["n_heads"], float(norm.get("eps") or 1e-5)
     connections = depthbench.Connections(block, eps)
     config = LlamaConfig(
@@ -114,8 +117,8 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
         if scale := re.fullmatch(r"blocks\.(\d+)\.ln_scale", name):  # a buffer, which the plan has as a number
             if abs(float(tensor) - (expected := (int(scale[1]) + 1) ** -0.5)) > 1e-6:
                 raise UserError(
-                    f"source: {name} is {float(tensor):.3g} instead of {expected:.3g}, so the model was trained "
-                    "with another factor. Give a run of an OLMo-core version that sets it"
+                    f"source: {name} is {float(tensor):.3g} instead of {expected:.3g}. The model was trained with "
+                    f"another factor. Choose a run of an OLMo-core version that sets it to {expected:.3g}."
                 )
         else:
             weights[re.sub(r"\.attention\.([qk])_norm\.", r".attention.w_\1.norm.", name)] = tensor
@@ -183,14 +186,17 @@ def _read_nanogpt(folder: Path) -> ForeignCheckpoint:
     weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in saved["model"].items()}
     config, adapter = nanogpt_backbone(saved["model_args"])
     if not saved["model_args"]["bias"]:
-        raise UserError("model_args: bias is False, and GPT-2 has biases (allowed: a nanoGPT with bias=True)")
+        raise UserError("model_args: bias is False, and GPT-2 has biases. Choose a nanoGPT checkpoint with bias=True.")
     return ForeignCheckpoint(weights=weights, config=config, adapter=adapter)
 
 
 def _write_nanogpt(model: LaminaForCausalLM, folder: Path) -> None:
     config = backbone_of(model.config)
     if config.model_type != "gpt2" or not config.tie_word_embeddings:
-        raise UserError(f"source: a {config.model_type!r} backbone (allowed: a 'gpt2' with tied embeddings)")
+        raise UserError(
+            f"source: nanoGPT has no {config.model_type!r} backbone with these embeddings. Choose a 'gpt2' model "
+            "with tied embeddings."
+        )
     sizes = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "dropout": config.resid_pdrop}
     sizes |= {"block_size": config.n_positions, "vocab_size": config.vocab_size, "bias": True}
     torch.save({"model": weights_for(model, "nanogpt"), "model_args": sizes}, folder / "ckpt.pt")
@@ -200,7 +206,9 @@ def _write_mlx(model: LaminaForCausalLM, folder: Path) -> None:
     """Write the folder that mlx_lm loads with trust_remote_code: the model's code, its configuration, its weights."""
     config, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     if config.model_type != "llama":
-        raise UserError(f"source: a {config.model_type!r} backbone (allowed: 'llama', whose modules mlx-lm's file has)")
+        raise UserError(
+            f"source: the file for mlx-lm has no modules of a {config.model_type!r} backbone. Choose a 'llama' model."
+        )
     file = f"{plan.placement}_model.py"
     (folder / file).write_text(emit(plan, "mlx", plan.num_layers).code, "utf-8")
     fields = {**config.to_dict(), "model_type": "llama", "model_file": file}
@@ -219,12 +227,14 @@ def _read_torchtitan(folder: Path) -> ForeignCheckpoint:
     """Read one step's folder; torchtitan saves no sizes, so config.json of the same Llama must be in it."""
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"source: {str(folder)!r} holds no config.json, and torchtitan saves no sizes. Put the config.json of a "
-            "transformers Llama of the same sizes there"
+            f"source: {str(folder)!r} holds no config.json, and torchtitan saves no sizes. Put there the "
+            "config.json of a transformers Llama with the same sizes."
         )
     fields: Json = json.loads((folder / "config.json").read_text("utf-8"))
     if fields.get("model_type") != "llama":
-        raise UserError(f"config.json: model_type is {fields.get('model_type')!r} (allowed here: 'llama')")
+        raise UserError(
+            f"config.json: model_type is {fields.get('model_type')!r}. Put the config.json of a 'llama' model there."
+        )
     config = LlamaConfig.from_dict(fields)
     weights = distributed(folder, "tok_embeddings.", "layers.", "norm.", "lm_head.")
     tied = ("tok_embeddings.weight", "lm_head.weight")
@@ -240,7 +250,9 @@ def _read_torchtitan(folder: Path) -> ForeignCheckpoint:
 def _write_torchtitan(model: LaminaForCausalLM, folder: Path) -> None:
     config = backbone_of(model.config)
     if config.model_type != "llama":
-        raise UserError(f"source: a {config.model_type!r} backbone (allowed: 'llama', whose blocks torchtitan's are)")
+        raise UserError(
+            f"source: torchtitan has no blocks of a {config.model_type!r} backbone. Choose a 'llama' model."
+        )
     (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", "utf-8")
     save_distributed(dict(weights_for(model, "torchtitan")), checkpoint_id=folder, no_dist=True)
 
@@ -255,9 +267,9 @@ FORMATS: dict[str, tuple[Callable[[Path], ForeignCheckpoint] | None, Callable[[L
 
 
 def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForCausalLM:
-    """Build the Lamina model of a trainer's checkpoint. Its weights are the checkpoint's, bit for bit.
+    """Build the Lamina model of a trainer's checkpoint, with bit-identical weights.
 
-    Raises UserError for a checkpoint that is incomplete, or whose placement nobody says.
+    Raises UserError for an incomplete checkpoint, or if neither the checkpoint nor the caller names the placement.
     """
     read, _ = FORMATS[target]
     assert read is not None
@@ -266,7 +278,7 @@ def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForC
     spec = placement or stored.placement
     if not spec:
         raise UserError(
-            f"placement: the {target} checkpoint does not name it. Run the command again with --placement NAME"
+            f"placement: the {target} checkpoint names no placement. Run the command again with --placement NAME."
         )
     options = {} if placement and "(" in placement else stored.options
     plan = stored.settled(resolve(spec, stored.config.num_hidden_layers, **options))
@@ -282,8 +294,8 @@ def convert(
 ) -> ConversionRecord:
     """Convert a trainer's checkpoint to a Lamina model if ``reads``, or a Lamina model to a trainer's checkpoint.
 
-    ``placement`` is for a checkpoint that does not say it. Raises UserError if that fails, and leaves ``output`` as it
-    was.
+    Give ``placement`` if the checkpoint does not name it. Raises UserError if the conversion fails, and leaves
+    ``output`` unchanged.
     """
     if reads:
         if not Path(source).exists():
@@ -293,7 +305,7 @@ def convert(
         source = source_beside(source, output, overwrite=overwrite)
         loaded = load(source)
         if not isinstance(loaded, LaminaForCausalLM):
-            raise UserError(f"source: {source!r} is a {type(loaded).__name__} (allowed: a Lamina model's folder)")
+            raise UserError(f"source: {source!r} is a {type(loaded).__name__}. Give a folder with a Lamina model.")
         model = loaded
     plan = Plan.from_dict(model.config.plan or {})
     record: ConversionRecord = {

@@ -24,9 +24,10 @@ _LAYERS = "model.backbone.layers"
 
 
 class Connections:
-    """What a block's configuration says about the residual: the placement's spec, and how its weights are named.
+    """The residual connections in a block's configuration: the placement's spec, and the names of the connections'
+    weights.
 
-    Raises UserError for a setting that no plan has.
+    Raises UserError for a setting that Lamina's plans cannot express.
     """
 
     def __init__(self, block: Json, norm_eps: float):
@@ -37,14 +38,17 @@ class Connections:
         self.attends = name == "attnres" or block.get("attnres_block_size") is not None
         self.norm_eps, self.eps, self.magnitude, self.spec = norm_eps, 0.0, 2.0, ""
         if "moda" in name:
-            raise UserError(f"config.json: model.block.name is {name!r} (allowed here: no attention over depth)")
+            raise UserError(
+                f"config.json: model.block.name is {name!r}. Choose a checkpoint without attention over depth."
+            )
         if self.hyper is not None:
             self.spec = self._hyper_spec(self.hyper)
         elif self.attends:
             size = int(block.get("attnres_block_size") or 1)
             if size > 1 and size % 2:
                 raise UserError(
-                    f"config.json: model.block.attnres_block_size is {size} (allowed here: 1, even numbers)"
+                    f"config.json: model.block.attnres_block_size is {size}. Choose a checkpoint in which it is 1 "
+                    "or an even number."
                 )
             self.spec = f"pre_ln(wiring=attn_res,size={size // 2})"
 
@@ -70,11 +74,12 @@ class Connections:
     def _only(self, name: str, value: object, allowed: object) -> None:
         if value != allowed:
             raise UserError(
-                f"config.json: model.block.hyper_connections.{name} is {value!r} (allowed here: {allowed!r})"
+                f"config.json: model.block.hyper_connections.{name} is {value!r}, and Lamina reads only "
+                f"{allowed!r}. Choose another checkpoint."
             )
 
     def settled(self, plan: Plan) -> Plan:
-        """Return the plan with the epsilons of these blocks: other norms have that of the configuration."""
+        """Return the plan with these blocks' epsilons. All other norms keep the configuration's epsilon."""
         if self.hyper is not None and plan.streams > 1:
 
             def of_half(half: Sublayer) -> Sublayer:
@@ -89,7 +94,7 @@ class Connections:
         return plan
 
     def split(self, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the weights without those of the connections, and those by Lamina's names."""
+        """Split the weights into the other weights and the connections' weights, the latter by Lamina's names."""
         rest, own = dict[str, torch.Tensor](), dict[str, dict[str, torch.Tensor]]()
         for name, tensor in weights.items():
             plain = re.sub(r"\b(\w+)_hyper_connection\.branch\.norm\.", r"\1_norm.", name)  # the branch's second name
@@ -100,7 +105,10 @@ class Connections:
                 place = f"{_LAYERS}.{match[1]}.{_QUERIES[match[2]]}.depth" if match[2] else "model.backbone.norm.reader"
                 own.setdefault(place, {})[match[3]] = tensor
             elif plain in rest and not torch.equal(rest[plain], tensor):
-                raise UserError(f"tensor {name!r}: differs from {plain!r}, which is the same parameter")
+                raise UserError(
+                    f"tensor {name!r}: differs from {plain!r}, and both hold the same parameter. Give a checkpoint "
+                    "in which they are equal."
+                )
             else:
                 rest[plain] = tensor
         ours = {}
@@ -108,7 +116,9 @@ class Connections:
             try:
                 made = _parameters(parts)
             except KeyError as error:
-                raise UserError(f"source: no tensor {error.args[0]!r} among those of {place!r}") from None
+                raise UserError(
+                    f"source: the checkpoint has no tensor {error.args[0]!r} for {place!r}. Give a complete checkpoint."
+                ) from None
             ours |= {f"{place}.{name}": tensor.contiguous() for name, tensor in made.items()}
         if self.attends:  # a softmax over the embedding alone, for which no query is stored
             ours[f"{_LAYERS}.0.attention.depth.query"] = torch.zeros_like(rest["blocks.0.attention_norm.weight"])

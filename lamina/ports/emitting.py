@@ -1,4 +1,4 @@
-"""``emit``: a placement as one file for another trainer, and a test that compares it with Lamina's model."""
+"""``emit``: write a placement as a file for another trainer, and a test that compares the file with Lamina's model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Emitted:
-    """A placement's file for a trainer, and the test beside it; ``plan`` is what the file computes."""
+    """A placement's file for a trainer, and its test; ``plan`` is the plan that the file computes."""
 
     plan: Plan
     code: str
@@ -29,9 +29,10 @@ class Emitted:
 
 
 def emit(placement: str | Plan, target: str, num_layers: int, *, module: str = "") -> Emitted:
-    """Write a placement for ``num_layers`` blocks as a file of the trainer ``target``, to be imported as ``module``.
+    """Write a placement for ``num_layers`` blocks as a file for the trainer ``target``; you import the file as
+    ``module``.
 
-    Raises UserError for an unknown placement or target, and for a plan that the target cannot hold.
+    Raises UserError for an unknown placement or target, and for a plan that the target cannot express.
     """
     require("emit", "report")
     table = target_of(target)
@@ -82,7 +83,7 @@ def _environment() -> Environment:
 
 
 def tidied(text: str) -> str:
-    """Return code without trailing spaces or superfluous blank lines, as the formatter wants it."""
+    """Return code without trailing spaces and superfluous blank lines."""
     text = "\n".join(line.rstrip() for line in text.strip().splitlines())
     head, end, body = text.partition('"""\n\n')
     head = re.sub(r"\n{3,}", "\n\n", head)

@@ -1,4 +1,6 @@
-"""Shared code for trainers' checkpoints: a checkpoint's record, and the reader of torch.distributed's files."""
+"""Shared code for trainers' checkpoints: the class of a loaded checkpoint, and a reader of torch.distributed's
+files.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ from lamina.placements import Plan
 class ForeignCheckpoint:
     """A trainer's checkpoint: its weights, the configuration of the same model in transformers, and its placement.
 
-    ``placement`` is "" if the checkpoint does not say it; ``options`` are those of it that the checkpoint says.
-    ``wiring`` has weights by Lamina's names, which the target's table does not have; ``settled`` changes the plan.
+    ``placement`` is "" if the checkpoint does not name it; ``options`` are the placement's options that the checkpoint
+    holds. ``wiring`` has the weights that the target's table does not name, by Lamina's names. ``settled`` changes the
+    plan.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -52,7 +55,10 @@ class _Metadata(pickle.Unpickler):
         plain = isinstance(cls, torch.dtype | torch.layout | torch.memory_format) or (module, name) == _LAYOUT
         if plain or cls in (torch.Size, OrderedDict) or module.startswith("torch.distributed.checkpoint."):
             return cls
-        raise UserError(f"source: the index .metadata names {module}.{name} (allowed: a checkpoint's own classes)")
+        raise UserError(
+            f"source: the index .metadata names {module}.{name}, a class that checkpoints do not need. Give a "
+            "checkpoint from a source that you trust."
+        )
 
 
 class _Reader(FileSystemReader):
@@ -72,7 +78,10 @@ _LAYOUT = ("torch.serialization", "_get_layout")
 def distributed(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
     """Read the tensors of a torch.distributed checkpoint whose names begin with one of these."""
     if not (folder / ".metadata").is_file():
-        raise UserError(f"source: {str(folder)!r} holds no torch.distributed checkpoint (.metadata is missing)")
+        raise UserError(
+            f"source: {str(folder)!r} holds no torch.distributed checkpoint: .metadata is missing. Give the folder "
+            "with that file."
+        )
     reader = _Reader(folder)
     entries = reader.read_metadata().state_dict_metadata
     tensors = {
@@ -86,7 +95,7 @@ def distributed(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Silence torch's remark that it reads and writes in one process: ``no_dist`` asks for it."""
+    """Silence torch's remark that it reads and writes in one process, which Lamina asks for by ``no_dist``."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -94,7 +103,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def reading(folder: Path, trainer: str) -> Iterator[None]:
-    """Raise UserError in place of the many errors with which the reading of a damaged or other file ends."""
+    """Raise UserError in place of the many errors that a damaged or foreign file causes."""
     try:
         yield
     except (UserError, OSError, MemoryError):
@@ -102,13 +111,13 @@ def reading(folder: Path, trainer: str) -> Iterator[None]:
     except Exception as error:
         why = one_line(error).partition(". ")[0]  # torch's go on with advice about its own options
         raise UserError(
-            f"source: {str(folder)!r} is damaged, or no checkpoint of {trainer} ({why}). Give a folder that {trainer} "
-            "wrote."
+            f"source: {str(folder)!r} is no {trainer} checkpoint, or is damaged ({why}). Give a folder that "
+            f"{trainer} wrote."
         ) from error
 
 
 def file_of(folder: Path, name: str) -> Path:
     path = folder / name if folder.is_dir() else folder
     if not path.is_file():
-        raise UserError(f"source: {str(folder)!r} holds no {name} (allowed: a folder that the trainer wrote)")
+        raise UserError(f"source: {str(folder)!r} holds no {name}. Give a folder that the trainer wrote.")
     return path

@@ -1,4 +1,4 @@
-"""Reading and writing of Megatron-Core's checkpoints in the format torch_dist."""
+"""Read and write Megatron-Core's checkpoints in the format torch_dist."""
 
 from __future__ import annotations
 
@@ -69,16 +69,21 @@ def _arguments(file: Path) -> Namespace:
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             stored = _Arguments(io.BytesIO(archive.read(name))).load()
     except (zipfile.BadZipFile, ValueError, pickle.UnpicklingError, EOFError) as error:
-        raise UserError(f"source: {str(file)!r} cannot be read: {error}") from error
+        raise UserError(
+            f"source: {str(file)!r} cannot be read ({error}). Give a checkpoint that Megatron wrote."
+        ) from error
     if not isinstance(stored, dict) or not isinstance(stored.get("args"), Namespace):
-        raise UserError(f"source: {str(file)!r} has no 'args', from which Lamina reads the model's sizes")
+        raise UserError(
+            f"source: {str(file)!r} has no 'args', from which Lamina reads the model's sizes. Give a checkpoint "
+            "that Megatron wrote."
+        )
     return stored["args"]
 
 
 def read(folder: Path) -> ForeignCheckpoint:
-    """Read a folder that Megatron saved, or one of its iterations. The placement is not in it.
+    """Read a folder that Megatron saved, or the folder of one iteration. Neither names the placement.
 
-    Raises UserError for a model that is not Llama's attention and feed-forward around one stream.
+    Raises UserError for a model with other modules than a Llama's, or with several residual streams.
     """
     if (folder / LATEST).is_file():
         latest = (folder / LATEST).read_text("utf-8").strip()
@@ -86,7 +91,10 @@ def read(folder: Path) -> ForeignCheckpoint:
     args = vars(_arguments(file_of(folder, "common.pt")))
     for name, expected in _LLAMA.items():
         if (value := args.get(name, expected)) != expected:
-            raise UserError(f"source: its args have {name} = {value!r} (allowed here: {expected!r})")
+            raise UserError(
+                f"source: the checkpoint's args have {name} = {value!r}, and Lamina reads only {expected!r}. Choose "
+                "another checkpoint."
+            )
     tensors = distributed(folder, "embedding.", "decoder.", "output_layer.")
     count, heads = args["num_layers"], args["num_attention_heads"]
     tied = not args.get("untie_embeddings_and_output_weights", False)
@@ -127,7 +135,10 @@ def write(model: LaminaForCausalLM, folder: Path) -> None:
     """Write a Lamina model as a folder for Megatron's ``--load``. Raises UserError unless its backbone is a Llama."""
     config, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
-        raise UserError(f"source: a {config.model_type!r} backbone (allowed: 'llama' without biases)")
+        raise UserError(
+            f"source: Lamina writes no {config.model_type!r} backbone of this kind for Megatron. Choose a 'llama' "
+            "model without biases."
+        )
     stored: dict[str, object] = {}
     nothing = [None]  # what Megatron's linear layers save beside their weights
     for name, tensor in weights_for(model, "megatron").items():

@@ -1,4 +1,4 @@
-"""A plan as lines of Python in a target's names: a block's norms, its constants, and its forward pass.
+"""Turn a plan into lines of Python in a target's names: a block's norms, its constants, and its forward pass.
 
 Equal layers share one expression. A difference between layers becomes a condition on the layer's index, or a table if
 no condition can express it. The file omits norms and factors that no layer has.
@@ -25,7 +25,7 @@ _INPUTS = {"attention": "x", "feed_forward": "y"}
 
 
 def condition(layers: Sequence[int], count: int, index: str) -> str:
-    """Return the condition on ``index`` that holds for these layers of ``count``, and for no others."""
+    """Return a condition on ``index`` that is true for these layers, and false for all others of ``count`` layers."""
     first, last, more = layers[0], layers[-1], len(layers)
     if more == 1:
         return f"{index} > 0" if (first, count) == (1, 2) else f"{index} == {first}"
@@ -42,7 +42,7 @@ def condition(layers: Sequence[int], count: int, index: str) -> str:
 
 
 def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
-    """Return one expression for the values of all layers, under conditions where they differ; ``last`` comes last."""
+    """Return one expression for all layers' values, with conditions if they differ; ``last`` becomes the last value."""
     if len(set(values)) == 1:
         return values[0]
     usual, count = next(v for v in reversed(values) if v != last), len(values)
@@ -55,7 +55,7 @@ def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
 
 
 def assigned(target: str, value: str, indent: int = 8) -> list[str]:
-    """Return the lines of an assignment or a return, in brackets where one line is too short."""
+    """Return the lines of an assignment or a return; a long value gets brackets and lines of its own."""
     head = f"{target} " if target == "return" else f"{target} = "
     if indent + len(head) + len(value) <= WIDTH:
         return [head + value]
@@ -87,7 +87,7 @@ class _Factor:
 
 
 class Port:
-    """A plan for a target. Raises UserError, in one line, for a part of the plan that the target cannot hold."""
+    """A plan for a target. Raises UserError for a part of the plan that the target cannot express."""
 
     def __init__(self, placement: Placement, plan: Plan, target: Target):
         self.placement, self.plan, self.target = placement, plan, target
@@ -99,27 +99,32 @@ class Port:
     def _refuse(self) -> None:
         plan, halves = self.plan, [half for layer in self.plan.layers for half in (layer.attention, layer.feed_forward)]
         if plan.streams > 1:
-            self._refused(f"its residual path has {plan.streams} streams", "one stream, without wiring")
+            self._refused(
+                f"its residual path has {plan.streams} streams", "Choose a placement with one stream and no wiring"
+            )
         if plan.has_memory or any(half.reads_memory for half in halves):
-            self._refused("its blocks read states of earlier blocks", "one stream, without wiring")
+            self._refused(
+                "its blocks read states of earlier blocks", "Choose a placement with one stream and no wiring"
+            )
         gates = {
             (half.coupling, half.gate_temperature, half.out_scale_learned) for half in halves if half.coupling != "none"
         }
         if any(learned != "no" for *_, learned in gates) and (
             len(gates) > 1 or any(half.coupling == "none" for half in halves)
         ):
-            self._refused("its gates differ between sub-layers", "one coupling and gate_temperature in all sub-layers")
+            self._refused(
+                "its gates differ between sub-layers", "Give all sub-layers one coupling and one gate_temperature"
+            )
         for norm in self._all_norms():
             self.norm_kind(norm)
         for name, why in self.target.lacks.items():
             value = getattr(plan, name, None) if hasattr(plan, name) else any(getattr(half, name) for half in halves)
             if value not in (None, "off", False, 1.0):
-                self._refused(why, f"a placement without {name}")
+                self._refused(why, f"Choose a placement without {name}")
 
-    def _refused(self, what: str, allowed: str) -> None:
+    def _refused(self, what: str, fix: str) -> None:
         raise UserError(
-            f"placement {self.plan.placement!r}: {what}, which a block for {self.target.title} does not support "
-            f"(allowed: {allowed})"
+            f"placement {self.plan.placement!r}: {what}, which a block for {self.target.title} does not support. {fix}."
         )
 
     def _all_norms(self) -> list[Norm]:
@@ -131,24 +136,27 @@ class Port:
     # norms
 
     def norm_kind(self, norm: Norm) -> str:
-        """Return the key of a norm's constructor: its kind, with _zero for gains of 1 + w, with _plain for none.
+        """Return the key of a norm's constructor: the norm's kind, plus _zero for gains of 1 + w, or _plain for no
+        gain.
 
-        Raises UserError for a norm that no constructor makes.
+        Raises UserError if the target has no constructor for the norm.
         """
         if not norm.learnable_gain and norm.initial_gain != 1.0:
-            self._refused(f"it has a norm with the constant gain {norm.initial_gain}", "learned gains, or none")
+            self._refused(
+                f"it has a norm with the constant gain {norm.initial_gain}", "Choose learned gains, or a gain of 1"
+            )
         if norm.eps:
             self._refused(
-                f"it has a norm with an epsilon of its own, {norm.eps}", "eps omitted, so the trainer's eps applies"
+                f"it has a norm with an epsilon of its own, {norm.eps}", "Leave eps out: the trainer's eps then applies"
             )
         end = "_plain" if not norm.learnable_gain else "_zero" if norm.zero_centered else ""
         if (kind := norm.kind + end) not in self.target.norms:
             said = {"_plain": " without a gain", "_zero": " with gains of 1 + w", "": ""}[end]
-            self._refused(f"it has a norm of kind {norm.kind!r}{said}", "a norm of kind 'backbone'")
+            self._refused(f"it has a norm of kind {norm.kind!r}{said}", "Choose a norm of kind 'backbone'")
         return kind
 
     def norm(self, norm: Norm | None, width: str = "") -> str:
-        """Return a norm's constructor, for ``width`` channels where that is not the block's; that of none for None."""
+        """Return a norm's constructor for ``width`` channels (default: the block's width); for None, an identity's."""
         if norm is None:
             return self.target.norms["none"]
         kind = self.norm_kind(norm)
@@ -158,12 +166,12 @@ class Port:
 
     @cached_property
     def constructors(self) -> str:
-        """The constructors of all norms that the file has: a class that they name is written."""
+        """The constructors of all norms, as one text. The file defines only the classes that occur in this text."""
         return " ".join(sorted({self.norm(norm) for norm in self._all_norms()}))
 
     @cached_property
     def norm_names(self) -> dict[tuple[str, str], str]:
-        """The name in the block of each norm that some layer has, by half and position."""
+        """The names of the norms in the block, by half and position; it has each norm that at least one layer needs."""
         names = {}
         for half in SUBLAYERS:
             layers = [getattr(layer, half) for layer in self.plan.layers]
@@ -192,7 +200,7 @@ class Port:
 
     @property
     def projections_by_scope(self) -> list[tuple[str, str]]:
-        """The projections with a norm as tuples in code, by its scope."""
+        """The projections that have a norm, as the code of a tuple, by the norm's scope."""
         names = {
             scope: [f'"{p}_proj"' for p, s in self.projections.items() if s == scope] for scope in ("head", "full")
         }
@@ -206,12 +214,15 @@ class Port:
 
     @cached_property
     def inner(self) -> dict[str, Norm]:
-        """The norm before the last projection of each half that has one. Raises UserError if layers differ."""
+        """The norm before the last projection, for each half that has this norm. Raises UserError if layers differ."""
         found = {}
         for half in SUBLAYERS:
             specs = {getattr(layer, half).inner_norm for layer in self.plan.layers}
             if len(specs) > 1:
-                self._refused(f"its {half} has an inner_norm in some layers alone", "one in all layers")
+                self._refused(
+                    f"its {half} has an inner_norm in some layers only",
+                    "Choose a placement with this norm in all layers or in none",
+                )
             if (spec := specs.pop()) is not None:
                 found[half] = spec
         return found
@@ -223,7 +234,7 @@ class Port:
 
     @cached_property
     def gate(self) -> Sublayer | None:
-        """A sub-layer whose learned branch factor also sets the skip's, if the plan has such."""
+        """The first attention, if its learned factor on the branch also sets the factor on the skip; otherwise None."""
         first = self.plan.layers[0].attention
         return first if first.coupling != "none" and first.out_scale_learned != "no" else None
 
@@ -263,7 +274,7 @@ class Port:
 
     @cached_property
     def constants(self) -> list[str]:
-        """The lines of the file's constants: factors that all layers share, and tables of those without a rule."""
+        """The lines of the file's constants: factors that all layers share, and tables of irregular factors."""
         lines: dict[str, list[str]] = {}  # by name: two halves may share one
         for factor in self.factors.values():
             name = factor.name.upper()
@@ -292,7 +303,7 @@ class Port:
 
     @cached_property
     def reset_lines(self) -> list[str]:
-        """The lines that set learned scales and gains to their start; none where all gains start at 1."""
+        """The lines that set learned scales and gains to their initial values; no lines if all start at 1."""
         lines = []
         set_to = self.target.code["set"]
         for factor in self.factors.values():
@@ -376,11 +387,11 @@ class Port:
 
     @cached_property
     def block_lines(self) -> list[str]:
-        """The lines of a block's constructor, without norms that the trainer's block has made already."""
+        """The lines of a block's constructor, without the norms that the trainer's own block creates."""
         return [line for line in self.norm_lines + self.scale_lines if line not in self.target.made]
 
     def uses(self, name: str) -> bool:
-        """Whether the constructor of a block needs a local name."""
+        """Return whether the constructor of a block uses this local name."""
         return re.search(rf"(?<![\w.]){re.escape(name)}", "\n".join(self.block_lines)) is not None
 
     @property
@@ -390,7 +401,7 @@ class Port:
 
     @property
     def function(self) -> str:
-        """The placement's name, fit for a function."""
+        """The placement's name as a function name."""
         return re.sub(r"\W", "_", self.plan.placement) or "placement"
 
     @property
@@ -418,10 +429,11 @@ class Port:
 
 
 class Initialization:
-    """The placement's initializer, as numbers: one standard deviation, and what differs by role.
+    """The placement's initializer, as numbers: one standard deviation, and the differences by role.
 
-    ``std`` is a number, or ``width`` the numerator of a variance over the width; ``out`` divides what ends a branch;
-    ``gains`` are Xavier's in the blocks, by role (None for another initializer); ``cut`` truncates.
+    ``std`` is the standard deviation; if it is None, the variance is ``variance`` / width. ``out`` divides the weights
+    at a branch's end; ``gains`` are Xavier's gains in the blocks, by role (None for another initializer); ``cut``
+    truncates.
     """
 
     def __init__(self, plan: Plan, placement: Placement):
@@ -446,7 +458,8 @@ class Initialization:
             }
             if len(gains) > 1:
                 raise UserError(
-                    f"placement {plan.placement!r}: its weight_gain differs between layers. Give all layers one."
+                    f"placement {plan.placement!r}: its weight_gain differs between layers. Give all layers the "
+                    "same value."
                 )
         elif std("query", 4000) != std("query"):
             self.std, self.variance = None, round(std("query") ** 2 * 1000, 12)
@@ -460,7 +473,7 @@ class Initialization:
 
     @property
     def says(self) -> str:
-        """What it draws, in words."""
+        """The distribution of the initial weights, in words."""
         variance = f"{self.std:g}^2" if self.std is not None else f"{self.variance:g} / width"
         if self.gains is not None:
             return f"Xavier's weights, with gain {self.gains['value']:.4g} on values, outputs, feed-forwards"
@@ -477,6 +490,6 @@ def _constant(sub: Sublayer, scale: str) -> float:
 
 
 def nameless(plan: Plan) -> Placement:
-    """Return a placement that stands for a plan whose scheme need not be at hand."""
+    """Return a placement that stands for a plan without its scheme, which may be on another machine."""
     texts = dict.fromkeys(("title", "source", "initialization", "advice", "description"), "")
     return Placement(name=plan.placement, equation=(), options=(), make=lambda num_layers: plan, **texts)

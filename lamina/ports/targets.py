@@ -1,4 +1,4 @@
-"""The targets: each has a template ``targets/NAME.py.j2`` and a table ``targets/NAME.yaml``."""
+"""The targets of ``emit``: each has a template ``targets/NAME.py.j2`` and a table ``targets/NAME.yaml``."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ class Target:
     Args:
         name: its name on the command line.
         title: its name in prose.
-        code: the expressions of its block: ``attention`` and ``feed_forward`` call a module on ``{x}``, ``ones`` and
-            ``full`` make a learned vector and scalar.
+        code: expressions in its block: ``attention`` and ``feed_forward`` call a module on ``{x}``, ``vector`` and
+            ``scalar`` make a learned vector and a learned scalar.
         norms: the constructor of each kind of norm, see ``Port.norm_kind``.
-        norm_names: each half's norms in the block: those of pre_norm, out_norm and post_norm. With ``in_order`` the
-            norms that a plan has take the first names, whatever their positions.
-        made: the lines that make norms which the trainer's block has anyway.
-        scales: the learned scales' name in the block, with ``{half}`` and ``{scale}``.
-        halves: the names of the halves in the block's scales.
-        weights: the trainer's name of each of Lamina's weights: ``layers`` has the index ``{layer}``; below
-            ``attention`` and ``feed_forward`` are the modules'.
-        stacks: weights that the trainer keeps in one tensor: its name, and Lamina's names of the parts.
-        layout: how the parts are stacked: "rows", or "groups": each key head's queries, key and value.
-        pairs: whether the rotary embedding turns neighboring channels, not those half a head apart.
-        roles: the names of the weights with a role, for the initializer; those with the trainer's default are left out.
-        test: what its test imports (``standard``: of the standard library), how it builds the model, the model's
-            logits, and how it loads weights unless by ``load_state_dict``.
-        lacks: the parts of a plan that it has no place for, in words, by the plan's field.
+        norm_names: the names of each half's norms, for pre_norm, out_norm and post_norm. With ``in_order``, a plan's
+            norms take the first names, whatever their positions.
+        made: the lines that create norms in the trainer's own block.
+        scales: the pattern of a learned scale's name in the block, with ``{half}`` and ``{scale}``.
+        halves: the names of the halves in these patterns.
+        weights: the trainer's name of each of Lamina's weights. ``layers`` has the index ``{layer}``; the modules'
+            names are under ``attention`` and ``feed_forward``.
+        stacks: weights that the trainer keeps in one tensor: the tensor's name, and Lamina's names of the parts.
+        layout: how the parts are stacked: in "rows", or in "groups" that hold each key head's queries, key and value.
+        pairs: whether the rotary embedding turns neighboring channels (true), or channels half a head apart (false).
+        roles: the names of the weights with a role, for the initializer, except weights that keep the trainer's
+            default.
+        test: the parts of its test: the imports (``standard``: from the standard library), the code that builds the
+            model, its logits, and the code that loads weights (default: ``load_state_dict``).
+        lacks: the parts of a plan that it does not support, in words, by the plan's field.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Renaming of a model's weights to a trainer's names and back, by the target's table.
+"""Rename a model's weights to a trainer's names and back, by the target's table.
 
 Lamina uses each tensor exactly once, or raises a UserError that names the tensor.
 """
@@ -57,7 +57,9 @@ class Names:
         self._layer = re.compile(rf"model\.backbone\.{layers}\.(\d+)\.(attention|feed_forward)\.(?:module\.)?(.+)")
 
     def place(self, key: str) -> _Place:
-        """Return the place of one of Lamina's tensors. Raises UserError for a tensor that the table does not name."""
+        """Return where the trainer keeps one of Lamina's tensors. Raises UserError for a tensor that the table does not
+        name.
+        """
         table, match = self.target.weights, self._layer.fullmatch(key)
         owner, _, last = key.rpartition(".")
         transposed = last == "weight" and isinstance(self.model.get_submodule(owner), Conv1D)
@@ -82,10 +84,13 @@ class Names:
         return _Place(name=f"{block}.{name}.{last}", **part_facts)
 
     def _without_place(self, key: str) -> UserError:
-        return UserError(f"tensor {key!r}: has no place in {self.target.title} (allowed: the backbone of its tests)")
+        return UserError(
+            f"tensor {key!r}: {self.target.title} has no weight for it. Choose a model with the backbone of the "
+            "target's test."
+        )
 
     def to_theirs(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return Lamina's tensors as the trainer stores them, by its names."""
+        """Return Lamina's tensors as the trainer stores them, by the trainer's names."""
         found: dict[str, dict[int, torch.Tensor]] = {}
         for key, value in state.items():
             place = self.place(key)
@@ -100,7 +105,7 @@ class Names:
     ) -> dict[str, torch.Tensor]:
         """Return the trainer's tensors by Lamina's names. Raises UserError if a tensor is missing or left over.
 
-        ``wiring`` has those with Lamina's names already.
+        ``wiring`` has tensors that already have Lamina's names.
         """
         expected, used, tensors = self.model.state_dict(), set[str](), dict(wiring)
         refuse_tensors("extra", wiring.keys() - expected.keys(), "has no place in Lamina's model")
@@ -129,7 +134,10 @@ class Names:
     @staticmethod
     def _check_shape(name: str, shape: torch.Size, expected: torch.Size) -> None:
         if shape != expected and not shape.numel() == expected.numel() == 1:
-            sizes = f"{list(shape)}, but the configuration asks for {list(expected)}"
+            sizes = (
+                f"{list(shape)}, but the configuration asks for {list(expected)}. Give the configuration of the "
+                "checkpoint"
+            )
             raise UserError(f"tensor {name!r}: its shape is {sizes}")
 
     def _stacked(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -142,7 +150,10 @@ class Names:
 
     def _unstacked(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         if sum(sizes) != len(tensor):
-            raise UserError(f"a stack of {len(tensor)} channels (the configuration asks for {sum(sizes)})")
+            raise UserError(
+                f"the checkpoint stacks {len(tensor)} channels, but the configuration asks for {sum(sizes)}. Give "
+                "the checkpoint's configuration."
+            )
         if len(sizes) == 3 and self.target.layout == "groups":
             rows = [size // self.key_heads for size in sizes]
             groups = tensor.unflatten(0, (self.key_heads, -1)).split(rows, dim=1)
@@ -164,9 +175,9 @@ def in_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def weights_for(model: PreTrainedModel, target: str, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """Return a Lamina model's weights, or their gradients, as ``target`` stores them: for its ``load_state_dict``.
+    """Return a Lamina model's weights, or their gradients, as ``target`` stores them, ready for ``load_state_dict``.
 
-    Raises UserError for a model or a plan that the target does not hold.
+    Raises UserError for a model or a plan that the target cannot express.
     """
     causal = _causal(model)
     state = (
@@ -186,7 +197,7 @@ def load_weights(
 ) -> None:
     """Copy the weights of ``target``'s model into a Lamina model of the same sizes and placement, in place.
 
-    ``wiring`` has weights by Lamina's names, for what the target's table has no names. Raises UserError for a tensor
+    ``wiring`` has the weights that the target's table does not name, by Lamina's names. Raises UserError for a tensor
     that is missing, left over or of another shape.
     """
     ours = Names(_causal(model), target, writes=False).to_ours(weights, wiring)
@@ -196,5 +207,5 @@ def load_weights(
 
 def _causal(model: nn.Module) -> LaminaForCausalLM:
     if not isinstance(model, LaminaForCausalLM):
-        raise UserError(f"model: a {type(model).__name__} (allowed: a LaminaForCausalLM)")
+        raise UserError(f"model: a {type(model).__name__}. Give a LaminaForCausalLM.")
     return model

@@ -24,27 +24,29 @@ WHOSE = {
 
 @probe
 class AngularDistance(DirectionsProbe):
-    """d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi, the mean over sequences of the angle (not the angle of the mean).
+    """The angle d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi, averaged over sequences (it is not the angle of the
+    mean).
 
-    Gromov et al. 2024; Mix-LN Eq 8, Fig 5. x^l is the stream before layer l, so d(l, l + n) is what dropping the
-    layers l ... l + n - 1 skips; x^N is the stream after the last layer, before the final norm. In [0, 1]: 0 is the
-    same direction, 1/2 a right angle.
+    Gromov et al. 2024; Mix-LN Eq 8, Fig 5. x^l is the stream before layer l, so d(l, l + n) is the change that is lost
+    without the layers l ... l + n - 1. x^N is the stream after the last layer, before the final norm. The value is in
+    [0, 1]: 0 is the same direction, 1/2 a right angle.
 
     One row per pair: ``start`` = l, ``size`` = n, metric ``angular_distance``, and for each size a row ``best_start``:
-    its value is the l of the smallest distance, the block that this criterion would drop (the first of several equals).
+    its value is the l of the smallest distance (the first if several are equal), the block that this criterion would
+    drop.
 
-    Traps: transformers' own last hidden state is after the final norm; a Post-LN stream is a norm's output, and
-    HybridNorm's is one before its norm (the page says which it is); papers that say "layer l" count states from 1, or
-    leave the embedding out.
+    Traps: transformers' own last hidden state is after the final norm. A Post-LN stream is a norm's output;
+    HybridNorm's stream is measured before its norm (the page says so). Some papers count states from 1 or leave the
+    embedding out.
 
     Args:
-        tokens: "last" (Gromov et al.): each sequence's last token, of padded texts the last real one, the separator
-            where an encoder's tokenizer ends texts in one; "all" (Mix-LN Eq 8, over 256K tokens): every token;
-            "first": the first one, the class token of most encoders and vision models. By default the last one for
-            text, and all of them for images and while a model trains, where sequences are few.
-        tokens_per_batch: with "all", how many tokens of a batch are kept until its last layer is seen (by default all
-            of your own text, and of a corpus as many as fit a quarter of the model's own memory; the page says so if
-            these are not all).
+        tokens: "last" (Gromov et al.) is each sequence's last real token, which is the separator if an encoder's
+            tokenizer adds one; "all" (Mix-LN Eq 8, over 256K tokens) is every token; "first" is the first token, the
+            class token of most encoders and vision models. The default is "last" for text, and "all" for images and
+            during training, where sequences are few.
+        tokens_per_batch: with "all", number of tokens of a batch that Lamina keeps until the last layer has run
+            (default: all of your own text; for a corpus, as many as fit a quarter of the model's own memory). The page
+            says so if these are not all.
     """
 
     name = "angular_distance"
@@ -100,7 +102,7 @@ class AngularDistance(DirectionsProbe):
         by_block = distances.set_index(["size", "start"])["value"]
         best = frame[frame["metric"] == "best_start"].set_index("size")["value"].dropna().astype(int)
         if not len(best):
-            yield "No angle is finite: the states hold NaN or infinite values."
+            yield "No angle is finite, because the states hold NaN or infinite values."
             return
         powers = [2**k for k in range(num_layers.bit_length()) if 2**k <= max(1, num_layers // 2)]
         sizes = [size for size in powers if size < num_layers and size in best.index]
@@ -117,7 +119,7 @@ class AngularDistance(DirectionsProbe):
 
 
 def best_blocks(frame: Frame) -> pd.DataFrame:
-    """Return per block size a row ``best_start``: the start of its smallest distance. NaN distances are ignored."""
+    """Return a row ``best_start`` per block size: the start of the smallest distance. Lamina ignores NaN distances."""
     rows = []
     for size, group in frame.groupby("size"):
         measured = group.dropna(subset="value")
@@ -127,7 +129,7 @@ def best_blocks(frame: Frame) -> pd.DataFrame:
 
 
 def scaled_rows(distances: Frame) -> pd.DataFrame:
-    """Return each size's values cut to their 1st to 99th percentile and scaled to [0, 1]; 0 if all are equal."""
+    """Return each size's values, clipped to their 1st to 99th percentile and scaled to [0, 1]; 0 if all are equal."""
 
     def scale(values: Frame) -> Frame:
         low, high = values.quantile(0.01), values.quantile(0.99)

@@ -29,22 +29,24 @@ _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 
 @probe
 class Attention(Probe):
-    """The inputs and outputs of every softmax over keys. Softmaxes are found as operations, not by a module's name.
+    """Statistics of the inputs and outputs of every softmax over keys. Lamina finds a softmax by its operation, not by
+    a module's name.
 
-    Rows with role "head" (index = head) and role "all" (the mean over the heads; of max_logit the largest). Metrics:
+    There are rows with role "head" (index = head) and role "all" (the mean over the heads; for max_logit, the largest).
+    Metrics:
 
     - entropy: -sum_k a_k ln a_k of the attention weights, in nats, averaged over queries.
-    - entropy_share: that over ln(number of keys that the query may see: causal mask, sliding window and padding
-      count), averaged over the queries that see at least two; 1 is uniform attention.
-    - max_logit: the largest value that goes into the softmax over the whole sample, after the scale, a soft-cap and a
-      position's bias, over the keys that the query may see. No standard error.
+    - entropy_share: the entropy divided by ln(number of keys that the query may see, after causal mask, sliding window
+      and padding), averaged over the queries that see at least two keys; 1 is uniform attention.
+    - max_logit: the softmax's largest input over the whole sample, after the scale, a soft-cap and a position's bias,
+      among the keys that the query may see. It has no standard error.
     - first_token_share: the weight on the sequence's first token, averaged over queries (the attention sink; a causal
       model's first query gives it 1, a key outside the window gets 0).
 
     Averages are over the queries of a sequence, then over sequences, with their standard error. Heads that share keys
-    (GQA) count one by one. Attention runs in plain operations, so that there is a softmax to see, and one layer's
-    weights [batch, heads, queries, keys] are held at a time, as the model itself does. Padding does not count.
-    Learned sinks beside the keys (GPT-OSS) count as a key.
+    (GQA) count separately. Attention runs in plain operations, so that Lamina can read the softmax; memory holds one
+    layer's weights [batch, heads, queries, keys] at a time. Padding does not count. A learned sink (GPT-OSS) counts as
+    a key.
     """
 
     name = "attention"
@@ -55,7 +57,7 @@ class Attention(Probe):
     over_steps = ("entropy_share", "max_logit", "first_token_share")
 
     def __init__(self, sequences: int | None = None):
-        """Set how many ``sequences`` to measure (0: all; by default all of your own text, 16 of a corpus).
+        """Set the number of ``sequences`` to measure (0: all; default: all of your own text, 16 of a corpus).
 
         Raises UserError unless it is a whole number from 0.
         """
@@ -77,7 +79,7 @@ class Attention(Probe):
             context.progress(number, len(batches), self.name)
             self._add(context, context.on_device(inputs))
         if not self._samples:
-            raise UserError("attention: no layer computes a softmax over keys. Choose a model with softmax attention")
+            raise UserError("attention: no layer computes a softmax over keys. Choose a model with softmax attention.")
         rows = [row for layer in sorted(self._samples) for row in self._rows(layer)]
         return pd.DataFrame(rows, columns=COLUMNS)
 
@@ -165,7 +167,7 @@ class Attention(Probe):
 def of_heads(
     logits: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return METRICS of each sequence and head, [sequences, heads, metrics], and each head's largest logit.
+    """Return the METRICS of each sequence and head, [sequences, heads, metrics], and each head's largest logit.
 
     ``logits``, ``weights``: [sequences, heads, queries, keys]; ``mask``: [sequences, tokens] of 0 and 1, or None.
     """
@@ -209,7 +211,9 @@ def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tup
 
 @contextmanager
 def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
-    """Call ``see(layer, input, output)`` for each softmax over the last axis within a layer, of one forward pass."""
+    """During one forward pass, call ``see(layer, input, output)`` for each softmax over the last axis within a
+    layer.
+    """
 
     class SoftmaxMode(TorchDispatchMode):
         def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""The papers' inequalities, both sides measured: Peri-LN's Proposition 3.1 and FuseNorm's Theorem 1."""
+"""Measure both sides of the papers' inequalities: Peri-LN's Proposition 3.1 and FuseNorm's Theorem 1."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Sides:
 
 
 def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[Sides]:
-    """Return both sides of Eq 13 and 21, Var(F) and constant / L, and of Eq 20, Var(Z) and Var(skip) + Var(F).
+    """Return both sides of Eq 13 and 21 (Var(F) and constant / L), and of Eq 20 (Var(Z) and Var(skip) + Var(F)).
 
-    L is the number of blocks. Variances are over a token's channels, their mean over the tokens of a sequence.
+    L is the number of blocks. A variance is over a token's channels, averaged over the tokens of a sequence.
     """
     points: dict[Hashable, Point] = {}
     for index, sublayer in enumerate(block.site.sublayers):
@@ -90,11 +90,12 @@ def identity_sides(block: LayerCall, tolerance: float) -> Sides:
 def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
     """Return both sides of Eq 19: the block's Jacobian, and the paper's approximate bound and the chain rule's bound.
 
-    For blocks wired as FuseNorm's: a norm on both sums, the feed-forward's skip carrying the block's input. The gains,
-    which the paper takes for 1, are put in. role fusenorm_eq_19: sigma are means over tokens, and the feed-forward's
-    Jacobian is ||W_2 W_1||, as if its activation were the identity (of a gated one W_1 is the up-projection and the
-    gate is left out): no strict bound. role fusenorm_eq_19_chain: the smallest sigma over tokens and the feed-forward's
-    measured Jacobian: a true bound. ||W_O J_A|| is in both the measured norm of the attention's Jacobian.
+    This applies to blocks with FuseNorm's wiring: a norm on both sums, and a feed-forward skip that carries the block's
+    input. Lamina uses the true gains, which the paper sets to 1. For role fusenorm_eq_19, sigma is the mean over
+    tokens, and the feed-forward's Jacobian is ||W_2 W_1||, as if the activation were the identity (W_1 is the
+    up-projection; the gate is left out). So it is no strict bound. For role fusenorm_eq_19_chain, sigma is the smallest
+    over tokens, and the feed-forward's Jacobian is measured. So it is a true bound. In both, ||W_O J_A|| is the
+    measured norm of the attention's Jacobian.
     """
     attention, feed_forward = block.site.sublayers
     norms = [norm for norm in (post_norm(block, 0), post_norm(block, 1)) if norm is not None]
@@ -135,20 +136,24 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
 
 
 def fused(block: LayerCall) -> bool:
-    """Return whether a block is wired as FuseNorm's: both sums normed, the feed-forward's skip the block's input."""
+    """Return whether a block has FuseNorm's wiring: norms on both sums, and a feed-forward skip from the
+    block's input.
+    """
     wirings = wirings_of(block.site)
     return len(wirings) == 2 and all(w.post_gain is not None for w in wirings) and wirings[1].skip == "block_input"
 
 
 def unnormed(block: LayerCall) -> bool:
-    """Return whether no norm stands on a block's sums, so its residual path is the identity; the sums must be known."""
+    """Return whether a block has no norm on its sums, so that its residual path is the identity. Lamina must know the
+    sums.
+    """
     return bool(block.site.sublayers) and all(
         post_norm(block, index) is None for index in range(len(block.site.sublayers))
     )
 
 
 def post_norm(block: LayerCall, index: int) -> NormSite | None:
-    """Return the norm on a sub-layer's sum; None without one."""
+    """Return the norm on a sub-layer's sum; None if there is no such norm."""
     return next((norm for norm in block.site.sublayers[index].norms if norm.role == "post_norm"), None)
 
 
@@ -197,8 +202,8 @@ def _factor(point: Point) -> float | torch.Tensor:
 @probe
 class Bounds(ShortProbe):
     """The papers' statements on this model: one row for each side and for their ratio (metric left, right, ratio; role
-    = the statement). Means over ``sequences`` texts of ``tokens`` tokens (0: all; by default all of your own text, 1
-    text of 32 tokens of a corpus), with their standard error.
+    = the statement). Values are means over ``sequences`` texts of ``tokens`` tokens (0: all; default: all of your own
+    text, 1 text of 32 tokens of a corpus), with their standard error.
 
     Roles at the last layer, sublayer feed_forward (Peri-LN Prop 3.1; the equations are for one entry of the gradient
     and a toy whose logits are the layer's output; here the whole matrix' gradient of the model's own loss is, see
@@ -255,7 +260,7 @@ class Bounds(ShortProbe):
         try:
             self._last_layer(context)
         except UserError as error:  # no dense feed-forward, or no head with a loss: FuseNorm's statements need neither
-            context.notes.append(f"bounds: Proposition 3.1 is left out: {error}")
+            context.notes.append(f"bounds: Lamina leaves out Proposition 3.1: {error}")
         with eager_attention(context.model), frozen(context.model):
             self._blocks(context)
         return pd.DataFrame(self._rows, columns=COLUMNS)
@@ -306,7 +311,7 @@ class Bounds(ShortProbe):
         return sides
 
     def _add_all(self, measured: list[list[Sides]]) -> None:
-        """Add the rows of all statements, from the sides by batch."""
+        """Add the rows of all statements from the sides of each batch."""
         by_role: dict[tuple[str, str], list[Sides]] = {}
         for parts in zip(*measured, strict=True):
             left, right = (torch.cat([getattr(part, side) for part in parts]) for side in ("left", "right"))
@@ -393,8 +398,8 @@ class Bounds(ShortProbe):
 class LastLayer:
     """The last layer's feed-forward and the norms between its down-projection and the layer's output.
 
-    ``statement``: c1 without such a norm (Pre-LN), c2 with one on the output before the sum (Peri-LN), c3 with one on
-    the sum (Post-LN), c2_c3 with both.
+    ``statement`` is c1 without such a norm (Pre-LN), c2 with a norm on the output before the sum (Peri-LN), c3 with a
+    norm on the sum (Post-LN), and c2_c3 with both norms.
     """
 
     site: LayerSite
@@ -405,7 +410,7 @@ class LastLayer:
 
     @classmethod
     def of(cls, context: Context) -> LastLayer:
-        """Find the last layer's feed-forward and norms. Raises UserError if it has no dense feed-forward."""
+        """Find the last layer's feed-forward and norms. Raises UserError if the layer has no dense feed-forward."""
         site = context.structure.layers[-1]
         for sublayer in reversed(site.sublayers):
             if sublayer.feed_forward is not None:
@@ -414,13 +419,16 @@ class LastLayer:
                 names = [name for name, role in (("c2", "out_norm"), ("c3", "post_norm")) if role in roles]
                 return cls(site, sublayer, sublayer.feed_forward, norms, "_".join(names) or "c1")
         raise UserError(
-            "bounds: the last layer has no dense feed-forward (experts, or none), so Proposition 3.1 has none"
+            "bounds: Proposition 3.1 needs a dense feed-forward, and the last layer has none. Choose a model "
+            "without experts in it."
         )
 
 
 @dataclass(frozen=True)
 class LastLayerSides:
-    """Both sides for one batch, float64: of the gradient of the loss, and of each token's share of it, [tokens]."""
+    """Both sides for one batch in float64: for the gradient of the loss, and for each token's share of the gradient,
+    [tokens].
+    """
 
     left: float
     right: float
@@ -431,13 +439,13 @@ class LastLayerSides:
 def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, torch.Tensor]) -> LastLayerSides:
     """Measure both sides on one batch: one forward pass, and a backward pass down to the last feed-forward.
 
-    With h_t what goes into the down-projection W, a_t what comes out, and o the layer's output, for the tokens t:
+    For a token t, h_t is the input of the down-projection W, a_t its output, and o_t the layer's output:
 
         left    ||dL/dW||_F = ||sum_t h_t (x) dL/da_t||_F
         right   sum_t ||h_t|| ||dL/do_t|| * product over the norms behind W of 2 max|gamma| sqrt(D) / ||their input_t||
 
-    Peri-LN (21) and (37) have 2 in the place of ||dL/do_t||, the bound of ||softmax(o) - y|| where the logits are o; a
-    model has a final norm and a head behind o. (11) is an equality: without a norm each token's sides are the same.
+    Peri-LN (21) and (37) have 2 instead of ||dL/do_t||, the bound of ||softmax(o) - y|| if o are the logits; but a real
+    model has a final norm and a head after o. (11) is an equality: without a norm, both sides of each token are equal.
     """
     down_path, down = last.feed_forward.down
     points: dict[str, Point] = {

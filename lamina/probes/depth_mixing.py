@@ -1,4 +1,4 @@
-"""How much of each branch's output reaches each later layer through skips and norms alone."""
+"""Measure how much of each branch's output reaches each later layer through skips and norms alone."""
 
 from __future__ import annotations
 
@@ -26,27 +26,29 @@ _NOTHING = 1e-6
 
 @probe
 class DepthMixing(ShortProbe):
-    """The depth-mixing matrix: how far each branch's output is stretched on its way to each later layer.
+    """The depth-mixing matrix: the factor by which each branch's output is stretched on its way to each later layer.
 
-    Attention Residuals (arXiv 2603.15031) Sec 6.2, where M holds the weights of the branches' outputs in a layer's
-    input; with a norm on the way the weight is a matrix, and M its stretch. Every branch's output is made a leaf of the
-    graph, so that only skips, their scales and norms carry gradient; the stretch of J = dx^l / d(branch) is
-    ||J||_F / sqrt(tokens * channels), the root mean square over random directions, found with products from automatic
-    differentiation. So it holds for whatever the skip carries.
+    In Attention Residuals (arXiv 2603.15031) Sec 6.2, M holds the weights of the branches' outputs in a layer's input.
+    If there is a norm on the way, the weight is a matrix, and M holds its stretch. Lamina makes every branch's output a
+    leaf of the graph, so only skips, their scales and norms carry gradient. The stretch of J = dx^l / d(branch) is
+    ||J||_F / sqrt(tokens * channels), the root mean square over random directions, from products by automatic
+    differentiation. So it works for any skip.
 
-    Rows of a state ``layer`` = l (N: after the last layer), ``index`` = the sub-layer that the branch comes from,
-    counted through the model from 0, or -1 for x^0:
-        mixing: the stretch from the module's output (after its norm), a factor on the branch included. 1 in Pre-LN
-            everywhere; 0 if nothing reaches the layer but through other branches (FuseNorm's attention).
-        composite_gain: with index -1, the stretch from x^l to x^N (mHC's composite gain on the average, not its worst
-            row); 1 in Pre-LN.
+    Each row has a state ``layer`` = l (N: after the last layer) and ``index`` = the branch's sub-layer, counted through
+    the model from 0, or -1 for x^0:
+        mixing: the stretch from the module's output (after its norm), including a factor on the branch. It is 1
+            everywhere in Pre-LN, and 0 if the output reaches the layer only through other branches (FuseNorm's
+            attention).
+        composite_gain: with index -1, the stretch from x^l to x^N; 1 in Pre-LN. (This is the average of mHC's composite
+            gain, not its worst row.)
 
-    If blocks pass on several streams, or earlier states, mixing is of what a layer reads of them (``layer`` = N:
-    what the final norm reads), and composite_gain the stretch of all streams, or of one to what the final norm reads.
+    If blocks pass on several streams or earlier states, mixing measures the state that a layer reads from them
+    (``layer`` = N: the final norm's input). composite_gain is then the stretch of all streams, or from one stream to
+    the final norm's input.
 
     Args:
-        sequences: how many are measured (0: all; by default all of your own text, 1 of a corpus).
-        tokens: how many of each (0: all; by default all of your own text, 32 of a corpus).
+        sequences: number of sequences to measure (0: all; default: all of your own text, 1 of a corpus).
+        tokens: number of tokens of each sequence (0: all; default: all of your own text, 32 of a corpus).
     """
 
     name = "depth_mixing"
@@ -65,7 +67,7 @@ class DepthMixing(ShortProbe):
         bare = [site.index for site in context.structure.layers if not site.sublayers]
         if bare:
             raise UserError(
-                f"depth_mixing: the sub-layers of layer {ranges(bare)} were not found (allowed: other models)"
+                f"depth_mixing: Lamina did not find the sub-layers of layer {ranges(bare)}. Choose another model."
             )
 
     def finish(self, context: Context) -> pd.DataFrame:

@@ -23,16 +23,16 @@ METRICS = ("gain_mean", "gain_std", "gain_rms", "gain_min", "gain_max")
 
 @probe
 class Gains(Probe):
-    """The gain vectors of every norm, and the learned scales of the layers, read from the weights.
+    """Read the gain vectors of every norm, and the learned scales of the layers, from the weights.
 
-    Column ``role``: the norm's place (pre_norm, out_norm, post_norm, inner_norm, embedding_norm, final_norm), or the
-    name of a scale's parameter: one value or one per channel that is neither a norm's nor a bias (Lamina's skip_scale
-    and pre_scale, LayerScale's lambda). index counts parameters of the same role in a sub-layer (q, k and v norms).
-    ``path``: the module. The embedding's and the final norm have layer -1, sublayer "model".
+    Column ``role``: the norm's position (pre_norm, out_norm, post_norm, inner_norm, embedding_norm, final_norm), or the
+    name of a scale's parameter. A scale has one value, or one per channel, and is neither a norm's parameter nor a bias
+    (Lamina's skip_scale and pre_scale, LayerScale's lambda). index counts parameters of the same role in a sub-layer
+    (q, k and v norms). ``path``: the module. The embedding's and the final norm have layer -1, sublayer "model".
 
-    Metrics, over the vector's elements in float64: gain_mean, gain_std (population), gain_rms, gain_min, gain_max.
-    The gain is the effective one: Gemma stores its difference from 1. Norms without a gain have no rows. No text is
-    read, so there is no standard error.
+    The metrics are over the vector's elements in float64: gain_mean, gain_std (population), gain_rms, gain_min,
+    gain_max. The gain is the effective gain, since Gemma stores the difference from 1. Norms without a gain have no
+    rows. The probe reads no text, so there is no standard error.
     """
 
     name = "gains"
@@ -86,7 +86,7 @@ class Gains(Probe):
 
 
 def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]]:
-    """Yield (layer, sublayer, role, path, values) of every norm with a gain and every learned scale."""
+    """Yield (layer, sublayer, role, path, values) of every norm with a gain, and of every learned scale."""
     structure = context.structure
     norms = list(structure.norms())
     modules = {id(norm.module) for _, _, norm in norms}

@@ -31,24 +31,25 @@ _SEQUENCES = 16  # of a corpus, by default
 class Gradients(Probe):
     """Norm and variance of the gradient of the mean loss over the first ``sequences`` texts.
 
-    At the model's present weights. One gradient, accumulated over their batches and weighted by their predicted tokens;
-    nothing is clipped.
+    Lamina computes one gradient at the model's present weights. It accumulates the batches, weighted by their predicted
+    tokens, and clips nothing.
 
-    - ``gradient_norm``: the L2 norm. Of the parameters of a role (``role``: query, ..., pre_norm, ...;
-      for an unknown module name, its path in the sub-layer), of a sub-layer or a layer (role
-      ``all``, sublayer ``block`` for the layer), and outside the layers (layer -1, sublayer ``model``: embedding,
-      readout, final_norm, and role ``all`` for the whole model, which is torch.nn.utils.get_total_norm's).
-    - ``gradient_variance``: of its elements, mean of squares minus square of the mean (Peri-LN Fig 7).
-    - The same with sublayer ``block``, role ``state``: of the gradient with respect to x^l, the stream before layer l
-      (l = N: after the last layer, before the final norm), over all tokens of all batches. It falls with the number
-      of tokens, since the loss is their mean: compare layers, and models on the same text. Several streams count
-      jointly.
-    - ``spike_score`` (layer -1, role loss or grad_norm): if the model is a run's, the share of logged values at
-      least 7 standard deviations above the mean of the 1,000 before (OLMo 2's measure, see ``spikes``).
+    - ``gradient_norm``: the L2 norm. There are rows for the parameters of a role (``role``: query, ..., pre_norm, ...;
+      for an unknown module name, the path in the sub-layer); for a sub-layer or a layer (role ``all``, sublayer
+      ``block`` for the layer); and outside the layers (layer -1, sublayer ``model``: embedding, readout, final_norm,
+      and role ``all`` for the whole model, which equals torch.nn.utils.get_total_norm).
+    - ``gradient_variance``: the variance of the gradient's elements: mean of squares minus square of the mean (Peri-LN
+      Fig 7).
+    - Both metrics with sublayer ``block``, role ``state``: for the gradient with respect to x^l, the stream before
+      layer l (l = N: after the last layer, before the final norm), over all tokens of all batches. It falls with the
+      number of tokens, since the loss is their mean. So compare layers, and models on the same text. Several streams
+      count jointly.
+    - ``spike_score`` (layer -1, role loss or grad_norm): if the model belongs to a run, the share of logged values that
+      are at least 7 standard deviations above the mean of the 1,000 values before (OLMo 2's measure, see ``spikes``).
 
-    Traps: what two layers share (ALBERT) or two places (tied embeddings) is one parameter with one gradient, the sum
-    over its uses; it is counted once, at its first place, and the page says so. A biased estimate of the gradient at
-    infinitely many tokens: its norm falls as text is added, until the noise is averaged out.
+    Traps: a parameter that two layers share (ALBERT) or that has two uses (tied embeddings) has one gradient, the sum
+    over its uses. Lamina counts it once, at its first place, and the page says so. The norm is a biased estimate of the
+    norm at infinitely many tokens: it falls with more text, until the noise is averaged out.
     """
 
     name = "gradients"
@@ -60,7 +61,7 @@ class Gradients(Probe):
     over_steps = ("gradient_norm", "gradient_variance")
 
     def __init__(self, sequences: int | None = None):
-        """Set the number of ``sequences`` of the loss (0: all; by default all of your own text, 16 of a corpus).
+        """Set the number of ``sequences`` for the loss (0: all; default: all of your own text, 16 of a corpus).
 
         Raises UserError unless it is a whole number from 0.
         """
@@ -192,7 +193,7 @@ class _Moments:
 
 
 def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Fill the parameters' gradients with those of the mean loss; returns the factor that is still missing.
+    """Fill the parameters' gradients with the mean loss's gradients, except for a factor, which is returned.
 
     The factor is 1 if every sequence has as many predicted tokens as the first.
     """
@@ -213,7 +214,7 @@ def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapp
         (losses.sum() / expected).backward()
         del losses
     if not predicted:
-        raise UserError("gradients: no token is predicted (needed: at least two tokens per sequence)")
+        raise UserError("gradients: the model predicts no token. Give sequences of at least two tokens.")
     return expected / predicted
 
 
@@ -232,12 +233,13 @@ def _along_depth(label: str, norms: Frame, what: str) -> list[str]:
 
 
 def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
-    """Return (layer, sublayer, role) of every parameter of ``model`` by its name, each parameter once.
+    """Return (layer, sublayer, role) of every parameter of ``model``, by its name; each parameter comes once.
 
     Layer -1 and sublayer "model" are outside the layers; sublayer "block" is in a layer but in none of its sub-layers.
-    A role is read off the table of weights' names (query, ..., feed_forward_out; a bias as ``query_bias``), is the
-    norm's (pre_norm, out_norm, post_norm, inner_norm), or the path of the parameter in its sub-layer. What several
-    layers share belongs to the first of them, and a readout tied to the embedding is the embedding's.
+    A role comes from the table of weights' names (query, ..., feed_forward_out; ``query_bias`` for a bias), or is the
+    norm's position (pre_norm, out_norm, post_norm, inner_norm), or else the parameter's path in the sub-layer. A
+    parameter that several layers share belongs to the first layer. A readout tied to the embedding belongs to the
+    embedding.
     """
     owners = _owners(structure)
     by_name: dict[str, Place] = {}

@@ -1,4 +1,4 @@
-"""The residual stream by layer: variance, magnitudes, massive activations, and the distance to FP16's limit."""
+"""Measure the residual stream by layer: variance, magnitudes, massive activations, and the distance to FP16's limit."""
 
 from __future__ import annotations
 
@@ -38,31 +38,32 @@ _STATE = {"sublayer": "block", "role": "state", "index": 0}
 class HiddenStates(Probe):
     """Statistics of the stream x^l before each layer l and after the last (state N, before the final norm).
 
-    Rows with role "state" (layer = state l, sublayer "block"), over the whole sample:
+    Rows with role "state" (layer = state l, sublayer "block") are over the whole sample:
 
-    - variance: over all elements (population); its standard error is that of the sequences' own variances.
-      token_variance: each token's over its channels, averaged. mean, abs_mean, rms (root of the mean square).
-      variance_step: Var(x^(l+1)) - Var(x^l), layer l's (Peri-LN Eq 4: constant for Peri-LN).
+    - variance: over all elements (population); the standard error is over the sequences' variances. token_variance: the
+      variance of a token's channels, averaged over tokens. mean, abs_mean, rms (root of the mean square).
+      variance_step: Var(x^(l+1)) - Var(x^l) for layer l (Peri-LN Eq 4: constant for Peri-LN).
     - abs_max: the largest |x|, with ``channel``, ``position`` (of the token in its sequence) and ``token`` (its text).
       top_magnitude: the index-th largest |x| of a sequence (1 is the largest) and median: the exact median |x| of a
-      sequence (the lower of the middle two), both averaged over sequences as Sun et al. do. max_to_median: their
-      ratio in each sequence, averaged: a normalized stream bounds |x|, so only the ratio is informative there.
+      sequence (the lower of the middle two), both averaged over sequences as Sun et al. do. max_to_median: the ratio of
+      both in each sequence, averaged. A normalized stream bounds |x|, so there only the ratio is informative.
     - massive_count: elements of a sequence with |x| > 100 and |x| >= 1000 x its median (Sun et al. 2024), averaged.
-      massive_activation: one row per channel and position that has one (the 20 largest of a state): the value,
-      signed, that is largest; massive_sequences: in how many sequences it is massive.
+      massive_activation: one row per channel and position with a massive activation (the 20 largest of a state): the
+      largest value, with its sign. massive_sequences: the number of sequences in which it is massive.
     - headroom_factor = 65504 / abs_max and headroom_bits, its log2 (negative: FP16 overflows). top100_min and
       top100_max: the band of the 100 largest |x| of the whole sample (Peri-LN Fig 11).
 
-    Rows with role "contribution" (what a sub-layer adds, after its out_norm) and "after" (the stream after the
-    addition, after a post_norm): variance, mean, abs_mean, abs_max; index counts sub-layers of the same kind in a
-    layer. Rows with a norm's role, at its input: sigma (standard deviation over the channels, Mix-LN Eq 5-7) and rms
-    (what an RMSNorm divides by), averaged over tokens; index counts norms of the same role in the sub-layer.
-    If a model has several streams S_1 ... S_n, the states are their mean, and rows with role "streams" compare
-    them: stream_cosine, the mean cosine of two of them at a token (1: they have collapsed into one), and stream_rms of
-    the index-th. Layer -1, sublayer "model": growth_linear_r2 and growth_exponential_r2, the R^2 of straight lines
-    through the states' variance and through its logarithm.
+    Rows with role "contribution" (the tensor that a sub-layer adds, after its out_norm) and "after" (the stream after
+    the addition and a post_norm) have variance, mean, abs_mean and abs_max; index counts sub-layers of the same kind in
+    a layer. Rows with a norm's role describe the norm's input: sigma (standard deviation over the channels, Mix-LN Eq
+    5-7) and rms (an RMSNorm's divisor), averaged over tokens; index counts norms of the same role in the sub-layer. If
+    a model has several streams S_1 ... S_n, the states are the streams' mean, and rows with role "streams" compare the
+    streams: stream_cosine, the mean cosine of two streams at a token (1: they have collapsed into one), and stream_rms,
+    the rms of stream number index. Layer -1, sublayer "model": growth_linear_r2 and growth_exponential_r2, the R^2 of
+    straight lines through the states' variance and through its logarithm.
 
-    Padding is left out. Trap: HF's hidden_states[-1] is after the final norm; state N here is before it.
+    Padding is left out. Trap: transformers' hidden_states[-1] is after the final norm; state N here is before this
+    norm.
     """
 
     name = "hidden_states"
@@ -76,12 +77,12 @@ class HiddenStates(Probe):
     over_steps = ("variance", "abs_mean", "abs_max")
 
     def __init__(self, top: int = 3):
-        """Set how many (``top``) of each sequence's largest magnitudes are averaged.
+        """Set ``top``, the number of each sequence's largest magnitudes to average.
 
         Raises UserError unless ``top`` is a whole number from 1 to 100.
         """
         if not isinstance(top, int) or isinstance(top, bool) or not 1 <= top <= BAND:
-            raise UserError(f"hidden_states: option 'top' is {top!r} (allowed: a whole number from 1 to {BAND})")
+            raise UserError(f"hidden_states: option 'top' is {top!r}. Give a whole number from 1 to {BAND}.")
         self.top = top
 
     def begin(self, context: Context) -> None:
@@ -203,7 +204,8 @@ class HiddenStates(Probe):
         yield from chart(
             around,
             *("Variance of each sub-layer's contribution, and of the residual stream after it", "variance"),
-            "contribution: the tensor that is added to the residual stream. after: the stream after the addition.",
+            '"contribution" is the tensor that the sub-layer adds to the residual stream, and "after" is the '
+            "stream after the addition.",
             **by_layer,
         )
         yield from chart(
@@ -251,7 +253,9 @@ def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) 
 
 
 def r_squared(values: Sequence[float]) -> float:
-    """Return R^2 of the least-squares line through values at 0, 1, 2, ...; NaN for fewer than three, or all equal."""
+    """Return R^2 of the least-squares line through values at 0, 1, 2, ...; NaN for fewer than three values, or if all
+    are equal.
+    """
     y = np.asarray(values, dtype=np.float64)
     if len(y) < 3 or not np.isfinite(y).all() or np.ptp(y) == 0:
         return math.nan
@@ -294,7 +298,8 @@ def _state_rows(totals: StateTotals, tokenizer: PreTrainedTokenizerBase | None) 
 
 @dataclass(frozen=True)
 class Moments:
-    """The moments of each token over its channels, float64 [sequences, tokens]; variance is the population's.
+    """The moments of each token over its channels, float64 [sequences, tokens]; the variance is the population
+    variance.
 
     ``valid`` as in TokenStates.
     """
@@ -308,10 +313,10 @@ class Moments:
 
 
 def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Moments:
-    """Return the moments of all tokens, padding included; the last two need ``magnitude`` (|x|).
+    """Return the moments of all tokens, including padding; the last two moments need ``magnitude`` (|x|).
 
-    Sums are float32's vectorized ones. Where E[x^2] - E[x]^2 would lose digits (a mean far above the deviation) or a
-    square overflows, that token is computed again in float64.
+    Sums are vectorized float32 sums. If E[x^2] - E[x]^2 would lose digits (a mean far above the deviation), or a square
+    overflows, Lamina computes this token again in float64.
     """
     x = tokens.x
     channels = x.shape[-1]
@@ -330,9 +335,11 @@ def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Momen
 
 
 def medians(tokens: TokenStates, magnitude: torch.Tensor) -> torch.Tensor:
-    """Return the exact median of ``magnitude`` in each sequence, float64: the lower middle one, as torch.median.
+    """Return the exact median of ``magnitude`` in each sequence in float64. Of two middle values it is the lower, as in
+    torch.median.
 
-    Selected, not sorted. On the CPU in place: ``magnitude`` is out of order afterwards (each sequence in its own rows).
+    It selects instead of sorting. On the CPU it works in place, so the values of each sequence in ``magnitude`` are out
+    of order afterwards.
     """
     each = list(magnitude)
     if tokens.valid is not None:
@@ -358,7 +365,7 @@ def _lower_median(values: np.ndarray) -> float:
 def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
     """Return the ``count`` largest |x| of each sequence, descending, [sequences, count].
 
-    They lie in the ``count`` tokens whose largest |x| is largest, so only those are searched.
+    Only the ``count`` tokens with the largest peaks can hold them, so Lamina searches only these tokens.
     """
     tokens = abs_max.topk(min(count, abs_max.shape[1]), dim=1).indices
     rows = x.gather(1, tokens.unsqueeze(-1).expand(-1, -1, x.shape[-1])).abs().flatten(1)
@@ -398,7 +405,9 @@ class Totals:
             self.abs_max = torch.maximum(self.abs_max, moments.abs_max.max().cpu())
 
     def average(self, name: str) -> tuple[float, float]:
-        """Return the mean over tokens (variance: over all elements; abs_max: the largest), and its standard error."""
+        """Return the mean over tokens (for variance, over all elements; for abs_max, the largest value), and the
+        standard error.
+        """
         if name == "abs_max":
             return float(self.abs_max), math.nan
         if name == "variance":  # the tokens' mean variance and the variance of their means
@@ -412,14 +421,18 @@ class Totals:
         return float(self.sums[index]) / max(self.tokens, 1), float(self.samples.standard_error[index])
 
     def relative_error(self) -> float:
-        """Return the standard error of the sequences' variance over its mean; infinite for fewer than two."""
+        """Return the standard error of the sequences' variance divided by the mean; infinite for fewer than two
+        sequences.
+        """
         mean = float(self.samples.mean[_VARIANCE]) if self.samples.count else 0.0
         error = float(self.samples.standard_error[_VARIANCE]) if self.samples.count else math.inf
         return error / mean if mean > 0 else 0.0 if error == 0 else math.inf
 
 
 class StateTotals(Totals):
-    """The totals of a state x^l, with its magnitudes: the largest and where they are, the median, the massive ones."""
+    """The totals of a state x^l, with its magnitudes: the largest with their positions, the median, and the massive
+    activations.
+    """
 
     def __init__(self, top: int):
         super().__init__()
@@ -502,7 +515,7 @@ def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: i
 
 
 def growth(variance: Frame, linear: float, exponential: float) -> str:
-    """Say how the variance changes with depth, from its values by state and the R^2 of a line and an exponential."""
+    """Say how the variance changes with depth, from the values by state and the R^2 of a line and of an exponential."""
     last = variance.index[-1]
     if not np.isfinite(variance).all():
         return f"The hidden states are not finite from state {variance.index[~np.isfinite(variance)][0]} on."
@@ -521,7 +534,7 @@ def growth(variance: Frame, linear: float, exponential: float) -> str:
 
 
 def headroom(peak: Frame) -> str:
-    """Compare the largest |x|, a row of the frame, with FP16's limit, in a sentence."""
+    """Compare the largest |x| (a row of the frame) with FP16's limit, in a sentence."""
     token = f" ({peak['token']!r})" if isinstance(peak["token"], str) else ""
     text = f"The largest |x| is {peak['value']:.4g}, in state {peak['layer']} at channel {peak['channel']}, token "
     text += f"{peak['position']}{token}: "
@@ -534,7 +547,7 @@ def headroom(peak: Frame) -> str:
 
 
 def massive(states: Frame) -> str:
-    """Say where the states have massive activations."""
+    """Say in which states there are massive activations."""
     activations = states[states["metric"] == "massive_activation"]
     ratio = states[states["metric"] == "max_to_median"].sort_values("value").iloc[-1]
     if activations.empty:

@@ -1,4 +1,4 @@
-"""How much each layer stretches its input, and how much the residual path alone would stretch it."""
+"""Measure how much each layer stretches its input, and how much the residual path alone would stretch it."""
 
 from __future__ import annotations
 
@@ -45,39 +45,39 @@ _PATHS = {
 class JacobianProbe(ShortProbe):
     """Spectral norms of the blocks' Jacobians dx^(l+1)/dx^l, at real states.
 
-    Over all tokens of a short sequence jointly: the Jacobian of [tokens * channels] by as many, attention included, so
-    the norm is that of the worst direction and grows a little with the tokens. Found by Lanczos bidiagonalization with
-    products from automatic differentiation; norms are means over the sequences, with their standard error.
+    The Jacobian is over all tokens of a short sequence jointly: [tokens * channels] by as many, including attention. So
+    the norm belongs to the worst direction, and grows a little with the number of tokens. Lamina finds it by Lanczos
+    bidiagonalization with products from automatic differentiation. Norms are means over the sequences, with their
+    standard error.
 
-    Rows of a layer, sublayer "block":
-        role jacobian: norm, ||J_l||_2; log10_product, log10 of the product of the norms of layers 0 ... l, an upper
-            bound of the gain from x^0 to x^(l+1); typical, ||J_l||_F / sqrt(tokens * channels), the root mean square of
-            the stretch of random directions (from four); iterations and residual: how the search for the norm ended.
-        role identity: norm, ||J_l - I||_2 (FuseNorm Eq 9), typical, iterations and residual, of the same. A single
-            token of small norm, often the first, can make the norm large while the typical stretch is near 0.
-        role residual_path: the same with attention's and feed-forward's contributions detached, so that only the skips
-            and the norms on them carry gradient: norm, the geometric mean over tokens (this path mixes none) of each
-            token's spectral norm; log10_product.
-        role keel: formula, what Keel Eq 14-19 gives for the residual path from gains and scales alone (alpha /
-            sqrt(alpha^2 + 1) per sub-layer at gain 1, 2^(-1/2) in Post-LN), its log10_product. The equations are for
-            norms on the sum; without them, the path is the skips' scale.
-        role fusenorm: formula, gain / sigma per norm on the path (FuseNorm Eq 10, 11, 16; the paper has gain 1), with
+    Rows of a layer, sublayer "block": role jacobian: norm, ||J_l||_2; log10_product, log10 of the product of the norms
+        of layers 0 ... l, an upper bound of the gain from x^0 to x^(l+1); typical, ||J_l||_F / sqrt(tokens * channels),
+        the root mean square stretch of random directions (from four); iterations and residual, the state in which the
+        search for the norm ended. role identity: the same metrics of J_l - I; norm is ||J_l - I||_2 (FuseNorm Eq 9). A
+        single token of small norm, often the first, can make the norm large while the typical stretch is near 0. role
+        residual_path: for J_l with detached attention and feed-forward, so that only the skips and the norms on them
+        carry gradient. norm is the geometric mean over tokens (this path does not mix tokens) of each token's spectral
+        norm; log10_product. role keel: formula, the value of Keel Eq 14-19 for the residual path from gains and scales
+        alone (alpha / sqrt(alpha^2 + 1) per sub-layer at gain 1, 2^(-1/2) in Post-LN), and its log10_product. The
+        equations are for norms on the sum; without such norms, the value is the skips' scale. role fusenorm: formula,
+        gain / sigma per norm on the path (FuseNorm Eq 10, 11, 16; the paper has gain 1), with
             each token's sigma at the norm's input, the geometric mean over tokens; its log10_product.
-        of several streams, which the rows above take jointly, role stream: norm, ||dS_i^(l+1)/dS_i^l||_2 of stream
-            ``index``; role collapsed: norm, that of the streams' mean when all of them move alike, and log10_product.
-            No closed formulas hold; the weights that read, mix and write are part of the residual path.
-    Rows of a sub-layer, role post_norm: sigma, the mean over tokens of what the norm on the sum divides by.
-    Rows of the model (layer -1): role jacobian: log10_total, log10 ||dx^N/dx^0||_2, the true norm that the product
-        bounds; and each role's log10_product over all layers.
+        With several streams, the rows above treat all streams jointly. role stream: norm, ||dS_i^(l+1)/dS_i^l||_2 of
+            stream ``index``. role collapsed: norm of the streams' mean if all streams change equally, and
+            log10_product. There are no closed formulas; the weights that read, mix and write are part of the residual
+            path.
+    Rows of a sub-layer, role post_norm: sigma, the divisor of the norm on the sum, averaged over tokens. Rows of the
+    model (layer -1): role jacobian: log10_total, log10 ||dx^N/dx^0||_2, the true norm, which the product bounds; and
+    each role's log10_product over all layers.
 
     Args:
-        sequences: how many are measured (0: all; by default all of your own text, 1 of a corpus).
-        tokens: how many of each (0: all; by default all of your own text, 32 of a corpus).
-        tolerance: relative error of a norm at which its search ends.
-        iterations: the most products of a search.
-        total: whether to find the norm of the product of all blocks as well.
+        sequences: number of sequences to measure (0: all; default: all of your own text, 1 of a corpus).
+        tokens: number of tokens of each sequence (0: all; default: all of your own text, 32 of a corpus).
+        tolerance: relative error at which the search for a norm ends.
+        iterations: largest number of products in a search.
+        total: whether to find the norm of the product of all blocks, too.
 
-    A gradient that passes backward is stretched by the same norms, since J and J^T share their singular values.
+    The same norms stretch a gradient in the backward pass, since J and J^T have the same singular values.
     """
 
     name = "jacobian"
@@ -114,12 +114,11 @@ class JacobianProbe(ShortProbe):
     def begin(self, context: Context) -> None:
         if any(getattr(site.module, "has_memory", False) for site in context.structure.layers):
             raise UserError(
-                "jacobian: a layer reads earlier states, not only x^l. Leave out this probe, or choose a model "
-                "without such reads"
+                "jacobian: a layer reads earlier states, not only x^l. Leave out this probe, or choose another model."
             )
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """Run the layers one by one on the first ``sequences`` texts' first ``tokens`` tokens."""
+        """Run the layers one by one on the first ``tokens`` tokens of the first ``sequences`` texts."""
         self._values, self._unfinished = {}, 0
         self.take(context)
         for batch, inputs in enumerate(self.inputs):
@@ -249,13 +248,15 @@ class JacobianProbe(ShortProbe):
         yield from chart(
             products,
             *("Products from the first layer on", "log10 of the product"),
-            "Products of these norms over the layers so far. They bound how much a gradient can grow or fade on "
-            "its way back.",
+            "Products of these norms over the layers so far. They bound how much a gradient can grow or shrink in "
+            "the backward pass.",
             color="which",
         )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Say where norms are largest, what the product bounds, whether layers approach the identity, and the path."""
+        """Name the layers with the largest norms, the bound by the product, the distance to the identity, and the
+        residual path's product.
+        """
         norms = frame[(frame.sublayer == "block") & (frame.metric == "norm")].set_index("layer")
         norm, distance = (norms[norms.role == role].value for role in ("jacobian", "identity"))
         model = {(str(row.role), str(row.metric)): float(row.value) for row in frame[frame.layer == -1].itertuples()}
@@ -314,10 +315,11 @@ def _power(exponent: float) -> str:
 def log10_total_norm(
     blocks: Sequence[LayerCall], *, tolerance: float, iterations: int
 ) -> tuple[torch.Tensor, SpectralNorm]:
-    """Return log10 ||dx^N/dx^0||_2, [sequences], of the product of all blocks' Jacobians, and how its search ended.
+    """Return log10 ||dx^N/dx^0||_2, [sequences], of the product of all blocks' Jacobians, and the state in which the
+    search ended.
 
-    Keeps every block's graph of one short input, as a training step would. A thousand blocks can shrink a vector below
-    the smallest float, so each is divided by what it did to a random one, and the logarithms are added.
+    Lamina keeps every block's graph of one short input, as a training step does. A thousand blocks can shrink a vector
+    below the smallest float. So Lamina divides each block by its effect on a random vector, and adds the logarithms.
     """
     jacobians = [Jacobian(block, block.stream) for block in blocks]
     start = start_vector(blocks[0].stream)

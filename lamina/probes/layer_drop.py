@@ -1,4 +1,4 @@
-"""How much worse a model is without each of its layers."""
+"""Measure how much worse a model is without each of its layers."""
 
 from __future__ import annotations
 
@@ -58,38 +58,38 @@ class LayerDrop(Probe):
     """The harm of dropping each layer, or each stretch of ``block`` consecutive layers; positive numbers are harm.
 
     Mix-LN Fig 2, 3, 6b (performance drop), KEEL (dPPL of each layer), Gromov et al. 2024 (consecutive layers). The
-    other layers do not change: kinds, scales (LayerNorm Scaling's l, Keel's alpha) and first-layer exceptions stay with
-    the layer; dropping the first layer of such a placement drops its exception with it.
+    other layers do not change: each keeps its kind, its scales (LayerNorm Scaling's l, Keel's alpha) and its
+    exceptions. If a placement has an exception in the first layer, dropping this layer drops the exception.
 
-    One row per measurement: ``layer`` the first layer dropped, ``size`` how many, and
+    There is one row per measurement: ``layer`` is the first dropped layer, ``size`` the number of layers, and
 
-    - ``meaning``: "remove": the layer returns its input. "branch": its sub-layers add zero, but its skips, their
-      scales and post-norms stay. Where no norm sits on the stream (Pre-LN, Peri-LN) the two are the same. Of several
-      streams all are returned as they came; "branch" still mixes them.
+    - ``meaning``: "remove": the layer returns its input. "branch": its sub-layers add zero, but its skips, their scales
+      and post-norms stay. Without a norm on the stream (Pre-LN, Peri-LN), both are equal. With several streams,
+      "remove" returns all streams unchanged, and "branch" still mixes them.
     - ``loss_increase``: nats per predicted token; ``perplexity_increase``: exp(loss) without the layer minus exp(loss)
       of the whole model. Standard errors are over sequences, of the paired difference.
-    - ``accuracy_drop`` (of an lm-eval task): whole minus dropped; ``score_drop`` (of your own score): so that harm is
-      positive. The standard error of the former treats the two as independent, which they are not: as a rule it
-      is an upper bound.
-    - ``angular_distance`` (meaning ""): d(l, l + size) of the same text, see the probe of that name.
+    - ``accuracy_drop`` (of an lm-eval task): the whole model's value minus the value without the layer. ``score_drop``
+      (of your own score) has the sign that makes harm positive. The standard error of ``accuracy_drop`` treats both
+      values as independent. They are not, so it is usually an upper bound.
+    - ``angular_distance`` (meaning ""): d(l, l + size) on the same text, see the probe of that name.
     - layer -1, size 0: the whole model's ``loss``, ``perplexity``, ``accuracy`` or ``score``.
 
     Args:
-        block: how many layers are dropped together, at every start.
+        block: number of consecutive layers to drop together, from every layer on.
         meaning: remove, branch, or "all" (default).
         metric: loss, perplexity or "all" (default).
         task: an lm-evaluation-harness task in place of the loss (pip install lm-eval).
         include_path: a folder of the task's own YAML, which is code: it needs run_code.
         run_code: whether task files in include_path, and code that the model writes, may run.
-        task_metric: which of the task's metrics (default acc).
-        limit: the task's first so many documents, or the file's first so many questions.
-        squad: a file of SQuAD v1.1's form in place of the loss, for a model with a question-answering head: its F1.
-        score: your own measure in place of the loss (Python only): a callable from the model to a number.
+        task_metric: the task's metric (default: acc).
+        limit: largest number of the task's documents, or the file's questions, from the first on.
+        squad: a file in SQuAD v1.1's format; for a model with a question-answering head, its F1 replaces the loss.
+        score: your own measure in place of the loss (Python only): a function from the model to a number.
         higher_is_better: whether a higher score is better.
-        standard_error: text is added until each layer's standard error is at most this share of its loss increase, or
-            of 0.1 nats if that is more (0: all text; by default all of your own, 0.05 for a corpus).
-        sequences: at most how many the loss is measured on (0: all; by default all of your own text, 4 of a corpus);
-            each costs half a pass per layer.
+        standard_error: Lamina adds text until each layer's standard error is at most this share of its loss increase,
+            or of 0.1 nats if that is larger (0: use all text; default: 0 for your own text, 0.05 for a corpus).
+        sequences: largest number of sequences for the loss (0: all; default: all of your own text, 4 of a corpus); each
+            costs half a pass per layer.
     """
 
     name = "layer_drop"
@@ -115,7 +115,7 @@ class LayerDrop(Probe):
         sequences: int | None = None,
     ):
         if score is not None and not callable(score):
-            raise UserError(f"score: {score!r} (allowed, in Python: a callable that takes the model)")
+            raise UserError(f"score: {score!r} is no function. Give, from Python, a function of the model.")
         if sum(each is not None for each in (score, task, squad)) > 1:
             raise UserError("score, squad, task: cannot be combined. Give one of them.")
         self.block = whole_number("block", block)
@@ -141,15 +141,15 @@ class LayerDrop(Probe):
             context.check_head()
         count = context.structure.num_layers
         if count < 2:
-            raise UserError("layer_drop: the model has a single layer. Choose a model with 2 layers or more")
+            raise UserError("layer_drop: the model has a single layer. Choose a model with 2 layers or more.")
         if self.block >= count:
             raise UserError(f"block: {self.block} of {count} layers leaves none. Choose at most {count - 1}.")
         bare = [site.index for site in context.structure.layers if not site.sublayers]
         if bare and BRANCH in self.meanings:
             if not self._wants_all:
                 raise UserError(
-                    f"meaning: 'branch' needs the sub-layers of each layer, those of {ranges(bare)} were not found "
-                    "(allowed: remove)"
+                    "meaning: 'branch' needs the sub-layers of each layer, and Lamina did not find them in layer "
+                    f"{ranges(bare)}. Set meaning to remove."
                 )
             self.meanings = (REMOVE,)
             context.notes.append(
@@ -251,7 +251,7 @@ class LayerDrop(Probe):
             )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Name the layers that matter least and most, those to drop, and whether the angular distance agrees."""
+        """Name the layers that matter least and most, the layers to drop, and whether the angular distance agrees."""
         harm = _harm(frame)
         harm = harm[harm["metric"] == harm["metric"].iloc[0]]
         metric = str(harm["metric"].iloc[0])
@@ -329,21 +329,21 @@ def _agreement(frame: Frame, harm: Frame) -> list[str]:
     turned, missed = paired["angle"].idxmin(), paired["harm"].idxmin()
     rank = f"Spearman correlation {agreement:.2f} over all layers"
     if turned == missed:
-        return [f"By angular distance, the same is least needed: {_which(turned, size)} ({rank})."]
+        return [f"The angular distance agrees that {_which(turned, size)} matters least ({rank})."]
     return [
-        f"By angular distance, {_which(turned, size)} is least needed, but removing {_which(missed, size)} harms "
-        f"least ({rank}). Believe the measured harm: the angle only predicts it."
+        f"By angular distance, {_which(turned, size)} matters least, but removing {_which(missed, size)} harms "
+        f"least ({rank}). Believe the measured harm, since the angle only predicts it."
     ]
 
 
 def mean_loss(losses: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Return the mean loss over sequences of one length, and its standard error (inf for fewer than two)."""
+    """Return the mean loss over sequences of one length, and its standard error (inf for fewer than two sequences)."""
     values = np.asarray(losses)
     return float(values.mean()), _error(values)
 
 
 def loss_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of other - whole over the same sequences, and its error, without what is hard for both."""
+    """Return the mean of other - whole over the same sequences, and the standard error of this paired difference."""
     return mean_loss(np.asarray(other) - np.asarray(whole))
 
 
@@ -377,10 +377,9 @@ class _Unchanged(Exception):
 class PassesWithoutLayers(ExitStack):
     """Context manager that runs forward passes of one batch without some layers.
 
-    It keeps only one state, so the first omitted layers l must come in ascending order. A pass computes the layers
-    after the omitted ones, and the layers before them return the stored x^l. That costs half of running the whole
-    model each time. If a model changes the
-    stream between two layers, so that a layer's output is not the next one's input, whole passes run.
+    It keeps only one state, so the first omitted layers l must come in ascending order. A pass computes only the layers
+    after the omitted layers; the layers before them return the stored x^l. On average this costs half of a whole pass.
+    If a model changes the stream between two layers, whole passes run.
     """
 
     def __init__(self, context: Context, run: Callable[[], torch.Tensor]):
@@ -412,7 +411,7 @@ class PassesWithoutLayers(ExitStack):
             self._last = torch.zeros(0)
 
     def without(self, start: int, size: int) -> torch.Tensor:
-        """Return the result without the layers ``start`` ... ``start + size - 1``; starts ascend by one from 0."""
+        """Return the result without the layers ``start`` ... ``start + size - 1``. Call it with start = 0, 1, 2, ..."""
         if not self.chained:
             return self._hooked(start, size, REMOVE)
         assert start in (0, self._start + 1)
@@ -422,7 +421,7 @@ class PassesWithoutLayers(ExitStack):
         return self.run()
 
     def without_branches(self, start: int, size: int) -> torch.Tensor | None:
-        """Return the result with the layers' contributions set to zero; None if ``without`` gives the same."""
+        """Return the result with the layers' contributions set to zero; None if ``without`` gives the same result."""
         if not self.chained:
             return self._hooked(start, size, BRANCH)
         assert start == self._start
@@ -495,7 +494,9 @@ class PassesWithoutLayers(ExitStack):
 
 
 class HarnessTask:
-    """A task of lm-eval. Raises UserError without lm-eval, for an unknown task, or a file without run_code."""
+    """A task of lm-eval. Raises UserError if lm-eval is not installed, for an unknown task, or for a task file without
+    run_code.
+    """
 
     def __init__(
         self,
@@ -507,7 +508,7 @@ class HarnessTask:
         limit: int | None = None,
     ):
         if include_path is not None and not Path(include_path).is_dir():
-            raise UserError(f"include_path: {include_path!r} is not a folder. Give one with task YAML.")
+            raise UserError(f"include_path: {include_path!r} is not a folder. Give a folder with task YAML.")
         if limit is not None:
             whole_number("limit", limit)
         self.name, self.metric, self.limit, self.run_code, self.higher_is_better = name, metric, limit, run_code, True
@@ -521,10 +522,10 @@ class HarnessTask:
             raise UserError(f"task: {reason}") from None
 
     def measure(self, context: Context) -> tuple[float, float]:
-        """Return the metric's value and standard error (NaN without one) for the model as it is now."""
+        """Return the metric's value and standard error (NaN if there is none) for the model in its present state."""
         if context.tokenizer is None:
             raise UserError(
-                f"task: {self.name!r} is text, and the checkpoint has no tokenizer. Name one with --tokenizer."
+                f"task: {self.name!r} is text, and the checkpoint has no tokenizer. Name a tokenizer with --tokenizer."
             )
         assert isinstance(context.model, PreTrainedModel)
         rows = len(context.batches[0]["input_ids"])
@@ -544,7 +545,7 @@ class HarnessTask:
 
 
 class SquadFile:
-    """F1 on a file of SQuAD's form. Raises UserError if it is none."""
+    """F1 on a file in SQuAD's format. Raises UserError for any other file."""
 
     metric, higher_is_better = "f1", True
 
@@ -554,20 +555,20 @@ class SquadFile:
     def measure(self, context: Context) -> tuple[float, float]:
         """Return the mean F1, from 0 to 1, and its standard error over the questions."""
         if context.tokenizer is None or not context.tokenizer.is_fast:
-            raise UserError("squad: the checkpoint has no fast tokenizer (allowed: --tokenizer)")
+            raise UserError("squad: the checkpoint has no fast tokenizer. Name a tokenizer with --tokenizer.")
         if "QuestionAnswering" not in type(context.model).__name__:
             name = type(context.model).__name__
-            raise UserError(f"squad: {name} has no question-answering head. Choose a model with this head")
+            raise UserError(f"squad: {name} has no question-answering head. Choose a model with this head.")
         return mean_loss(f1_scores(context.model, context.tokenizer, self.questions))
 
 
 @contextmanager
 def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> Iterator[None]:
-    """Leave ``layers`` (indices) out of every forward pass of the model; nothing else changes.
+    """Leave ``layers`` (indices) out of every forward pass of the model inside the context; nothing else changes.
 
-    ``remove``: a layer returns its input. ``branch``: its sub-layers add zero, but its skips, their scales and its
-    post-norms stay (the same for Pre-LN). The layer is still computed, so a cache of keys and values stays whole. If
-    several layers share a module, only the calls of the removed layers change.
+    With ``remove``, a layer returns its input. With ``branch``, its sub-layers add zero, but its skips, their scales
+    and its post-norms stay (for Pre-LN both are equal). The model still computes the layer, so a cache of keys and
+    values stays complete. If several layers share a module, only the calls of the removed layers change.
     """
     roots = context.roots
     with uncompiled(context.model), ExitStack() as stack:
@@ -592,7 +593,8 @@ def _contributions(site: LayerSite) -> dict[int, Point]:
     """Return the points of a layer's contributions. Raises UserError if its sub-layers were not found."""
     if not site.sublayers:
         raise UserError(
-            f"meaning: 'branch' needs the sub-layers of layer {site.index}, which were not found (allowed: remove)"
+            f"meaning: 'branch' needs the sub-layers of layer {site.index}, and Lamina did not find them. Set "
+            "meaning to remove."
         )
     return {index: sublayer.contribution for index, sublayer in enumerate(site.sublayers)}
 

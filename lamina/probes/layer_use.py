@@ -1,4 +1,4 @@
-"""How a layer affects later layers, whether its position matters, and whether a linear map could replace it."""
+"""Measure how a layer affects later layers, whether its position matters, and whether a linear map could replace it."""
 
 from __future__ import annotations
 
@@ -33,20 +33,23 @@ Inputs = Mapping[str, torch.Tensor]
 class LayerUse(Probe):
     """How a model uses its layers: DepthBench's three scores, on single sequences. Rows of role "block":
 
-    - causal_score: ||u - u'|| / ||u||, u = x^(l+1) - x^l the update of a later layer l (``index``) and u' the same with
-      layer ``layer`` skipped (``remove`` of layer_drop); of a token's L2 norms, averaged over tokens.
-    - permutation_score: |L' - L| / L, L the loss and L' that with layer ``layer`` and the next one in each other's
-      place. Each keeps its weights, norms, scales and kind; a mask that the model makes by place stays in its place.
-    - linear_loss_increase: L' - L in nats per token, L' with the layer's output replaced by the linear map of its input
-      that fits it best in least squares (without an intercept; several streams are one long vector). Fitted on other
-      sequences than L': on the second half of all, until it has 4 tokens per channel, and measured in the first half.
+    - causal_score: ||u - u'|| / ||u||, where u = x^(l+1) - x^l is the update of a later layer l (``index``), and u' the
+      same update if layer ``layer`` is skipped (``remove`` of layer_drop). The norms are L2 norms of a token, and the
+      mean is over tokens.
+    - permutation_score: |L' - L| / L, where L is the loss and L' the loss if layer ``layer`` and the next layer are
+      exchanged. Each layer keeps its weights, norms, scales and kind; a mask that the model makes by position stays at
+      its position.
+    - linear_loss_increase: L' - L in nats per token, where L' is the loss if the best linear map of the layer's input
+      replaces the layer's output (least squares, without an intercept; several streams count as one long vector).
+      Lamina fits the map on the second half of the sequences, until there are 4 tokens per channel, and measures L' on
+      the first half.
 
-    Standard errors are over sequences. With earlier states the update is of the stream alone, with several streams of
-    their mean; layers that read earlier states, or share weights, have no permutation_score.
+    Standard errors are over sequences. If the model passes on earlier states, u is the update of the stream alone; with
+    several streams, of their mean. Layers that read earlier states, or share weights, have no permutation_score.
 
     Args:
-        metric: one of the three, or "all" (default).
-        sequences: how many are measured (0: all; by default all of your own text, 4 of a corpus).
+        metric: one of the three scores, or "all" (default).
+        sequences: number of sequences to measure (0: all; default: all of your own text, 4 of a corpus).
     """
 
     name = "layer_use"
@@ -71,7 +74,7 @@ class LayerUse(Probe):
     def begin(self, context: Context) -> None:
         context.check_head()
         if context.structure.num_layers < 2:
-            raise UserError("layer_use: the model has a single layer. Choose a model with 2 layers or more")
+            raise UserError("layer_use: the model has a single layer. Choose a model with 2 layers or more.")
 
     def finish(self, context: Context) -> pd.DataFrame:
         sequences = [context.on_device(row) for batch in context.batches for row in rows_of(batch)]
@@ -101,7 +104,7 @@ class LayerUse(Probe):
         except UserError as error:
             if not self._wants_all:
                 raise
-            context.notes.append(f"layer_use: {metric} is left out: {error}")
+            context.notes.append(f"layer_use: Lamina leaves out {metric}: {error}")
             return
         for (layer, index), row in found.items():
             yield layer, "block", "block", index, metric, *row, *sample_of(few)
@@ -132,7 +135,8 @@ class LayerUse(Probe):
                 "for layer {} ({:.2%})."
             ),
             METRICS[2]: (
-                "A linear map costs least in place of layer {} ({:.3g} nats), and most in place of layer {} ({:.3g})."
+                "A linear map in place of a layer costs least for layer {} ({:.3g} nats), and most for layer {} "
+                "({:.3g} nats)."
             ),
         }
         for metric, text in texts.items():
@@ -146,7 +150,7 @@ def _losses(context: Context, sequences: Sequence[Inputs]) -> torch.Tensor:
 
 
 def causal_scores(context: Context, sequences: Sequence[Inputs]) -> dict[tuple[int, int], list[torch.Tensor]]:
-    """Return ||u_l - u_l'|| / ||u_l||, averaged over each sequence's tokens, by (layer skipped, later layer l)."""
+    """Return ||u_l - u_l'|| / ||u_l||, averaged over each sequence's tokens, by (skipped layer, later layer l)."""
     layers, scores = context.structure.num_layers, {}
     for number, inputs in enumerate(sequences):
         whole = _updates(context, inputs)
@@ -174,10 +178,12 @@ def _updates(context: Context, inputs: Inputs) -> list[torch.Tensor]:
 
 
 def exchanges(context: Context) -> Iterator[AbstractContextManager]:
-    """Yield contexts in which a layer and the next one are in each other's place. Raises UserError if none can."""
+    """Yield contexts in which a layer and the next layer are exchanged. Raises UserError if no layers can be
+    exchanged.
+    """
     sites = context.structure.layers
     if any(getattr(site.module, "has_memory", False) for site in sites) or shared_layers(context.structure):
-        raise UserError("permutation_score: layers share weights, or read earlier states (allowed: other metrics)")
+        raise UserError("permutation_score: layers share weights, or read earlier states. Choose another metric.")
     for first, second in pairwise(sites):
         yield _exchanged(context, first, second)
 
@@ -201,7 +207,8 @@ def _exchanged(context: Context, first: LayerSite, second: LayerSite) -> Iterato
 
 
 def linear_maps(context: Context, sequences: Sequence[Inputs]) -> Iterator[AbstractContextManager]:
-    """Yield contexts in which a layer's output is the linear map of its input, fitted on the second half of sequences.
+    """Yield contexts in which a linear map of a layer's input, fitted on the second half of sequences, replaces its
+    output.
 
     Raises UserError if there are no more tokens than channels.
     """
@@ -223,7 +230,9 @@ def linear_maps(context: Context, sequences: Sequence[Inputs]) -> Iterator[Abstr
             if count >= _ENOUGH * width:
                 break
         if count <= width or len(sequences) < 2:
-            raise UserError(f"linear_loss_increase: {count} tokens for {width} channels (allowed: more --sequences)")
+            raise UserError(
+                f"linear_loss_increase: {count} tokens are too few for {width} channels. Raise --sequences."
+            )
         yield _linear(context, points, torch.linalg.pinv(gram, hermitian=True) @ product)
 
 

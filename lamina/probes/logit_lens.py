@@ -1,6 +1,4 @@
-"""The logit lens: the model's prediction from the hidden states of each layer, through its final norm and output
-head.
-"""
+"""The logit lens: predictions from the hidden states of each layer, through the model's final norm and output head."""
 
 from __future__ import annotations
 
@@ -34,20 +32,21 @@ _TRIED = 8  # tokens on which the tail is compared with the model itself
 
 @probe
 class LogitLens(Probe):
-    """The predictions from each state x^l, put in place of the last state in all that runs after the layers.
+    """The predictions from each state x^l, if it replaces the last state in everything that runs after the layers.
 
-    That is W_U FinalNorm(x^l) in a model with a final norm and W_U x^l in one without; a head that transforms first
-    (BERT's), a scale or a soft-cap of the logits is part of it. State l is the stream before layer l; state N gives the
-    model's own predictions. Rows with role "state", sublayer "block", layer = state; metrics, averaged over the
-    predicted tokens of a sequence, then over sequences, with their standard error:
+    This is W_U FinalNorm(x^l) in a model with a final norm, and W_U x^l in a model without. A head that transforms
+    first (BERT's), and a scale or a soft-cap of the logits, are part of it. State l is the stream before layer l; state
+    N gives the model's own predictions. Rows have role "state", sublayer "block", layer = state. Metrics are averaged
+    over the predicted tokens of a sequence, then over sequences, with their standard error:
 
-    - cross_entropy: of the true token, in nats. A causal model predicts the next token (all positions but the last), a
-      masked one the tokens after its mask: 15 % of the positions, the same in each sequence.
+    - cross_entropy: of the true token, in nats. A causal model predicts the next token (at all positions except the
+      last). A masked model predicts the masked tokens: 15 % of the positions, the same in each sequence.
     - kl_to_final: KL(p_N || p_l) in nats, p_N the model's own distribution; 0 at state N.
     - top1_agreement: the share of positions where state l and the model put the same token first.
 
-    Trap: a state in another basis than the last one (Post-LN's early states, tied embeddings) can be worse than
-    uniform, ln(vocabulary size), which is row "uniform_cross_entropy" (layer -1, sublayer "model").
+    Trap: a state in another basis than the last state (Post-LN's early states, tied embeddings) can be worse than the
+    uniform distribution's ln(vocabulary size), which is in the row "uniform_cross_entropy" (layer -1, sublayer
+    "model").
     """
 
     name = "logit_lens"
@@ -60,8 +59,8 @@ class LogitLens(Probe):
     needs = frozenset({"tokens"})
 
     def __init__(self, tokens: int | None = None):
-        """Set about how many predicted ``tokens`` to measure, in whole sequences (0: all; by default all of your own
-        text, 1,024 of a corpus).
+        """Set the approximate number of predicted ``tokens`` to measure, in whole sequences (0: all; default: all of
+        your own text, 1,024 of a corpus).
 
         Raises UserError unless it is a whole number from 0.
         """
@@ -80,8 +79,8 @@ class LogitLens(Probe):
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if head is None:
             raise UserError(
-                f"logit_lens: {type(model).__name__} has no head over a vocabulary (allowed: a causal or masked "
-                "language model)"
+                f"logit_lens: {type(model).__name__} has no head over a vocabulary. Choose a causal or masked "
+                "language model."
             )
         context.check_head()
         ids = context.batches[0]["input_ids"][:1].to(context.device)
@@ -89,7 +88,8 @@ class LogitLens(Probe):
         self._mask: int | None = getattr(context.tokenizer, "mask_token_id", None)
         if not self._causal and self._mask is None:
             raise UserError(
-                "logit_lens: a masked language model needs its tokenizer's mask token (allowed: --tokenizer)"
+                "logit_lens: a masked language model needs its tokenizer's mask token. Name the tokenizer with "
+                "--tokenizer."
             )
         self._tail = Tail(context, ids[:, :_TRIED])
 
@@ -112,7 +112,7 @@ class LogitLens(Probe):
             if most and tokens_read >= most:
                 break
         if not running.count:
-            raise UserError("logit_lens: no token to predict (allowed: sequences of at least 2 tokens)")
+            raise UserError("logit_lens: there is no token to predict. Give sequences of at least 2 tokens.")
         rows: list[tuple] = []
         for metric, *columns in zip(METRICS, running.mean.T.tolist(), running.standard_error.T.tolist(), strict=True):
             for state, (value, error) in enumerate(zip(*columns, strict=True)):
@@ -158,7 +158,7 @@ class LogitLens(Probe):
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         for metrics, title, unit, caption in (
             (("cross_entropy", "kl_to_final"), "Loss by state", "nats per token", "Cross-entropy of the true token"),
-            (("top1_agreement",), "Agreement with the final prediction", "share", "How often the two agree"),
+            (("top1_agreement",), "Agreement with the final prediction", "share", "Share of equal top tokens"),
         ):
             caption += ", from each hidden state through the model's final norm and output head."
             axes = {"color": "metric", "x_title": "state", "band": "standard_error"}
@@ -170,8 +170,8 @@ class LogitLens(Probe):
         last = table.index[-1]
         uniform = float(frame.loc[frame["metric"] == "uniform_cross_entropy", "value"].iloc[0])
         yield (
-            f"Predicted from the hidden states, the loss goes from {loss.iloc[0]:.2f} nats (state 0) to "
-            f"{loss.iloc[-1]:.2f} (state {last}). Uniform guessing has {uniform:.2f}."
+            f"The loss of predictions from the hidden states goes from {loss.iloc[0]:.2f} nats (state 0) to "
+            f"{loss.iloc[-1]:.2f} nats (state {last}). Uniform guessing has {uniform:.2f} nats."
         )
         agreeing = agreement.index[agreement >= 0.5]
         yield (
@@ -187,15 +187,16 @@ class LogitLens(Probe):
             yield "The model is no better than uniform guessing, so this probe shows little."
         elif len(worse):
             yield (
-                f"States {ranges(worse)} are worse than uniform guessing, perhaps because they use another basis "
+                f"States {ranges(worse)} are worse than uniform guessing, perhaps because they have another basis "
                 "than the last state."
             )
 
 
 def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum METRICS over tokens; ``logits`` and the model's own, ``final``: [tokens, vocabulary]; ``targets``: [tokens].
+    """Sum METRICS over tokens. ``logits`` and the model's own logits ``final`` are [tokens, vocabulary]; ``targets`` is
+    [tokens].
 
-    KL is sum_v p (f - f_l) - logZ + logZ_l, from differences of logits: exactly 0 if they are the same.
+    KL is sum_v p (f - f_l) - logZ + logZ_l, from differences of logits, so it is exactly 0 if they are equal.
     """
     size, size_final = logits.logsumexp(-1), final.logsumexp(-1)
     cross_entropy = size.double() - logits.gather(1, targets.unsqueeze(1)).squeeze(1).double()
@@ -206,10 +207,10 @@ def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) ->
 
 
 class Tail:
-    """All that a model does after its last layer, on any states.
+    """Everything that a model computes after its last layer, applied to any states.
 
-    The model itself runs, with each layer replaced by one that returns the given states, so no architecture's head,
-    soft-cap or scale has to be known. Request the logits of at most ``chunk`` tokens at a time.
+    The model itself runs, but each layer returns the given states. So Lamina needs no knowledge of an architecture's
+    head, soft-cap or scale. Request the logits of at most ``chunk`` tokens at a time.
     """
 
     def __init__(self, context: Context, ids: torch.Tensor):
@@ -234,22 +235,27 @@ class Tail:
         with torch.no_grad(), self.instead_of_the_layers(ids):
             logits = self(last[-1][0])
         if not expected.isfinite().all():
-            raise UserError("logit_lens: the model's logits are not finite. Choose another model")
+            raise UserError("logit_lens: the model's logits are not finite. Choose another model.")
         scale = max(float(expected.abs().max()), 1e-6)  # the tolerance is for bfloat16's rounding of other shapes
         if not torch.allclose(logits, expected, rtol=0.0, atol=0.02 * scale, equal_nan=True):
             raise UserError(
-                f"logit_lens: {type(self.model).__name__}'s logits do not follow from its last state alone, they "
-                f"differ by {float((logits - expected).abs().max()):.3g} (allowed: a head that reads that state only)"
+                f"logit_lens: {type(self.model).__name__}'s logits depend on more than its last state: they differ "
+                f"by {float((logits - expected).abs().max()):.3g}. Choose a model with a head that reads only this "
+                "state."
             )
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits [tokens, vocabulary], float32, of states [tokens, channels] (in ``instead_of_the_layers``)."""
+        """Return the logits [tokens, vocabulary] in float32 for states [tokens, channels]. Call it inside
+        ``instead_of_the_layers``.
+        """
         self._states = states.unsqueeze(0)
         return logits_of(forward(self.model, {"input_ids": self._ids[:, : len(states)]}))[0].float()
 
     @contextmanager
     def instead_of_the_layers(self, ids: torch.Tensor) -> Iterator[None]:
-        """Replace the layers by given states; ``ids`` [1, tokens]: any tokens, as many as the states of a call."""
+        """Replace the layers by given states inside the context. ``ids`` [1, tokens] are any tokens, as many as the
+        states of a call.
+        """
         self._ids = ids
 
         def stub(form: Output, *args: object, **kwargs: object) -> Output:

@@ -1,4 +1,4 @@
-"""The error, by layer, of rounding the residual stream to FP16, BF16, FP8 or INT8."""
+"""Measure, by layer, the error of rounding the residual stream to FP16, BF16, FP8 or INT8."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ FORMATS = (*_FLOATS, "int8_tensor", "int8_token")
 
 
 def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tensor:
-    """Convert a tensor [..., tokens, channels] to a format and back to float32; overflows come back as inf.
+    """Convert a tensor [..., tokens, channels] to a format and back to float32; an overflow becomes inf.
 
-    fp16, bf16: cast, round to nearest even. fp8_e4m3 (OCP e4m3fn, largest 448, no inf), fp8_e5m2 (largest 57344): with
-    ``scaled`` multiplied first so that the tensor's largest |x| is the format's largest, else cast directly, and values
-    above the largest overflow. int8_tensor, int8_token: symmetric, q = round(x / s) with s = max|x| / 127 over
-    the tensor or over a token's channels. The tensor is the last two dimensions.
+    fp16 and bf16 are casts that round to nearest even. fp8_e4m3 is OCP e4m3fn (largest 448, no inf), and the largest
+    value of fp8_e5m2 is 57344. With ``scaled``, Lamina multiplies first, so that the tensor's largest |x| is the
+    format's largest value. Otherwise it casts directly, and larger values overflow. int8_tensor, int8_token: symmetric,
+    q = round(x / s) with s = max|x| / 127 over the tensor or over a token's channels. The tensor is the last two
+    dimensions.
     """
     x = x.float()
     if kind.startswith("int8"):
@@ -62,24 +63,25 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
 
 @probe
 class LowPrecision(Probe):
-    """The error of storing a tensor in fewer bits: q(x) - x for x of the stream and of the feed-forward.
+    """The error q(x) - x of storing a tensor x in fewer bits, for tensors of the stream and of the feed-forward.
 
     Column ``format``: fp16, bf16, fp8_e4m3, fp8_e5m2, int8_tensor, int8_token (see ``round_trip``). Column ``role``:
-    state (layer = state l, the stream x^l), contribution (what a sub-layer adds), activation (what goes into the
-    feed-forward's down-projection; not of experts). A tensor is one sequence [tokens, channels]: what is scaled per
+    state (layer = state l, the stream x^l), contribution (the tensor that a sub-layer adds), activation (the input of
+    the feed-forward's down-projection; not for experts). A tensor is one sequence [tokens, channels], so a scale per
     tensor does not depend on the batch. Metrics:
 
     - relative_error: ||q(x) - x|| / ||x|| of a sequence (L2 over all its elements), averaged over sequences.
-      token_error: the same of each single token, averaged over tokens: one massive token does not hide the others.
+      token_error: the same for each single token, averaged over tokens, so that one massive token does not hide the
+          others.
     - max_error: the largest |q(x) - x| of the sample. These three are inf if an element overflows.
-    - share_lost: the share of elements that are not 0 and come back as 0. overflow_share: the share that comes back as
-      inf (fp16, and fp8 unscaled).
-    - layer -1, role "state": loss, of the model as it is (format "none") and with all its states x^0 ... x^N rounded,
-      in nats per token; loss_increase: the difference. Only of language models.
+    - share_lost: the share of elements that are not 0 but become 0. overflow_share: the share that becomes inf (fp16,
+      and unscaled fp8).
+    - layer -1, role "state": loss in nats per token, of the unchanged model (format "none") and with all states x^0 ...
+      x^N rounded; loss_increase: the difference. These are only for language models.
 
-    Trap: INT8 per tensor divides by the largest |x|, so one massive activation (Sun et al. 2024) leaves no steps
-    for all other elements, while BF16 keeps its relative precision. relative_error hides it, since that activation is
-    most of ||x||: token_error and share_lost show it.
+    Trap: INT8 per tensor divides by the largest |x|, so one massive activation (Sun et al. 2024) leaves no steps for
+    all other elements, while BF16 keeps its relative precision. relative_error hides this, since that activation is
+    most of ||x||; token_error and share_lost show it.
     """
 
     name = "low_precision"
@@ -93,7 +95,8 @@ class LowPrecision(Probe):
         self, fp8_scaling: Literal["tensor", "none"] = "tensor", loss: bool = True, sequences: int | None = None
     ):
         """Set ``fp8_scaling`` ("tensor": to FP8's largest value; "none": cast directly), whether to measure the
-        ``loss``, and how many ``sequences``, in whole batches (0: all; by default all of your own text, 4 of a corpus).
+        ``loss``, and the number of ``sequences``, in whole batches (0: all; default: all of your own text, 4 of a
+        corpus).
 
         Raises UserError for any other value.
         """
@@ -110,7 +113,7 @@ class LowPrecision(Probe):
         self._places: dict[tuple, Point] = {}
         if context.structure.carries_more:
             context.notes.append(
-                "low_precision: skips the hidden states and their loss, because the model has several streams."
+                "low_precision: Lamina skips the hidden states and their loss, because the model has several streams."
             )
         else:
             self._places = {(i, "block", "state", 0): point for i, point in context.structure.states().items()}
@@ -213,7 +216,7 @@ class LowPrecision(Probe):
             for kind, part in errors.groupby("format", sort=False)
             if part["value"].notna().any()
         ]
-        yield f"The largest relative error of a state, measured by token norm: {', '.join(largest)}."
+        yield f"The largest error of a state, relative to a token's norm: {', '.join(largest)}."
         over = states[(states["metric"] == "overflow_share") & (states["value"] > 0)]
         for kind, part in over.groupby("format", sort=False):
             yield f"{kind} overflows to inf in states {ranges(part['layer'])}."
@@ -231,7 +234,7 @@ class LowPrecision(Probe):
         losses = frame[frame["metric"] == "loss_increase"]
         if len(losses):
             each = ", ".join(f"{r.format} {r.value:+.3g}" for r in losses.itertuples())
-            yield f"If every state is rounded, the loss rises by (nats per token): {each}."
+            yield f"If Lamina rounds every state, the loss rises by (nats per token): {each}."
 
 
 def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
@@ -247,7 +250,7 @@ def _losses(context: Context, batches: Sequence[Mapping[str, torch.Tensor]], sca
         with torch.no_grad():
             plain = _loss(context, batches)
     except UserError as error:
-        context.notes.append(f"low_precision: no loss: {error}")
+        context.notes.append(f"low_precision: Lamina leaves out the loss: {error}")
         return
     yield (*of_model, "none", "loss", plain, math.nan)
 

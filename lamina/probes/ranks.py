@@ -1,4 +1,4 @@
-"""How many directions the hidden states of each layer use, and how far several streams stay distinct."""
+"""Measure how many directions the hidden states of each layer use, and how many of several streams stay distinct."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ METRICS = ("stable_rank", "effective_rank")
 
 @probe
 class Ranks(Probe):
-    """Stable and effective rank of each state's matrix X [tokens, channels] of one sequence, which is not centered.
+    """Stable and effective rank of each state's matrix X [tokens, channels] for one sequence. X is not centered.
 
-    With the singular values s of X, averaged over sequences (layer = state, role state):
+    With the singular values s of X, the metrics are (averaged over sequences; layer = state, role state):
 
     - stable_rank: sum s^2 / max s^2.
     - effective_rank: exp(-sum p ln p), p = s / sum s (Roy & Vetterli 2007).
 
-    Of several streams also role streams: effective_rank of the product of the matrices [n, n] with which the layers
-    0 ... ``layer`` mix the streams, averaged over tokens: 1 if only one mean of the streams is left, n if all are.
-    Norms on the streams are left out.
+    With several streams, role streams has the effective_rank of a product of matrices [n, n], averaged over tokens: the
+    matrices with which the layers 0 ... ``layer`` mix the streams. It is 1 if only one mean of the streams is left, and
+    n if all streams are distinct. It leaves out norms on the streams.
 
     Trap: a rank is at most the number of tokens, so compare sequences of one length.
     """
@@ -103,13 +103,13 @@ class Ranks(Probe):
 
 
 def effective_rank(singular: torch.Tensor) -> torch.Tensor:
-    """Return exp(-sum p ln p), p = s / sum s, of singular values [..., count]."""
+    """Return exp(-sum p ln p) with p = s / sum s, for singular values s [..., count]."""
     shares = singular.double() / singular.double().sum(-1, keepdim=True)
     return torch.special.entr(shares).sum(-1).exp()
 
 
 def composed_maps(context: Context, inputs: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return M_0 ... M_l [batch, tokens, n, n] by layer l, S' = M^T S; empty without several streams."""
+    """Return the products M_0 ... M_l [batch, tokens, n, n] by layer l, with S' = M^T S; empty for a single stream."""
     products: dict[int, torch.Tensor] = {}
     if not context.structure.carries_more:
         return products

@@ -1,4 +1,4 @@
-"""How many directions the embedding, the feed-forward's weights and its activations use."""
+"""Measure how many directions the embedding, the feed-forward's weights and its activations use."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ Key = tuple[int, str]  # layer, pre or post
 class Spectra(Probe):
     """Spectra of the embedding, of the feed-forward's projections and of its activations.
 
-    Rows of the model (layer -1):
-        role embedding: eigenvalue and eigenvalue_over_median (FuseNorm Fig 8) of the covariance of the embedding's
-            rows, centered over the whole vocabulary (the paper doesn't say of what), index = rank from 0, descending.
-        roles pre and post: the mean over the layers of each rank (FuseNorm Fig 11), and the number of tokens.
-    Rows of a layer, sublayer feed_forward:
-        role = a projection's path within the layer (``mlp.up_proj``): condition_number, s_max / s_min (FuseNorm Fig
-            10); of gate and up stacked in one matrix, each half by itself, ``[0]`` and ``[1]``, in the matrix' order.
-        roles pre (what goes into the nonlinearity) and post (what goes into the down-projection): hard_rank, soft_rank
-            (participation ratio and exp(entropy) of the covariance's eigenvalues, over D_ff, in [1 / D_ff, 1]), edr
-            (200 h s / (h + s)) and eee (the share of the top eigenvalues): the last two are our definitions.
+    Rows of the model (layer -1): role embedding: eigenvalue and eigenvalue_over_median (FuseNorm Fig 8) of the
+        covariance of the embedding's rows, centered over the whole vocabulary (the paper does not define the
+        covariance); index = rank from 0, descending. roles pre and post: the mean over the layers of each rank
+        (FuseNorm Fig 11), and the number of tokens.
+    Rows of a layer, sublayer feed_forward: role = a projection's path within the layer (``mlp.up_proj``):
+        condition_number, s_max / s_min (FuseNorm Fig 10). If one matrix stacks gate and up, each half has a row,
+        ``[0]`` and ``[1]`` in the matrix' order. roles pre (the nonlinearity's input) and post (the down-projection's
+        input): hard_rank, soft_rank (participation ratio and exp(entropy) of the covariance's eigenvalues, over D_ff,
+        in [1 / D_ff, 1]), edr (200 h s / (h + s)) and eee (the share of the top eigenvalues). The last two are our
+        definitions.
 
-    Traps: the covariance is centered (massive activations would make its first direction the whole of it), its rank is
-    at most tokens - 1 and the normalized ranks are biased low while tokens / D_ff is small, so with no more tokens than
-    D_ff they are refused (``few_tokens``: refuse | warn). One matrix of D_ff x D_ff in float64 is held for each layer
-    and role; if they would take more than ``memory`` GiB, layers take turns in repeated passes over the same text.
-    Experts have no ranks here: each sees few tokens. The covariances take the first batches until they have
-    ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text; by default all of your own, 4 of a
-    corpus).
+    Traps: the covariance is centered, because massive activations would otherwise be its whole first direction. Its
+    rank is at most tokens - 1, and the normalized ranks are biased low if tokens / D_ff is small. So Lamina rejects
+    D_ff tokens or fewer (``few_tokens``: refuse | warn). Each layer and role needs one matrix of D_ff x D_ff in
+    float64. If all matrices need more than ``memory`` GiB, Lamina measures the layers in groups, in repeated passes
+    over the same text. Experts have no ranks, since each sees few tokens. The covariances use the first batches until
+    they have ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text; default: all of your own
+    text, 4 for a corpus).
     """
 
     name = "spectra"
@@ -79,7 +79,7 @@ class Spectra(Probe):
         return 2.0 * min(context.tokens(), 8192)
 
     def begin(self, context: Context) -> None:
-        """Decide which covariances each pass gathers. Raises UserError if there is too little text for the ranks."""
+        """Choose the covariances that each pass gathers. Raises UserError if there is too little text for the ranks."""
         self._groups: list[dict[Key, Point]] = []
         self._covariances: dict[Key, Covariance] = {}
         self._ranks: dict[Key, dict[str, float]] = {}
@@ -101,7 +101,9 @@ class Spectra(Probe):
                 "(experts, or none), so Lamina leaves out their ranks and condition numbers"
             )
         if not self._widths:
-            context.notes.append("spectra: no dense feed-forward was found, so there are no ranks of its activations")
+            context.notes.append(
+                "spectra: Lamina found no dense feed-forward, so there are no ranks of its activations"
+            )
         # Images are cut into an unknown number of patches: their tokens are counted as they come.
         elif self._tokens_suffice(context, context.tokens() if context.reads_tokens else math.inf):
             budget, used = self.memory * 2**30, math.inf
@@ -129,7 +131,7 @@ class Spectra(Probe):
         if self.few_tokens == "warn":
             context.note(f"spectra: {text}")
             return True
-        message = f"spectra: {text} (allowed: more than {width} tokens: raise --sequences, or few_tokens=warn)"
+        message = f"spectra: {text}. Raise --sequences to get more than {width} tokens, or set few_tokens=warn."
         if context.strict:
             raise UserError(message)
         context.notes.append(f"{message}, so Lamina leaves out the ranks")
@@ -153,12 +155,14 @@ class Spectra(Probe):
         return 0 < self.tokens_per_channel * self._widths[key[0]] <= self._covariances[key].count
 
     def standard_error(self) -> float | None:
-        """Return infinity while too little text biases the ranks, which have no standard error."""
+        """Return infinity while there is so little text that the ranks are biased; ranks have no standard error."""
         enough = min(_ENOUGH, self.tokens_per_channel or _ENOUGH)
         return math.inf if self._groups and self._tokens < enough * max(self._widths.values()) else None
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """Diagonalize the covariances gathered, read the text again for the rest, and compute the weights' spectra."""
+        """Diagonalize the gathered covariances, read the text again for the others, and compute the weights'
+        spectra.
+        """
         rows = embedding_rows(context)
         for site in context.structure.layers:
             rows += condition_rows(site)
@@ -228,7 +232,9 @@ class Spectra(Probe):
             yield from chart(ranks, title, metric, caption, color="role")
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Return the spread of the embedding's eigenvalues, the worst conditioned layer, the mean ranks."""
+        """Report the spread of the embedding's eigenvalues, the layer with the worst condition number, and the mean
+        ranks.
+        """
         spectrum = frame[frame.metric == "eigenvalue_over_median"].value
         if len(spectrum):
             yield (
@@ -254,7 +260,9 @@ class Spectra(Probe):
 
 
 def embedding_rows(context: Context) -> list[Row]:
-    """Return the eigenvalues of the embedding rows' covariance, absolute and over their median; index = rank."""
+    """Return the eigenvalues of the embedding rows' covariance, as they are and divided by their median; index
+    = rank.
+    """
     weight = getattr(context.structure.embedding, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
         context.notes.append("spectra: the model has no token embedding, so Lamina leaves out its eigenvalues")
@@ -266,7 +274,10 @@ def embedding_rows(context: Context) -> list[Row]:
         )
     values = row_covariance_eigenvalues(weight)
     if not bool(values.isfinite().all()):
-        raise UserError("spectra: the embedding's covariance is not finite: its weights hold NaN or infinity")
+        raise UserError(
+            "spectra: the embedding's covariance is not finite, because the weights hold NaN or infinity. Choose "
+            "another checkpoint."
+        )
     median = float(values.quantile(0.5))
     rows = []
     for rank, value in enumerate(values.tolist()):
@@ -277,7 +288,9 @@ def embedding_rows(context: Context) -> list[Row]:
 
 
 def condition_rows(site: LayerSite) -> list[Row]:
-    """Return s_max / s_min of each projection of a layer's dense feed-forwards; a stacked gate and up count apart."""
+    """Return s_max / s_min of each projection of a layer's dense feed-forwards; stacked gate and up count
+    separately.
+    """
     rows: list[Row] = []
     for feed_forward in (sublayer.feed_forward for sublayer in site.sublayers if sublayer.feed_forward is not None):
         for path, module in (*feed_forward.up, feed_forward.down):
@@ -293,10 +306,10 @@ def condition_rows(site: LayerSite) -> list[Row]:
 
 
 class Covariance:
-    """The centered covariance of samples [n, channels] added batch by batch: one matrix of channels x channels.
+    """The centered covariance [channels, channels] of samples [n, channels] that come batch by batch.
 
-    Each batch's products are formed in float32 at least, about the first batch's mean, so a channel with a massive mean
-    costs the others no digits; they are summed in float64.
+    Lamina subtracts the first batch's mean and multiplies in at least float32, so a channel with a massive mean costs
+    the others no digits. The sum is in float64.
     """
 
     def __init__(self) -> None:
@@ -324,7 +337,7 @@ class Covariance:
     def matrix(self) -> torch.Tensor:
         """Return the sample covariance, divisor n - 1, [channels, channels] in float64. Needs two samples."""
         if self.count < 2:
-            raise ValueError(f"a covariance of {self.count} samples (needed: at least 2)")
+            raise ValueError(f"a covariance needs at least 2 samples, but there are {self.count}. Give more text.")
         mean = self._sum / self.count
         return (self._products - self.count * torch.outer(mean, mean)) / (self.count - 1)
 
@@ -346,14 +359,17 @@ def soft_rank(eigenvalues: torch.Tensor) -> float:
 
 
 def effective_dimension_ratio(hard: float, soft: float) -> float:
-    """Return 200 h s / (h + s), 100 times both ranks' harmonic mean (our definition; the paper's is not known)."""
+    """Return 200 h s / (h + s), 100 times the harmonic mean of both ranks (our definition, since the paper
+    gives none).
+    """
     return 200 * hard * soft / (hard + soft)
 
 
 def early_enrichment(eigenvalues: torch.Tensor) -> float:
-    """Return EEE = 2 / D sum_k (C_k - k / D), C_k the share of the k largest: 0 if all are equal, at most 1 - 1 / D.
+    """Return EEE = 2 / D sum_k (C_k - k / D), where C_k is the share of the k largest: 0 if all are equal, at most 1 -
+    1 / D.
 
-    Our definition of the spectral concentration, after Marbut et al. 2023; the paper's isn't known.
+    This is our definition of the spectral concentration, after Marbut et al. 2023, since the paper gives none.
     """
     values = eigenvalues.double().sort(descending=True).values
     count = len(values)

@@ -1,4 +1,4 @@
-"""How far each layer's weights have moved from the initial ones."""
+"""Measure how far each layer's weights have moved from the initial weights."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _first: weakref.WeakKeyDictionary[nn.Module, Weights] = weakref.WeakKeyDictionar
 
 @probe
 class WeightChange(Probe):
-    """FuseNorm's Eq 12 splits weights into the initial ones and the sum of all changes: W = W_init + dW.
+    """FuseNorm's Eq 12 splits weights into the initial weights and the sum of all changes: W = W_init + dW.
 
     - change_norm: ||dW||, the L2 norm of W - W_init.
-    - change_ratio: ||dW|| / ||W_init||; none where the initial weights are all 0.
+    - change_ratio: ||dW|| / ||W_init||; there is no row if all initial weights are 0.
 
-    Of a role's parameters (see ``gradients``), of a sub-layer or a layer (role ``all``, sublayer ``block`` for the
-    layer), and outside of the layers (layer -1, sublayer ``model``; role ``all`` is the whole model).
+    There are rows for a role's parameters (see ``gradients``); for a sub-layer or a layer (role ``all``, sublayer
+    ``block`` for the layer); and outside the layers (layer -1, sublayer ``model``; role ``all`` is the whole model).
 
     Args:
-        reference: the checkpoint with the initial weights, of the same architecture. By default, while a model trains,
-            the weights before its first step, of which a copy is held.
+        reference: a checkpoint of the same architecture with the initial weights. During training, the default is a
+            copy of the weights before the first step.
     """
 
     name = "weight_change"
@@ -48,7 +48,7 @@ class WeightChange(Probe):
         self.reference = reference
 
     def begin(self, context: Context) -> None:
-        """Find the initial weights. Raises UserError if they are unknown, or another model's."""
+        """Find the initial weights. Raises UserError if they are unknown, or belong to another model."""
         now: Weights = {name: p.detach() for name, p in context.model.named_parameters()}
         if self.reference is not None:
             self._initial = {name: p.detach() for name, p in load(self.reference).model.named_parameters()}
@@ -59,11 +59,14 @@ class WeightChange(Probe):
         else:
             raise UserError(
                 "weight_change: the initial weights are unknown. Pass reference=CHECKPOINT, or measure in a run "
-                "from its first step on (not resumed)"
+                "from its first step on."
             )
         for name, p in now.items():
             if name not in self._initial or self._initial[name].shape != p.shape:
-                raise UserError(f"weight_change: {name!r} is not in the reference, or of another shape")
+                raise UserError(
+                    f"weight_change: {name!r} is not in the reference, or has another shape. Give a reference of "
+                    "the same architecture."
+                )
 
     def measured(self, context: Context) -> Sample:
         return Sample(0, 0)  # of the weights alone
@@ -99,4 +102,4 @@ class WeightChange(Probe):
         yield f"All weights together have changed by {whole:.1%} of their initial norm."
         if len(layers):
             least, most = layers.idxmin(), layers.idxmax()
-            yield f"Layer {most} has changed most ({layers[most]:.1%}), layer {least} least ({layers[least]:.1%})."
+            yield f"Layer {most} has changed most ({layers[most]:.1%}), and layer {least} least ({layers[least]:.1%})."

@@ -1,4 +1,6 @@
-"""Figures and pages from the records of runs and studies. Loads neither torch nor transformers, and plotly late."""
+"""Figures and pages from the records of runs and studies. This package loads neither torch nor transformers, and plotly
+only when it draws.
+"""
 
 from __future__ import annotations
 

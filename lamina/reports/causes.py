@@ -1,6 +1,6 @@
-"""Causes of failures: the alarms of each cause, the change that helps, and a check of the cause.
+"""The causes of failures. Each has the alarms that it raises, changes that help, and a check.
 
-The probability of a sign under each cause is in the monitor's ``limits.json``, counted in runs that were broken on
+The monitor's ``limits.json`` has the probability of each sign under each cause. It comes from runs that we broke on
 purpose (tools/calibration/alarms.py).
 """
 
@@ -45,7 +45,9 @@ _AROUND = (16, 5)  # how many losses are compared: before the first alarm, and f
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that a run may have: its ``setting`` equals ``made`` or, for a number, lies above 0 and up to it."""
+    """A change that a run may already have: ``setting`` equals ``made`` or, for a number, is above 0 and at most
+    ``made``.
+    """
 
     text: str
     setting: str = ""
@@ -60,19 +62,19 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A kind of failure. Its texts may name ``{step}`` and ``{where}``, the place of the first anomaly.
+    """A kind of failure. The texts may contain ``{step}`` and ``{where}``, the step and location of the first anomaly.
 
     Attributes:
-        name: in the counts of signs.
-        finding: the cause as the title of a page, with its step.
-        meaning: what happens in it, in a sentence.
-        check: how to see in a few steps whether it is this one.
-        changes: what to change, most useful first, each with its source.
-        claims: studies of Lamina's own that tested one of these changes.
-        unlike: signs that exclude it.
-        proofs: signs that leave no other: what was measured is the cause itself.
-        in_half: the cause that looks the same in float16.
-        needs: the metric without whose records it is no cause.
+        name: the cause's name in the counts of signs.
+        finding: the cause with the step, as the title of a page.
+        meaning: a sentence on the mechanism.
+        check: how to find out in a few steps whether this is the cause.
+        changes: the changes that help, the most useful first, each with a source.
+        claims: Lamina's studies that tested one of these changes.
+        unlike: signs that exclude this cause.
+        proofs: signs that prove this cause, because they measure the cause itself.
+        in_half: the cause with the same signs in float16.
+        needs: the metric that a run must record before Lamina names this cause.
     """
 
     name: str
@@ -142,7 +144,7 @@ CAUSES = {
             finding="learning rate too high from step {step}",
             unlike=("telling: written",),
             proofs=("rate: jumped", "then rise learning_rate: yes"),
-            meaning="Each update moves the weights too far, so that the loss no longer falls.",
+            meaning="Each update moves the weights too far, so the loss no longer falls.",
             check="continue from a checkpoint before step {step} for 50 steps at a third of the learning rate: "
             "Lamina should raise no alarm",
             changes=(
@@ -161,7 +163,7 @@ CAUSES = {
         Cause(
             name="attention logits",
             finding="attention saturated from step {step}",
-            meaning="Attention looks at single tokens, so its softmax saturates and its gradient vanishes.",
+            meaning="Attention attends to single tokens, so its softmax saturates and its gradient vanishes.",
             check=(
                 "print the largest logit of each head in {where} for one batch, to see whether one head or all "
                 "heads saturate"
@@ -214,7 +216,7 @@ CAUSES = {
         Cause(
             name="not trained",
             finding="weights that do not move from step {step}",
-            meaning="These weights get a gradient, so most likely no optimizer has them.",
+            meaning="These weights get a gradient but do not move, so most likely no optimizer has them.",
             check="compare the ids of model.parameters() with those in optimizer.param_groups, and print requires_grad",
             changes=(
                 "give the optimizer the parameters of {where} after your last change of the model, because it "
@@ -362,12 +364,13 @@ class Signs:
     """The signs of a cause in a run's records.
 
     Attributes:
-        alarms: oldest first; of one step the one that explains most first.
-        rose: the first step at which the loss had risen; None if it never did.
+        alarms: the alarms, oldest first; within a step, the alarm that explains most comes first.
+        rose: the first step at which the loss had risen; None if it never rose.
         losses, rates: the training loss and the learning rate by step.
         half: whether the model computes in float16; None if unknown.
-        clock: the number of the record at each step, where records are apart: they are counted in place of steps.
-        view: which of another tool's records there are (``VIEWS``); empty for Lamina's own.
+        clock: the number of the record at each step, if there are gaps between records. Lamina then counts records, not
+            steps.
+        view: the kind of record that another tool made (``VIEWS``); empty for Lamina's records.
     """
 
     alarms: tuple[Alarm, ...]
@@ -384,7 +387,7 @@ class Signs:
 
     @cached_property
     def counted(self) -> Signs:
-        """The signs with records in place of steps."""
+        """The signs, with numbers of records in place of steps."""
         if not self.clock:
             return self
         steps = sorted(self.clock)
@@ -400,7 +403,7 @@ class Signs:
 
     @cached_property
     def first(self) -> Alarm | None:
-        """The alarm that explains most (``first_before``); a hard sign is not preceded by a single gradient."""
+        """The alarm that explains most (``first_before``). A single gradient does not come before a hard sign."""
         of = self.counted
         if (
             (first := first_before(of.alarms, of.rose)) is not None
@@ -415,7 +418,7 @@ class Signs:
 
     @cached_property
     def place(self) -> Alarm | None:
-        """The alarm that says where the fault is (``place_of``)."""
+        """The alarm that names the location of the fault (``place_of``)."""
         if self.first is None:
             return None
         of = self.counted
@@ -444,9 +447,10 @@ def _kind(alarm: Alarm) -> str:
 
 
 def signature(signs: Signs) -> dict[str, str]:
-    """Return the signs of a run's first alarm: its kind, place and time, the alarms with it, the loss and the rate.
+    """Return the signs of a run's first alarm: its kind, location and time, the alarms with it, the loss and the
+    learning rate.
 
-    Raises ValueError without an alarm.
+    Raises ValueError if there is no alarm.
     """
     if signs.first is None:
         raise ValueError("no alarm")
@@ -471,7 +475,7 @@ def signature(signs: Signs) -> dict[str, str]:
 
 
 def _rate_around(rates: Mapping[int, float], step: int) -> str:
-    """Say what the learning rate did up to a step: it "jumped" if it had been level and is a multiple at once."""
+    """Describe the learning rate up to a step: it "jumped" if it was level and then rose to a multiple in one step."""
     before = sorted(at for at in rates if at < step + EVENT)
     values = [rates[at] for at in before]
     if len(values) < 2:
@@ -485,7 +489,9 @@ def _rate_around(rates: Mapping[int, float], step: int) -> str:
 
 
 def rate_jump(signs: Signs) -> tuple[int, float, float] | None:
-    """Return where the learning rate jumped before the first alarm, and the rates before and after; None if not."""
+    """Return the step at which the learning rate jumped before the first alarm, with the values before and after; None
+    if it did not.
+    """
     if (first := signs.first) is None or signature(signs)["rate"] != "jumped":
         return None
     steps = sorted(signs.rates)
@@ -507,9 +513,10 @@ def _loss_around(losses: Mapping[int, float], step: int) -> str:
 
 
 def _jump(losses: Mapping[int, float], step: int) -> str:
-    """Say what follows a jump of the loss: it is "back" after a bad batch, "stays" with other data, or rises "again".
+    """Describe the loss after a jump: it is "back" after a bad batch, "stays" with other data, or rises "again".
 
-    It rises "again" if the weights were changed. Returns "no" without a jump, and "" if too few losses are known.
+    It rises "again" if something changed the weights. Returns "no" if there is no jump, and "" if there are too few
+    losses.
     """
     before = [losses[at] for at in sorted(losses) if at < step][-_AROUND[0] :]
     after = [losses[at] for at in sorted(losses) if at >= step][: _AROUND[0]]
@@ -527,14 +534,14 @@ def _jump(losses: Mapping[int, float], step: int) -> str:
 
 @dataclass(kw_only=True)
 class Learned:
-    """Counts of the signs of each cause, in runs broken on purpose.
+    """Counts of each cause's signs, in runs that we broke on purpose.
 
     Attributes:
-        runs: by cause.
-        seen: by cause and sign.
-        temper: by which the evidence of signs that hang together is divided.
-        sharp: by which all evidence is divided.
-        added: runs with equal parts of a sign's values that are added to those of each cause.
+        runs: the number of runs, by cause.
+        seen: the number of runs with a sign, by cause and sign.
+        temper: the divisor of the evidence from signs that depend on each other.
+        sharp: the divisor of all evidence.
+        added: the number of imaginary runs that Lamina adds to each cause, spread equally over a sign's values.
     """
 
     runs: Counter[str] = field(default_factory=Counter)
@@ -545,7 +552,7 @@ class Learned:
 
     @classmethod
     def read(cls, view: str = "") -> Learned:
-        """Read the counts from the monitor's limits.json, or those of histories that hold only what ``view`` says."""
+        """Read the counts from the monitor's limits.json. With ``view``, read the counts for histories of this kind."""
         record: Json = read_json(HISTORIES)["views"][view] if view else {"signatures": calibration()["signatures"]}
         signatures = record["signatures"]
         return cls(
@@ -569,10 +576,11 @@ class Learned:
         )
 
     def odds(self, signs: Mapping[str, str]) -> dict[str, float]:
-        """Return each cause's probability, most likely first; NOT_KNOWN's signs are half the causes', half uniform.
+        """Return each cause's probability, the most likely first. The signs of NOT_KNOWN are half as in the causes,
+        half uniform.
 
-        Naive Bayes with equal priors; ``added`` runs have equal parts of a sign's values. Signs hang together, so
-        the logarithms of most are divided by ``temper``. A sign that is unknown here is no evidence.
+        This is naive Bayes with equal priors, and with ``added`` runs spread equally over a sign's values. Most signs
+        depend on each other, so Lamina divides their logarithms by ``temper``. An unknown sign is no evidence.
         """
         values: dict[str, set[str]] = {}
         for counts in self.seen.values():
@@ -603,7 +611,9 @@ class Learned:
 
 
 def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, float]]:
-    """Return the first alarm's likely causes with odds: at most two, or "not known" alone; none without an alarm."""
+    """Return the first alarm's likely causes with odds: at most two, or only "not known". Without an alarm, the list is
+    empty.
+    """
     if signs.first is None:
         return []
     factors = signature(signs)
@@ -630,6 +640,6 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
 
 
 def open_changes(cause: Cause, settings: Json) -> list[str]:
-    """Return the changes that a run with these settings does not have yet, the most promising first."""
+    """Return the changes that a run with these settings does not have yet, the most useful first."""
     changes = [c if isinstance(c, Change) else Change(text=c) for c in cause.changes]
     return [change.text for change in changes if not change.is_made(settings)]

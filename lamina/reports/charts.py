@@ -1,4 +1,4 @@
-"""The kinds of charts: lines with error bands, alone or in panels, and heat maps that share one color scale."""
+"""The kinds of charts: lines with error bands in one panel or several, and heat maps that share one color scale."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Line:
     """A line of a chart.
 
     Attributes:
-        name: in the legend, escaped.
-        data_name: in the data that the page saves, escaped; by default its name.
-        notes: what the saved data say at its points.
-        group: lines of one group are hidden together; only one of them is in the legend.
-        legend: whether it is in the legend; None leaves it to plotly.
-        width: in pixels; None: plotly's own.
+        name: the name in the legend, escaped.
+        data_name: the name in the data that the page saves, escaped (default: ``name``).
+        notes: a text for each point in the saved data.
+        group: lines of one group hide together, and only one of them is in the legend.
+        legend: whether the line is in the legend; None leaves it to plotly.
+        width: the line's width in pixels; None: plotly's default.
         dash: plotly's name of a dash pattern.
-        markers: whether each point has a marker; of ``marker`` pixels, in the form ``symbol``.
-        hover: plotly's template for a point; None: no text.
-        band: its points and their lower and upper edge, of a band around it.
+        markers: whether each point has a marker; ``marker`` is its size in pixels, ``symbol`` its form.
+        hover: plotly's template for a point's text; None: no text.
+        band: a band around the line: the points, and the lower and upper edge there.
     """
 
     x: Values
@@ -88,7 +88,7 @@ def band(
     col: int | None = None,
     **more: object,
 ) -> None:
-    """Fill the area between two edges; ``more``: its group in the legend."""
+    """Fill the area between two edges; ``more`` may set the group in the legend."""
     figure.add_scatter(
         x=[*x, *x[::-1]],
         y=[*high, *low[::-1]],
@@ -105,7 +105,9 @@ def band(
 
 
 def line_of(item: Shown, x: Values, y: Values, **more: Any) -> Line:
-    """Return a line in the look of a placement, with its name, hidden with it; ``more``: other fields of ``Line``."""
+    """Return a line with a placement's look and name, which hides together with the placement. ``more`` sets other
+    fields of ``Line``.
+    """
     look = {"color": item.color, "dash": item.dash, "name": item.label, "group": item.label}
     return Line(x=x, y=y, **(look | more))
 
@@ -136,7 +138,7 @@ class Grid:
 def side_by_side(
     titles: Sequence[str], lines: Iterable[tuple[int, Line]], x: str, y: str, height: int = 430, *, log: bool = False
 ) -> Figure:
-    """Draw lines, each with the number of its panel from 1, in a row of panels that share their y axis."""
+    """Draw lines in a row of panels that share their y axis. Each line comes with the number of its panel, from 1."""
     figure = panels(1, len(titles), across=0.035, titles=titles, share_y="row")
     for panel, line in lines:
         line.draw(figure, 1, panel)
@@ -148,7 +150,7 @@ def side_by_side(
 
 
 def over_steps(lines_by_title: Mapping[str, Iterable[Line]], height: int) -> Figure | None:
-    """Draw panels over the steps side by side, by the titles of their y axes; None if there are none."""
+    """Draw panels over the steps side by side, given by the titles of their y axes; None if there are no panels."""
     if not lines_by_title:
         return None
     figure = panels(1, len(lines_by_title), across=0.08)
@@ -172,7 +174,7 @@ def reference(figure: Figure, x: Sequence[float], y: float, name: str) -> None:
 
 
 def against(x: str, y: str, lines: Iterable[Line], height: int = 340, *, unified: bool = False) -> Figure | None:
-    """Draw lines against ``x``; None if there are none. ``unified``: one text for all values at an x."""
+    """Draw lines against ``x``; None if there are no lines. With ``unified``, one text shows all values at an x."""
     figure = Figure()
     for line in lines:
         line.draw(figure)
@@ -191,14 +193,15 @@ def log_axis(figure: Figure) -> Figure:
 def heat_maps(
     maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, upwards: str, rightwards: str = "step"
 ) -> Figure | None:
-    """Draw tables as maps on one color scale: their rows upward, their columns to the right.
+    """Draw tables as maps on one color scale, with rows upward and columns to the right.
 
     Args:
-        maps: the title and the table of each, thinned to what a map can show; at least two columns each.
+        maps: the title and the table of each map, with at least two columns. Lamina thins a table to the size that a
+            map can show.
         quantity: the title of the color scale.
         log: whether the color scale is logarithmic.
-        upwards: what the rows are.
-        rightwards: what the columns are.
+        upwards: the name of the rows.
+        rightwards: the name of the columns.
     """
     drawn = [(title, cells) for title, table in maps if (cells := _cells(table, log)).shape[1] > 1]
     drawn = [(title, cells) for title, cells in drawn if cells.notna().to_numpy().any()]
@@ -244,7 +247,9 @@ def heat_maps(
 
 
 def series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values of a line; of very many steps, the lowest and the highest value of each few."""
+    """Return the steps and the values of a line. If there are very many steps, keep the lowest and highest value of
+    each few steps.
+    """
     steps = np.array(sorted(values), int)
     heights = np.array([values[step] for step in steps.tolist()], float)
     if len(steps) <= _MAX_POINTS:

@@ -1,4 +1,6 @@
-"""Figures of a quantity by layer and step: start and end of training, lines for a few steps, and heat maps."""
+"""Figures of a quantity by layer and step: at the start and end of training, as lines for a few steps, and as heat
+maps.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ class Quantity:
     """A quantity by depth and step.
 
     Attributes:
-        label: its name on the axes.
-        table: a trial's values: one row per layer, one column per step; empty if it has none.
-        by: what the depth counts.
+        label: the quantity's name on the axes.
+        table: a function that returns a trial's values: one row per layer, one column per step; empty if it has none.
+        by: the unit of depth, such as layers.
     """
 
     label: str
@@ -36,7 +38,9 @@ class Quantity:
 
 
 def over_seeds(item: Shown, quantity: Quantity) -> Frame:
-    """Return the mean over a placement's seeds (geometric on a logarithmic scale) at the steps that all logged."""
+    """Return the mean over a placement's seeds (geometric on a logarithmic scale), at the steps that all seeds
+    logged.
+    """
     tables = _tables(item, quantity)
     if len(tables) < 2 or any(not table.columns.equals(tables[0].columns) for table in tables):
         return tables[0] if tables else pd.DataFrame()
@@ -67,11 +71,11 @@ def _by_all_layers(tables: Sequence[Frame]) -> tuple[pd.Index, list[np.ndarray]]
 
 
 def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw a quantity against the depth at the first and at the last logged step, side by side on one scale.
+    """Draw a quantity against the depth at the first and the last logged step, side by side on one scale.
 
-    Between them stands the first record from the step on at which the first run went wrong.
+    If the first run went wrong, a panel between them shows the first record from that step on.
 
-    With several seeds: their (geometric) mean, and the range from the lowest seed to the highest as a band.
+    With several seeds, lines show the (geometric) mean, and bands the range from the lowest to the highest seed.
     """
     tables = [(item, pair) for item in items if (pair := _tables(item, quantity))]
     if not tables:
@@ -121,14 +125,18 @@ def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> 
 
 
 def heat_maps(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw a quantity by depth (upwards) and step (to the right): a map per placement, one color scale for all."""
+    """Draw a quantity by depth (upwards) and step (to the right), with a map per placement and one color scale
+    for all.
+    """
     maps = [(item.label, over_seeds(item, quantity)) for item in items]
     upwards = _axis(quantity, [table for _, table in maps])
     return charts.heat_maps(maps, quantity.label, log=quantity.log, upwards=upwards)
 
 
 def by_steps(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw a quantity against the depth, a line for each of a few steps (Peri-LN Fig 1, 6): a panel per placement."""
+    """Draw a quantity against the depth, with a line for each of a few steps (Peri-LN Fig 1, 6) and a panel per
+    placement.
+    """
     tables = [(item, table) for item in items if not (table := over_seeds(item, quantity)).empty]
     if not tables:
         return None

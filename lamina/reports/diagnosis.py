@@ -1,4 +1,4 @@
-"""A diagnosis: the likely cause of the first alarm, the evidence, and what to change.
+"""A diagnosis: the likely cause of the first alarm, the evidence, and the changes that help.
 
 The text needs neither pandas, plotly nor a reader of Parquet. ``pages.diagnosis`` draws the page.
 """
@@ -55,15 +55,15 @@ class Evidence(Signs):
     """The evidence in a run's records.
 
     Attributes:
-        rows: returns the run's rows of some metrics, by step.
-        notable: batches whose gradient stood out, and that nothing followed.
-        status: from result.json.
-        steps: the last recorded step.
-        names: the layers' paths in the model.
-        settings: of the run, as its config.yaml says them, and what was seen of a watched training's.
-        epochs: the epoch by step; empty where it is not recorded.
-        falls: steps of another tool's record at which the loss fell out of its noise.
-        batches: the rows of recorded batches, by step.
+        rows: a function that returns the run's rows of some metrics, by step.
+        notable: batches with an unusually large gradient, after which nothing went wrong.
+        status: the run's status in result.json.
+        steps: the last step in the record.
+        names: the paths of the layers in the model.
+        settings: the run's settings from config.yaml; for a watched training, the settings that Lamina saw.
+        epochs: the epoch by step; empty if the run did not record it.
+        falls: in another tool's record, the steps at which the loss fell by more than its noise.
+        batches: the rows of the recorded batches, by step.
     """
 
     rows: Rows
@@ -78,7 +78,7 @@ class Evidence(Signs):
 
     @property
     def imported(self) -> bool:
-        """Whether another tool recorded it."""
+        """Whether another tool recorded the run."""
         return bool(self.view)
 
     def holds(self, metric: str) -> bool:
@@ -87,7 +87,7 @@ class Evidence(Signs):
 
     @property
     def lead(self) -> int | None:
-        """How many steps the first alarm came before the loss rose."""
+        """The number of steps from the first alarm to the rise of the loss."""
         return None if self.rose is None or self.first is None else self.rose - self.first.step
 
 
@@ -106,8 +106,8 @@ def gather(folder: Path) -> Evidence:
         every += rows(["gradient_norm", "hidden_variance"])
     if not every:
         raise UserError(
-            f"run: {str(folder)!r} has no records by layer. Give the folder of lamina.watch, of "
-            "lamina.LayerMonitor, or of a training command"
+            f"run: {str(folder)!r} has no records by layer. Give the folder of lamina.watch, lamina.LayerMonitor or "
+            "a training command."
         )
     result = read_result(folder) or {}
     try:
@@ -150,7 +150,7 @@ def gather(folder: Path) -> Evidence:
 
 
 def failing_step(folder: Path) -> int | None:
-    """Return the step of a run's first anomaly; None without one, or without records by layer."""
+    """Return the step of a run's first anomaly; None if there is no anomaly, or no record by layer."""
     try:
         first = gather(folder).first
     except UserError:
@@ -164,9 +164,10 @@ def _view(metrics: Collection[str]) -> str:
 
 
 def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0.0) -> bool:
-    """Return whether all losses ``after`` lie above the lower of the medians of 16 and of 5 losses ``before``.
+    """Return whether all losses ``after`` are above the median of the last 16 or of the last 5 losses ``before``,
+    whichever is lower.
 
-    ``wanders`` is how far they may go by themselves (``wander_of``).
+    ``wanders`` is the change that is usual without a failure (``wander_of``).
     """
     if len(after) < AFTER or min(after) <= min(filter(math.isfinite, before[-BEFORE:]), default=math.inf) + _NATS:
         return False  # at once, as of most losses
@@ -216,9 +217,9 @@ def back_at(losses: Mapping[int, float], rose: int) -> int | None:
 
 
 def wander_of(losses: Sequence[float]) -> float:
-    """Return how far losses wander in 16 records beyond their trend, for those that are averaged or move slowly.
+    """Return how far losses usually move from their trend in 16 records, for losses that are averaged or move slowly.
 
-    Returns 0 where neighbors differ as much as losses that are 16 records apart: their noise says it all.
+    Returns 0 if neighboring losses differ as much as losses that are 16 records apart.
     """
     finite = [loss for loss in losses[-4 * BEFORE :] if math.isfinite(loss)]
     if len(finite) < 2 * BEFORE:
@@ -230,7 +231,9 @@ def wander_of(losses: Sequence[float]) -> float:
 
 
 def restarts(rates: Mapping[int, float]) -> list[int]:
-    """Return the steps at which the learning rate starts anew at a level that it had before, as cosines do."""
+    """Return the steps at which the learning rate restarts at an earlier level, as in cosine schedules with
+    restarts.
+    """
     steps, jumps, highest = sorted(rates), [], 0.0
     for before, step in pairwise(steps):
         highest = max(highest, rates[before])
@@ -242,11 +245,12 @@ def restarts(rates: Mapping[int, float]) -> list[int]:
 def loss_rise(
     losses: Mapping[int, float], alarms: Iterable[Alarm] = (), rates: Mapping[int, float] | None = None
 ) -> int | None:
-    """Return the first step at which a loss rose and stayed up, or was not finite; None if it never did.
+    """Return the first step at which the loss rose and stayed up, or was not finite; None if there is no such step.
 
-    It has risen at once where the next 3 losses lie above those before (``risen``), and slowly where it stays for 20
-    losses above its best by 0.5 nats and its noise, as the guard judges it. Losses are counted, not steps. With
-    ``rates``, those of another tool's record, a loss may wander, and rise by up to a nat where the rate starts anew.
+    A sudden rise means that the next 3 losses are above the losses before (``risen``). A slow rise means that 20 losses
+    stay above the lowest by 0.5 nats plus the noise, as in the guard. Lamina counts losses, not steps. ``rates`` are
+    the learning rates in another tool's record. With them, the loss may wander, and rise by up to a nat where the
+    learning rate restarts.
     """
     steps = sorted(losses)
     if rates is None:
@@ -290,10 +294,10 @@ _SHOWN = 12  # alarms
 _CHANGES = 3  # at most
 _BATCHES, _ROWS = 3, 4  # batches of which the text is shown, and rows of each
 _SMALL = (
-    "Lamina knows the causes from small models that were broken on purpose, so look at the charts before you act "
+    "Lamina knows the causes from small models that we broke on purpose, so check the charts before you act "
     "(docs/loss-spiked.md)."
 )
-_ODDS = "Lamina counted these odds in records of small models that were broken on purpose (docs/loss-spiked.md)."
+_ODDS = "Lamina counted these odds in records of small models that we broke on purpose (docs/loss-spiked.md)."
 _RECORDED = {
     "loss": "the loss alone fits",
     "norm": "the loss and the gradient norm fit",
@@ -309,10 +313,10 @@ class Answer:
     """A diagnosis in sentences.
 
     Attributes:
-        cause: the likely cause with its step, or that there is none.
-        evidence: what the loss did, the first anomaly and what followed.
-        changes: what to change, most useful first, and how to check the cause.
-        notes: what else the record and Lamina's studies show, and how far to trust the answer.
+        cause: the likely cause with its step, or a sentence that there is none.
+        evidence: the course of the loss, the first anomaly and the next anomalies.
+        changes: the changes that help, the most useful first, and how to check the cause.
+        notes: other facts from the record and from Lamina's studies, and how far to trust the answer.
     """
 
     cause: list[str]
@@ -326,12 +330,14 @@ class Answer:
 
 
 def sentences(evidence: Evidence) -> list[str]:
-    """Return the likely cause with its step, the evidence, what to change, and how to check it."""
+    """Return the sentences of the diagnosis: the likely cause with its step, the evidence, the changes, and the
+    check.
+    """
     return answer(evidence).sentences
 
 
 def headline(evidence: Evidence) -> str:
-    """Return the finding in a line: the cause, as likely unless the record proves it, or the first anomaly."""
+    """Return the finding in a line: the cause (called likely unless the record proves it), or the first anomaly."""
     first = evidence.first
     if first is None and evidence.rose is None:
         spike = next(iter(spikes_of(evidence.losses)), None)
@@ -347,7 +353,7 @@ def headline(evidence: Evidence) -> str:
 
 
 def answer(evidence: Evidence) -> Answer:
-    """Diagnose a run from the evidence in its records."""
+    """Return the diagnosis of a run from the evidence in its records."""
     first, rose = evidence.first, evidence.rose
     spikes = spikes_of(evidence.losses) if rose is None else {}
     course = [*_back(evidence, spikes), _course(evidence)] if spikes else [_course(evidence), *_back(evidence, {})]
@@ -564,7 +570,7 @@ def _rows(evidence: Evidence) -> list[str]:
 
 
 def epoch_stairs(evidence: Evidence) -> dict[int, int]:
-    """Return the steps at which epochs begin with a fall of the loss, by epoch; empty without such stairs."""
+    """Return the steps at which an epoch begins with a fall of the loss, by epoch; empty if there are none."""
     steps = sorted(step for step in evidence.losses if step in evidence.epochs)
     values = [evidence.losses[step] for step in steps]
     epochs = {}

@@ -1,4 +1,4 @@
-"""Figures of training: loss against tokens, the metrics of a run by step, and loss against learning rate."""
+"""Figures of training: loss against tokens, a run's metrics by step, and loss against learning rate."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _ENDS = {
 def loss_curves(
     items: Sequence[Shown], unit: str = "nats per token", known: Mapping[str, float] | None = None
 ) -> Figure | None:
-    """Draw training loss (thin) and eval loss (points) against tokens; ``known``: losses to compare with, by name.
+    """Draw training loss (thin) and eval loss (points) against tokens. ``known`` has losses to compare with, by name.
 
-    Over several seeds the eval loss is the mean of those that finished, in a band of one standard deviation. The page
-    can also draw it against FLOPs and seconds: ``layout.meta.against`` has the factors of each trace's tokens.
+    With several seeds, the eval loss is the mean of the finished seeds, in a band of one standard deviation. The page
+    can also draw the losses against FLOPs and seconds: ``layout.meta.against`` has the factors on each trace's tokens.
     """
     figure, evaluated, trained = Figure(), [], []
     factors: list[dict[str, float]] = []
@@ -114,7 +114,7 @@ def _frame_losses(
 
 
 def per_token(trials: Sequence[Trial]) -> dict[str, float]:
-    """Return FLOPs and seconds per token, averaged over runs, without a unit that one of the runs lacks."""
+    """Return FLOPs and seconds per token, averaged over runs. A unit that one of the runs lacks is left out."""
     units: dict[str, list[float]] = {"FLOPs": [], "seconds": []}
     for trial in trials:
         tokens, flops = trial.result.get("tokens"), trial.result.get("flops")
@@ -138,7 +138,7 @@ def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
 
 
 def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> Figure | None:
-    """Draw the loss on the second corpus against tokens, averaged over the seeds; None if no run has one."""
+    """Draw the loss on the second corpus against tokens, averaged over the seeds; None if no run has this loss."""
     lines = [
         line_of(
             item,
@@ -156,7 +156,7 @@ def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> Figure 
 
 
 def task_scores(items: Sequence[Shown]) -> Figure | None:
-    """Draw the scores on --eval-tasks against tokens, a line per task and trial; None if no run has any."""
+    """Draw the scores on --eval-tasks against tokens, with a line per task and trial; None if no run has scores."""
     every = [scores for item in items for trial in item.trials for _, scores in trial.task_scores]
     tasks = dict.fromkeys(task for scores in every for task in scores)
     shades = colors(list(tasks)) if len(items) == 1 else {}
@@ -180,7 +180,7 @@ def task_scores(items: Sequence[Shown]) -> Figure | None:
 
 
 def course(item: Shown) -> Figure | None:
-    """Draw one run's learning rate and whole gradient norm (before clipping) against the steps."""
+    """Draw one run's learning rate and total gradient norm (before clipping) against the steps."""
     panels, steep = {}, False
     for column, title in (("learning_rate", "learning rate"), ("grad_norm", "gradient norm")):
         steps, values = thin(item.trials[0].known("step", column), _TRAIN_POINTS)
@@ -195,7 +195,9 @@ def course(item: Shown) -> Figure | None:
 
 
 def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> Figure | None:
-    """Draw the finished seeds' mean eval loss against the learning rate; unfinished trials are at the top edge."""
+    """Draw the mean eval loss of the finished seeds against the learning rate; unfinished trials are at the top
+    edge.
+    """
     rates = by_rate(results[np.isfinite(results["learning_rate"])])
     if rates.empty or rates["learning_rate"].nunique() < 2:
         return None

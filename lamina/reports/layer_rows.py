@@ -1,6 +1,6 @@
-"""A run's rows by layer, as its page draws them: for a long run, at evenly spaced steps of each metric.
+"""A run's rows by layer, as its page draws them. For a long run, these are evenly spaced steps of each metric.
 
-Lamina reads the parts one after another, so that memory grows with the chart and not with the record.
+Lamina reads the parts one after another, so memory grows with the chart and not with the record.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ Columns = dict[str, np.ndarray]
 
 
 class Layout:
-    """What the rows of a run are of, without their values: runs that recorded the same share one.
+    """The layers, metrics and steps of a run's rows, without the values. Runs that recorded the same rows share a
+    layout.
 
     Args:
-        columns: step, layer, sublayer, role, index and metric of each row, texts as their order in ``names``.
-        names: every text of the rows.
+        columns: step, layer, sublayer, role, index and metric of each row; a text is given as its position in
+            ``names``.
+        names: all texts in the rows.
     """
 
     def __init__(self, columns: Columns, names: Sequence[str]):
@@ -44,7 +46,7 @@ class Layout:
 
     @cached_property
     def series(self) -> dict[tuple[str, str, str, int], np.ndarray]:
-        """Where the rows of each metric, role, sub-layer and index are."""
+        """The positions of the rows, by metric, role, sub-layer and index."""
         columns = [self.columns[name] for name in ("metric", "role", "sublayer", "index")]
         keys = np.ravel_multi_index(columns, [1 + int(column.max(initial=0)) for column in columns])
         _, first, of = np.unique(keys, return_index=True, return_inverse=True)
@@ -61,7 +63,7 @@ class Layout:
 
     @cached_property
     def places(self) -> list[tuple[str, tuple[str, str, int]]]:
-        """The metric, and the role, the sub-layer and the index, of each series within the layers, sorted."""
+        """The metric, role, sub-layer and index of each series within the layers, sorted."""
         inside = self.columns["layer"] >= 0
         found = (
             (metric, (role, sub, index)) for (metric, role, sub, index), at in self.series.items() if inside[at].any()
@@ -75,7 +77,7 @@ class Layout:
         sublayers: Collection[str] | None = None,
         index: int | None = None,
     ) -> np.ndarray:
-        """Return where the rows are, in the order in which they were recorded."""
+        """Return the positions of the rows, in the order of recording."""
         found = [
             at
             for (name, of_role, sublayer, number), at in self.series.items()
@@ -87,7 +89,7 @@ class Layout:
         return np.sort(np.concatenate(found)) if found else np.zeros(0, int)
 
     def outside(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return where a metric's rows outside the layers and the embedding are, and the role of each."""
+        """Return the positions and roles of a metric's rows outside the layers and the embedding."""
         if metric in self._outside:
             return self._outside[metric]
         found = [
@@ -106,7 +108,7 @@ class Layout:
     def by_depth(
         self, metric: str, role: str, sublayers: tuple[str, ...], index: int | None, embedding: bool
     ) -> tuple[np.ndarray, ByDepth]:
-        """Return where the rows of a quantity are, and their table without values, see ``LayerRows.table``."""
+        """Return the positions of a quantity's rows, and their table without values (see ``LayerRows.table``)."""
         key = (metric, role, sublayers, index, embedding)
         if key not in self._by_depth:
             at = self.where(metric, role, sublayers, index)
@@ -117,14 +119,14 @@ class Layout:
 
 
 class ByDepth:
-    """Turns the values of rows into a table: one row per layer (-1: the embedding), one column per step."""
+    """Turns the values of rows into a table with one row per layer (-1: the embedding) and one column per step."""
 
     def __init__(self, layers: np.ndarray, steps: np.ndarray):
         (rows, self._row), (columns, self._column) = (np.unique(of, return_inverse=True) for of in (layers, steps))
         self._layers, self._steps = pd.Index(rows, name="layer"), pd.Index(columns, name="step")
 
     def table(self, values: np.ndarray) -> Frame:
-        """The last value of a layer and step counts. Layers without a value are left out."""
+        """The table of values. The last value of a layer and step counts, and layers without a value are left out."""
         table = np.full((len(self._layers), len(self._steps)), np.nan)
         known = ~np.isnan(values)
         table[self._row[known], self._column[known]] = values[known]
@@ -149,11 +151,11 @@ def _layout(columns: Columns, names: Sequence[str]) -> Layout:
 
 
 class LayerRows:
-    """The rows of layers/ that a page may draw: all that are outside the layers, and those of some steps within them.
+    """The rows of layers/ that a page may draw: all rows outside the layers, and the layers' rows at some steps.
 
     Args:
-        folder: of the run; parts that can't be read are left out with a warning.
-        failed: the step at which the run went wrong: the first record of each metric from there on is read, too.
+        folder: the run's folder; Lamina leaves out unreadable parts with a warning.
+        failed: the step at which the run went wrong; Lamina also reads each metric's first record from this step on.
     """
 
     def __init__(self, folder: Path, failed: int | None = None):
@@ -195,13 +197,13 @@ class LayerRows:
         return {"step": self._layout.columns["step"][at][kept], "role": roles[kept], "value": values[kept]}
 
     def places(self, metric: str) -> list[tuple[str, str, int]]:
-        """Return the role, the sub-layer and the index of each of a metric's series within the layers, sorted."""
+        """Return the role, sub-layer and index of each series of a metric within the layers, sorted."""
         return [place for name, place in self._layout.places if name == metric]
 
     def table(
         self, metric: str, role: str, sublayers: Collection[str], index: int | None = None, *, embedding: bool = False
     ) -> Frame:
-        """Return a quantity by layer and step, see ``ByDepth``; with the rows of layer -1 only for ``embedding``."""
+        """Return a quantity by layer and step (see ``ByDepth``). Rows of layer -1 are there only with ``embedding``."""
         key = (metric, role, tuple(sublayers), index, embedding)
         if key not in self._tables:
             at, by_depth = self._layout.by_depth(*key)

@@ -1,4 +1,4 @@
-"""The page's sections about the layer monitor's records, built from the table of metrics."""
+"""The sections of a page about the layer monitor's records, from the table of metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MISSING = '<p class="none">This folder has no records by layer.</p>'
 def sections(items: Sequence[Shown]) -> list[Section]:
     """Return the sections of the metrics that these trials recorded.
 
-    The first chart of two sections is open, and all others are folded.
+    In two sections the first chart is open. All other charts are folded.
     """
     html, opened = dict.fromkeys(SECTIONS, ""), dict.fromkeys(SECTIONS, "")
     for metric in METRICS.values():

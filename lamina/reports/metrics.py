@@ -24,15 +24,16 @@ class Metric:
     """A metric of layers/*.parquet.
 
     Attributes:
-        name: in the table's column ``metric``.
-        section: the section of the page that draws it, a key of ``SECTIONS``.
-        title: above its charts.
-        quantity: on their axes.
-        caption: how to read them.
-        over_steps: how to read its maps over the steps.
-        folded: whether its charts start folded; then those of whole blocks are left out.
-        by_index: whether it is recorded for every expert: the charts show each layer's largest value over the mean.
-        limit: a level that its chart marks, with the level's name.
+        name: the name in the table's column ``metric``.
+        section: the section of the page that draws the metric, a key of ``SECTIONS``.
+        title: the title above the charts.
+        quantity: the text on the charts' axes.
+        caption: how to read the charts.
+        over_steps: how to read the maps over the steps.
+        folded: whether the charts start folded. If so, the page leaves out the charts of whole blocks.
+        by_index: whether there is a value for every expert. If so, the charts show each layer's largest value divided
+            by the mean.
+        limit: a level that the chart marks, with the level's name.
     """
 
     name: str
@@ -94,8 +95,8 @@ METRICS = {
                limit=(65504, "FP16's limit, 65,504"), caption=(
             "The 100 largest |x| of the embedded tokens and of the residual stream after all sub-layers, on the "
             "monitor's held-out blocks (Peri-LN, Figure 11). The line is the largest value, and the band reaches "
-            "down to the 100th. Lamina measures in float32. A value above the dashed line would be infinite in "
-            "FP16, but not in BF16."
+            "down to the 100th largest. Lamina measures in float32. A value above the dashed line would be "
+            "infinite in FP16, but not in BF16."
         )),
         Metric("hidden_abs_max", "Magnitudes", "Largest |x| by layer", "largest |x|", caption=(
             "Largest magnitude of the residual stream after each block. A jump at one layer that all later "

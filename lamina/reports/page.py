@@ -1,4 +1,4 @@
-"""The page: one file that loads nothing from a server, which its content security policy forbids."""
+"""The page: one file that loads nothing from a server. Its content security policy forbids it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ASSETS = files("lamina.reports") / "assets"
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. ``html`` is trusted: its builder escapes what users wrote."""
+    """A part of the page. The page trusts ``html``, so its builder must escape users' texts."""
 
     name: str
     title: str
@@ -37,14 +37,14 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        """The anchor in the page's navigation."""
+        """The section's anchor for the page's navigation."""
         return re.sub(r"[^a-z]+", "-", self.name.lower())
 
 
 def write_page(
     folder: Path, *, title: str, facts: Sequence[str], command: object, sections: Iterable[Section], name: str = PAGE
 ) -> Path:
-    """Write a folder's page whole or not at all; sections without content and empty facts are left out."""
+    """Write a folder's page completely or not at all. Sections without content and empty facts are left out."""
     parts = [section for section in sections if section.html]
     damage = faults(folder)
     for line in damage:
@@ -74,20 +74,20 @@ def _said_once(parts: Sequence[Section]) -> list[str]:
 
 
 def prose(texts: Iterable[str], colors: Mapping[str, str], kind: str = "") -> str:
-    """Return plain sentences as paragraphs of a CSS class, with the placements' names in their colors."""
+    """Return plain sentences as paragraphs with a CSS class, and with placements' names in their colors."""
     start = f'<p class="{kind}">' if kind else "<p>"
     return "".join(f"{start}{_names(escape(text), colors)}</p>" for text in texts)
 
 
 def callouts(texts: Iterable[str]) -> str:
-    """Return warnings as HTML; a command-line flag is set as code, with its value."""
+    """Return warnings as HTML. A command-line flag and its value appear as code."""
     flag = r"(--[a-z-]+(?: (?:[\d.,e-]+\d|same:\w+|recommended\b))?)"
     marked = (re.sub(flag, r"<code>\1</code>", escape(text)) for text in texts)
     return "".join(f'<p class="notice">{text}</p>' for text in marked)
 
 
 def figure(chart: Figure | None, caption: str, heading: str = "") -> str:
-    """Return a figure with its caption below, empty without a chart."""
+    """Return a figure with its caption below; an empty text if there is no chart."""
     if chart is None:
         return ""
     top = f"<h3>{escape(heading)}</h3>" if heading else ""
@@ -95,12 +95,12 @@ def figure(chart: Figure | None, caption: str, heading: str = "") -> str:
 
 
 def details(summary: str, html: str) -> str:
-    """Return a part that starts folded, empty without content."""
+    """Return a part that starts folded; an empty text if there is no content."""
     return f"<details><summary>{escape(summary)}</summary>{html}</details>" if html else ""
 
 
 def moment(created: object) -> str:
-    """Return when a record was written, in UTC to the minute; a text that is no ISO date is returned unchanged."""
+    """Return a record's time in UTC, to the minute. A text that is no ISO date stays unchanged."""
     text = str(created or "")
     if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
         return text  # a date alone has no time of day
@@ -122,7 +122,9 @@ def words(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def packed_plotly() -> str:
-    """Return plotly.js with only the figures' kinds of traces, gzipped, as base64: a third of the full size."""
+    """Return plotly.js with only the kinds of traces in the figures, gzipped, as base64. It has a third of the full
+    size.
+    """
     return base64.b64encode(_ASSETS.joinpath("plotly-cartesian.min.js.gz").read_bytes()).decode()
 
 

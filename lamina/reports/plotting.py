@@ -1,7 +1,7 @@
-"""A figure as plotly.js draws it: traces and a layout in plain dictionaries.
+"""A figure for plotly.js: traces and a layout in plain dictionaries.
 
-It has the methods of plotly's ``Figure`` that the pages need. Plotly's class checks every property, which took two
-thirds of the time for a page.
+The class has the methods of plotly's ``Figure`` that the pages need. It avoids plotly's checks of every property, which
+took two thirds of the time for a page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN = ("range",)  # properties in which plotly.js reads no packed arrays
 
 
 class Figure:
-    """Traces and a layout; its methods change it and return it, and take None for "not set".
+    """Traces and a layout. The methods change and return the figure; an argument of None means "not set".
 
     Args:
         data: the traces.
@@ -44,7 +44,7 @@ class Figure:
         return self._add("heatmap", row, col, trace)
 
     def add_hline(self, y: float, line: Json, text: str = "", font: Json | None = None) -> Self:
-        """Add a level line across a figure without panels, with a text below its left end."""
+        """Add a level line across a figure without panels, with a text below the line's left end."""
         place = {"xref": "x domain", "yref": "y"}
         self._append("shapes", {"type": "line", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line, **place})
         if text:
@@ -77,7 +77,7 @@ class Figure:
         return [axis for name, axis in self.layout.items() if re.fullmatch(f"{letter}axis\\d*", name)]
 
     def to_json(self) -> str:
-        """Return the figure as JSON, its arrays of numbers packed; NaN and infinities become null."""
+        """Return the figure as JSON, with packed arrays of numbers; NaN and infinities become null."""
         packed = {"data": [_packed(trace) for trace in self.data], "layout": _packed(self.layout)}
         text = json.dumps(packed, separators=(",", ":"), default=lambda value: value.tolist())
         if "NaN" in text or "Infinity" in text:  # perhaps only in a text
@@ -125,12 +125,12 @@ def panels(
     share_x: bool = False,
     share_y: str = "",
 ) -> Figure:
-    """Return a figure of panels, row by row from the top, the axes of each numbered as plotly numbers them.
+    """Return a figure of panels, row by row from the top, with axes numbered as in plotly.
 
     Args:
-        rows, cols: their numbers.
-        across, down: the share of the figure between two.
-        titles: above each panel.
+        rows, cols: the numbers of rows and columns.
+        across, down: the gap between two panels, as a share of the figure.
+        titles: the text above each panel.
         share_x: whether the panels of a column share their x axis.
         share_y: "row" or "all": which panels share their y axis.
     """

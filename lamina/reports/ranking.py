@@ -1,7 +1,7 @@
 """The ranking: one row per placement at its best learning rate, sorted by eval loss, with warnings about its limits.
 
-Lamina ranks only placements that beat a bigram table of their text. A model that does not beat it makes no use of its
-depth, so its result shows nothing about the norms.
+Lamina ranks only placements that beat a bigram table of their text. A model that does not beat this table makes no use
+of its depth, so its result shows nothing about the norms.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ ONE_SEED = "One seed cannot show which differences are noise. Add --seeds 0,1,2.
 def summarize(results: Frame) -> Frame:
     """Return one row per placement at its best learning rate, sorted by the mean eval loss of the finished seeds.
 
-    The best rate is the one with the lowest mean among those at which every seed finished (if there is none:
-    at which the most did), so that a rate cannot win by losing its bad seeds. Then come those that finished above the
-    loss of a bigram table, then placements without a finished seed: short, stuck, interrupted, diverged, failed, and by
-    eval loss within each. ``eval_loss_std`` is over finished seeds (ddof 1), NaN for fewer than two.
+    The best learning rate has the lowest mean among the rates at which every seed finished, or else at which most seeds
+    finished. So a rate cannot win because its bad seeds failed. After the ranked placements come placements that
+    finished above the loss of a bigram table. Then come placements without a finished seed: short, stuck, interrupted,
+    diverged, failed, and by eval loss within each status. ``eval_loss_std`` is over the finished seeds (ddof 1), NaN
+    for fewer than two.
 
-    Returns columns rank (NaN for what finished above a bigram table or did not finish), placement, learning_rate,
-    learning_rates (how many were tried), seeds, finished, status (the worst), status_text ("finished", "2/3 finished,
-    1 diverged"), eval_loss, eval_loss_std, reason, and every other aggregated column of ``lamina.jobs.columns``.
+    The columns are rank (NaN for a placement that did not finish, or finished above a bigram table), placement,
+    learning_rate, learning_rates (the number of rates), seeds, finished, status (the worst), status_text ("finished",
+    "2/3 finished, 1 diverged"), eval_loss, eval_loss_std, reason, and every other aggregated column of
+    ``lamina.jobs.columns``.
     """
     rows = []
     for _, group in complete(results).groupby("placement", sort=False):
@@ -53,12 +55,14 @@ def summarize(results: Frame) -> Frame:
 
 
 def is_ranked(row: Json) -> bool:
-    """Return whether a placement finished, and not above the loss of a bigram table."""
+    """Return whether a placement finished below the loss of a bigram table."""
     return bool(row["finished"]) and not is_above_bigram(row)
 
 
 def is_above_bigram(row: Json) -> bool:
-    """Return whether a row's eval loss is known to be no lower than a bigram table's; older rows lack it."""
+    """Return whether a row's eval loss is at least a bigram table's loss; False for older rows, which lack this
+    loss.
+    """
     return row["eval_loss"] >= row["bigram_entropy"]
 
 
@@ -104,11 +108,12 @@ def notices(
     recommended: Mapping[str, str] | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """List the warnings: differing initializers, too few rates or seeds, edges of a sweep, cut trials.
+    """List the warnings: different initializers, too few learning rates or seeds, a best rate at the edge, interrupted
+    trials.
 
-    ``summary`` is that of ``summarize``; ``recommended`` the initializer that each placement's plan names, if known;
-    ``settings`` those of the study, which give the width.
-    Plain text: whoever puts it into a page escapes it.
+    ``summary`` comes from ``summarize``. ``recommended`` has the initializer that each placement's plan names, if
+    known. ``settings`` are the study's settings, with the width. The warnings are plain text, so a page must escape
+    them.
     """
     rows = rows_of(summary)
     compared = [
@@ -125,7 +130,7 @@ def notices(
 
 
 def listed(parts: Sequence[str]) -> str:
-    """Join the parts: ``a``, ``a and b``, ``a, b and c``."""
+    """Join the parts as ``a``, ``a and b``, or ``a, b and c``."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -159,9 +164,9 @@ def _widths(rows: list[Json], settings: Mapping[str, object]) -> list[str]:
         return []
     misfits = {str(row["init"]): misfit for row in rows if (misfit := unsuited(str(row["init"]), width)) is not None}
     return [
-        f"The initializer {init} has a standard deviation of {std:.3g} in the blocks, but width {width} needs "
-        f"about {suited:.3g}. At this distance, the initializer matters more than the placement. To suit any "
-        f"width, add --init {SAME}{SUITS}"
+        f"The initializer {init} has a standard deviation of {std:.3g} in the blocks, but width {width} needs about "
+        f"{suited:.3g}. With such a difference, the initializer matters more than the placement. To suit any width, "
+        f"add --init {SAME}{SUITS}"
         for init, (std, suited) in misfits.items()
     ]
 
@@ -176,7 +181,8 @@ def _rates(rows: list[Json]) -> str:
         )
     tried = listed([f"{name} {count}" for name, count in counts.items()])
     unequal = (
-        f"The placements had different numbers of learning rates ({tried}), which favors placements with more rates."
+        f"The placements had different numbers of learning rates ({tried}), which favors placements with more "
+        "learning rates."
     )
     return unequal * (len(set(counts.values())) > 1)
 

@@ -1,4 +1,4 @@
-"""Reading of a run's or a study's files. The page skips missing or cut-off data without an error."""
+"""Read a run's or a study's files. A page leaves out missing or incomplete data without an error."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ _METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run's folder. Its tables are empty if the files are missing.
+    """One run's folder. A table is empty if its file is missing.
 
     Attributes:
-        failed: the step at which the run went wrong, which its charts show; None if it did not, or if nobody asks.
+        failed: the step at which the run went wrong, which the charts show; None if it did not go wrong, or the caller
+            does not need it.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Trial:
 
     @cached_property
     def lines(self) -> list[Json]:
-        """The records of metrics.jsonl; damaged lines are left out."""
+        """The records of metrics.jsonl, without damaged lines."""
         return RunFolder(self.folder).metrics
 
     @cached_property
@@ -64,14 +65,14 @@ class Trial:
         return {name: _numbers([line.get(name, math.nan) for line in self.lines]) for name in _METRICS}
 
     def known(self, *columns: str) -> list[np.ndarray]:
-        """Return columns of ``metrics`` without the lines in which one is NaN."""
+        """Return columns of ``metrics``, without lines in which one of these columns is NaN."""
         found = [self.metrics[name] for name in columns]
         kept = ~np.any([np.isnan(values) for values in found], axis=0)
         return [values[kept] for values in found]
 
     @cached_property
     def task_scores(self) -> list[tuple[float, dict[str, float]]]:
-        """Tokens trained on and the scores by task, of each evaluation with --eval-tasks."""
+        """The tokens so far and the scores by task, for each evaluation with --eval-tasks."""
         return [(line["tokens"], line["tasks"]) for line in self.lines if isinstance(line.get("tasks"), dict)]
 
     @cached_property
@@ -94,12 +95,12 @@ class Trial:
 
     @cached_property
     def layers(self) -> LayerRows:
-        """The monitor's rows that a page may draw."""
+        """The layer monitor's rows that a page may draw."""
         return LayerRows(self.folder, self.failed)
 
     @cached_property
     def probes(self) -> dict[str, Frame]:
-        """Scheduled probes' results (probes/NAME/part-*.parquet): their columns and ``step``, by probe."""
+        """The results of scheduled probes (probes/NAME/part-*.parquet), by probe: the probe's columns and ``step``."""
         folders = sorted(self.folder.glob("probes/*/"))
         return {folder.name: _parts(sorted(folder.glob("part-*.parquet"))) for folder in folders}
 
@@ -110,7 +111,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study's folder, or a single run's folder seen as a study of one trial."""
+    """A study's folder, or a single run's folder as a study of one trial."""
 
     folder: Path
     header: Json
@@ -120,25 +121,29 @@ class Study:
 
     @property
     def environment(self) -> Json:
-        """The machine and versions, of the first trial that has them."""
+        """The machine and the versions, from the first trial that has them."""
         return next((t.environment for t in self.trials if t.environment), {})
 
 
 def read_study(folder: Path) -> Study:
     """Read study.yaml and results.csv.
 
-    Raises UserError if there is nothing to report, or the trials were not all trained with the study's settings.
+    Raises UserError if there is nothing to report, or if a trial did not train with the study's settings.
     """
     header = study_header(folder)
     if not (folder / RESULTS).is_file():
-        raise UserError(f"{str(folder)!r}: no results.csv in this study (no trial has ended yet)")
+        raise UserError(
+            f"{str(folder)!r}: this study has no results.csv yet, because no trial has ended. Wait for the first trial."
+        )
     try:
         raw = pd.read_csv((folder / RESULTS).absolute(), dtype=str, keep_default_na=False)
     except (ValueError, OSError) as error:
-        raise UserError(f"{str(folder / RESULTS)!r}: not readable as CSV ({error})") from None
+        raise UserError(
+            f"{str(folder / RESULTS)!r}: Lamina cannot read this file as CSV ({error}). Restore the original file."
+        ) from None
     results = complete(raw)
     if results.empty:
-        raise UserError(f"{str(folder / RESULTS)!r}: holds no trial")
+        raise UserError(f"{str(folder / RESULTS)!r}: this file holds no trial. Restore the original file.")
     trials = tuple(
         Trial(
             name=row["trial"],
@@ -177,7 +182,7 @@ def study_header(folder: Path) -> Json:
 
 
 def read_run(folder: Path, failed: int | None = None) -> Study:
-    """Read a single run's folder as a study of one trial; ``failed``: the step at which it went wrong."""
+    """Read a single run's folder as a study of one trial; ``failed`` is the step at which the run went wrong."""
     trial = Trial(name=folder.name, placement="", folder=folder)
     config, result, plan = lenient_mapping(folder / CONFIG), trial.result, trial.plan
     placement = str(config.get("placement") or (plan.placement if plan else "") or folder.name)
@@ -194,7 +199,9 @@ def read_run(folder: Path, failed: int | None = None) -> Study:
 
 
 def complete(results: Frame) -> Frame:
-    """Return the results with every column that the page reads: texts as strings, numbers as floats (NaN if empty)."""
+    """Return the results with every column that the page reads, with texts as strings and numbers as floats (NaN if
+    empty).
+    """
     results = results.reset_index(drop=True).copy()
     for name in TEXTS:
         texts = results[name] if name in results else pd.Series("", index=results.index)
@@ -227,12 +234,16 @@ def flatten(mapping: Json, prefix: str = "") -> Json:
 
 
 def read_parquet(path: Path) -> Frame:
-    """Read a table by its absolute path: a relative one with a colon looks like a URI. Raises OSError, ValueError."""
+    """Read a table by its absolute path, since a relative path with a colon looks like a URI. Raises OSError,
+    ValueError.
+    """
     return pd.read_parquet(path.absolute())
 
 
 def whole_of(metric: str) -> tuple[str, ...]:
-    """Return the sub-layers whose rows stand for whole blocks: the stream leaves a block after its last sub-layer."""
+    """Return the sub-layers whose rows stand for whole blocks, because the stream leaves a block after its last
+    sub-layer.
+    """
     return ("feed_forward", "block") if metric.startswith("hidden_") else ("block",)
 
 
@@ -246,7 +257,9 @@ def select(rows: Frame, columns: Mapping[str, object]) -> Frame:
 
 
 def groups(rows: Frame, columns: Sequence[str], *, dropna: bool = False) -> Iterator[tuple[Json, Frame]]:
-    """Split rows by their values in these columns, which come with them; without columns, all rows are one group."""
+    """Split rows by their values in these columns, and yield the values with the rows. Without columns, all rows are
+    one group.
+    """
     for key, group in rows.groupby(list(columns), sort=False, dropna=dropna) if columns else [((), rows)]:
         yield dict(zip(columns, key if isinstance(key, tuple) else (key,), strict=True)), group
 
@@ -258,7 +271,7 @@ def _inside(parent: Path, name: str) -> Path:
 
 
 def lenient_mapping(path: Path) -> Json:
-    """Read a mapping from a JSON or YAML file; empty if it is missing or not readable."""
+    """Read a mapping from a JSON or YAML file; empty if the file is missing or unreadable."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
         data = json.loads(text) if path.suffix == ".json" else safe_load(text)
@@ -272,9 +285,9 @@ def lenient_mapping(path: Path) -> Json:
 
 @contextmanager
 def whole(folder: Path, what: str) -> Iterator[None]:
-    """Raise UserError if the records of a folder turn out not to be whole; ``what`` names the job.
+    """Raise UserError if the records of a folder turn out to be incomplete; ``what`` names the job.
 
-    A page that can't be written is no fault of the records: its OSError passes, as does a UserError.
+    If Lamina cannot write the page, the OSError passes unchanged, as does a UserError.
     """
     try:
         yield
@@ -286,7 +299,7 @@ def whole(folder: Path, what: str) -> Iterator[None]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a finite number: a folder may hold anything."""
+    """Return whether a value is a finite number, since a folder may hold anything."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

@@ -1,4 +1,4 @@
-"""The page of each kind of folder, rewritten while the records of a running job grow."""
+"""Write the page of each kind of folder, and rewrite it while the records of a running job grow."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _drawings: dict[str, Drawing] = {}
 def report_of(kind: str, *, needs: str = "") -> Callable[[P], P]:
     """Register a function that writes the page of a ``kind`` of folder.
 
-    With ``needs``, such as "coordinate check", records that turn out not to be whole raise UserError: "no whole ...".
+    ``needs`` names the job, such as "coordinate check". With it, incomplete records raise UserError: "no whole ...".
     """
 
     def register(page: P) -> P:
@@ -54,7 +54,9 @@ def report_of(kind: str, *, needs: str = "") -> Callable[[P], P]:
 
 
 def ending_of(*kinds: str, switch: str = "") -> Callable[[E], E]:
-    """Register a function that returns what jobs of these kinds print at their end; ``switch``: with this switch."""
+    """Register a function that returns the text that jobs of these kinds print at their end. ``switch`` limits it to
+    jobs with this switch.
+    """
 
     def register(ending: E) -> E:
         _endings.update({(kind, switch): ending for kind in kinds})
@@ -74,18 +76,22 @@ def drawing_of(kind: str) -> Callable[[D], D]:
 
 
 def ending(kind: str, switch: str = "") -> Ending:
-    """Return the function that makes a job's last lines."""
+    """Return the function that makes a job's last lines of output."""
     kinds()
     return _endings[kind, switch]
 
 
 def draw(folder: Path) -> Sequence[Path]:
-    """Save the figures of a folder's page as pictures; return their paths. Raises UserError for a folder without."""
+    """Save the figures of a folder's page as pictures, and return the paths. Raises UserError for a folder without
+    figures.
+    """
     kinds()
     kind = kind_of(folder)
     if kind not in _drawings:
         allowed = ", ".join(sorted(_drawings))
-        raise UserError(f"folder: {str(folder)!r} has no figures to save (allowed: a folder of: {allowed})")
+        raise UserError(
+            f"folder: {str(folder)!r} has no figures to save. Give a folder of one of these kinds: {allowed}."
+        )
     refuse_page(folder)
     return _drawings[kind](folder)
 
@@ -102,9 +108,9 @@ def kinds() -> list[str]:
 
 
 def report(folder: Path) -> Path:
-    """Write ``folder/report.html``, whatever kind of job wrote the folder; returns the page's path.
+    """Write ``folder/report.html`` for any kind of job, and return the page's path.
 
-    Raises UserError if no job wrote it, or its records are damaged.
+    Raises UserError if no job wrote the folder, or if its records are damaged.
     """
     folder = Path(folder)
     refuse_special("folder", folder)
@@ -117,8 +123,8 @@ def report(folder: Path) -> Path:
                 "To read another tool's log, run: lamina diagnose LOG"
             )
         raise UserError(
-            f"folder: {str(folder)!r} holds {'no job' if kind is None else f'a {kind}'}, so there is no page to write "
-            f"(allowed: a folder of: {', '.join(pages)})"
+            f"folder: {str(folder)!r} holds {'no job' if kind is None else f'a {kind}'}, so there is no page to "
+            f"write. Give a folder of one of these kinds: {', '.join(pages)}."
         )
     for run in (folder, *sorted(folder.glob("trials/*/"))):
         refuse_page(run)
@@ -131,15 +137,15 @@ def follow(
     """Write the page of a run or a study each time its records have grown, until the job has ended.
 
     Args:
-        folder: of the job; a study's trials are followed with it.
-        every: seconds between two looks.
-        wait: sleeps.
+        folder: the job's folder; for a study, Lamina also follows the trials.
+        every: seconds between two checks.
+        wait: the function that sleeps.
 
     Yields:
-        the page, and an empty text; or None and why there is no page yet: too few records.
+        the page and an empty text; or None and the reason why there is no page yet.
 
     Raises:
-        UserError: if the folder is not a job's.
+        UserError: if the folder belongs to no job.
     """
     runs = stages_in(folder) or [folder]
     if kind_of(runs[0]) is None:
@@ -161,7 +167,7 @@ def follow(
 
 
 def has_ended(folder: Path) -> bool:
-    """Return whether nothing more will be written: there is a result, and no process works in the folder."""
+    """Return whether the job has ended: there is a result, and no process works in the folder."""
     return not is_locked(folder) and any((folder / name).is_file() for name in (RESULT, RESULTS))
 
 

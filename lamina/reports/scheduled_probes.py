@@ -1,4 +1,6 @@
-"""The results of scheduled probes in training: one section per probe, for one run or all placements of a study."""
+"""The results of scheduled probes in training, with one section per probe, for a run or for all placements of a
+study.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def sections(items: Sequence[Shown]) -> list[Section]:
 
 
 def quantities(name: str, frame: Frame, metrics: Sequence[str] = ()) -> list[Quantity]:
-    """Return the quantities of a frame that can be drawn by depth: all metrics or ``metrics``; whole layers first."""
+    """Return a frame's quantities by depth, for all metrics or only ``metrics``; whole layers come first."""
     by = next((column for column in _BY_DEPTH if column in frame), None)
     if by is None or frame.empty:
         return []
@@ -58,7 +60,7 @@ def quantities(name: str, frame: Frame, metrics: Sequence[str] = ()) -> list[Qua
 
 
 def table(probe: str, by: str, fixed: Mapping[str, Any], trial: Trial) -> Frame:
-    """Return a probe's values, averaged by place: one row per layer (or distance), one column per step."""
+    """Return a probe's mean values, with one row per layer (or distance) and one column per step."""
     rows = select(trial.probes.get(probe, pd.DataFrame()), fixed)
     if rows.empty or by not in rows:
         return pd.DataFrame()
@@ -78,7 +80,7 @@ def _label(probe: str, fixed: Mapping[str, Any]) -> str:
 
 
 def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> Figure | None:
-    """Draw a probe's numbers for the whole model (layer -1, or no layer) over the steps: one panel per metric."""
+    """Draw a probe's numbers for the whole model (layer -1, or no layer) over the steps, with one panel per metric."""
     numbers: dict[str, list[tuple[Shown, Frame]]] = {}
     for item in items:
         rows = frames.get(item.placement, pd.DataFrame())
@@ -122,7 +124,7 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
                 html += figure(depth.heat_maps(items, quantity), _MAPS_CAPTION.format(by=quantity.by))
         if len(every) > _QUANTITIES:
             left = ", ".join(quantity.label for quantity in every[_QUANTITIES:])
-            html += callouts([f"{_QUANTITIES} of {len(every)} quantities are drawn. In the folder only: {left}."])
+            html += callouts([f"The page draws {_QUANTITIES} of {len(every)} quantities. The folder also has {left}."])
         numbers = over_steps(items, frames, name)
         html += figure(numbers, "Numbers for the whole model, against the step.", "The whole model")
         if not (every or numbers):

@@ -1,4 +1,4 @@
-"""A picture of a page, drawn by an installed browser."""
+"""Take a picture of a page with an installed browser."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SECONDS = 120  # until a browser that draws nothing is stopped
 
 
 def screenshot(page: Path, target: Path, width: int = 1200, height: int = 1600) -> Path:
-    """Render the top ``height`` pixels of a page into a PNG. Raises UserError without a working browser."""
+    """Render the top ``height`` pixels of a page into a PNG. Raises UserError if no working browser is installed."""
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
-        raise UserError(f"screenshot: no browser on PATH (looked for: {', '.join(BROWSERS)})")
+        raise UserError(f"screenshot: no browser is on PATH. Install one of {', '.join(BROWSERS)}.")
     if not page.is_file():
-        raise UserError(f"screenshot: no such page: {str(page)!r}")
+        raise UserError(f"screenshot: no such page: {str(page)!r}. Give the path of a page.")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder) / "picture.png"
@@ -36,10 +36,12 @@ def screenshot(page: Path, target: Path, width: int = 1200, height: int = 1600) 
         try:
             completed = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            raise UserError(f"screenshot: {Path(browser).name} took longer than {SECONDS} s") from None
+            raise UserError(
+                f"screenshot: {Path(browser).name} took longer than {SECONDS} s. Try again, or use another browser."
+            ) from None
         if not picture.is_file():
             last = completed.stderr.strip().splitlines()[-1:] or ["no message"]
-            raise UserError(f"screenshot: {Path(browser).name} made no picture ({last[0]})")
+            raise UserError(f"screenshot: {Path(browser).name} made no picture ({last[0]}). Try another browser.")
         with writing(target) as temporary:
             shutil.copyfile(picture, temporary)
     return target

@@ -24,7 +24,9 @@ from lamina.reports.style import Shown, colors
 
 
 def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
-    """Return the ranking, the placements for the figures (with their trials at the best rate), and the colors."""
+    """Return the ranking, the placements for the figures (with their trials at the best learning rate), and the
+    colors.
+    """
     summary = summarize(study.results)
     color = colors(study.results["placement"])
     rates = study.results["learning_rate"]
@@ -39,12 +41,12 @@ def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
 
 
 def finding(summary: Frame, color: dict[str, str]) -> str:
-    """Say in large letters who leads, and who failed."""
+    """Say in large letters which placement leads, and which failed."""
     return prose(sentences(summary), color, "finding")
 
 
 def cautions(study: Study, summary: Frame, items: list[Shown]) -> str:
-    """Return what a reader should know before trusting the numbers."""
+    """Return the warnings that a reader needs before trusting the numbers."""
     plans = {item.placement: next((trial.plan for trial in item.trials if trial.plan), None) for item in items}
     recommended = {placement: plan.initialization or "normal" for placement, plan in plans.items() if plan}
     return callouts([*notices(summary, study.results, recommended, study.settings), *scale_note(study.results)])
@@ -73,7 +75,7 @@ def loss(study: Study, items: list[Shown], several: bool) -> Section:
 
 
 def forgetting(items: list[Shown], guess: Guess | None = None) -> str:
-    """Return the losses on a second corpus and the scores on tasks, of runs that have them."""
+    """Return the losses on a second corpus and the scores on tasks, for runs that have them."""
     html = figure(figures.second_losses(items, guess), _SECOND, "On the second corpus")
     return html + figure(figures.task_scores(items), _TASKS, "On tasks")
 
@@ -141,7 +143,7 @@ def _resolved(spec: str, study: Study) -> Plan | None:
 
 
 def scale_note(results: Frame) -> list[str]:
-    """Return a sentence on models far below the papers' sizes; none for larger ones."""
+    """Return a sentence on models that are far below the papers' sizes; an empty text for larger models."""
     sizes = [results[name].max() if name in results else math.nan for name in ("parameters", "tokens")]
     if not all(map(math.isfinite, sizes)) or sizes[0] >= _SMALL:
         return []
@@ -153,7 +155,7 @@ def scale_note(results: Frame) -> list[str]:
 
 
 def facts(study: Study) -> list[str]:
-    """Return the few settings that a reader needs first."""
+    """Return the settings that a reader needs first."""
     backbone, layers, width = (study.settings.get(name) for name in ("backbone", "num_layers", "hidden_size"))
     parameters, tokens = study.results["parameters"].max(), study.results["tokens"].max()
     seeds, version = study.results["seed"].nunique(), study.header.get("version")
@@ -170,8 +172,8 @@ def facts(study: Study) -> list[str]:
 
 _SMALL = 20e6  # parameters
 _LOSS = (
-    "Points: eval loss. Thin lines: training loss. A run on the dashed line has learned only how often each {} "
-    "occurs. Double-click to see the first steps above the picture. Click a name to hide it."
+    "Points show the eval loss, thin lines the training loss. A run on the dashed line has learned only how often "
+    "each {} occurs. Double-click to see the first steps above the picture. Click a name to hide it."
 )
 _BIGRAM = " The dotted line is the loss of a bigram table. A curve above it shows nothing about the model's depth."
 _SEEDS = " With several seeds, the line is the mean of the seeds that finished, and the band is one standard deviation."

@@ -1,4 +1,4 @@
-"""Two or three plain sentences about a run, computed from its numbers."""
+"""Write two or three plain sentences about a run from its numbers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MARGIN = 0.1  # nats that still count as at the unigram entropy
 
 @dataclass(frozen=True)
 class Guess:
-    """The words for a model that has only learned how frequent each target is.
+    """The words for a model that has learned only how frequent each target is.
 
     Attributes:
-        name: of the loss that it has.
-        target: what it predicts.
-        source: what it predicts it from.
-        unit: of its loss.
+        name: the name of this model's loss.
+        target: the predicted item, such as a token.
+        source: the input of the prediction.
+        unit: the loss's unit.
     """
 
     name: str
@@ -34,12 +34,14 @@ class Guess:
 
     @classmethod
     def of(cls, row: Mapping[str, object]) -> Guess:
-        """Return the guess of a run, by a row or a line of its numbers: only images have a top-5 accuracy."""
+        """Return a run's words by a row or line of its numbers: only runs on images have a top-5 accuracy."""
         return _OF_IMAGES if is_number(row.get("top5_accuracy")) else _OF_TEXT
 
     @classmethod
     def of_any(cls, results: Frame) -> Guess:
-        """Return the guess of runs with one objective, by their table, since a failed run may have no accuracy."""
+        """Return the words for all runs in a table, which share an objective; a failed run alone may have no
+        accuracy.
+        """
         return _OF_IMAGES if any(cls.of(row) == _OF_IMAGES for row in rows_of(results)) else _OF_TEXT
 
 
@@ -48,15 +50,15 @@ _OF_IMAGES = Guess("entropy of the classes", "class", "images", "nats per image"
 
 
 def sentences(summary: Frame) -> list[str]:
-    """Say which placement leads and by how much, and which ones failed.
+    """Say which placement leads, by how much, and which placements failed.
 
-    ``summary`` is that of ``summarize``. Plain text: whoever puts it into a page escapes it.
+    ``summary`` comes from ``summarize``. The sentences are plain text, so a page must escape them.
     """
     return [sentence for sentence in (_lead(summary), _trouble(summary)) if sentence]
 
 
 def headline(summary: Frame) -> str:
-    """Return the finding in a line: who leads, or how the only run ended."""
+    """Return the finding in a line: the leading placement, or the end of the only run."""
     rows = rows_of(summary)
     ended = [row for row in rows if row["finished"]]
     if len(rows) == 1:
@@ -187,9 +189,10 @@ def _together(end: str, rows: list[Json]) -> str:
 
 
 def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
-    """Say what differs by layer between the placements; nothing shows that it is the reason.
+    """Describe how the placements differ by layer; nothing shows that these differences are the reason.
 
-    ``gradients`` and ``variances`` are by placement, one row per layer (-1: the embedding) and one column per step.
+    ``gradients`` and ``variances`` have a table per placement, with one row per layer (-1: the embedding) and one
+    column per step.
     """
     rows = [row for row in rows_of(summary) if row["finished"] or row["status"] in ("stuck", "diverged")]
     known = [row for row in rows if any(_ratio(gradients.get(row["placement"]), at) for at in (0, -1))]

@@ -1,4 +1,4 @@
-"""Comparison of two runs: the first step and the first layer that differ by more than the noise."""
+"""Compare two runs: find the first step and the first layer that differ by more than the noise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAME = 1e-6  # a share up to which two values are the same
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """Where a series of two runs parts, and the values there."""
+    """The step at which a series of two runs begins to differ, and the two values there."""
 
     step: int
     place: Place
@@ -53,12 +53,12 @@ class SideBySide:
     """Two runs side by side.
 
     Attributes:
-        names: of the runs.
-        series: the series that both have, as the values of the first and of the second by step.
-        alone: the layers that only the first run has, and those that only the second has.
-        same_until: the last step up to which all series are the same; None if they never are.
-        whole, layer: where the model parts first, and where a layer does; None if they do not.
-        rate: where the learning rates part; None if they do not, or are not recorded.
+        names: the runs' names.
+        series: the series that both runs have: the first run's and the second run's values by step.
+        alone: the layers that only the first run has, and the layers that only the second run has.
+        same_until: the last step up to which all series are equal; None if they differ from the start.
+        whole, layer: where the whole model and where a layer first differ; None if they do not differ.
+        rate: where the learning rates first differ; None if they do not, or if the runs did not record them.
     """
 
     names: tuple[str, str]
@@ -71,7 +71,7 @@ class SideBySide:
 
     @property
     def first(self) -> Parting | None:
-        """The earlier one of both."""
+        """The earlier difference of ``whole`` and ``layer``."""
         return min(
             (part for part in (self.whole, self.layer) if part is not None), key=lambda one: one.step, default=None
         )
@@ -83,7 +83,9 @@ class SideBySide:
         return f"The two runs differ from step {self.first.step} on"
 
     def sentences(self) -> list[str]:
-        """Say until when they are the same, where they part, and whether their learning rates do."""
+        """Say up to which step the runs are equal, where they begin to differ, and whether their learning rates
+        differ.
+        """
         steps = sorted({step for first, _ in self.series.values() for step in first})
         at = f"{len(steps):,} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
         texts = [f"Compared: {len(self.series)} series of {self.names[0]} and {self.names[1]} at {at}."]
@@ -111,9 +113,9 @@ class SideBySide:
 
 
 def side_by_side(first: Path, second: Path) -> SideBySide:
-    """Compare two runs, each a folder of Lamina's or another tool's history.
+    """Compare two runs. Each is a folder from Lamina, or another tool's history.
 
-    Raises UserError if one is not readable, or if they have no step or no series in common.
+    Raises UserError if Lamina cannot read a run, or if the runs have no common step or no common series.
     """
     courses = [_courses(path) for path in (first, second)]
     shared: dict[Place, tuple[Course, Course]] = {}
@@ -124,8 +126,8 @@ def side_by_side(first: Path, second: Path) -> SideBySide:
             shared[location] = first_course, second_course
     if not shared:
         raise UserError(
-            f"against: {str(second)!r} has no series at the steps of {str(first)!r} (allowed: two records of the same "
-            "steps, each with a loss or gradient norms)"
+            f"against: {str(second)!r} has no series at the steps of {str(first)!r}. Give two records of the same "
+            "steps, each with a loss or gradient norms."
         )
     layers_of = [{location[0] for location in each if location[0] >= 0} for each in courses]
     both = all(layers_of)  # a record without layers is no model without them
@@ -159,7 +161,8 @@ def _courses(path: Path) -> dict[Place, dict[int, float]]:
 
 
 def parting(place: Place, first: Course, second: Course) -> Parting | None:
-    """Return where two series part: five differences in a row lie on one side, beyond their noise; None if nowhere.
+    """Return where two series begin to differ: there, five differences in a row have the same sign and exceed the
+    noise. None if nowhere.
 
     Losses are compared by their difference, other values by the logarithm of their ratio.
     """

@@ -1,4 +1,4 @@
-"""The folders of a run's pipeline stages, read as one run."""
+"""Read the folders of a run's pipeline stages as one run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from lamina.training.monitor.writers import (
 
 
 def stages_in(folder: Path) -> list[Path]:
-    """Return the folders of stages in a folder that is no job's; empty unless there are several, one behind layer 0."""
+    """Return the folders of pipeline stages in a folder; empty if a job wrote the folder, or if there are not several
+    stages.
+    """
     if kind_of(folder) is not None:
         return []
     stages = [about.parent for about in sorted(folder.glob(f"*/{WATCHED}")) if kind_of(about.parent) == Kind.WATCHED]
@@ -42,10 +44,11 @@ def stages_in(folder: Path) -> list[Path]:
 
 
 def joined(folder: Path) -> Path:
-    """Write the records of a folder's stages as those of one run into NAME-lamina beside it; return that folder.
+    """Join the records of a folder's stages into one run in the folder NAME-lamina beside it, and return this new
+    folder.
 
-    The loss and everything else outside the layers is that of the first stage that has it, the gradient norm that of
-    all stages. A folder without stages is returned as it is. Raises UserError if the stages are not those of one run.
+    The loss and all other values outside the layers come from the first stage that has them; the gradient norm covers
+    all stages. A folder without stages is returned unchanged. Raises UserError if the stages belong to different runs.
     """
     if not (stages := stages_in(folder)):
         return folder
@@ -80,7 +83,7 @@ def joined(folder: Path) -> Path:
 
 
 def notes_of_stages(folder: Path) -> list[str]:
-    """Say which stages were joined in a folder; empty for any other."""
+    """Say which stages Lamina joined in a folder; an empty text for any other folder."""
     told = read_about(folder).get("stages") if folder.is_dir() else None
     return [f"Lamina {note}." if note.startswith("read") else f"Note: {note}." for note in told or ()]
 
@@ -120,7 +123,7 @@ def _refuse_others(stages: Sequence[Path], abouts: Mapping[Path, Json]) -> None:
         if both or (None not in widths and widths[0] != widths[1]):
             raise UserError(
                 f"folder: {stage.name!r} and {other.name!r} in {str(stage.parent)!r} are not stages of one run: "
-                f"they {why}. Name one of them, or give lamina.watch the first_layer of each stage."
+                f"they {why}. Give the folder of one of them, or give lamina.watch the first_layer of each stage."
             )
 
 

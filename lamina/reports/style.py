@@ -1,4 +1,4 @@
-"""The style of each placement in all figures, the figures' common style, and the code that puts them into a page.
+"""The style of each placement in all figures, the figures' common style, and the code that puts figures into a page.
 
 Each placement has a color, and a dash and a marker that also differ in gray.
 """
@@ -25,12 +25,12 @@ FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-seri
 INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
 
 _DASH = 9  # pixels of each color where lines take turns
-TURNS = '<p class="source">Where lines have the same values, Lamina draws a dash of each in turn.</p>'
+TURNS = '<p class="source">Where lines have the same values, Lamina draws dashes of each line in turn.</p>'
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a line is drawn: the color as hexadecimal; dash and marker are plotly's names."""
+    """The look of a line: the color as hexadecimal, and plotly's names of the dash and the marker."""
 
     color: str
     dash: str = "solid"
@@ -77,12 +77,14 @@ _OWN = [color for color in PALETTE if color != "#44aa99"]  # of a figure that co
 
 
 def look(placement: str) -> Look | None:
-    """Return the look of a placement, with or without options; None for an unknown one."""
+    """Return the look of a placement, with or without options; None for an unknown placement."""
     return _LOOKS.get(placement.partition("(")[0].strip())
 
 
 def looks(placements: Iterable[str]) -> dict[str, Look]:
-    """Return a look for each placement of a page; unknown ones get looks that the page does not use."""
+    """Return a look for each placement of a page. An unknown placement gets a look that no other placement of the page
+    has.
+    """
     names = list(dict.fromkeys(placements))
     needed = {name.partition("(")[0].strip() for name in names}
     styles = [*list(_LOOKS)[_PAPERS_OWN:], *list(_LOOKS)[:_PAPERS_OWN]]
@@ -104,7 +106,7 @@ def colors(placements: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A placement as the figures show it: the trials of its best learning rate, in its color."""
+    """A placement in the figures: the trials at its best learning rate, and its color."""
 
     placement: str
     color: str
@@ -113,19 +115,19 @@ class Shown:
 
     @property
     def label(self) -> str:
-        """The name as plotly takes it: it reads a few HTML tags, so the name is escaped."""
+        """The name for plotly, escaped because plotly reads a few HTML tags."""
         name = self.placement if len(self.placement) <= 42 else f"{self.placement[:41]}…"
         return escape(name)
 
     @property
     def dash(self) -> str | None:
-        """The pattern of its lines; None for a solid one."""
+        """The dash pattern of the placement's lines; None for a solid line."""
         placement_look = look(self.placement)
         return None if placement_look is None or placement_look.dash == "solid" else placement_look.dash
 
     @property
     def marker(self) -> str | None:
-        """The form of its points; None for plotly's own."""
+        """The form of the placement's points; None for plotly's default."""
         placement_look = look(self.placement)
         return placement_look.marker if placement_look else None
 
@@ -171,7 +173,7 @@ def polish(figure: Figure, height: int) -> Figure:
 
 
 def polish_own(figure: Figure) -> Figure:
-    """Style a figure that has its own sizes and title; the page sets the title above it."""
+    """Style a figure that has its own size and title. The page prints the title above the figure."""
     layout, traces = figure.layout, figure.data
     legends = sum(trace.get("showlegend") is not False and bool(trace.get("name")) for trace in traces)
     bottom, top = (layout.get("margin", {}).get(side) for side in "bt")
@@ -198,7 +200,9 @@ def _honest_axis(figure: Figure, values: np.ndarray) -> None:
 
 
 def log_scale(values: np.ndarray) -> dict[str, Any]:
-    """Return range and ticks of a logarithmic axis for its values, a decade or more; empty if none is positive."""
+    """Return the range (a decade or more) and the ticks of a logarithmic axis for these values; empty if no value is
+    positive.
+    """
     exponents = np.log10(values[np.isfinite(values) & (values > 0)])
     if not len(exponents):
         return {}
@@ -209,13 +213,13 @@ def log_scale(values: np.ndarray) -> dict[str, Any]:
 
 
 def at_least_a_decade(low: float, high: float) -> tuple[float, float]:
-    """Widen a range of exponents, so that noise does not look like a difference."""
+    """Widen a range of exponents to at least a decade, so that noise does not look like a difference."""
     missing = max(0.0, 1 - (high - low))
     return low - missing / 2, high + missing / 2
 
 
 def to_html(figure: Figure) -> str:
-    """Return the figure's place in a page and its data, which the page's script unpacks and draws."""
+    """Return the HTML of a figure, with the data that the page's script unpacks and draws."""
     note = TURNS if _uncover(figure) else ""
     data = base64.b64encode(gzip.compress(figure.to_json().encode(), mtime=0)).decode()  # a third of the text's size
     return (
@@ -272,7 +276,9 @@ def thin(columns: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
 
 
 def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
-    """Return ticks between two powers of ten, as exponents and as texts: finer within two decades, else decades."""
+    """Return the ticks between two powers of ten, as exponents and as texts. Over more than two decades, the ticks are
+    decades.
+    """
     steps = (1, 2, 3, 5, 7) if high - low < 1.2 else (1, 2, 5) if high - low < 2 else (1,)
     every = max(1, math.ceil((high - low) / 9))
     exponents = [

@@ -1,4 +1,4 @@
-"""The one HTML table of all pages, its cells, and the tables of results and of settings. Every text is escaped here."""
+"""The HTML table of all pages, its cells, and the tables of results and of settings. This module escapes every text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ABOVE_BIGRAM = "above a bigram table"
 _SPIKE_NOTE = (
     "A spike is a step whose training loss or gradient norm (before clipping) is not finite, or at least "
     f"{SIGMAS:g} standard deviations above the mean of the previous steps (up to {WINDOW:,}). The first {FEWEST} "
-    "steps do not count. After the count comes the spike score, the share of all steps (OLMo 2, arXiv "
-    "2501.00656, Sec 3.1)."
+    "steps do not count. After the count, the table shows the spike score, which is the share of all steps (OLMo "
+    "2, arXiv 2501.00656, Sec 3.1)."
 )
 
 
@@ -31,8 +31,8 @@ class Field:
     """A column of a table.
 
     Attributes:
-        cell: a row's cell as HTML: it escapes what users wrote.
-        kind: the cells' CSS classes; a "number" is set to the right, as is its heading.
+        cell: a function that returns a row's cell as HTML; it escapes users' texts.
+        kind: the cells' CSS classes; a "number" and its heading are aligned to the right.
     """
 
     title: str
@@ -50,7 +50,7 @@ class Field:
 def table(
     fields: Sequence[Field], rows: Iterable[Row], kind: str, row_kind: Callable[[Row], str] = lambda row: ""
 ) -> str:
-    """Return rows under headings as HTML; a table that is too wide scrolls sideways.
+    """Return rows under headings as HTML. A table that is too wide scrolls sideways.
 
     Args:
         fields: the columns, from the left.
@@ -70,12 +70,12 @@ def table(
 
 
 def text(name: str, title: str | None = None, kind: str = "") -> Field:
-    """Return a column of texts: what ``name`` is in each row, escaped."""
+    """Return a column of texts, with each row's value of ``name``, escaped."""
     return Field(name if title is None else title, lambda row: escape(str(row[name])), kind)
 
 
 def number(name: str, form: str, title: str | None = None, kind: str = "number", missing: str = NONE) -> Field:
-    """Return a column of numbers, printed as ``form`` says; a dash for one that is missing or not finite."""
+    """Return a column of numbers in the format ``form``, with a dash for a missing number or one that is not finite."""
     return Field(name if title is None else title, lambda row: in_form(row[name], form, missing), kind)
 
 
@@ -90,7 +90,7 @@ def placements(colors: Mapping[str, str], name: str = "placement", title: str = 
 
 
 def in_form(value: object, form: str, missing: str = NONE) -> str:
-    """Format a number; a dash for one that is missing or not finite."""
+    """Format a number. A missing number, or one that is not finite, becomes a dash."""
     return format(value, form) if is_number(value) else missing
 
 
@@ -126,7 +126,7 @@ def chip(word: str, label: str | None = None) -> str:
 def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
     """Return the table of the placements, each at its best learning rate, best first.
 
-    What all placements have in common is folded below.
+    Columns that are equal for all placements are folded below.
     """
     several = bool((summary["learning_rates"] > 1).any())
     fields = [Field("", lambda row: in_form(row["rank"], ".0f"), "rank")]
@@ -150,7 +150,7 @@ def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
 
 
 def trials_table(results: Frame, colors: Mapping[str, str]) -> str:
-    """Return the table of all trials, best first, with the reason of each one's status."""
+    """Return the table of all trials, best first, with the reason of each trial's status."""
     ordered = results.assign(order=[severity(word) for word in results["status"]])
     ordered = ordered.sort_values(["order", "eval_loss"], na_position="last", kind="stable")
     return table([_field(column, colors) for column in _present(TRIALS, results)], rows_of(ordered), "trials")
@@ -191,7 +191,7 @@ def _with_share(column: Column, share: str, row: Row) -> str:
 
 
 def settings_table(settings: Mapping[str, object]) -> str:
-    """Return names and values in columns; nested settings have dotted names."""
+    """Return settings as names and values in columns; nested settings have dotted names."""
     items = [
         f"<div><dt>{escape(str(name).replace('_', ' '))}</dt><dd>{escape(_value(value))}</dd></div>"
         for name, value in flatten(dict(settings)).items()

@@ -1,4 +1,4 @@
-"""The lines that a job prints when it ends: one function per kind of job, from its folder and its result.
+"""The lines that a job prints when it ends. Each kind of job has a function of the folder and the result.
 
 The numbers, warnings and sentences equal those on the job's page.
 """
@@ -36,7 +36,7 @@ _ABOUT_ONE = 2.0  # the share of a feed-forward's variance that counts as 1
 
 
 def run_ended(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
-    """Say how a run ended, and where its page and its model are."""
+    """Say how a run ended, and where the page and the model are."""
     ended = result["status"] != "interrupted"
     forms = {**forms, **(_SPEED if ended else {})}
     values = {name: result.get(name) for name in forms}
@@ -59,7 +59,7 @@ def compare(folder: Path, results: Frame) -> str:
 
 
 def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str:
-    """Return the ranking of a study's results, with the notices; ``settings``: the study's."""
+    """Return the ranking of a study's results, with the warnings; ``settings`` are the study's settings."""
     summary = summarize(results)
     lines, above = [f"{'':>3} {'placement':<24} {'status':<20} {'eval loss':>17} {'learning rate':>13}"], []
     for row in rows_of(summary):
@@ -81,7 +81,7 @@ def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str
 
 @ending_of(Kind.MAX_LR)
 def max_lr(folder: Path, results: Frame) -> str:
-    """Return the placements, the highest rate first, and where the page and the numbers are."""
+    """Return the placements, the highest learning rate first, and where the page and the numbers are."""
     rows = max_rate.summarize(results)
     width = max(12, *(len(row["placement"]) for row in rows))
     lines = [f"{'placement':<{width}} {'largest learning rate':>24} {'loss there':>10}  stopped by"]
@@ -94,7 +94,7 @@ def max_lr(folder: Path, results: Frame) -> str:
 
 @ending_of(Kind.TRANSFER)
 def transfer(folder: Path, results: Frame) -> str:
-    """Return a transfer's rates, sentences and roles, and where the page and the numbers are."""
+    """Return a transfer's learning rates, sentences and roles, and where the page and the numbers are."""
     del results
     summary = read_json(folder / TRANSFER)
     return f"{transferred(summary)}\n\n{_files(folder, RESULTS, TRANSFER)}"
@@ -133,7 +133,7 @@ def coord_check(folder: Path, slopes: Frame) -> str:
 
 @ending_of(Kind.PREFLIGHT)
 def preflight(folder: Path | None, rows: Frame) -> str:
-    """Return a table with a line per planned run, each run's reason and what to change, and where the page is."""
+    """Return a table with a line per planned run, each run's reason and advice, and where the page is."""
     records = rows_of(rows)
     width = max(9, *(len(row["placement"]) for row in records))
     lines = [
@@ -155,7 +155,7 @@ def preflight(folder: Path | None, rows: Frame) -> str:
 
 @ending_of(Kind.PREFLIGHT, switch="json")
 def preflight_json(folder: Path | None, rows: Frame) -> str:
-    """Return the table as a JSON list of objects; NaN and infinities are null."""
+    """Return the table as a JSON list of objects, with null for NaN and infinities."""
     del folder
     return json.dumps(finite(rows_of(rows)), indent=2, ensure_ascii=False)
 
@@ -199,7 +199,7 @@ def _paired(rows: list[Json]) -> list[str]:
 
 @ending_of(Kind.PROBING)
 def probing(folder: Path, result: Json) -> str:
-    """Return each probe's sentences, or why it has none, and where the page and the tables are."""
+    """Return each probe's sentences, or the reason why it has none, and where the page and the tables are."""
     model = result["model"]
     lines = [
         f"{model['model_type'] or model['class']}: {model['num_layers']} layers of width {model['hidden_size']}, "

@@ -1,4 +1,4 @@
-"""Studies of placements: side by side on the same text, or with a learning rate that rises until training fails."""
+"""Run studies of placements: side by side on the same text, or with a learning rate that rises until training fails."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ OneRun: TypeAlias = PretrainSettings | MaxRateSettings
 def compare(
     settings: CompareSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
-    """Train every placement at every learning rate and seed; returns the rows of results.csv, in the trials' order.
+    """Train every placement at every learning rate and seed. Returns the rows of results.csv, in the trials' order.
 
     ``settings`` are a whole record, or only the user's settings, by name. A trial that fails, diverges or gets stuck is
-    a row with that status. With ``resume``, trials that ended are skipped and the others resume from their last
-    checkpoint.
+    a row with that status. With ``resume``, Lamina skips trials that have ended; the others resume from their last
+    checkpoints.
 
     Raises:
-        UserError: for invalid settings, a corpus that can't be read, an output folder in use, settings or placements
-            that differ from those of the study to resume.
+        UserError: for invalid settings, a corpus that can't be read, or an output folder in use; and if the settings or
+            placements differ from the study to resume.
         OSError: the disk is full.
         KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
     """
@@ -67,9 +67,9 @@ def max_lr(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Raise the learning rate of every placement and seed until it fails; returns the rows of results.csv.
+    """Raise the learning rate of every placement and seed until training fails. Returns the rows of results.csv.
 
-    Takes the settings, resumes, and raises as ``compare`` does.
+    The settings, ``resume`` and the errors are as in ``compare``.
     """
     job, complete, trials = open_study(Kind.MAX_LR, MaxRateStudySettings, settings, resume, overwrite, bar)
     with job:
@@ -82,18 +82,18 @@ def open_study(
     """Open a study's job, check its trials, and read their data into the cache.
 
     Returns:
-        the job, its settings with precision and compilation decided, and the trials' settings by id.
+        the job; its settings, in which precision and compilation are decided; and the trials' settings by id.
 
     Raises:
-        UserError: if a launcher (torchrun, accelerate) has started several processes; for a trial that can't be
-            built, one that ended with other settings, and data that can't be read.
+        UserError: if a launcher (torchrun, accelerate) has started several processes; for a trial that can't be built,
+            or that ended with other settings; for data that can't be read.
     """
     policy = ResumePolicy(what="study", free=record.free())
     job = open_job(kind, record, settings, resume=resume, overwrite=overwrite, policy=policy, stored=stored_study)
     if (count := launched()[1]) > 1:
         raise UserError(
-            f"WORLD_SIZE: {count} processes (allowed: 1, since {record.command_name} starts its own: see --workers; "
-            "lamina pretrain trains one model in several)"
+            f"WORLD_SIZE: {count} processes were started, and {record.command_name} starts its own. Start one "
+            "process and set --workers."
         )
     complete = decided(job.settings)
     trials: Mapping[str, OneRun] = complete.trials()
@@ -113,7 +113,7 @@ def open_study(
 
 
 def is_ended(run: PretrainSettings) -> bool:
-    """Return whether a trial has ended. Raises UserError for a result that was altered."""
+    """Return whether a trial has ended. Raises UserError if somebody has altered its result."""
     result = read_result(Path(run.output))
     return result is not None and result["status"] in ENDED
 
@@ -127,9 +127,9 @@ def run_missing(
     keys: Sequence[str] = ("placement", "learning_rate", "seed"),
     of_trial: Callable[..., Json] = pretrain,
 ) -> pd.DataFrame:
-    """Run the trials that have not ended yet in the job's folder; returns the rows of results.csv.
+    """Run the trials that have not ended yet in the job's folder. Returns the rows of results.csv.
 
-    ``complete`` are the values for study.yaml, ``keys`` the trial's settings that are columns of results.csv,
+    ``complete`` has the values for study.yaml. ``keys`` names the trial's settings that become columns of results.csv.
     ``of_trial`` runs a trial.
     """
     settings, folder = job.settings, job.folder
@@ -170,9 +170,9 @@ def run_missing(
 
 
 def run_max_rate(settings: MaxRateSettings, *, resume: Resume = False, bar: bool = True) -> Json:
-    """Raise the learning rate until the run fails; writes a run's folder and returns its result.json.
+    """Raise the learning rate until the run fails. Writes a run's folder, and returns the content of its result.json.
 
-    Beyond a run's columns, the result has ``max_learning_rate``, ``stop_rule`` and ``loss_at_stop``.
+    Besides a run's usual columns, the result has ``max_learning_rate``, ``stop_rule`` and ``loss_at_stop``.
 
     Raises:
         UserError, OSError: as ``pretrain`` does.

@@ -1,4 +1,4 @@
-"""The rows of the jobs that train many models to answer one question."""
+"""The catalog entries of the jobs that train many models to answer one question."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ COMPARE = JobRow(
     settings=compare_settings,
     run=compare,
     returns=(
-        "Returns the rows of results.csv and the page. ``placements``, ``learning_rates`` and ``seeds`` may "
-        "also be lists, ``corpus`` a path, a list of paths or texts, or a datasets.Dataset. The worker "
-        "processes do not import the calling script."
+        "Returns the rows of results.csv and the page. ``placements``, ``learning_rates`` and ``seeds`` may also "
+        "be lists. ``corpus`` may be a path, a list of paths or texts, or a datasets.Dataset. The worker processes "
+        "do not import your script."
     ),
     outcome="Comparison",
 )
@@ -65,11 +65,11 @@ def coord_check(settings: Given, **modes: Unpack[Modes]) -> Frame:
 COORD_CHECK = JobRow(
     name="coord-check",
     kind=Kind.COORD_CHECK,
-    summary="check that no module's output grows with the width or depth, before and after a few steps",
+    summary="check that no module's output grows with the model's width or depth, before and after a few steps",
     about=(
-        "Check whether a module's output grows with the width or the depth. Lamina trains several sizes for a few\n"
-        "steps on one batch and prints the exponent e of mean |x| ~ size^e. 0 is right. If e is above 0, the output\n"
-        "of a large model will blow up."
+        "Check whether a module's output grows with the model's width or depth. Lamina trains several sizes for a "
+        "few\nsteps on one batch and prints the exponent e of mean |x| ~ size^e. It should be 0. If e is above 0, "
+        "the output\nof a large model will blow up."
     ),
     examples="""
   lamina coord-check
@@ -100,7 +100,7 @@ def transfer(settings: Given, **modes: Unpack[Modes]) -> Frame:
 TRANSFER = JobRow(
     name="transfer",
     kind=Kind.TRANSFER,
-    summary="find good learning rates on a narrow model, and convert them to a wide model's width",
+    summary="find good learning rates on a narrow model, and convert them for a wide model",
     about=(
         "Find learning rates for a wide model by trying them on a narrow proxy. Lamina prints the stable and the best\n"
         "learning rates on the proxy, and the learning rate of each kind of weight at the target's width. A learning\n"
@@ -139,14 +139,13 @@ MAX_LR = JobRow(
     kind=Kind.MAX_LR,
     summary="find the largest learning rate that each placement tolerates: one warm-up until it fails",
     about=(
-        "Find the largest learning rate that each placement tolerates. Each placement and seed has one run, whose\n"
-        "learning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). The run ends at the first\n"
-        "of these:\n\n"
-        "  not finite   a loss or a gradient is NaN or infinite\n"
-        "  spike        the loss stays at least --spike-margin nats above its minimum for --spike-patience\n"
-        "  plateau      the loss falls by less than --plateau-margin nats while the learning rate grows by\n"
-        "               --plateau-factor; called stuck if the loss never got below the corpus's unigram entropy\n\n"
-        "Lamina reports the last learning rate at which the loss still fell or was at its minimum."
+        "Find the largest learning rate that each placement tolerates. Each placement and seed has one run, "
+        "whose\nlearning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). The run ends at "
+        "the first\nof these:\n\n  not finite   a loss or a gradient is NaN or infinite\n  spike        the loss "
+        "stays at least --spike-margin nats above its minimum for --spike-patience\n  plateau      the loss falls "
+        "by less than --plateau-margin nats while the learning rate grows by\n               --plateau-factor; "
+        "called stuck if the loss never got below the corpus's unigram entropy\n\nLamina reports the last learning "
+        "rate at which the loss still fell or stayed at its minimum."
     ),
     examples="""
   lamina max-lr

@@ -47,7 +47,8 @@ from lamina.training.short_run import ShortRun
 from lamina.training.source import plan_of
 
 Measurement: TypeAlias = tuple[int, int, str, str, float]
-"""(step, layer, module, metric, value): the layer is 0-based, -1 outside the blocks; the module "block" is a whole one.
+"""A table (step, layer, module, metric, value): layers count from 0, -1 is outside the blocks, "block" is a whole
+block.
 
 The metric is "size", mean |x|, or "change", mean |x - x before the first step|."""
 COLUMNS = ("seed", "step", "layer", "module", "metric", "value")  # after the width or depth
@@ -122,7 +123,7 @@ def measure(
 ) -> list[Measurement]:
     """Measure one size and seed; ``ids``: the batch's token ids [blocks, tokens].
 
-    The model trains as in a run at a constant rate whose every batch is this one.
+    The model trains at a constant learning rate, on the same batch at each step.
     """
     torch.manual_seed(settings.seed)
     config = backbone_config(settings, vocab_size=vocab_size)
@@ -182,7 +183,7 @@ class OneBatch(ArrayBlocks):
 
 @contextmanager
 def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield each module's latest output by the module's name, in float32."""
+    """Yield a mapping from each module's name to its latest output, in float32."""
     outputs: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -202,12 +203,12 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def slopes(table: Frame, tolerance: float) -> Frame:
-    """Fit the exponent e of value ~ size^e for each module and step, and judge it; the size is the width or depth.
+    """Fit and judge the exponent e of value ~ size^e for each module and step; the size is the width or depth.
 
-    The exponent is the least-squares slope of log(value), averaged over the seeds, against log(size). Modules of the
-    same name are averaged over the layers (over depth, over the ``shares``); ``low`` and ``high`` are their extremes.
-    ``verdict`` is flat, grows or shrinks, and None for the changes, which do not count. If values are 0 or not finite
-    at a size, the slope is NaN and the verdict "broken".
+    The exponent is the least-squares slope of log(value), averaged over the seeds, against log(size). Lamina averages
+    modules of the same name over the layers (over the ``shares``, if the depth varies); ``low`` and ``high`` are the
+    extremes. ``verdict`` is flat, grows or shrinks; it is None for the metric "change", which Lamina does not judge. If
+    values are 0 or not finite at a size, the slope is NaN and the verdict is "broken".
     """
     axis = "depth" if "depth" in table else "width"
     table = shares(table) if axis == "depth" else table
@@ -227,10 +228,10 @@ def slopes(table: Frame, tolerance: float) -> Frame:
 
 
 def shares(table: Frame) -> Frame:
-    """Return the rows of the blocks that end a share of the depth, with the share in place of the layer.
+    """Return the rows of the blocks at which a share of the depth ends, with the share's number in place of the layer.
 
-    With D blocks in the shallowest model, share k - 1 of a model of L blocks ends with block ceil(k L / D), k = 1 .. D:
-    what has passed the same part of each model is compared. Rows outside the blocks stay.
+    With D blocks in the shallowest model, share k - 1 of a model of L blocks ends with block ceil(k L / D), k = 1 .. D.
+    So Lamina compares outputs after the same part of each model. Rows outside the blocks stay.
     """
     depth, layer, count = table["depth"].astype(int), table["layer"].astype(int), int(table["depth"].min())
     share = (layer + 1) * count // depth
@@ -241,8 +242,8 @@ def shares(table: Frame) -> Frame:
 def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
     """Return the content of result.json: the worst verdict (flat, grows, shrinks or broken) and its modules.
 
-    Two things start smaller by up to n^-1/2, as expected, and grow during training: under muP the logits, and under
-    CompleteP a stream that its branches fill, as the sum of L random branches that are divided by L.
+    Two outputs may start smaller by up to n^-1/2 and grow during training, as expected: the logits under muP; and,
+    under CompleteP, the residual stream, which is then a sum of L random branches divided by L.
     """
     sizes = rows[rows["metric"] == "size"]
     smaller: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The row of `lamina eval`, which also evaluates the runs of a study."""
+"""The catalog entry of `lamina eval`, which also evaluates the runs of a study."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ EVAL = JobRow(
     name="eval",
     function="evaluate",
     kind=Kind.EVALUATION,
-    summary=("evaluate models: perplexity of a text, tasks of lm-evaluation-harness, tables as the papers print them"),
+    summary=("evaluate models: perplexity on a text, and tasks of lm-evaluation-harness, in tables like the papers'"),
     about="""\
-Evaluate trained models: perplexity of a text per token, word and byte (--corpus), and tasks of lm-evaluation-harness
+Evaluate trained models: perplexity on a text per token, word and byte (--corpus), and tasks of lm-evaluation-harness
 (--tasks). MODEL is a Lamina or transformers checkpoint, the folder of a run, or the folder of a study. Lamina averages
 a study's runs over the seeds, with a standard deviation.
 
-OUTPUT/report.html is the page. The papers' form of the table is in table.csv, table.md and table.tex, every number is
-in results.csv, and every question is in items/.
+OUTPUT/report.html is the page. table.csv, table.md and table.tex hold the table in the papers' form. results.csv has
+every number, and items/ has every question.
 
 --tasks takes any task, group or tag of the harness, and these sets:""",
     examples="""

@@ -1,4 +1,4 @@
-"""The runs in a study's folder, as models to evaluate."""
+"""Find the runs in a study's folder as models to evaluate."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from lamina.jobs.seals import refuse_tables
 
 
 def runs_of(path: str) -> list[Candidate] | None:
-    """Return a candidate per row of results.csv; its arm is the placement, with width and rate if these vary.
+    """Return one candidate per row of results.csv. Its arm is the placement, with the width and learning rate if they
+    vary.
 
-    None for a folder that is no study's. Raises UserError for a study without results, or whose runs have no models.
+    Returns None if the folder holds no study. Raises UserError if the study has no results, or its runs have no models.
     """
     folder = Path(path).expanduser()
     if kind_of(folder) not in (Kind.COMPARE, Kind.CLAIMS, Kind.TRANSFER, Kind.MAX_LR):
@@ -37,7 +38,9 @@ def runs_of(path: str) -> list[Candidate] | None:
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"models: {path!r} is a study without whole results ({error})") from None
+        raise UserError(
+            f"models: {path!r} is a study without complete results ({error}). Finish the study with --resume."
+        ) from None
     return candidates
 
 

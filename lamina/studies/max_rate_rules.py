@@ -1,21 +1,23 @@
-"""The rules that find a run's largest learning rate while the learning rate rises at each step.
+"""Rules that find the largest learning rate of a run whose learning rate rises at each step.
 
 Keel's protocol (arXiv 2601.19895) warms up linearly from 0 and names three signs of failure, without thresholds: an
-early plateau, a spike from which the loss does not return, and an anomalously slow descent. These rules are ours. With
-L(s) the loss of step s, S(s) the mean of the last ``window`` losses up to s, and low(s) the least S so far, the run
-stops at the first step s at which one of these holds:
+early plateau, a spike from which the loss does not return, and an anomalously slow descent. These rules are ours. L(s)
+is the loss of step s, S(s) the mean of the last ``window`` losses up to s, and low(s) the least S so far. The run stops
+at the first step s at which one of these rules holds:
 
 - non-finite: L(s), or the gradient's norm, is not finite.
 - spike: L has been above low + ``spike_margin`` at each of the last ``spike_patience`` steps. If the loss returns
   earlier, it is not a spike.
-- plateau: the rate is ``plateau_factor`` times that of the first step a at which S was less than ``plateau_margin``
-  above the low of now, and 2 ``window`` steps have passed: since a, the loss has not fallen. A descent slower than that
-  is also a plateau. If low is not ``stuck_margin`` below the corpus's unigram entropy, the plateau is called "stuck".
-  At the lowest rates the loss hardly changes. So a plateau counts only after the loss has begun to fall: once low is 2
-  ``plateau_margin`` below S(1). A run that ends before the loss began to fall is stuck, and its largest rate is 0.
+- plateau: the loss has not fallen since step a, the first step at which S was less than ``plateau_margin`` above
+  low(s). The learning rate is ``plateau_factor`` times the learning rate of step a, and at least 2 ``window`` steps
+  have passed. A fall of less than ``plateau_margin`` counts as none. If low is not ``stuck_margin`` below the corpus's
+  unigram entropy, the plateau is called "stuck". At the lowest learning rates the loss hardly changes. So a plateau
+  counts only after the loss has begun to fall: after low is 2 ``plateau_margin`` below S(1). A run that ends before its
+  loss began to fall is stuck, and its largest learning rate is 0.
 
-Lamina reports the rate just before the failure. For a plateau, this is the rate at step a, up to which the loss fell.
-For the other rules, it is the rate at the last step at which S was less than ``plateau_margin`` above low.
+Lamina reports the learning rate just before the failure. For a plateau, this is the learning rate at step a, up to
+which the loss fell. For the other rules, it is the learning rate at the last step with S less than ``plateau_margin``
+above low.
 """
 
 from __future__ import annotations
@@ -39,26 +41,26 @@ NON_FINITE, SPIKE, PLATEAU, STUCK, NONE = "non-finite", "spike", "plateau", "stu
 
 @dataclass(frozen=True)
 class MaxRateRules:
-    """The rules of a run: its settings, which hold the thresholds, and the unigram entropy in nats per token."""
+    """The rules of a run: the settings with the thresholds, and the corpus's unigram entropy in nats per token."""
 
     given: RisingSettings
     unigram_entropy: float
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step; steps count from 1, whose rate is 0."""
+        """Return the learning rate of a step. Steps count from 1, and the learning rate of step 1 is 0."""
         return self.given.max_learning_rate * (step - 1) / self.given.steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """Where a rising rate failed.
+    """The point at which a rising learning rate failed.
 
     Attributes:
         rule: the name of the rule that held, or ``NONE``.
         step: the last step before the failure.
         loss: the smoothed loss there.
         seen: the step at which the rule held.
-        reason: a clause for result.json.
+        reason: the reason in words, for result.json.
     """
 
     rule: str
@@ -70,7 +72,7 @@ class Stop:
 
 
 def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of the last ``window`` losses at each step, fewer at the beginning: [steps] -> [steps]."""
+    """Return at each step the mean of the last ``window`` losses, or of all losses so far: [steps] -> [steps]."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(losses, dtype=np.float64))])
     ends = np.arange(1, len(sums))
     starts = np.maximum(0, ends - window)
@@ -78,9 +80,9 @@ def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
 
 
 def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = False) -> Stop | None:
-    """Find the first failure in the losses of the steps from 1; None if there is none yet.
+    """Find the first failure in the losses, of which the first is step 1's; None if there is no failure yet.
 
-    ``broken``: the run ended after these losses because something else was not finite.
+    ``broken`` says that the run ended after these losses because another value was not finite.
     """
     values = np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(values)
@@ -108,7 +110,7 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
 
 
 def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
-    """Return the result of a run that reached the end of its warm-up: this rate is a lower bound."""
+    """Return the result of a run that reached the end of its warm-up. Its learning rate is a lower bound."""
     smooth = smoothed(losses, rules.given.window)
     if len(smooth) and not _begun(rules, smooth, smooth.min()):
         reason = f"the loss has not fallen by {2 * rules.given.plateau_margin:g} nats from its start of {smooth[0]:.3f}"
@@ -161,10 +163,10 @@ def _stop(rule: str, rules: MaxRateRules, smooth: np.ndarray, step: int, seen: i
 
 @dataclass(kw_only=True)
 class MaxRateGuard(DivergenceGuard):
-    """A guard that reads every step's loss, and ends the run at a record if one of the rules holds.
+    """A guard that reads every step's loss, and ends the run at the next record if a rule holds.
 
-    The rules look at the losses by step alone, so that the result does not depend on when they are read, on the
-    device, or on a kill in between.
+    The rules depend only on the losses by step. So the result is the same whenever Lamina reads them, on any device,
+    and after an interruption.
     """
 
     rules: MaxRateRules
@@ -174,7 +176,7 @@ class MaxRateGuard(DivergenceGuard):
         self.losses += [value for _, _, _, _, _, metric, value in rows if metric == LOSS]
 
     def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:
-        """End the run at a record if a rule holds. Raises Diverged; a loss that is not finite ends it at once."""
+        """Raise Diverged at a record if a rule holds, or at once if the loss is not finite."""
         if not math.isfinite(loss):
             super().see_loss(step, loss, rows)
         if (stop := find_stop(self.losses, self.rules)) is not None:
@@ -188,7 +190,9 @@ class MaxRateGuard(DivergenceGuard):
         self.losses = list(state.get("losses_by_step", []))
 
     def outcome(self, status: Status) -> Json:
-        """Return the columns of result.json with the largest rate; none for a run that was stopped early."""
+        """Return the columns of result.json with the largest learning rate; no columns for a run that was stopped
+        early.
+        """
         if not status.ended:
             return {}
         stop = find_stop(self.losses, self.rules, broken=status == Status.DIVERGED)

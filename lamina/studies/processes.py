@@ -1,4 +1,4 @@
-"""The driver's side of a study's processes: start a trial, check whether it runs, stop it.
+"""The driver's side of a study's processes: start a trial, check whether it still runs, and stop it.
 
 Each process starts from worker.py in a new interpreter, which never imports the caller's script.
 """
@@ -40,13 +40,15 @@ def start(task: Task, environment: Mapping[str, str] = MappingProxyType({})) -> 
 
 
 def prepare() -> None:
-    """Start the server early, so that it imports what trials share while the study does other work."""
+    """Start the server early: it imports the trials' shared packages while the study does other work."""
     if sys.platform.startswith("linux"):
         Server.running()
 
 
 class Server:
-    """A process that trials are forked from. One server serves all studies of this process and ends with it."""
+    """A process from which Lamina forks trials. One server serves all studies of this process, and ends with this
+    process.
+    """
 
     _current: Server | None = None
     _starting = threading.Lock()
@@ -69,7 +71,7 @@ class Server:
 
     @classmethod
     def running(cls) -> Server:
-        """Return this process's server, started if it does not run."""
+        """Return this process's server; start it first if it does not run."""
         with cls._starting:
             server = cls._current
             if server is None or server.owner != os.getpid() or server.process.poll() is not None:
@@ -85,12 +87,12 @@ class Server:
         return trial
 
     def send(self, request: Json) -> None:
-        """Send a request; nothing happens if the server has ended, which ``code`` reports."""
+        """Send a request. If the server has ended, nothing happens, and ``code`` reports it."""
         with self.lock, contextlib.suppress(OSError):
             self.connection.send_bytes(json.dumps(request).encode())
 
     def code(self, number: int) -> int | None:
-        """Return a trial's exit code; LOST if the server has ended, and the trial with it; None while it runs."""
+        """Return a trial's exit code; None while the trial runs; LOST if the server, and so the trial, has ended."""
         with self.lock:
             try:
                 while self.connection.poll():
@@ -115,7 +117,7 @@ class Server:
 
 @dataclass(kw_only=True)
 class Forked:
-    """A trial that was forked from a server."""
+    """A trial in a process forked from the server."""
 
     server: Server = field(repr=False)
     number: int
@@ -134,7 +136,7 @@ class Forked:
 
 
 class Alone:
-    """A trial in its own interpreter, handled as ``Forked``."""
+    """A trial in its own interpreter, with the methods of ``Forked``."""
 
     def __init__(self, request: Json):
         self.process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A study's record: study.yaml with its digest, and the check that its trials belong together."""
+"""A study's record: study.yaml with a digest, and a check that the study's trials belong together."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ def write_study(folder: Path, study: Mapping[str, Any]) -> None:
 
 
 def has_study(folder: Path) -> bool:
-    """Return whether the folder holds a study's record, whole or not."""
+    """Return whether the folder holds a study's record, complete or damaged."""
     return (folder / STUDY).is_file()
 
 
 def read_record(folder: Path) -> Json:
-    """Return the record of the study in a folder. Raises UserError naming study.yaml if it is missing or not whole."""
+    """Return the record of the study in a folder. Raises UserError if study.yaml is missing or incomplete."""
     if not has_study(folder):
-        raise UserError(f"output: {str(folder)!r} holds no study to resume ({STUDY} is missing)")
+        raise UserError(
+            f"output: {str(folder)!r} holds no study to resume: {STUDY} is missing. Give the study's folder."
+        )
     try:
         study = read_sealed(folder / STUDY)
     except UserError as error:
         raise UserError(error.problem, "Restore the original file, or begin again with --overwrite.") from None
     if not isinstance(study.get("settings"), dict):
-        raise UserError(f"{str(folder / STUDY)!r}: the field 'settings' is missing")
+        raise UserError(f"{str(folder / STUDY)!r}: the field 'settings' is missing. Restore the original file.")
     return study
 
 
 def stored_study(folder: Path) -> Json:
-    """Return the settings of the study in a folder. Raises UserError if it holds no whole record."""
+    """Return the settings of the study in a folder. Raises UserError if the folder holds no complete record."""
     return read_record(folder)["settings"]
 
 
 def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
-    """Raise UserError if a trial's plan has changed, or if it ended with other settings than the study now has.
+    """Raise UserError if a trial's plan has changed, or if the trial ended with settings that differ from the study's.
 
-    ``plan`` is what plan.json would hold if the trial were trained now.
+    ``plan`` is the content that plan.json would have if Lamina trained the trial now.
     """
     folder = Path(trial.output)
     try:
@@ -58,8 +60,8 @@ def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
         stored = plan
     if stored != plan:
         raise UserError(
-            f"placements: {trial.placement!r} has changed since its trial in {str(folder)!r} was trained. To "
-            "resume, restore it; otherwise give another --output, or --overwrite"
+            f"placements: {trial.placement!r} has changed since its trial in {str(folder)!r} was trained. Restore "
+            "the placement to resume, or give another --output, or --overwrite."
         )
     result = read_result(folder)
     if result is None or result["status"] not in ENDED:
@@ -69,25 +71,25 @@ def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
     refuse_altered(folder)
     if not {"steps", "placement", "learning_rate", "seed"} <= set(stored):
         raise UserError(
-            f"{str(path)!r}: cut short, so the settings of the trial are unknown. Restore the original file, or "
-            "delete the trial's folder to train it again"
+            f"{str(path)!r}: the file is incomplete, so the trial's settings are unknown. Restore the original "
+            "file, or delete the trial's folder to train it again."
         )
     refuse_mixture({folder.name: stored}, trial.to_dict(), free=())
     ends_early = result["status"] == "diverged" or "max_learning_rate" in result
     if not ends_early and result.get("steps", trial.steps) != trial.steps:
         raise UserError(
-            f"{str(folder / RESULT)!r}: {result['steps']!r} steps, but the study's trials have {trial.steps}. "
-            "Restore the original file, or delete the trial's folder to train it again"
+            f"{str(folder / RESULT)!r}: the result has {result['steps']!r} steps, but the study's trials have "
+            f"{trial.steps}. Restore the original file, or delete the trial's folder to train it again."
         )
 
 
 def refuse_mixture(
     trials: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Any], free: Collection[str] = _OF_A_TRIAL
 ) -> None:
-    """Raise UserError if the trials' stored settings, given by trial, are not of one experiment.
+    """Raise UserError if the trials' stored settings, given by trial, do not belong to one experiment.
 
-    ``expected``: values that all trials must have; any other setting must be the same in all. The ``free`` settings,
-    and how a trial was run, may differ.
+    All trials must have the values in ``expected``, and any other setting must be the same in all trials. Only the
+    ``free`` settings, and settings of how a trial runs, may differ.
     """
     shared = {name: ("the study", value) for name, value in expected.items()}
     for trial, settings in trials.items():
@@ -96,5 +98,6 @@ def refuse_mixture(
             if value != other and name not in free and name not in PretrainSettings.free():
                 raise UserError(
                     f"trials: {trial} was trained with {name} {value!r}, but {owner} has {other!r}. Lamina ranks "
-                    "only trials with the same settings. Check whether a file was edited, or a trial copied here"
+                    "only trials with the same settings. Check whether somebody edited a file, or copied a trial "
+                    "here."
                 )

@@ -1,6 +1,4 @@
-"""Running of tasks with a progress bar, each in a separate process, so that a failed trial becomes a row and not a
-crash.
-"""
+"""Run tasks in separate processes, with a progress bar. A failed trial becomes a row, and does not stop the study."""
 
 from __future__ import annotations
 
@@ -78,13 +76,15 @@ Ended: TypeAlias = Callable[[str, Json], None]
 
 
 def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]) -> None:
-    """Run every trial, ``workers`` at a time; ``ended`` gets each trial's id and result, ``tick`` the running ids.
+    """Run every trial, ``workers`` at a time. ``ended`` gets each trial's id and result, ``tick`` the ids of running
+    trials.
 
-    On KeyboardInterrupt the running trials save a checkpoint and end as `interrupted`; then the exception is raised
-    again. A trial whose process dies gets a result with status `failed`. Each sees the GPU with the fewest trials.
+    On KeyboardInterrupt the running trials save a checkpoint and end as `interrupted`; then Lamina raises the exception
+    again. A trial whose process dies gets a result with status `failed`. Each trial sees the GPU with the fewest
+    trials.
 
     Raises:
-        OSError: the disk is full; what was finished is kept.
+        OSError: the disk is full; Lamina keeps the finished trials.
     """
     waiting, running = list(trials), dict[str, Process]()
     devices, uses = gpus(), dict[str, str]()
@@ -170,14 +170,14 @@ class Executor(Protocol):
     def __call__(
         self, trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]
     ) -> None:
-        """Run every task; ``ended`` gets each one's name and result, ``tick`` the names of those that run."""
+        """Run every task. ``ended`` gets each task's name and result, ``tick`` the names of the running tasks."""
         ...
 
 
 def gpus() -> list[str]:
     """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them, without starting CUDA.
 
-    Empty if PyTorch is built for the CPU alone.
+    The list is empty if PyTorch is built only for the CPU.
     """
     import torch
 
@@ -190,7 +190,7 @@ def gpus() -> list[str]:
 
 
 def usual_workers(device: str = "auto") -> int:
-    """Return the default number of trials at a time: one per GPU, or one per core without GPUs."""
+    """Return the default number of trials at a time: one per GPU, or one per CPU core if there is no GPU."""
     return (0 if device == "cpu" else len(gpus())) or cores()
 
 
@@ -204,16 +204,16 @@ def run_tasks(
     ended: Ended,
     execute: Executor = run_trials,
 ) -> None:
-    """Run every task; ``ended`` gets each one's name and result, as soon as it has one.
+    """Run every task. ``ended`` gets each task's name and result as soon as the task has ended.
 
     Args:
-        done: for the bar, how many more trials of the study need not run.
-        waiting: for the bar, how many more wait for these.
-        workers: how many run at a time; None for one per GPU, or per core without one.
+        done: number of the study's other trials that need not run, for the progress bar.
+        waiting: number of further trials that wait for these trials, for the progress bar.
+        workers: number of tasks at a time (None: one per GPU, or one per CPU core if there is no GPU).
         ended: called after each task.
 
     Raises:
-        OSError: the disk is full; what was finished is kept.
+        OSError: the disk is full; Lamina keeps the finished trials.
         KeyboardInterrupt: after the running trials have ended as `interrupted`.
     """
     progress = Progress(tasks, done=done, waiting=waiting, show=bar)

@@ -44,7 +44,7 @@ _ONE_INIT = (
 
 @takes(Numbers)
 def seed_list(name: str, value: object) -> str:
-    """Check seeds, at least one and none twice; returns them comma-separated."""
+    """Check seeds: at least one, and no seed twice. Returns them comma-separated."""
     listed = comma_separated(name, value)
     for seed in numbers(name, listed, int):
         seed_number(name, seed)
@@ -62,16 +62,19 @@ class SeedsSettings(Settings, group="steps and learning rate"):
 
 
 def rates_by_placement(name: str, value: object) -> str | dict[str, str]:
-    """Check rates by placement: a mapping to comma-separated rates, or its text form."""
+    """Check learning rates by placement, given as a mapping to comma-separated learning rates, or as text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Mapping):
-        raise UserError(f"{name}: {value!r} (allowed: a mapping, or PLACEMENT=RATES; ...)")
+        raise UserError(
+            f"{name}: {value!r} does not give learning rates by placement. Give a mapping, or text like "
+            "keel=3e-3,1e-2; post_ln=1e-4."
+        )
     return {str(placement): comma_separated(name, rates) for placement, rates in value.items()}
 
 
 class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSettings, OutputSettings, WorkerSettings):
-    """A comparison: every placement at every learning rate and seed is a trial."""
+    """A comparison, with one trial for each placement, learning rate and seed."""
 
     command_name = "compare"
     main = (
@@ -85,12 +88,12 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     batch_size: int = changed(8)
     placements: str | tuple[str, ...] = changed("post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel")
     learning_rates: str | float | tuple[float | str, ...] = changed(
-        "3e-3", help="comma-separated peak learning rates; each placement is ranked at its best one"
+        "3e-3", help="comma-separated peak learning rates; Lamina ranks each placement at its best learning rate"
     )
     learning_rates_of: str | Json = setting(
         "",
-        'learning rates of single placements, in place of learning_rates: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" (in '
-        "YAML and Python also a mapping)",
+        'learning rates for single placements, which replace learning_rates: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" '
+        "(in YAML and Python also a mapping)",
         rates_by_placement,
         decides=False,
     )
@@ -98,7 +101,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     output: str = changed("runs/compare")
 
     def check(self) -> None:
-        """Raise UserError for rates of a placement that is not compared; normalizes the text of the rates."""
+        """Normalize the text of the learning rates. Raises UserError for a placement that is not in the comparison."""
         super().check()
         rates_by_placement = self._own_rates()
         object.__setattr__(
@@ -106,22 +109,27 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         )
 
     def rates(self, spec: str) -> list[float]:
-        """Return a placement's learning rates: its own, or the common ones."""
+        """Return a placement's learning rates: from ``learning_rates_of``, or else ``learning_rates``."""
         rates_text = self._own_rates().get(spec)
         return numbers(
             "learning_rates" if rates_text is None else "learning_rates_of", rates_text or self.learning_rates, float
         )
 
     def _own_rates(self) -> dict[str, str]:
-        """Read the rates by placement. Raises UserError for invalid ones, or a placement that is not compared."""
+        """Read the learning rates by placement. Raises UserError for invalid ones, or a placement that is not
+        compared.
+        """
         rates_of = self.learning_rates_of
         if isinstance(rates_of, str):  # the last "=": a placement's options contain others
             parts = [part.rpartition("=") for part in rates_of.split(";") if part.strip()]
             if not all(equals for _, equals, _ in parts):
-                raise UserError(f"learning_rates_of: {rates_of!r} (allowed: PLACEMENT=RATES; ...)")
+                raise UserError(
+                    f"learning_rates_of: {rates_of!r} is not PLACEMENT=RATES. Give text like keel=3e-3,1e-2; "
+                    "post_ln=1e-4."
+                )
             by_name = {name.strip(): rates for name, _, rates in parts}
             if len(by_name) < len(parts):
-                raise UserError(f"learning_rates_of: {rates_of!r} names a placement twice")
+                raise UserError(f"learning_rates_of: {rates_of!r} names a placement twice. Name each placement once.")
         else:
             by_name = rates_of
         rates_by_placement = {}
@@ -157,7 +165,7 @@ def slug(spec: str) -> str:
 
 
 class RisingSettings(RunSettings):
-    """How far the learning rate rises, and the rules that say where it failed."""
+    """The highest learning rate, and the rules that find the point of failure."""
 
     without = frozenset(
         (
@@ -174,7 +182,9 @@ class RisingSettings(RunSettings):
     )
     steps: int = changed(300, help="optimizer steps of the warm-up")
     window: int = setting(8, "number of steps over which the loss is averaged", at_least(1))
-    spike_margin: float = setting(0.5, "spike: nats by which the loss exceeds its lowest smoothed value", above(0.0))
+    spike_margin: float = setting(
+        0.5, "spike: how far the loss rises above its lowest smoothed value, in nats", above(0.0)
+    )
     spike_patience: float = setting(
         0.05,
         "spike: how long the loss stays that high, in steps (1 or more) or as a share of all steps (below 1)",
@@ -182,29 +192,31 @@ class RisingSettings(RunSettings):
     )
     plateau_margin: float = setting(
         0.05,
-        "plateau: the smoothed loss falls by less than this many nats while the learning rate grows by plateau_factor",
+        "plateau: largest fall of the smoothed loss, in nats, while the learning rate grows by plateau_factor",
         not_below(0.0),
     )
-    plateau_factor: float = setting(2.0, "plateau: factor by which the learning rate grows meanwhile", above(1.0))
+    plateau_factor: float = setting(
+        2.0, "plateau: factor by which the learning rate grows while the loss stays flat", above(1.0)
+    )
     stuck_margin: float = changed(
-        help="a plateau counts as stuck unless the loss is this many nats below the corpus's unigram entropy",
+        help="a plateau counts as stuck unless the loss is this far below the corpus's unigram entropy, in nats",
         default=0.1,
     )
 
     def check(self) -> None:
-        """Raise UserError for more patience than steps."""
+        """Raise UserError if the patience is longer than the run."""
         super().check()
         if self.spike_patience >= 1 and self.spike_patience > self.steps:
             raise UserError(
-                f"spike_patience: {self.spike_patience:g} steps are more than steps = {self.steps} (allowed: at most "
-                "that)"
+                f"spike_patience: {self.spike_patience:g} steps are more than steps = {self.steps}. Set "
+                f"spike_patience to at most {self.steps}."
             )
 
 
 class MaxRateSettings(
     RisingSettings, PlacementSettings, OutputSettings, SeedSettings, ParallelSettings, StreamSettings
 ):
-    """One run whose learning rate rises until it fails: a trial of `lamina max-lr`."""
+    """A trial of `lamina max-lr`: one run whose learning rate rises until training fails."""
 
     order = (*RisingSettings.names(), "placement")
 
@@ -212,13 +224,13 @@ class MaxRateSettings(
     seed: int = changed(0, help="seed of the weights, the data's order and everything else that is random")
 
     def run(self) -> PretrainSettings:
-        """Return the run's settings: the warm-up takes all steps, so that nothing decays. Raises UserError."""
+        """Return the run's settings, with a warm-up over all steps. Raises UserError for an invalid value."""
         shared = self.shared_with(PretrainSettings)
         return PretrainSettings(**shared, learning_rate=self.max_learning_rate, warmup=float(self.steps))
 
 
 class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, OutputSettings, WorkerSettings):
-    """The largest learning rate of several placements: every placement and seed is a trial."""
+    """A search for the largest learning rate of several placements, with one trial per placement and seed."""
 
     command_name = "max-lr"
     main = (
@@ -263,7 +275,7 @@ def sizes_list(name: str, value: object) -> str:
 
 @takes(Numbers)
 def depths_or_none(name: str, value: object) -> str:
-    """Check depths as ``sizes_list`` does; an empty text stands for none."""
+    """Check depths as ``sizes_list`` does. An empty text means that no depths are given."""
     return sizes_list(name, value) if comma_separated(name, value) else ""
 
 
@@ -279,7 +291,7 @@ class CoordCheckSettings(
     OutputSettings,
     ThreadSettings,
 ):
-    """A coordinate check: every width takes a few steps on one batch, once per seed."""
+    """A coordinate check: a model of each width takes a few steps on one batch, once per seed."""
 
     command_name = "coord-check"
     main = (
@@ -300,7 +312,8 @@ class CoordCheckSettings(
     hidden_size: int | None = changed(None, help="with depths, the width of all models (default: the backbone's)")
     num_layers: int = changed(6, help="number of blocks (ignored if you set depths)")
     width_scaling: str = changed(
-        "standard", help=f"width scaling: {', '.join(SCHEMES)} or none (with depths: none, unless you set base_width)"
+        "standard",
+        help=f"width scaling: {', '.join(SCHEMES)} or none (if you set depths: none, unless you also set base_width)",
     )
     base_width: int | None = changed(
         None, help="base width: hidden size at which width scaling changes nothing (default: the smallest width)"
@@ -311,14 +324,17 @@ class CoordCheckSettings(
     learning_rate: float = changed(1e-3, help="constant learning rate at the base width and depth")
     steps: int = changed(3, help="optimizer steps, all on the same batch")
     seeds: str | int | tuple[int | str, ...] = changed("0,1,2", help="comma-separated seeds of the weights")
-    batch_size: int = changed(8, help="blocks in the batch")
+    batch_size: int = changed(8, help="number of text blocks in the batch")
     tolerance: float = setting(
-        0.3, "largest |e| in mean |x| ~ size^e at which an output is flat", above(0.0), decides=False
+        0.3,
+        "largest |e| at which an output counts as flat, with e the exponent in mean |x| ~ size^e",
+        above(0.0),
+        decides=False,
     )
     output: str = changed("runs/coord-check")
 
     def check(self) -> None:
-        """Raise UserError for a value that is invalid at one of the sizes, or that a check over depth leaves unused."""
+        """Raise UserError for a value that is invalid at one of the sizes, or has no effect in a check over depth."""
         if self.depths and self.base_width is None and self.width_scaling == self.default("width_scaling"):
             object.__setattr__(self, "width_scaling", "none")
         super().check()
@@ -330,22 +346,22 @@ class CoordCheckSettings(
 
     @property
     def axis(self) -> Literal["width", "depth"]:
-        """The size in which the models differ."""
+        """The dimension in which the models differ: "width" or "depth"."""
         return "depth" if self.depths else "width"
 
     @property
     def all_sizes(self) -> list[int]:
-        """The widths or depths, the smallest first."""
+        """The widths or depths, in ascending order."""
         return sorted(numbers(f"{self.axis}s", getattr(self, f"{self.axis}s"), int))
 
     @property
     def reference_width(self) -> int | None:
-        """The hidden size at which nothing changes."""
+        """The hidden size at which width scaling changes nothing."""
         return self.base_width or (None if self.depths else self.all_sizes[0])
 
     @property
     def reference_depth(self) -> int | None:
-        """The number of blocks at which nothing changes."""
+        """The number of blocks at which depth scaling changes nothing."""
         return self.base_depth or (self.all_sizes[0] if self.depths else None)
 
     def runs(self) -> dict[tuple[int, int], PretrainSettings]:
@@ -365,13 +381,13 @@ class CoordCheckSettings(
 
 @takes(Numbers)
 def rates_or_none(name: str, value: object) -> str:
-    """Check learning rates; an empty text stands for none."""
+    """Check learning rates. An empty text means that none are given."""
     listed = comma_separated(name, value)
     return rate_list(name, listed) if listed else listed
 
 
 class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSettings, OutputSettings, WorkerSettings):
-    """A transfer: learning rates are tried on a narrow proxy and carried over to a wide target."""
+    """A transfer: Lamina tries learning rates on a narrow proxy and converts them for a wide target."""
 
     command_name = "transfer"
     main = (
@@ -402,7 +418,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         None, "hidden size at which to try verify_rates (default: the target's)", at_least(1), decides=False
     )
     width_scaling: str = changed("standard", help=f"{', '.join(SCHEMES)} (Everett et al. 2024)")
-    base_width: int | None = changed(None, help="base width of width scaling: always proxy_width")
+    base_width: int | None = changed(None, help="base width of width scaling; it always equals proxy_width")
     best_margin: float = setting(
         0.02,
         "a learning rate counts as best if its eval loss is within this many nats of the lowest",
@@ -414,20 +430,27 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     def check(self) -> None:
         """Raise UserError for contradictory widths, and for an invalid value in a trial."""
         if self.width_scaling == "none":
-            raise UserError("width_scaling: 'none' transfers nothing (allowed: standard, mup and their -no-alignment)")
+            raise UserError(
+                "width_scaling: 'none' transfers nothing. Set width_scaling to standard, mup, "
+                "standard-no-alignment or mup-no-alignment."
+            )
         if self.base_width not in (None, self.proxy_width):
-            raise UserError(f"base_width: {self.base_width!r} is not proxy_width {self.proxy_width} (allowed: none)")
+            raise UserError(
+                f"base_width: {self.base_width!r} is not proxy_width {self.proxy_width}. Leave base_width out."
+            )
         object.__setattr__(self, "base_width", self.proxy_width)
         super().check()
         if self.num_heads is not None:
-            raise UserError(f"num_heads: {self.num_heads!r}: the width of a head is fixed. Leave it out.")
+            raise UserError(
+                f"num_heads: {self.num_heads!r} has no effect, since the width of a head is fixed. Leave num_heads out."
+            )
         if self.proxy_width >= self.target_width:
             raise UserError(
-                f"proxy_width: {self.proxy_width} is not below the target's hidden_size {self.target_width}. "
-                "Choose a narrower proxy"
+                f"proxy_width: {self.proxy_width} is not below the target's hidden_size {self.target_width}. Choose "
+                "a smaller proxy_width."
             )
         if self.verify_width is not None and not self.verify_rates:
-            raise UserError(f"verify_width: {self.verify_width} without verify_rates. Give both, or neither.")
+            raise UserError(f"verify_width: {self.verify_width} needs verify_rates. Give both, or neither.")
         self.trials()
 
     def trials(self) -> dict[str, PretrainSettings]:
@@ -457,5 +480,5 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         return int(resolve_backbone(self.backbone).hidden_size)
 
     def command(self) -> str:
-        """Return the command line for these settings, without the base width, which follows from the proxy's."""
+        """Return the command line for these settings, without the base width, which follows from the proxy's width."""
         return super().command().replace(f" --base-width {self.base_width}", "")

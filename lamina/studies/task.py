@@ -1,4 +1,4 @@
-"""A task: the description of one trial that its process receives."""
+"""A task: the description of a trial for the process that runs it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Task:
     """A trial to run in its own process.
 
     Attributes:
-        settings: of the job; their ``output`` is the trial's folder.
-        job: runs a trial: takes the settings, ``resume`` and ``bar``, and returns the result. It is the function of a
-            module, since the trial's process gets its name.
-        trains: whether the steps of the settings are trained.
+        settings: the job's settings; their ``output`` is the trial's folder.
+        job: a function that runs a trial. It takes the settings, ``resume`` and ``bar``, and returns the result. It
+            must be at the top level of a module, because the trial's process finds it by name.
+        trains: whether the job trains for the settings' number of steps.
     """
 
     settings: Settings
@@ -59,11 +59,11 @@ class Task:
         )
 
     def claim(self) -> AbstractContextManager[None]:
-        """Hold the trial while it runs, if other drivers may run it. Entering raises Busy if one does."""
+        """Lock the trial while it runs, if other drivers may run it. Raises Busy if another driver runs it now."""
         return nullcontext()
 
     def run(self) -> Json:
-        """Run or resume the trial; returns its result."""
+        """Run or resume the trial, and return its result."""
         return self.job(self.settings, resume="auto", bar=False)
 
 
@@ -74,5 +74,5 @@ def _named(name: str) -> Any:
 
 
 def task_of(request: Json) -> Task:
-    """Rebuild a task from a request, with the class that wrote it."""
+    """Rebuild a task from a request, as an object of the class that wrote it."""
     return _named(request["task"]).from_request(request)

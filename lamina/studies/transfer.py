@@ -1,4 +1,4 @@
-"""Learning rates found on a narrow proxy and converted to a wide target (FuseNorm Section 4.2 and Figure 4)."""
+"""Find learning rates on a narrow proxy and convert them for a wide target (FuseNorm Section 4.2 and Figure 4)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ HEADROOM = 2.0  # a rate more than this factor below the first failing rate is s
 class Rate:
     """A learning rate at one width: the worst ``status`` of its seeds, and their mean ``eval_loss`` if all finished.
 
-    ``best``: within the margin of the lowest loss. ``risk``: what to expect of the rate at another width.
+    ``best`` is true if the loss is within the margin of the lowest loss. ``risk`` says what to expect of this learning
+    rate at another width.
     """
 
     learning_rate: float
@@ -50,9 +51,9 @@ class Rate:
 def transfer(
     settings: TransferSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
-    """Train the proxy at every rate (and a wider model at the rates to verify); returns the rows of results.csv.
+    """Train the proxy at every learning rate, and a wider model at verify_rates. Returns the rows of results.csv.
 
-    Takes the settings, resumes, and raises as ``compare`` does.
+    The settings, ``resume`` and the errors are as in ``compare``.
     """
     job, complete, trials = open_study(Kind.TRANSFER, TransferSettings, settings, resume, overwrite, bar)
     factors = role_rates(complete)  # fails before hours of training if the target cannot be built
@@ -67,7 +68,7 @@ def transfer(
 
 
 def role_rates(settings: TransferSettings) -> dict[str, float]:
-    """Return by kind of weight the factor on its learning rate at the target's width."""
+    """Return the factor on the learning rate at the target's width, by kind of weight."""
     trial = next(iter(settings.trials().values()))
     target = PretrainSettings(**{**trial.to_dict(), "hidden_size": settings.target_width})
     resolve_run(target, trained=False)
@@ -85,7 +86,9 @@ def role_rates(settings: TransferSettings) -> dict[str, float]:
 
 
 def summarize(results: Frame, settings: TransferSettings, factors: dict[str, float]) -> Json:
-    """Return the content of transfer.json: rates by width, intervals, the target's rates by role, and the risk."""
+    """Return the content of transfer.json: learning rates by width, intervals, the target's learning rates by role, and
+    the risk.
+    """
     narrow = judged(results[results["hidden_size"] == settings.proxy_width], settings.best_margin)
     wide = sorted(set(results["hidden_size"]) - {settings.proxy_width})
     best_by_width = {int(w): judged(results[results["hidden_size"] == w], settings.best_margin) for w in wide}
@@ -124,7 +127,7 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
 
 
 def judged(results: Frame, margin: float) -> list[Rate]:
-    """Return the rates of one width in ascending order, with status, loss, and risk at other widths."""
+    """Return the learning rates of one width in ascending order, with status, loss, and the risk at other widths."""
     rates = []
     for rate, trials in results.groupby("learning_rate"):
         worst = max(trials["status"], key=severity)

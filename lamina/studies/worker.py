@@ -1,4 +1,4 @@
-"""The code in a study's processes: a server that forks a process for each trial, and the trial.
+"""The code in a study's processes: a server that forks a process for each trial, and the trial itself.
 
 The driver (processes.py) starts this module in a new interpreter, so the script, notebook or shell that started the
 study is never imported again.
@@ -36,10 +36,10 @@ ROUND_SECONDS = 0.05
 
 
 def serve(descriptor: int, driver: int) -> NoReturn:
-    """Fork a trial for each request, and send the driver each trial's exit code, until the driver ends.
+    """Until the driver ends, fork a trial for each request, and send the driver each trial's exit code.
 
-    ``descriptor`` is this end of a pipe, ``driver`` the id of the process at the other end. Torch and transformers
-    are imported once, so that a trial starts in milliseconds.
+    ``descriptor`` is this end of a pipe, ``driver`` the id of the process at the other end. The server imports torch
+    and transformers once, so a trial starts in milliseconds.
     """
     for number in STOP_SIGNALS:  # the driver signals each trial; the server ends when the driver does
         signal.signal(number, signal.SIG_IGN)
@@ -74,7 +74,9 @@ def serve(descriptor: int, driver: int) -> NoReturn:
 
 
 def alone() -> int:
-    """Run the trial described on standard input: for systems where forking after importing torch is not safe."""
+    """Run the trial described on standard input. Lamina uses it on systems where a fork after importing torch is not
+    safe.
+    """
     request = json.loads(sys.stdin.readline())
 
     def wait() -> None:
@@ -86,7 +88,9 @@ def alone() -> int:
 
 
 def run(request: Json) -> int:
-    """Run the trial of ``request``; returns the exit code. Its output goes to its folder's log.txt."""
+    """Run the trial of ``request`` and return the exit code. The trial's output goes to log.txt in the trial's
+    folder.
+    """
     folder = Path(request["directory"]) / request["settings"]["output"]
     folder.mkdir(parents=True, exist_ok=True)
     try:

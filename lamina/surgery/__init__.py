@@ -1,1 +1,1 @@
-"""Surgery on a trained model: removing layers, or changing the placement."""
+"""Surgery on a trained model: remove layers, or change the placement."""

@@ -1,10 +1,10 @@
-"""Grafting of another placement onto a trained model: Lamina keeps the weights and fits the new norms on a text.
+"""Graft another placement onto a trained model: Lamina keeps the weights and fits the new norms on a text.
 
-Lamina runs both models on the same text, and the new model one sub-layer at a time. A new norm's gain is the
-least-squares fit, by channel, of the norm's output to the old model's tensor at that point: an input of a module, a
-branch, or the stream. In the same way, the projections around a module absorb the effect of removed norms and of new
-factors on the skip. If both placements have the same formulas, the models agree. Otherwise the loss rises by the part
-that the new placement cannot express.
+Lamina runs the old model on the text, then the new model on the same text, one sub-layer at a time. It fits a new
+norm's gain by least squares, channel by channel, so that the norm's output matches the old model's tensor at that
+point: a module's input, a branch, or the residual stream. In the same way, the projections around a module absorb the
+effect of removed norms and of new factors on the skip. If both placements have the same formulas, the models agree.
+Otherwise the loss rises by the part that the new placement cannot express.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ _TINY = 1e-30
 
 
 class Grafting(TypedDict):
-    """The content of grafting.json. Losses are in nats per token, on ``tokens`` tokens that no gain was fitted on."""
+    """The content of grafting.json. Losses are in nats per token, on ``tokens`` tokens that Lamina did not use to fit
+    the gains.
+    """
 
     source: str
     placement_before: str
@@ -63,8 +65,8 @@ class Grafting(TypedDict):
 def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str, overwrite: bool = False) -> Grafting:
     """Write a trained model with another placement into a new folder; ``lamina.api.models.graft`` has the arguments.
 
-    Gains are fitted on the first half of the text of ``settings``, and both models' losses are measured on the second.
-    Raises UserError if the graft fails, and leaves ``output`` as it was.
+    Lamina fits the gains on the first half of the text in ``settings``, and measures both models' losses on the second
+    half. Raises UserError if the graft fails, and leaves ``output`` unchanged.
     """
     source = source_beside(source, output, overwrite=overwrite)
     stored = read_config(source, field="model").dtype
@@ -73,7 +75,7 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
     model = cast(PreTrainedModel, context.model)
     old = model if isinstance(model.config, LaminaConfig) else from_transformers(model)
     if not isinstance(old, LaminaForCausalLM):
-        raise UserError(f"model: {type(old).__name__}. Choose a decoder.")
+        raise UserError(f"model: a {type(old).__name__} is no decoder. Choose a decoder.")
     before = Plan.from_dict(old.config.plan or {})
     plan = resolve(placement, before.num_layers)
     for which, name, plan_of in (("model", source, before), ("placement", placement, plan)):
@@ -83,7 +85,8 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
     blocks = torch.cat([batch["input_ids"] for batch in context.batches])
     if len(blocks) < 2:
         raise UserError(
-            "sequences: 1 block of text. Give 2 or more: one block to fit the gains, and one to measure the losses"
+            "sequences: 1 block of text is too short. Give 2 or more: one block to fit the gains, and one to "
+            "measure the losses."
         )
     half = len(blocks) // 2
     new, told = grafted(old, plan, blocks[:half].to(context.device))
@@ -109,7 +112,9 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
 
 
 class Told(TypedDict):
-    """The report of a graft: norms that were fitted, modules that absorbed a factor, tensors without a place."""
+    """The report of a graft: the fitted norms, the modules that absorbed a factor, and the tensors that the new plan
+    drops.
+    """
 
     fitted: list[str]
     folded: list[str]
@@ -118,7 +123,7 @@ class Told(TypedDict):
 
 @torch.no_grad()
 def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[LaminaForCausalLM, Told]:
-    """Return the model with another plan, its new norms fitted on ``ids`` [sequences, tokens], and the report."""
+    """Return the model with another plan and new norms fitted on ``ids`` [sequences, tokens], and the report."""
     old = old.eval()
     config = copy.deepcopy(old.config)
     assert isinstance(config, LaminaConfig)
@@ -221,7 +226,7 @@ def _keep(found: list[torch.Tensor]) -> Callable[[nn.Module, Args, Kwargs], None
 
 
 class _Matching:
-    """One pass through the new model, which fits each new norm and factor when it is reached.
+    """One pass through the new model, which fits each new norm and factor when the pass reaches it.
 
     ``scale`` is the new stream divided by the old one, where no norm stands on the stream.
     """
@@ -385,14 +390,14 @@ class _Step:
         name = self.matching.names[self.new.module]
         if float((expected - actual).abs().max()) > _FOLDED * float(expected.abs().max()):
             raise UserError(
-                f"placement: {name} has projections that cannot absorb a factor. Choose a placement with a norm "
-                "on this side"
+                f"placement: {name} has projections that cannot absorb a factor. Choose a placement with a norm on "
+                "this side of the module."
             )
         self.matching.told["folded"].append(name)
 
 
 def ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the least-squares factors that take x nearest to y, over the first axis."""
+    """Return the least-squares factors that map x to y, over the first axis."""
     x, y = x.double(), y.double()
     return ((x * y).sum(0) / x.pow(2).sum(0).clamp_min(_TINY)).float()
 

@@ -1,4 +1,4 @@
-"""Pruning of a trained model: Lamina removes the layers that a user names, or that a probe finds least needed."""
+"""Prune a trained model: Lamina removes the layers that a user names, or that matter least by a probe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ _SAME = 1e-4  # of the largest logit: the written model against the whole one wi
 
 
 class Pruning(TypedDict):
-    """The content of pruning.json. Losses are in nats per token of ``tokens``; ``measured`` has a value per layer."""
+    """The content of pruning.json. Losses are in nats per token, on ``tokens`` tokens; ``measured`` has one value per
+    layer.
+    """
 
     source: str
     dropped: list[int]
@@ -56,7 +58,9 @@ def layers_of(text: str) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or not int(first) <= int(last or first) < _MOST:
-            raise UserError(f"layers: {shortened(repr(text), 80)} (allowed: layers from 0, as in 3,5-7)")
+            raise UserError(
+                f"layers: {shortened(repr(text), 80)} is no list of layers. Count layers from 0, as in 3,5-7."
+            )
         layers += range(int(first), int(last or first) + 1)
     return refuse_twice(layers)
 
@@ -81,8 +85,8 @@ def prune(
 ) -> Pruning:
     """Write a model without some layers into a new folder; ``lamina.api.models.prune`` has the arguments.
 
-    Layers and losses are measured on the text of ``settings``. Raises UserError if pruning fails, and leaves ``output``
-    as it was.
+    Lamina measures layers and losses on the text in ``settings``. Raises UserError if pruning fails, and leaves
+    ``output`` unchanged.
     """
     source = source_beside(source, output, overwrite=overwrite)
     stored = read_config(source, "model").dtype
@@ -90,11 +94,17 @@ def prune(
     context.warn_of_unread()
     count = context.structure.num_layers
     if any(getattr(site.module, "has_memory", False) for site in context.structure.layers):
-        raise UserError(f"model: {source!r} reads earlier states by layer index. Choose a model without such reads")
+        raise UserError(
+            f"model: {source!r} reads earlier layers' states by their index. Choose a model in which each layer "
+            "reads only the layer before it."
+        )
     with evaluating(context.model):
         gone, measured = (refuse_twice(layers), {}) if by is None else chosen_layers(context, by, drop)
         if not gone or gone[-1] >= count or len(gone) >= count:
-            raise UserError(f"layers: {ranges(gone)} of {count}. Choose some of 0-{count - 1}, not all.")
+            raise UserError(
+                f"layers: {ranges(gone)} of {count} layers cannot be removed. Choose some of 0-{count - 1}, but not "
+                "all."
+            )
         before, tokens = mean_loss(context)
         few = context.on_device(context.batches[0], 1)
         with torch.no_grad(), removed(context, gone):
@@ -109,7 +119,7 @@ def prune(
         except UserError as error:
             why = by_index() or str(error).replace(str(draft), str(output))
             raise UserError(
-                f"layers: without {ranges(gone)} the model does not load: {why}. Choose other layers."
+                f"layers: the model does not load without {ranges(gone)}: {why}. Choose other layers."
             ) from error
         context.model = context.base = nn.Module.to(again, context.device)
         difference = _difference(context, few, expected, gone, by_index)
@@ -141,11 +151,11 @@ def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict
     """Return the layers that a measure selects, and the measure by layer (for a block, by its first layer)."""
     count = context.structure.num_layers
     if not 0 < drop < count:
-        raise UserError(f"drop: {drop} of {count} layers (allowed: 1 to {count - 1})")
+        raise UserError(f"drop: {drop} of {count} layers cannot be removed. Give a number from 1 to {count - 1}.")
     spec, metric = _MEASURES.get(by) or (by.rpartition(".")[::2] if "." in by else (by, ""))
     probes = make_all(spec)
     if len(probes) > 1:
-        raise UserError(f"by: {by!r} is more than one probe (allowed: {ANGLE}, {HARM}, or PROBE.METRIC)")
+        raise UserError(f"by: {by!r} names more than one probe. Give {ANGLE}, {HARM}, or PROBE.METRIC.")
     name = probes[0].name
     frame = run(context, probes)[name]
     metrics = sorted(set(frame["metric"])) if "metric" in frame else []
@@ -159,8 +169,8 @@ def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict
     values = cast(pd.Series, rows.query("0 <= layer < @count").set_index("layer")["value"])
     if values.index.has_duplicates or len(values) != count or values.isna().any():
         raise UserError(
-            f"by: {by!r} does not have one value for each of {count} layers (allowed: {ANGLE}, {HARM}, or another "
-            "metric with one value per layer)"
+            f"by: {by!r} does not have one value for each of {count} layers. Give {ANGLE}, {HARM}, or another "
+            "metric with one value per layer."
         )
     return sorted(int(str(layer)) for layer in values.nsmallest(drop).index), _by_layer(values)
 
@@ -170,7 +180,9 @@ def _by_layer(values: pd.Series) -> dict[str, float]:
 
 
 def cut_layers(context: Context, gone: Sequence[int]) -> None:
-    """Remove layers from the context's model and configuration. Raises UserError if they are no plain list."""
+    """Remove layers from the context's model and configuration. Raises UserError if the layers are not in a separate
+    list.
+    """
     model, sites = context.model, context.structure.layers
     parents = {site.path.rpartition(".")[0] for site in sites}
     holder = model.get_submodule(parents.pop()) if len(parents) == 1 else None
@@ -231,13 +243,14 @@ def _difference(
     gone: Sequence[int],
     by_index: Callable[[], str],
 ) -> float:
-    """Return how far the written model's logits are from the expected ones. Raises UserError if that is too far."""
+    """Return how far the written model's logits are from the expected logits. Raises UserError if the difference is too
+    large.
+    """
     with torch.no_grad():
         difference = float((context.forward(few).logits.float() - expected).abs().max())
     if not difference <= _SAME * float(expected.abs().max()):
         raise UserError(
-            f"layers: without {ranges(gone)} the written model's logits differ by {difference:.3g} from the whole "
-            f"model's logits without these layers: {by_index() or 'its layers depend on their index'}. Choose "
-            "other layers."
+            f"layers: after the removal of {ranges(gone)}, the written model's logits differ by {difference:.3g} "
+            f"from the expected logits: {by_index() or 'its layers depend on their index'}. Choose other layers."
         )
     return difference

@@ -332,7 +332,7 @@ def test_what_a_model_or_text_lacks_is_said_before_the_folder_is_touched(model, 
         (
             257,
             without_readout,
-            "missing in the checkpoint, so Lamina drew random weights: lm_head.weight",
+            "Lamina drew random weights for tensors that the checkpoint lacks: lm_head.weight",
         ),  # it would be drawn, and score noise
         (200, unspoiled, r"tokenizer: it has 257 tokens, but the model .* has 200"),
     ],

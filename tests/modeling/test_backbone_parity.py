@@ -231,7 +231,7 @@ def test_every_placement_trains_on_every_backbone(model_type, name):
 @pytest.mark.parametrize("model_type", ["qwen3", "olmo2"])
 @pytest.mark.parametrize("scope", ["head", "full"])
 def test_a_backbone_with_norms_of_its_own_on_queries_and_keys_gets_no_second_ones(model_type, scope):
-    with pytest.raises(UserError, match=r"qk_norm: .* a norm of its own"):
+    with pytest.raises(UserError, match=r"qk_norm: .* already has a norm"):
         lamina.build(configuration(model_type), "pre_ln", qk_norm=scope)
 
 

@@ -332,7 +332,7 @@ def test_a_name_on_the_hub_has_a_placement():
 
 @pytest.mark.usefixtures("cached")
 def test_a_model_that_is_not_there_is_one_line(capsys, tmp_path):
-    with pytest.raises(UserError, match=r"backbone: 'nobody/nothing' is neither a folder nor a readable model"):
+    with pytest.raises(UserError, match=r"backbone: 'nobody/nothing' is neither a folder nor a model on the hub"):
         lamina.build("nobody/nothing", "keel")
     command = ["pretrain", "--backbone", "nobody/nothing", "--output", str(tmp_path / "run"), "--steps", "1"]
     assert main(command) == 2

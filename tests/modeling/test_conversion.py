@@ -185,7 +185,7 @@ def test_an_unknown_architecture_is_refused(tmp_path):
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=61))
     model.save_pretrained(tmp_path)
     for source in (tmp_path, model):
-        with pytest.raises(UserError, match=r"model_type: 'gpt2' is not converted .allowed: apertus, .*llama"):
+        with pytest.raises(UserError, match=r"model_type: Lamina cannot convert 'gpt2' .allowed: apertus, .*llama"):
             from_transformers(source)
 
 

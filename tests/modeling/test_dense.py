@@ -139,13 +139,15 @@ def test_other_attentions_take_three_inputs_and_come_back_from_a_file(model_type
 
 def test_what_has_no_meaning_is_refused_in_a_line():
     config = AutoConfig.for_model("gpt_neox", vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    with pytest.raises(UserError, match=r"multiway does not apply, GPTNeoXAttention has no projection 'q_proj'"):
+    with pytest.raises(
+        UserError, match=r"multiway does not apply, because GPTNeoXAttention has no projection 'q_proj'"
+    ):
         lamina.build(config, "pre_ln", wiring="mudd")
-    with pytest.raises(UserError, match="learned: 'vector' of weights that are dynamic"):
+    with pytest.raises(UserError, match="learned: 'vector' does not go with dynamic"):
         Sources(states=(), learned="vector", dynamic=True)
-    with pytest.raises(UserError, match="own_norms: True without multiway"):
+    with pytest.raises(UserError, match="own_norms: True has no effect without multiway"):
         Sources(states=(), own_norms=True)
-    with pytest.raises(UserError, match="hidden: 8 without dynamic"):
+    with pytest.raises(UserError, match="hidden: 8 has no effect without dynamic"):
         Sources(states=(), hidden=8)
     many = Sources(states=(), multiway=True)
     with pytest.raises(UserError, match=r"final_sources\.multiway: no attention"):

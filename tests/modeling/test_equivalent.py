@@ -104,7 +104,7 @@ def test_a_placement_that_no_architecture_has_is_refused_in_one_line(placement):
         (llama(4, hidden_act="gelu"), {"qk_norm": "head"}, "another activation"),
         (llama(4, mlp_bias=True), {"qk_norm": "head"}, "biases outside"),
         (Gemma2Config(**SIZES, head_dim=8), {}, "on the backbone 'gemma2'"),
-        (MistralConfig(**SIZES, sliding_window=8), {"qk_norm": "head"}, "its sliding window of 8"),
+        (MistralConfig(**SIZES, sliding_window=8), {"qk_norm": "head"}, "a sliding window of 8"),
     ],
 )
 def test_so_is_another_equation_under_the_name_of_pre_ln(config, options, message):

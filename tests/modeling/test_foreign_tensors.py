@@ -103,14 +103,14 @@ FOREIGN = [
 @pytest.mark.parametrize("key", FOREIGN)
 def test_a_tensor_that_the_model_has_no_place_for_is_named(key, folder):
     changed(folder, lambda tensors: tensors.update({key: torch.ones(16)}))
-    with pytest.raises(UserError, match=rf"extra tensor '{key}': it is not one of the model type 'llama'"):
+    with pytest.raises(UserError, match=rf"extra tensor '{key}': it does not belong to the model type 'llama'"):
         load(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool])
 def test_a_header_of_whole_numbers_for_floats_is_named(dtype, folder):
     changed(folder, lambda tensors: tensors.update({GATE: tensors[GATE].to(dtype)}))
-    with pytest.raises(UserError, match=rf"tensor '{GATE}' is stored as (I32|I8|BOOL), and the model needs floats"):
+    with pytest.raises(UserError, match=rf"tensor '{GATE}' is stored as (I32|I8|BOOL), but the model needs floats"):
         load(folder)
 
 
@@ -229,7 +229,9 @@ def test_a_quantized_model_has_no_place_for_other_weights_either(key):
     module = GATE.removesuffix(".weight")
     packed = [f"{GATE}.absmax", f"{GATE}.quant_state.bitsandbytes__nf4", f"{GATE}_scale_inv", f"{module}.g_idx"]
     refuse_foreign(model, {}, [*packed, "model.layers.0.self_attn.k_scale"], "model 'm'")
-    with pytest.raises(UserError, match=rf"model 'm': extra tensor '{key}': it is not one of the model type 'llama'"):
+    with pytest.raises(
+        UserError, match=rf"model 'm': extra tensor '{key}': it does not belong to the model type 'llama'"
+    ):
         refuse_foreign(model, {}, [*packed, key], "model 'm'")
 
 

@@ -89,14 +89,14 @@ def test_the_configuration_may_name_its_modules_itself(tmp_path):
     [
         ({"attention": "tlak"}, r"'talk': attention: there is no module 'tower.turns.0.tlak' \('tower.turns.0' has: "),
         ({"layers": "turns"}, r"'talk': layers: there is no module 'turns' \(it has: words, tower, last, rotary\)"),
-        ({"layers": "words"}, r"layers: 'words' is a Embedding \(needed: a ModuleList\)"),
+        ({"layers": "words"}, r"layers: 'words' is a Embedding\. Give the name of a ModuleList\."),
         ({"norm": "ln_f"}, r"norm: there is no module 'ln_f' \(it has: words, tower, last, rotary\)"),
-        ({"dropout": "p"}, "dropout: its configuration has no field 'p'"),
+        ({"dropout": "p"}, "dropout: the configuration has no field 'p'"),
         ({"atention": "talk"}, r"adapter: unknown field 'atention' \(allowed: layers, attention, "),
         ({"arguments": {"x": 1}}, "adapter: unknown field 'arguments'"),
-        ({"norm": 3}, r"adapter: norm: 3 \(allowed: a name\)"),
-        ({"is_decoder": "no"}, r"adapter: is_decoder: 'no' \(allowed: true or false\)"),
-        ({"heads": ["tail"]}, r"adapter: heads: \['tail'\] \(allowed: a list of causal_lm, "),
+        ({"norm": 3}, r"adapter: norm: 3 does not fit\. Give a name\."),
+        ({"is_decoder": "no"}, r"adapter: is_decoder: 'no' does not fit\. Give true or false\."),
+        ({"heads": ["tail"]}, r"adapter: heads: \['tail'\] does not fit\. Give a list of causal_lm, "),
         ({"roles": {"wide": "feed_forward"}}, "adapter: roles: wide: unknown role 'feed_forward'"),
     ],
 )
@@ -115,8 +115,8 @@ def test_what_wiring_a_layer_again_leaves_out_is_named(monkeypatch, caplog):
 
     monkeypatch.setattr(Turn, "__init__", with_more)
     talking()
-    assert "norms and adds; twist of its layers are left out" in caplog.text
-    with pytest.raises(UserError, match=r"attention: 'pair' is a ModuleList \(needed: one module\)"):
+    assert "norms and adds. Lamina leaves out twist of its layers" in caplog.text
+    with pytest.raises(UserError, match=r"attention: 'pair' is a ModuleList\. Give the name of one module\."):
         talking(attention="pair")
 
 
@@ -124,7 +124,7 @@ def test_an_adapter_that_is_none_is_refused_by_a_command_in_one_line(tmp_path, c
     TalkConfig(**OF_TEXT, lamina_adapter=["talk"]).save_pretrained(tmp_path / "talk")
     backbone = ["--backbone", str(tmp_path / "talk"), "--output", str(tmp_path / "out")]
     assert main(["pretrain", *backbone, "--steps", "2"]) == 2
-    assert "adapter: ['talk'] (allowed: a mapping" in capsys.readouterr().err
+    assert "adapter: ['talk'] is no mapping. Give a mapping" in capsys.readouterr().err
 
 
 def test_an_installed_package_registers_its_model_type_and_its_checkpoints_are_read(tmp_path):

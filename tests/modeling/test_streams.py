@@ -414,7 +414,7 @@ def test_summed_streams_differ_from_the_mean_where_no_norm_follows():
         ("pre_ln(wiring=denseformer,start=liger)", "start: 'liger' has no effect"),
         ("pre_ln(wiring=x0,collapse=sum)", "collapse: 'sum' has no effect"),
         ("post_ln(wiring=residual,collapse=sum)", "collapse: 'sum' has no effect"),
-        ("pre_ln(collapse=sum)", "option 'collapse' needs wiring"),
+        ("pre_ln(collapse=sum)", "option 'collapse' needs the option 'wiring'"),
         ("pre_ln(wiring=mhc,collapse=most)", "option 'collapse' is 'most' .allowed: 'mean' | 'sum' | 'sum_of_norms'"),
     ],
 )
@@ -437,7 +437,7 @@ def test_full_attention_residuals_train_and_come_back_from_a_file(tmp_path):
     assert "its layers read several inner states" in census.unknown
     plan = resolve("pre_ln", 3, wiring="x0")
     layers = tuple(replace(layer, inner_boundary=True) for layer in plan.layers)
-    with pytest.raises(UserError, match="inner_boundary: beside sources"):
+    with pytest.raises(UserError, match="inner_boundary: it does not go with sources"):
         replace(plan, layers=layers)
 
 

@@ -212,5 +212,5 @@ def test_a_placement_in_one_new_file_trains(file, tiny_llama, name, text):
 
 def test_a_file_of_another_kind_is_no_unknown_placement(tmp_path):
     (tmp_path / "mine.txt").write_text("rules: []\n")
-    with pytest.raises(UserError, match=r"mine.txt': its suffix is '.txt' \(allowed: .yaml, .yml, .py\)"):
+    with pytest.raises(UserError, match=r"mine.txt': the file's suffix is '.txt' \(allowed: .yaml, .yml, .py\)"):
         resolve(str(tmp_path / "mine.txt"), 2)

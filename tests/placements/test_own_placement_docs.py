@@ -108,8 +108,8 @@ def test_a_spec_may_name_the_wirings_file_so_that_a_trials_process_reads_it(fold
     ("function", "said"),
     [
         (lambda plan: plan.layers[7], "its function raised IndexError: tuple index out of range"),
-        (lambda plan: None, r"its function makes None \(allowed: a Plan of 5 layers\)"),
-        (lambda plan: replace(plan, layers=plan.layers[:2]), r"its function makes 2 layers \(allowed: a Plan of 5 "),
+        (lambda plan: None, r"its function returns None\. Return a Plan of 5 layers\."),
+        (lambda plan: replace(plan, layers=plan.layers[:2]), r"its function returns 2 layers\. Return a Plan of 5 "),
     ],
 )
 def test_a_wiring_that_fails_is_refused_in_one_line(function, said):
@@ -176,7 +176,7 @@ def test_a_packages_placements_are_listed_with_the_others(folder, tmp_path_facto
     assert run("placements", "--of", "model", cwd=folder, path=[site]).returncode == 0
     without = run("placements", "--of", "model", cwd=folder)
     assert without.returncode == 2
-    assert "(a norm of your own: import it before, or install its package)" in without.stderr
+    assert "If it is your own norm, import its module first, or install its package." in without.stderr
     shown = run("placements", "theirs(alpha=0.5)", cwd=folder, path=[site])
     assert "From a package (theirs)" in shown.stdout
     assert "alpha (float; default 1.0)" in shown.stdout

@@ -117,7 +117,7 @@ def _streams(readout=(), **fields):
         (_attention(coupling="sum"), ["coupling", "'sum'", "'lerp'", "'variance'"]),
         (_attention(coupling="lerp", skip_scale=2.0), ["coupling", "'lerp'", "skip_scale"]),
         (_attention(coupling="lerp", out_scale=1.5), ["out_scale", "1.5", "0 to 1"]),
-        (_attention(coupling="variance", out_scale_learned="vector"), ["out_scale", "1.0", "between"]),
+        (_attention(coupling="variance", out_scale_learned="vector"), ["out_scale", "1.0", "neither 0 nor 1"]),
         (_attention(coupling="lerp", gate_temperature=0), ["gate_temperature", "0", "above 0"]),
         (_streams(read=3), ["streams.read", "3", "list"]),
         (_streams(read=[1.0]), ["read", "1 streams", "at least 2"]),
@@ -126,8 +126,8 @@ def _streams(readout=(), **fields):
         (_streams(transposed=1), ["transposed", "1", "true or false"]),
         (_attention(pre_norm={"eps": "small"}), ["eps", "'small'", "at least 0"]),
         (_streams(weights="gate"), ["rank", "0", "at least 1"]),
-        (_streams(write=[]), ["streams.write", "none given", "as many"]),
-        (_streams({"write": [1.0, 1.0]}), ["readout", "writes", "it may only read"]),
+        (_streams(write=[]), ["streams.write", "no weights are given", "as many"]),
+        (_streams({"write": [1.0, 1.0]}), ["readout", "writes", "it can only read"]),
         (plan_of(layers=[{"sources": {"states": 0}}]), ["layers[0].sources.states", "0", "list"]),
         *(
             (plan_of(layers=[{"sources": {"states": [state]}}]), ["sources.states", repr(state), "pairs"])

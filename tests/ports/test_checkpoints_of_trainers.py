@@ -72,10 +72,10 @@ def test_torchtitans_folder_needs_the_sizes(tmp_path, capsys):
     words += ["--placement", "pre_ln"]
     config.write_text(json.dumps({**json.loads(config.read_text("utf-8")), "model_type": "gpt2"}), "utf-8")
     assert main(words) == 2
-    assert "config.json: model_type is 'gpt2' (allowed here: 'llama')" in capsys.readouterr().err
+    assert "config.json: model_type is 'gpt2'. Put the config.json of a 'llama' model there." in capsys.readouterr().err
     config.unlink()
     assert main(words) == 2
-    assert "torchtitan saves no sizes. Put the config.json" in capsys.readouterr().err
+    assert "torchtitan saves no sizes. Put there the config.json" in capsys.readouterr().err
 
 
 def test_equal_layers_in_one_tensor_are_read(tmp_path):
@@ -120,7 +120,7 @@ def test_megatrons_arguments_are_read_without_their_code_and_held_against_what_a
     for name, value in (("normalization", "LayerNorm"), ("num_experts", 8), ("rotary_percent", 0.5)):
         torch.save({"args": argparse.Namespace(**{**vars(args), name: value})}, file)
         assert main([*words, "--overwrite"]) == 2
-        assert f"its args have {name} = {value!r} (allowed here: " in capsys.readouterr().err
+        assert f"args have {name} = {value!r}, and Lamina reads only " in capsys.readouterr().err
     torch.save({"iteration": 1}, file)
     assert main([*words, "--overwrite"]) == 2
     assert "has no 'args'" in capsys.readouterr().err
@@ -152,7 +152,7 @@ def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, capsys):
     capsys.readouterr()
     assert main(words) == 2
     assert (
-        "the olmo-core checkpoint does not name it. Run the command again with --placement NAME"
+        "the olmo-core checkpoint names no placement. Run the command again with --placement NAME."
         in capsys.readouterr().err
     )
     assert main([*words, "--placement", "keel"]) == 2
@@ -167,7 +167,7 @@ def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, capsys):
     config["model"]["lm_head"]["bias"] = True
     (tmp_path / "olmo" / "config.json").write_text(json.dumps(config), "utf-8")
     assert main([*words, "--placement", "fusenorm"]) == 2
-    assert "config.json: model.lm_head.bias is True (allowed here: False)" in capsys.readouterr().err
+    assert "config.json: model.lm_head.bias is True, and Lamina reads only False." in capsys.readouterr().err
 
 
 def test_a_folder_for_mlx_has_code_configuration_and_weights(tmp_path):

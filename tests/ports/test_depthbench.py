@@ -37,7 +37,7 @@ def test_a_parameter_with_two_names_must_be_one(tmp_path, capsys):
     model.blocks["1"].attention_hyper_connection.branch.norm = type(model.lm_head.norm)(1e-6)
     model.save(tmp_path / "theirs", "hc", KINDS["hc"][2])
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--from", "olmo-core"]) == 2
-    assert "which is the same parameter" in capsys.readouterr().err
+    assert "both hold the same parameter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("kind", "missing"), [("hc", "static_beta"), ("attnres", "mlp_res_norm")])
@@ -47,17 +47,21 @@ def test_a_missing_parameter_is_named(kind, missing, tmp_path, capsys):
     delattr(block.attention_hyper_connection if kind == "hc" else block, missing)
     model.save(tmp_path / "theirs", *KINDS[kind][::2])
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--from", "olmo-core"]) == 2
-    assert f"source: no tensor '{missing.removeprefix('mlp_res_')}' among" in capsys.readouterr().err
+    assert f"the checkpoint has no tensor '{missing.removeprefix('mlp_res_')}' for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("name", "more", "said"),
     [
-        ("mhc", {"hyper_connections": {"kind": "mhc_static"}}, "hyper_connections.kind is 'mhc_static' (allowed here:"),
-        ("mhc", {"hyper_connections": {"kind": "mhc", "sinkhorn_iters": 5}}, "sinkhorn_iters is 5 (allowed here: 20)"),
+        ("mhc", {"hyper_connections": {"kind": "mhc_static"}}, "hyper_connections.kind is 'mhc_static', and"),
+        (
+            "mhc",
+            {"hyper_connections": {"kind": "mhc", "sinkhorn_iters": 5}},
+            "sinkhorn_iters is 5, and Lamina reads only 20.",
+        ),
         ("hc", {"hyper_connections": {"kind": "hc", "tanh": False}}, "hyper_connections.tanh is False"),
-        ("attnres", {"attnres_block_size": 3}, "attnres_block_size is 3 (allowed here: 1, even numbers)"),
-        ("moda", {}, "model.block.name is 'moda' (allowed here: no attention over depth)"),
+        ("attnres", {"attnres_block_size": 3}, "attnres_block_size is 3. Choose a checkpoint in which it is 1 or"),
+        ("moda", {}, "model.block.name is 'moda'. Choose a checkpoint without attention over depth."),
         ("mhc", {}, "its shape is [6, 32], but the configuration asks for [24, 128]"),
     ],
 )

@@ -292,7 +292,7 @@ def test_a_model_without_a_head_keeps_the_statements_about_depth():
     context = context_of(transformers_model("BertModel", add_pooling_layer=False), sequences=2)
     frame = measured(Bounds(), context)
     assert {"fusenorm_eq_20", "fusenorm_eq_21"} == set(frame.role)
-    assert any("Proposition 3.1 is left out" in note for note in context.notes)
+    assert any("Lamina leaves out Proposition 3.1" in note for note in context.notes)
 
 
 def test_an_exponent_that_the_layers_do_not_determine_is_none():

@@ -121,7 +121,7 @@ def test_a_model_that_needs_more_than_its_tokens():
         def forward(self, input_ids, other):
             return input_ids
 
-    with pytest.raises(UserError, match=r"could not be run on input_ids alone.*other"):
+    with pytest.raises(UserError, match=r"does not run on input_ids alone.*other"):
         run_probe(Needs(), [Watcher()], _ids(2))
 
 

@@ -73,9 +73,9 @@ def test_blocks_of_many_kinds(llama, kind):
     [
         ([[1, 2, 3], [4, 5]], "texts_or_blocks"),
         (torch.rand(2, 3), "integers"),
-        (torch.tensor([1, 2, 3]), r"shape of \[3\]"),
+        (torch.tensor([1, 2, 3]), r"shape is \[3\]"),
         (torch.tensor([[1, -2, 3]]), "token id -2"),
-        (torch.tensor([[1, 999]]), "999 is outside of the model's vocabulary of 257"),
+        (torch.tensor([[1, 999]]), "999 is outside the model's vocabulary of 257"),
         (torch.zeros(0, 4, dtype=torch.long), "shape"),
     ],
 )

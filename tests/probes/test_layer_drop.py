@@ -196,7 +196,7 @@ def test_it_stops_when_the_errors_are_small_and_says_after_how_many_sequences():
     ids = small_inputs(model, sequences=40)["input_ids"]
     context = context_of(model, [{"input_ids": part} for part in ids.split(4)])
     run(context, [LayerDrop(standard_error=0.99, sequences=0)])
-    assert "layer_drop: measured on 16 of 40 sequences." in context.notes
+    assert "layer_drop: Lamina measured 16 of 40 sequences." in context.notes
     context.notes.clear()
     run(context, [LayerDrop(standard_error=0, sequences=0)])
     assert not any("measured on" in note for note in context.notes)
@@ -362,13 +362,13 @@ def test_sentences_name_the_layers_that_could_go():
     assert said[0] == "Removing layer 3 harms least (loss increase 0.01 nats), removing layer 0 most (2 nats)."
     assert "Layers that you can remove, one at a time: 2-3" in said[1]
     assert (
-        said[2] == "By angular distance, the same is least needed: layer 3 (Spearman correlation 1.00 over all layers)."
+        said[2] == "The angular distance agrees that layer 3 matters least (Spearman correlation 1.00 over all layers)."
     )
     frame = _frame([2.0, 0.4, 0.02, 0.01, 0.3])
     turned = frame["metric"].eq("angular_distance") & frame["layer"].eq(1)
     apart = list(LayerDrop().sentences(frame.assign(value=frame["value"].mask(turned, 1e-4))))[2]
-    assert apart.startswith("By angular distance, layer 1 is least needed, but removing layer 3 harms least (Spearman")
-    assert apart.endswith("Believe the measured harm: the angle only predicts it.")
+    assert apart.startswith("By angular distance, layer 1 matters least, but removing layer 3 harms least (Spearman")
+    assert apart.endswith("Believe the measured harm, since the angle only predicts it.")
     every = list(LayerDrop().sentences(_frame([0.01, 0.02, 0.005, 0.0])))[1]
     assert every.startswith("You can remove any single layer")  # and not a list of all layers
     equal = next(LayerDrop().sentences(_frame([0.3] * 4)))

@@ -131,8 +131,8 @@ def test_with_a_memory_all_but_the_permutation_is_measured():
     frame = measured(LayerUse(), context)
     assert set(frame.metric) == {"causal_score", "linear_loss_increase"}
     assert [note for note in context.notes if note.startswith("layer_use")] == [
-        "layer_use: permutation_score is left out: permutation_score: layers share weights, or read earlier states "
-        "(allowed: other metrics)"
+        "layer_use: Lamina leaves out permutation_score: permutation_score: layers share weights, or read earlier "
+        "states. Choose another metric."
     ]
     with pytest.raises(UserError, match="permutation_score"):
         measured(LayerUse(metric="permutation_score"), context)

@@ -90,7 +90,7 @@ def test_a_missing_layer_is_refused_a_missing_head_noted(saved):
     tensors = load_file(folder / "model.safetensors")
     without_head = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
     save_file(without_head, folder / "model.safetensors", metadata={"format": "pt"})
-    assert load(folder).notes == ["missing in the checkpoint, so Lamina drew random weights: lm_head.weight"]
+    assert load(folder).notes == ["Lamina drew random weights for tensors that the checkpoint lacks: lm_head.weight"]
     del without_head["model.layers.2.mlp.up_proj.weight"]
     save_file(without_head, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"missing tensor '.*layers\.2\.mlp\.up_proj"):
@@ -98,7 +98,7 @@ def test_a_missing_layer_is_refused_a_missing_head_noted(saved):
 
 
 def test_what_is_no_checkpoint(tmp_path):
-    with pytest.raises(UserError, match="is neither a folder nor a readable model"):
+    with pytest.raises(UserError, match="is neither a folder nor a model on the hub"):
         load(tmp_path / "nothing")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="is a file"):
@@ -218,7 +218,7 @@ def test_an_option_measures_less_and_the_table_says_how_much(spec, sequences, in
     assert set(frame["sequences"]) == {sequences}
     context = make_context(model, ProbeSettings(), ids[:16])
     measure(context, [make(spec)], ProbeSettings())
-    assert f"{make(spec).name}: measured on {sequences} of 16 sequences." in context.notes
+    assert f"{make(spec).name}: Lamina measured {sequences} of 16 sequences." in context.notes
 
 
 def test_the_setting_sequences_limits_what_every_probe_sees(inputs):
@@ -234,7 +234,7 @@ def test_a_sample_of_a_corpus_is_what_the_costly_probes_are_limited_to(inputs):
     frames = measure(context, [make("layer_drop"), make("gradients")], settings)
     assert set(frames["layer_drop"]["sequences"]) == {4}
     assert set(frames["gradients"]["sequences"]) == {16}
-    assert "layer_drop: measured on 4 of 20 sequences." in context.notes
+    assert "layer_drop: Lamina measured 4 of 20 sequences." in context.notes
     plain = measure(context, [make("layer_drop")], settings, sampled=False)["layer_drop"]
     assert list(plain) == ["layer", "size", "meaning", "metric", "value", "standard_error"]  # as studies store it
 

@@ -151,7 +151,7 @@ def test_layers_can_be_named():
     model = small_model("bert")
     inputs = small_inputs(model, 1, 5)
     assert find_structure(model, inputs, layers="bert.encoder.layer").num_layers == 3
-    with pytest.raises(UserError, match=r"no module 'bert.encoder.block'.*bert.encoder.layer"):
+    with pytest.raises(UserError, match=r"has no module 'bert.encoder.block'.*bert.encoder.layer"):
         find_structure(model, inputs, layers="bert.encoder.block")
 
 
@@ -200,7 +200,7 @@ def _qwen3_next():
             {**TEXT, "embedding_size": 16, "num_attention_heads": 4},
             r"is \[3, 16, 7\] for 3 sequences of 7 tokens",
         ),
-        ("ViTMAEModel", "ViTMAEConfig", {**IMAGE, "patch_size": 4}, "draws something at random"),
+        ("ViTMAEModel", "ViTMAEConfig", {**IMAGE, "patch_size": 4}, "draws random numbers"),
         (
             *("HieraModel", "HieraConfig"),
             {"embed_dim": 16, "image_size": [32, 32], "depths": [1, 1], "num_heads": [1, 2], "masked_unit_size": [2, 2]}

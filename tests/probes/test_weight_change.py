@@ -55,7 +55,7 @@ def test_the_change_since_a_reference_by_layer_sublayer_and_role(name, tmp_path)
 
 def test_another_model_is_no_reference_and_without_one_the_start_is_unknown(tmp_path):
     lamina_model("pre_ln", 3).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="not in the reference, or of another shape"):
+    with pytest.raises(UserError, match="not in the reference, or has another shape"):
         measured(WeightChange(str(tmp_path)), context_of(transformers_model("LlamaForCausalLM")))
     with pytest.raises(UserError, match="the initial weights are unknown"):
         measured(WeightChange(), context_of(lamina_model("pre_ln")))

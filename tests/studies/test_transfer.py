@@ -73,7 +73,7 @@ def test_a_seed_that_fails_makes_the_rate_fail():
 def test_where_nothing_finishes_no_rate_is_named():
     summary = summarize(results(of({1e-3: ("diverged", math.nan), 2e-3: ("failed", math.nan)})), CHOSEN, FACTORS)
     assert (summary["learning_rate"], summary["stable"], summary["best"]) == (None, None, None)
-    assert "No rate finished at width 64" in transferred(json.loads(json.dumps(summary)))
+    assert "No learning rate finished at width 64" in transferred(json.loads(json.dumps(summary)))
 
 
 def test_a_wider_run_is_compared_with_the_proxy_at_the_same_rate():

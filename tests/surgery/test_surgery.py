@@ -241,10 +241,16 @@ def test_layers_are_read_as_they_are_typed():
     ("words", "message"),
     [
         (["prune", "{run}"], "layers: none given. Give layers, or by and drop"),
-        (["prune", "{run}", "--layers", "9"], "layers: 9 of 4. Choose some of 0-3, not all."),
+        (
+            ["prune", "{run}", "--layers", "9"],
+            "layers: 9 of 4 layers cannot be removed. Choose some of 0-3, but not all.",
+        ),
         (["prune", "{run}", "--by", "angle", "--drop", "1"], "unknown probe 'angle'"),
-        (["prune", "{run}", "--by", "all", "--drop", "1"], "by: 'all' is more than one probe"),
-        (["prune", "{run}", "--by", "layer_drop", "--drop", "4"], "drop: 4 of 4 layers (allowed: 1 to 3)"),
+        (["prune", "{run}", "--by", "all", "--drop", "1"], "by: 'all' names more than one probe"),
+        (
+            ["prune", "{run}", "--by", "layer_drop", "--drop", "4"],
+            "drop: 4 of 4 layers cannot be removed. Give a number from 1 to 3.",
+        ),
         (["graft", "{run}", "--placement", "perry_ln"], "unknown placement 'perry_ln'"),
         (["graft", "{run}", "--placement", "muse_spark", "--sequences", "1"], "sequences: 1 block of text"),
     ],

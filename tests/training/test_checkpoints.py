@@ -258,7 +258,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path, capsys):
         pytest.skip("there is one")
     assert main(["pretrain", "--device", "cuda", "--output", str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "lamina: device: 'cuda' is not on this machine (allowed here: auto, cpu)"
+    assert line == "lamina: device: this machine has no 'cuda' (allowed here: auto, cpu)"
 
 
 @pytest.mark.parametrize(

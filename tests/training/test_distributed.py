@@ -46,8 +46,8 @@ OPTIONS = {
 WAYS = ("ddp", "fsdp2", "one-then-two", "two-then-one", "tensor", "tensor-then-one")
 TENSOR = {"parallel": "fsdp2", "tensor_parallel": 2}
 REFUSED = [
-    ({"parallel": "ddp"}, "tensor_parallel: 2 of 2 processes by ddp (allowed: a number that divides the processes"),
-    ({"tensor_parallel": 3}, "tensor_parallel: 3 of 2 processes by fsdp2 (allowed: a number that divides"),
+    ({"parallel": "ddp"}, "tensor_parallel: 2 does not go with 2 processes by ddp. Give a divisor"),
+    ({"tensor_parallel": 3}, "tensor_parallel: 3 does not go with 2 processes by fsdp2. Give a divisor"),
     ({"num_heads": 1}, "tensor_parallel: 2 does not divide the 1 key-value heads"),
     (
         {"backbone": "deepseek-nano", "placement": "keel", **dict.fromkeys(("num_layers", "hidden_size", "num_heads"))},
@@ -286,7 +286,7 @@ def test_one_that_is_killed_ends_the_others_with_one_line(corpus, tmp_path, monk
     assert "Traceback" not in err
     lines = [line for line in err.splitlines() if "lamina:" in line]
     assert [line[line.index("lamina:") :] for line in lines] == [
-        "lamina: another process of the run is gone. Finished work is kept"
+        "lamina: another process of the run has ended. Finished work is kept"
     ]
     if victim:
         assert result(tmp_path / "run")["status"] == "failed"
@@ -317,7 +317,7 @@ def test_a_full_disk_behind_a_librarys_error_is_one_to_the_other_processes_too()
 
 def test_a_study_in_several_processes_is_refused(monkeypatch, refused):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert refused("compare", "--steps", "2").startswith("lamina: WORLD_SIZE: 2 processes (allowed: 1")
+    assert refused("compare", "--steps", "2").startswith("lamina: WORLD_SIZE: 2 processes were started")
 
 
 FEW = {**SMALL, "steps": 4, "save_steps": 2}

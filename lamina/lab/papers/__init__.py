@@ -1,4 +1,4 @@
-"""The papers' workbench: their tables and figures as studies, with a verdict on each claim.
+"""The papers' tables and figures as studies, with a verdict on each claim.
 
-Only its command and its Python function import it.
+Only the command `lamina study` and its Python function import this package.
 """

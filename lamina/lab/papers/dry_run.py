@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 TERAFLOPS = 989.0
 """Peak of an H100 or H200 (SXM), dense bfloat16, in TFLOP/s."""
 UTILIZATION = 0.4
-"""The share of the peak to expect of training on one host, without what gradient checkpointing computes again; deep and
-narrow models reach less."""
+"""The share of the peak to expect in training on one host, without gradient checkpointing. Deep and narrow models reach
+less.
+"""
 VOCABULARIES = {
     "mistralai/Mistral-7B-v0.1": 32_000,
     "meta-llama/Llama-2-7b-hf": 32_000,
@@ -37,26 +38,28 @@ VOCABULARIES = {
     "Qwen/Qwen3-0.6B": 151_669,
     "deepseek-ai/DeepSeek-V2-Lite": 100_002,
 }
-"""Tokens of the hub's tokenizers that the studies name, as their authors publish them."""
+"""Vocabulary sizes of the hub's tokenizers that the studies name, as their authors publish them."""
 BYTES = 257
 MOST_TRIED = 20e6
-"""Parameters of the largest model of which a step is timed."""
+"""Parameters of the largest model for which Lamina times a step."""
 COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "flops", "gpu_hours", "total_gpu_hours"),)
-"""Per arm: its trials, and of one trial the parameters (those one token uses), tokens, FLOPs and GPU-hours."""
+"""The columns per arm: the number of trials, and a trial's parameters (total, and active per token), tokens, FLOPs and
+GPU-hours.
+"""
 
 
 def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
     """Build a model of every arm on the meta device, and count its parameters and FLOPs.
 
     Args:
-        arms: by arm, the complete settings of its trials by any name, which differ in rate and seed alone.
+        arms: by arm, the complete settings of its trials (by any name), which differ only in learning rate and seed.
 
     Returns:
-        A row per arm with ``COLUMNS``: sizes and costs are those of one trial, ``total_gpu_hours`` those of all its
-        trials.
+        A row per arm with ``COLUMNS``. Sizes and costs are for one trial, and ``total_gpu_hours`` for all trials of the
+        arm.
 
     Raises:
-        UserError: that names the trial, for settings, a placement or sizes that no model can be built from.
+        UserError: if Lamina cannot build a model from a trial's settings, placement or sizes; it names the trial.
     """
     import pandas as pd
 
@@ -100,9 +103,10 @@ def table(frame: Frame) -> str:
 def minutes_here(
     arms: Mapping[str, Mapping[str, PretrainSettings]], frame: Frame, *, workers: int, threads: int | None
 ) -> str:
-    """Estimate in a sentence how many minutes the trials take here; empty for models too large to try.
+    """Estimate in a sentence how many minutes the trials take on this machine; an empty text for models that are too
+    large to try.
 
-    Two steps of the first trial are timed, on tokens at random; the other trials take as long by their FLOPs.
+    Lamina times two steps of the first trial on random tokens, and scales the time to the other trials by their FLOPs.
     """
     import time
 
@@ -140,7 +144,9 @@ def minutes_here(
 
 
 def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
-    """Return the size of a trial's vocabulary without its tokenizer; an unknown one counts as the backbone's."""
+    """Return the size of a trial's vocabulary without loading its tokenizer; for an unknown tokenizer, return the
+    backbone's size.
+    """
     from lamina.data.tokenizers import is_trained
 
     tokenizer = settings.tokenizer

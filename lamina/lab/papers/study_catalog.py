@@ -1,4 +1,4 @@
-"""A study as data, read from YAML and checked; and the paths of the catalog and its records.
+"""Read and check a study from YAML, and find the paths of the catalog and its records.
 
 A study has up to three scales; a scale has axes, learning rates, seeds, measures, and stages that follow its trials.
 """
@@ -22,14 +22,14 @@ from lamina.lab.papers.trials.jobs import TRIAL_JOBS, TrialJob
 from lamina.probes.engine.registry import check_probe
 
 Axes: TypeAlias = Mapping[str, Mapping[str, Json]]
-"""By axis, its values by label; a value is the settings that it stands for."""
+"""The values of each axis, by label; a value is a mapping of settings."""
 BASES = "bases.yaml"
 _RECORDS = "lamina_records"
 PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
 SCALES = ("cpu", "gpu", "paper")
 TIMES = ("init", "end", "records")
 MOST_SEEDS = 1000
-"""Each seed is a trial of every arm: a number above is a seed that was meant as one, not as how many."""
+"""The largest number of seeds. A larger number was probably meant as a seed, not as the number of seeds."""
 _STUDY = ("study", "paper", "source", "title", "question", "scales", "figure", "figures", "notes")
 _SCALE = (
     *("base", "settings", "axes", "measures", "job", "skip", "needs", "looks", "then"),
@@ -39,7 +39,7 @@ _STAGE = ("job", "from", "of", "settings", "skip", "records")
 STAGE = "stage"
 """The axis that the trials of a scale with stages have in addition to the scale's own."""
 RECORDS = ("metrics", "layers", "held_out")
-"""The training records that can be measured; ``held_out``, reward and KL by prompt, is a policy's."""
+"""The training records that a study can keep; ``held_out`` has a policy's reward and KL by prompt."""
 SOURCES = ("data", "eval_data", "reward_function")
 """The settings of a stage that name files."""
 ENGINE = {
@@ -47,9 +47,9 @@ ENGINE = {
     "threads": "--threads",
     "run_code": "--run-code",
     "pause_step": "steps, which end a trial with its schedule",
-    "push_to_hub": "to push the model of a trial by hand",
+    "push_to_hub": "a push of the trial's model by hand",
 }
-"""Settings of a trial that are not a study's to say, with what is."""
+"""Settings of a trial that a study cannot set, with the option to use instead."""
 TAKEN = frozenset(
     (
         *(*columns.names(), "key", "tuned", "at_edge", STAGE, "candidate"),
@@ -57,19 +57,19 @@ TAKEN = frozenset(
         *("label", "panel", "line", "rest", "place", "y", "mean", "std", "low", "high", "trained", "trials", "ended"),
     )
 )
-"""The columns of results.csv, of what is measured, and of the page's tables: an axis can't have their names."""
+"""The columns of results.csv, of measures, and of the page's tables. An axis cannot have one of these names."""
 
 
 def catalog_folder() -> Path:
-    """Return the folder of the studies that come with Lamina: the repository's, or the package's."""
+    """Return the folder of the studies that come with Lamina: in the repository, or in the package."""
     repository = Path(__file__).parents[3] / "studies"
     return repository if (repository / BASES).is_file() else Path(__file__).parent / "studies"
 
 
 def records_folder() -> Path:
-    """Return the folder of the catalog's records: the repository's, or those that are installed.
+    """Return the folder of the catalog's records: in the repository, or in the installed package.
 
-    Without either it does not exist, and nothing is recorded.
+    If neither has one, the folder does not exist, and there are no records.
     """
     spec = find_spec(_RECORDS)
     installed = list(spec.submodule_search_locations or ()) if spec else []
@@ -82,11 +82,11 @@ def names() -> list[str]:
 
 
 def find(study: str) -> Path:
-    """Find a study's file by its name in the catalog, or by the path of a user's own. Raises UserError."""
+    """Find a study's file by its name in the catalog, or by the path of a user's own file. Raises UserError."""
     path = Path(study)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise UserError(f"study: {study!r} is not a file (allowed: a YAML file, or a name of `lamina study list`)")
+            raise UserError(f"study: {study!r} is not a file. Give a YAML file, or a name from `lamina study list`.")
         return path.resolve()
     if study not in (studies := names()):
         raise unknown("study", study, studies)
@@ -95,7 +95,7 @@ def find(study: str) -> Path:
 
 Rule = Literal["best", "one-se"]
 WIDENINGS = 2
-"""How often a sweep is widened whose best rate is at its edge, unless the study says it."""
+"""How often Lamina widens a sweep with its best rate at the edge, unless the study sets a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +103,14 @@ class Tuning:
     """A search for each arm's best learning rate.
 
     Attributes:
-        rates: each is tried with every tuning seed.
-        seeds: the tuning seeds: the first so many of the study's, or a list of others that no claim sees.
-        rule: which rate is an arm's: the ``best``, or with ``one-se`` the lowest that is as good but for noise.
-        widen: how often a sweep is widened whose best rate is at its edge.
-        also: per label of an axis, another label of it. The first's arms are also trained at the best rate of the
-            second's, with all seeds: the papers compare at one rate for all.
-        settings: those of the tuning seeds' trials that differ from the study's, as fewer steps.
+        rates: the learning rates to try with every tuning seed.
+        seeds: the tuning seeds: a number of the study's first seeds, or a list of other seeds that no claim reads.
+        rule: the rule that chooses an arm's rate: ``best``, or ``one-se`` for the lowest rate that is equally good
+            within the noise.
+        widen: how often Lamina widens a sweep with its best rate at the edge.
+        also: a mapping from a label of an axis to another label. Arms with the first label also train at the best rate
+            of the arms with the second label, with all seeds, since the papers compare at one learning rate.
+        settings: settings of the tuning seeds' trials that differ from the study's, such as fewer steps.
     """
 
     rates: tuple[float, ...]
@@ -124,7 +125,7 @@ class Tuning:
         return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
 
     def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the values of the arm at whose best rate this one is also trained; None if there is none."""
+        """Return the values of the other arm at whose best rate this arm also trains; None if there is no such arm."""
         for axis, label in values.items():
             if label in self.also:
                 return {**values, axis: self.also[label]}
@@ -133,18 +134,18 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage.
+    """A stage: a job that continues from the models of earlier trials.
 
     Attributes:
-        name: its label on the axis ``stage``.
-        job: what its trials are: a name in ``TRIAL_JOBS``.
-        settings: of its trials.
-        inputs: by setting, the stage whose model it takes.
-        of: values of axes: the stage runs for this arm alone, and the stages after it take that one's model. So all
-            arms may share one reward model. Empty: it runs for every arm.
-        skip: patterns of axis values for which the stage, and all that need it, are left out.
-        measures: the training records that are kept, as "records/NAME".
-        folder: of the study's file; files that begin with ``./`` are relative to it.
+        name: the stage's label on the axis ``stage``.
+        job: the job of its trials, a name in ``TRIAL_JOBS``.
+        settings: the settings of its trials.
+        inputs: by setting, the stage whose model this setting takes.
+        of: values of axes. The stage runs only for the arm with these values, and later stages use this arm's model, so
+            all arms may share a reward model. If it is empty, the stage runs for every arm.
+        skip: patterns of axis values for which Lamina leaves out the stage, and all stages that need it.
+        measures: the training records to keep, as "records/NAME".
+        folder: the folder of the study's file; files that begin with ``./`` are relative to it.
     """
 
     name: str
@@ -185,17 +186,17 @@ class Scale:
 
     Attributes:
         name: cpu, gpu or paper.
-        job: what a trial is: a name in ``TRIAL_JOBS``.
-        settings: those that all trials share.
-        axes: per axis, its values by label; a value is the settings that it stands for.
-        rates: the learning rates of a sweep; empty if the settings or the arms say the rate.
+        job: the job of a trial, a name in ``TRIAL_JOBS``.
+        settings: the settings that all trials share.
+        axes: the values of each axis, by label; a value is a mapping of settings.
+        rates: the learning rates of a sweep; empty if the settings or the arms set the rate.
         tuning: the search for each arm's rate, if there is one.
-        measures: per time (init, end, records), the probes or records.
-        skip: combinations of axis values that are left out.
-        stages: the jobs that follow, on the models that these trials leave.
-        needs: why this scale cannot decide the claims; empty if it can.
-        looks: how often its verdicts have been read, each time with more seeds; multiplies the corrected p values.
-        folder: of the study's file; placements that begin with ``./`` are relative to it.
+        measures: the probes or records for each time (init, end, records).
+        skip: combinations of axis values that Lamina leaves out.
+        stages: the jobs that continue from the models of these trials.
+        needs: the reason why this scale cannot decide the claims; empty if it can.
+        looks: how often somebody has read the verdicts, each time with more seeds; a factor on the corrected p values.
+        folder: the folder of the study's file; placements that begin with ``./`` are relative to it.
     """
 
     name: str
@@ -218,12 +219,12 @@ class Scale:
 
     @property
     def tuning_seeds(self) -> tuple[int, ...]:
-        """The seeds that choose each arm's rate; none if no rate is tuned."""
+        """The seeds that choose each arm's learning rate; empty if the scale tunes no rate."""
         return () if self.tuning is None else self.tuning.sweep(self.seeds)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The axes of a row besides learning rate and seed."""
+        """The axes of a row other than learning rate and seed."""
         return (*self.axes, *((STAGE,) if self.stages else ()))
 
     @property
@@ -239,12 +240,12 @@ class StudyDefinition:
     """A study: one question, at up to three scales.
 
     Attributes:
-        name: also the id of its main claim.
-        paper: whose claim it is; one of ``PAPERS``.
-        source: the table, figure or equation.
-        title: what is compared.
-        file: the YAML file; the claims stand in the Python file of the same name beside it.
-        figures: how its figures are drawn, as written.
+        name: the study's name, which is also the id of its main claim.
+        paper: the paper that makes the claim; one of ``PAPERS``.
+        source: the table, figure or equation in the paper.
+        title: the comparison, as a title.
+        file: the YAML file; the claims are in the Python file of the same name beside it.
+        figures: the entries of the YAML for figures.
     """
 
     name: str
@@ -260,7 +261,7 @@ class StudyDefinition:
         return self.file.with_suffix(".py")
 
     def scale(self, name: str) -> Scale:
-        """Return a scale by its name. Raises UserError for one that the study does not have."""
+        """Return a scale by its name. Raises UserError for a scale that the study does not have."""
         if name not in self.scales:
             raise unknown(f"scale of {self.name}", name, self.scales)
         return self.scales[name]
@@ -271,7 +272,7 @@ class _Entries:
 
     def __init__(self, where: str, data: object, allowed: Sequence[str], what: str) -> None:
         if not isinstance(data, Mapping):
-            raise UserError(f"{where}: {data!r} (allowed: a mapping{what})")
+            raise UserError(f"{where}: {data!r} does not fit. Give a mapping{what}.")
         self.where, self.data = where, data
         self.among("field", data, allowed)
 
@@ -284,7 +285,7 @@ class _Entries:
 
     def refused(self, key: str, value: object, allowed: str) -> UserError:
         """Return the error of an entry's value."""
-        return UserError(f"{self.where}: {key}: {value!r} (allowed: {allowed})")
+        return UserError(f"{self.where}: {key}: {value!r} does not fit. Give {allowed}.")
 
     def mapping(self, key: str) -> Mapping[str, object]:
         if not isinstance(value := self.data.get(key, {}), Mapping):
@@ -319,7 +320,7 @@ class _Entries:
             seeds = tuple(seed_number("seed", seed) for seed in given)
             if len(set(seeds)) == len(seeds) <= MOST_SEEDS:
                 return seeds
-        raise self.refused(key, given, f"how many, at most {MOST_SEEDS}, or a list of different seeds")
+        raise self.refused(key, given, f"the number of seeds, at most {MOST_SEEDS}, or a list of different seeds")
 
     def figures(self) -> tuple[Json, ...]:
         """Return the figures that a study or a scale asks for, under ``figures`` or ``figure``."""
@@ -353,7 +354,7 @@ def read_study(study: str | Path) -> StudyDefinition:
     entries.among("paper", [paper], PAPERS)
     scales = entries.data.get("scales")
     if not isinstance(scales, Mapping) or not scales:
-        raise UserError(f"{path.name}: scales: none given (allowed: a mapping from {', '.join(SCALES)})")
+        raise UserError(f"{path.name}: scales: none is given. Give a mapping from {', '.join(SCALES)}.")
     entries.among("scale", scales, SCALES)
     return StudyDefinition(
         name=name,
@@ -388,7 +389,7 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         for setting in settings:
             if setting in decided:
                 where_in_file = f"{where}: {where_in_file}: {setting}"
-                raise UserError(f"{where_in_file}: the study's trials already set it (allowed: {decided[setting]})")
+                raise UserError(f"{where_in_file}: the study or its engine decides it. Use {decided[setting]}.")
     scale = Scale(
         name=name,
         job=job,
@@ -449,7 +450,7 @@ def _read_rates(entries: _Entries, given: object) -> tuple[tuple[float, ...], Tu
 
 def _rates(entries: _Entries, values: object) -> tuple[float, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise entries.refused("learning_rate", values, "a list of rates, or tune: with one")
+        raise entries.refused("learning_rate", values, "a list of rates, or the field tune with a list of rates")
     rates = []
     for value in values:
         try:
@@ -460,18 +461,20 @@ def _rates(entries: _Entries, values: object) -> tuple[float, ...]:
             raise entries.refused("learning_rate", value, "numbers above 0")
         rates.append(float(rate))
     if len(set(rates)) < len(rates):
-        raise UserError(f"{entries.where}: learning_rate: {values!r} contains a value twice")
+        raise UserError(f"{entries.where}: learning_rate: {values!r} contains a value twice. Give each value once.")
     return tuple(rates)
 
 
 def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> None:
-    """Raise UserError for tuning seeds that a study with these seeds can't have."""
+    """Raise UserError for tuning seeds that do not go with the study's seeds."""
     if tuning is None:
         return
     if isinstance(tuning.seeds, tuple) and (both := [seed for seed in tuning.seeds if seed in seeds]):
-        raise UserError(f"{where}seed {both[0]} tunes the rates (allowed: seeds that are not among {[*tuning.seeds]})")
+        raise UserError(f"{where}seed {both[0]} tunes the rates. Give seeds that are not among {[*tuning.seeds]}.")
     if tuning.rule == "one-se" and len(tuning.sweep(seeds)) < 2:
-        raise UserError(f"{where}learning_rate: rule: 'one-se' needs at least two tuning seeds")
+        raise UserError(
+            f"{where}learning_rate: rule: 'one-se' needs at least two tuning seeds. Add seeds, or set rule to best."
+        )
 
 
 def _check_also(entries: _Entries, tuning: Tuning, axes: Axes) -> None:
@@ -530,7 +533,7 @@ def _read_stages(scale: _Entries, first: str, axes: Axes, folder: Path) -> tuple
     for name, entry in listed.items():
         if name == first or not isinstance(entry, Mapping):
             allowed = f"a name other than {first!r}, and a mapping with job, settings"
-            raise UserError(f"{scale.where}: then: {name}: {entry!r} (allowed: {allowed})")
+            raise UserError(f"{scale.where}: then: {name}: {entry!r} does not fit. Give {allowed}.")
         entries = _Entries(f"{scale.where}: then: {name}", entry, _STAGE, "")
         stages[name] = _read_stage(entries, str(name), (first, *stages), axes, folder)
     return tuple(stages.values())
@@ -546,7 +549,7 @@ def _read_stage(entries: _Entries, name: str, earlier: Sequence[str], axes: Axes
     for axis, label in of.items():
         if axis not in axes or label not in axes[axis]:
             where_in_file = f"{entries.where}: of: {axis}: {label!r}"
-            raise UserError(f"{where_in_file} is not in any arm (allowed: values of {', '.join(axes)})")
+            raise UserError(f"{where_in_file} is not in any arm. Give values of {', '.join(axes)}.")
     records = entries.data.get("records", ())
     records = records if isinstance(records, Sequence) else (records,)
     entries.among("record", records, RECORDS)
@@ -555,7 +558,9 @@ def _read_stage(entries: _Entries, name: str, earlier: Sequence[str], axes: Axes
     entries.among("setting", inputs, inputs_taken, "from")
     entries.among("stage", inputs.values(), earlier, "from")
     if inputs_taken[0] not in inputs:
-        raise UserError(f"{entries.where}: from: {given!r} (needed: {inputs_taken[0]})")
+        raise UserError(
+            f"{entries.where}: from: {given!r} lacks {inputs_taken[0]}. Name the stage for {inputs_taken[0]}."
+        )
     stage = Stage(
         name=name,
         job=job,

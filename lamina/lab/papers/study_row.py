@@ -1,4 +1,4 @@
-"""The row of `lamina study`."""
+"""The catalog entry of `lamina study`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ STUDY = JobRow(
     raises="a study that can't be read or has changed since it ran",
     switches=(
         Switch(name="record", help="also write tables and verdicts to the records", passed=True),
-        Switch(name="dry_run", help="train nothing: parameters, tokens, FLOPs, hours"),
+        Switch(name="dry_run", help="train nothing, and print parameters, tokens, FLOPs and hours"),
     ),
     positional=("study",),
     folder=study_folder,

@@ -1,1 +1,1 @@
-"""Training after pretraining on TRL's trainers: fine-tuning on instructions, reward models, and policies."""
+"""Training after pretraining with TRL's trainers: fine-tuning on instructions, reward models, and policies."""

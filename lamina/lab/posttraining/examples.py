@@ -1,4 +1,4 @@
-"""Rows in TRL's formats, which the datasets library loads and TRL prepares."""
+"""Load rows in TRL's formats with the datasets library, and prepare them with TRL."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 
 Fields = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
-"""Turns: each has a ``role``, a ``content``, and what else a template reads (``tool_calls``, ``thinking`` ...)."""
+"""Turns: each has a ``role``, a ``content``, and other fields that a template reads (``tool_calls``,
+``thinking`` ...).
+"""
 Passed: TypeAlias = Any
 Prepare: TypeAlias = "Callable[[Dataset], Dataset]"
 _MARK = "an-answer"
@@ -61,7 +63,7 @@ REWARD_FORMS = (("chosen_ids", "rejected_ids"), *PAIR_FORMS)
 
 
 def load(name: str, source: str) -> Dataset:
-    """Load the rows of a source with the datasets library. Raises UserError about the setting ``name``."""
+    """Load the rows of a source with the datasets library. Raises UserError that names the setting ``name``."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -90,7 +92,7 @@ def load(name: str, source: str) -> Dataset:
             raise
         cause = error.__cause__ or error
         why = "it has no rows" if isinstance(cause, StopIteration) else one_line(cause)
-        raise UserError(f"{name}: {source!r} can't be read: {why}") from None
+        raise UserError(f"{name}: Lamina cannot read {source!r}: {why}. Give another source.") from None
     return rows
 
 
@@ -110,8 +112,8 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
     """Generate rows of ``generated:KIND[:TASK[+TASK...]][@test]``, mixed from the named tasks or from all.
 
     ``answers`` have a prompt and its completion, in the words of an evaluation's questions. ``preferences`` have a
-    prompt, the right answer as the chosen one, and as the rejected one another answer or the right answer's words in
-    another order. Raises UserError, about the setting ``name``, for an unknown kind, task or part.
+    prompt and two answers: the chosen answer is right, and the rejected answer is another answer, or the right answer's
+    words in another order. Raises UserError that names the setting ``name``, for an unknown kind, task or part.
     """
     kind, _, rest = source.removeprefix(GENERATED).partition("@")[0].partition(":")
     split = source.partition("@")[2] or "train"
@@ -142,17 +144,20 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
 
 
 def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
-    """Bring other libraries' rows into TRL's forms, and mixed texts and turns into turns; TRL's own stay unchanged.
+    """Convert other libraries' rows to TRL's forms, and mixed texts and turns to turns. Rows in TRL's forms stay
+    unchanged.
 
-    Alpaca's instruction and output become a prompt and its completion; ShareGPT's conversations become messages, as do
-    LIMA's, texts alone, or a prompt and the last answer. ``turns``: texts with an answer become turns, too.
+    Alpaca's instruction and output become a prompt and its completion. ShareGPT's conversations become messages. LIMA's
+    conversations also become messages, or a prompt and the last answer. With ``turns``, texts with an answer also
+    become turns.
 
     Raises:
-        UserError: for columns without a form among ``forms``; otherwise the first form counts, and is returned.
+        UserError: if the columns have no form among ``forms``. Otherwise the first form that fits counts, and is
+            returned.
     """
     columns = set(rows.column_names)
     if pictures := columns & {"image", "images"}:
-        raise UserError(f"the column {min(pictures)!r} has images, which these models cannot read")
+        raise UserError(f"the column {min(pictures)!r} has images, which these models cannot read. Give rows of text.")
     if "conversations" in columns and "messages" not in columns:
         texts = isinstance(next(iter(rows[0]["conversations"] or ()), None), str)
         rows = _turned(rows, _of_conversation, "messages")
@@ -164,7 +169,7 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
     form = next((form for form in forms if set(form) <= set(rows.column_names)), None)
     if form is None:
         needed = ", or ".join(" and ".join(form) for form in forms)
-        raise UserError(f"no known fields (needed: {needed}; the rows have: {', '.join(columns)})")
+        raise UserError(f"the rows have no known fields, but {', '.join(columns)}. Give {needed}.")
     if form == PAIR_FORMS[1] or ("chosen" in form and len(_kinds(rows, form)) > 1):
         texts, form = _kinds(rows, form) == {"Value"}, PAIR_FORMS[0]
         rows = rows.map(_of_pair) if texts else _turned(rows, _of_pair, *form)
@@ -236,7 +241,7 @@ def _of_pair(row: Json) -> Json:
 
 
 def prompts(rows: Dataset, *, turns: bool) -> Dataset:
-    """Return the prompts in rows of any form, without the answers, and each whole row as JSON."""
+    """Return the prompts in rows of any form, without the answers, and each complete row as JSON."""
     fields = ({name: value for name, value in row.items() if value is not None} for row in _each(rows))
     whole: Passed = [json.dumps(row, default=str) for row in fields]
     asked, form = conform(rows, (("prompt",), ("messages",), PAIR_FORMS[1]), turns=turns)
@@ -253,7 +258,7 @@ def prompts(rows: Dataset, *, turns: bool) -> Dataset:
 
 
 def unfit(row: Fields, form: Sequence[str]) -> str:
-    """Say why a row in TRL's form has nothing to train on; empty if it has."""
+    """Return the reason why a row in TRL's form has nothing to train on; empty if it has something."""
     for name in form:
         value = row[name]
         if isinstance(value, str):
@@ -264,7 +269,7 @@ def unfit(row: Fields, form: Sequence[str]) -> str:
             fits = isinstance(value, list) and bool(value) and all(map(_is_turn, value))
         if not fits:
             given = "missing" if value in (None, []) else one_line(repr(value))[:60]
-            return f"the field {name!r} is {given} (needed: a text, or turns with a role and a content)"
+            return f"the field {name!r} is {given}, but must be a text, or turns with a role and a content"
     return ""
 
 
@@ -278,25 +283,25 @@ def _is_turn(turn: Passed) -> bool:
 def prepare(
     where: str, rows: Dataset, form: Sequence[str], by_trl: Prepare, wrong: Callable[[Json], str], *, skip_bad: bool
 ) -> tuple[Dataset, int]:
-    """Prepare rows ``by_trl``; also return how many of no use were left out.
+    """Prepare rows with ``by_trl``, and also return the number of unusable rows that were left out.
 
     Args:
         where: the setting and the source, for the messages.
         form: the columns that every row needs.
-        wrong: says why a prepared row is of no use; empty if it is.
+        wrong: a function that returns the reason why a prepared row is unusable; empty if it is usable.
 
     Raises:
-        UserError: for a row of no use, with its number, unless ``skip_bad``; and if no other is left.
+        UserError: for an unusable row, with its number, unless ``skip_bad``; and if no usable row is left.
     """
     reasons: dict[int, str] = {}
 
     def without(more: Iterator[tuple[int, str]]) -> list[int]:
         for row, why in more:
             if not skip_bad:
-                raise UserError(f"{where}, row {row + 1}: {why} (add --skip-bad to skip such rows)")
+                raise UserError(f"{where}, row {row + 1}: {why}. Fix the row, or add --skip-bad to skip such rows.")
             reasons[row] = why
         if len(reasons) == len(rows):
-            raise UserError(f"{where} has no usable row (row 1: {reasons[0]})")
+            raise UserError(f"{where} has no usable row (row 1: {reasons[0]}). Give other rows.")
         return [row for row in range(len(rows)) if row not in reasons]
 
     kept = without((at, why) for at, row in enumerate(_each(rows)) if (why := unfit(row, form)))
@@ -309,7 +314,7 @@ def prepare(
         encoded = by_trl(rows.select(kept))
     without((kept[at], why) for at, row in enumerate(_each(encoded)) if (why := wrong(row)))
     if reasons:
-        logger.warning("%s: %d of %d rows left out", where, len(reasons), len(rows))
+        logger.warning("%s: Lamina left out %d of %d rows", where, len(reasons), len(rows))
     return encoded.select([at for at, row in enumerate(kept) if row not in reasons]), len(reasons)
 
 
@@ -323,14 +328,14 @@ def _refused(rows: Dataset, places: Sequence[int], by_trl: Prepare) -> Iterator[
         by_trl(rows.select(places))
     except Exception as error:
         if len(places) == 1:
-            yield places[0], f"TRL can't prepare it: {one_line(error)}"
+            yield places[0], f"TRL cannot prepare this row ({one_line(error)})"
             return
         for half in (places[: len(places) // 2], places[len(places) // 2 :]):
             yield from _refused(rows, half, by_trl)
 
 
 def processes_for(rows: Dataset) -> int | None:
-    """Return by how many processes ``Dataset.map`` should prepare rows; None for this one alone."""
+    """Return the number of processes in which ``Dataset.map`` should prepare rows; None for only this process."""
     alone = len(rows) <= ALONE or multiprocessing.current_process().daemon
     return None if alone or (count := cores() // launched()[3]) < 2 else count
 
@@ -338,7 +343,7 @@ def processes_for(rows: Dataset) -> int | None:
 def by_trl(
     trainer: Passed, rows: Dataset, config: Passed, tokenizer: PreTrainedTokenizerBase, *more: object, **own: object
 ) -> Dataset:
-    """Prepare rows by the code of a trainer of TRL's, which would do it only when it has its model."""
+    """Prepare rows with the code of a TRL trainer, before there is a model."""
     stand_in = SimpleNamespace(_tokenizer=tokenizer, **own)
     # Lamina's first process is here before the others
     with patched(sys.modules[trainer.__module__], global_then_local_main_first=nullcontext):
@@ -371,15 +376,15 @@ TEMPLATES = {
     "chat": _template(_BREAK + " + 'User: ' + message.content + '\n\nAssistant:'", "' ' + message.content + eos_token"),
     "plain": _template("message.content + '\n'", "message.content + eos_token"),
 }
-"""Jinja templates by name. The text up to an answer is the same with the answer and without."""
+"""Jinja templates by name. The text before an answer is equal with and without the answer."""
 CHOICES = ("auto", "none", "tokenizer", *TEMPLATES)
 
 
 def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: str | None) -> str | None:
     """Return the Jinja template of a choice; None for text that is used unchanged.
 
-    ``default`` names the template that ``auto`` stands for if the tokenizer has none. Raises UserError for an unknown
-    name, a file that can't be read, and a tokenizer without a template.
+    ``default`` names the template for ``auto`` if the tokenizer has no template. Raises UserError for an unknown name,
+    an unreadable file, and a tokenizer without a template.
     """
     path = Path(choice)
     if choice == "none" or choice in TEMPLATES:
@@ -400,14 +405,16 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
         tokenizer.apply_chat_template([_turn("user", "0")], chat_template=text, tokenize=False)
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
         line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        raise UserError(f"template: {choice!r} can't be read{line} ({one_line(error)})") from None
+        raise UserError(f"template: Lamina cannot read {choice!r}{line} ({one_line(error)}). Fix the file.") from None
     except Exception as error:  # of a template for other conversations
         logger.debug("template: %s", error)
     return text
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a chat template that marks the answers: of Lamina's own, or TRL's of another; None if it marks them."""
+    """Return a version of the chat template that marks the answers, from Lamina or TRL; None if the template marks them
+    itself.
+    """
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     template = str(tokenizer.chat_template)

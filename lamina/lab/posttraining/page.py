@@ -30,14 +30,15 @@ ending_of(Kind.SFT, Kind.REWARD, Kind.RLHF, Kind.DPO)(partial(run_ended, forms=_
 # The title of each curve, its names in metrics.jsonl in training and held out, its quantity, and how to read it.
 CURVES = (
     ("Loss", "loss", "eval_loss", "loss", (
-        "Points: held-out loss, over all held-out examples. Line: training loss, mean since the last record."
+        "Points show the loss on all held-out examples. The line shows the training loss, averaged since the last "
+        "record."
     )),
     ("Reward", "reward", "eval_reward", "reward", (
-        "Points: mean reward of one sampled answer per held-out prompt, not clipped. Line: rewards in training, "
-        "clipped; with ReMax, sampled and greedy answers together."
+        "Points show the mean reward of one sampled answer per held-out prompt, not clipped. The line shows the "
+        "clipped rewards in training; with ReMax, of sampled and greedy answers together."
     )),
     ("KL to the initial model", "kl_per_answer", "eval_kl", "nats per answer", (
-        "How far the policy has moved: the summed log-ratio of the policy to the initial model, averaged over answers."
+        "The distance of the policy from the initial model: the summed log-ratio of the two, averaged over answers."
     )),
     ("Length of the answers", "completions_mean_length", "eval_length", "tokens", (
         "If the reward rises only with the length, the policy may exploit the reward."
@@ -125,7 +126,7 @@ for _kind in _TITLES:
 
 
 def _headline(kind: Kind, records: Sequence[Json]) -> str:
-    """Return the finding in a line: what the training did to the number that it is judged by."""
+    """Return the finding in a line: the change of the number that judges this kind of training."""
     name = _JUDGED_BY[kind]
     values = [record[name] for record in records if is_number(record.get(name))]
     if len(values) < 2:

@@ -1,4 +1,4 @@
-"""Reward models and direct preference optimization, on pairs of a better and a worse answer."""
+"""Train reward models and policies (DPO) on pairs of a better and a worse answer."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _EXTREMES = {"min_reward": min, "max_reward": max}
 
 
 class Measured(NamedTuple):
-    """TRL's loss and metrics of a batch of held-out pairs, and how much each counts: its pairs or its tokens."""
+    """TRL's loss and metrics of a batch of held-out pairs, with the weight of each: the number of pairs or tokens."""
 
     metrics: Mapping[str, float]
     weights: Mapping[str, int]
 
 
 class PairTrainer(TunedTrainer):
-    """The part that TRL's RewardTrainer and DPOTrainer share."""
+    """Lamina's common additions to TRL's RewardTrainer and DPOTrainer."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss over held-out pairs, and give TRL its metrics to log: means over pairs or tokens.
+        """Return the mean loss over held-out pairs, and give TRL metrics to log: means over pairs or tokens.
 
-        TRL's own evaluation averages batches, and repeats pairs until all processes have equally many. Trainer's
-        evaluation, before training, would also keep DDP from training the model.
+        TRL's own evaluation averages over batches, and repeats pairs until all processes have the same number. And
+        Trainer's evaluation before training would prevent training under DDP.
         """
         batches = [batch for part in self.processes.everyones(self.measured_here()) for batch in part]
         overall: dict[str, float] = {}
@@ -90,7 +90,7 @@ class PairStage(TuningStage[S]):
     prepared_by: Passed
 
     def new_model(self) -> PreTrainedModel:
-        """Load or build the model without dropout, as TRL does by default; LoRA's dropout is added later."""
+        """Load or build the model without dropout, as TRL does by default. Lamina adds LoRA's dropout later."""
         model = self.start.scorer() if self.head == "sequence_classification" else super().new_model()
         if self.settings.trl.get("disable_dropout", True):
             disable_dropout_in_model(model)
@@ -103,7 +103,7 @@ class PairStage(TuningStage[S]):
 class RewardModeling(PairStage[RewardSettings]):
     """Trains on -log sigmoid(score(chosen) - score(rejected) - margin), InstructGPT's Eq. 1 for two answers.
 
-    The margin is a field of the row, as in TRL and Llama 2's Eq. 2; 0 without it.
+    The margin is a field of the row, as in TRL and Llama 2's Eq. 2, or 0 if the field is missing.
     """
 
     kind = Kind.REWARD
@@ -121,10 +121,10 @@ class RewardModeling(PairStage[RewardSettings]):
         return rows
 
     def wrong(self, row: Fields) -> str:
-        """Refuse pairs that are too long, which TRL drops: the score would not be the whole answer's."""
+        """Reject pairs that are too long, which TRL drops, because the score would not be of the complete answer."""
         if max(len(row["chosen_ids"]), len(row["rejected_ids"])) > self.start.longest:
-            return f"an answer ends after {self.start.longest} tokens, prompt included. Shorten it."
-        return "the two answers are the same" if row["chosen_ids"] == row["rejected_ids"] else ""
+            return f"an answer ends after {self.start.longest} tokens, including the prompt"
+        return "the two answers are equal" if row["chosen_ids"] == row["rejected_ids"] else ""
 
     def fields(self, run: TrainingRun) -> Json:
         return {"max_length": None, "disable_dropout": False}
@@ -179,7 +179,7 @@ class DirectPreferences(PairStage[DpoSettings]):
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
 
     def wrong(self, row: Fields) -> str:
-        """Refuse rows whose prompt leaves no room, which TRL drops, and answers that are the same."""
+        """Reject rows with equal answers, and rows with a prompt that leaves no room, which TRL drops."""
         room = self.start.longest - len(row["prompt_ids"])
         if room < 1 and self.config.truncation_mode == "keep_start":
             return f"the prompt leaves none of {self.start.longest} tokens for the answer"
@@ -191,7 +191,7 @@ class DirectPreferences(PairStage[DpoSettings]):
         return [*row["prompt_ids"], *row["chosen_ids"]][: self.start.longest]
 
     def counts(self, *parts: Dataset | None) -> Json:
-        """Count the pairs of which TRL's collator cuts an answer."""
+        """Count the pairs in which TRL's collator cuts an answer."""
         lengths = (
             len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
             for part in parts

@@ -1,4 +1,4 @@
-"""Rewards of answers: reward models, a user's functions, and their weighted sum."""
+"""Compute rewards of answers: from reward models, a user's functions, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Score: TypeAlias = Callable[[Sequence[Fields], Sequence[Sequence[int]], Sequence[str]], list[float]]
-"""Rewards of answers: takes the prompts (prompt, prompt_ids, text, row), the answers' token ids and their texts."""
+"""A function that returns rewards of answers from the prompts (prompt, prompt_ids, text, row), the answers' token ids
+and their texts.
+"""
 Parts: TypeAlias = Mapping[str, Sequence[float]]
 """Rewards of answers, by the reward's name."""
 BATCH = 32
@@ -47,8 +49,8 @@ class Rewards:
     """The weighted sum of several rewards of an answer.
 
     Attributes:
-        scores: each reward, by its name in the records.
-        models: the reward models among them.
+        scores: a function for each reward, by the reward's name in the records.
+        models: the reward models among the rewards.
         digest: a hash of the models' and functions' files.
     """
 
@@ -68,12 +70,16 @@ class Rewards:
 
 
 def make_rewards(settings: RlhfSettings, start: Start) -> Rewards:
-    """Load the reward models and functions. Raises UserError if one is missing or doesn't fit the starting model."""
+    """Load the reward models and functions. Raises UserError if one is missing or does not go with the starting
+    model.
+    """
     named, functions, seconds = settings.reward_models(), settings.reward_functions(), settings.reward_timeout
     if seconds and threading.current_thread() is not threading.main_thread():
-        raise UserError(f"reward_timeout: {seconds:g} (allowed outside a process's main thread: 0)")
+        raise UserError(f"reward_timeout: {seconds:g} works only in a process's main thread. Set reward_timeout to 0.")
     if not named and not functions:
-        raise UserError("reward_model: none given. Give a folder that `lamina reward` wrote, or --reward-function")
+        raise UserError(
+            "reward_model: none is given. Give a folder that `lamina reward` wrote, or set --reward-function."
+        )
     scores: dict[str, Score] = {}
     models, digests = [], []
     for path in named:
@@ -90,16 +96,16 @@ def make_rewards(settings: RlhfSettings, start: Start) -> Rewards:
 
 
 def judge(named: str, start: Start) -> PreTrainedModel:
-    """Load a reward model for the answers of the model at the start. Raises UserError if it can't judge them."""
+    """Load a reward model for the starting model's answers. Raises UserError if it cannot score them."""
     folder = model_folder(named)
     if not folder.is_dir():
-        raise UserError(f"reward_model: {named!r}: no such folder. Give a folder that `lamina reward` wrote")
+        raise UserError(f"reward_model: {named!r}: no such folder. Give a folder that `lamina reward` wrote.")
     config = read_config(folder, "reward_model")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and positions < start.longest:
         raise UserError(
             f"reward_model: {named!r} reads {positions} tokens, but a prompt with its answer may have "
-            f"{start.longest}. Set --sequence-length {positions}"
+            f"{start.longest}. Set --sequence-length {positions}."
         )
     try:
         theirs = load_tokenizer(str(folder))
@@ -108,11 +114,13 @@ def judge(named: str, start: Start) -> PreTrainedModel:
     if TextEncoder(theirs).content_hash() != TextEncoder(start.tokenizer).content_hash():
         raise UserError(
             f"reward_model: {named!r} has another vocabulary than the model {start.path!r}. Give a reward model "
-            "with the same tokenizer"
+            "with the same tokenizer."
         )
     model, _ = load_weights(folder, config, AutoModelForSequenceClassification, "reward_model", dtype=start.dtype)
     if model.config.num_labels != 1:
-        raise UserError(f"reward_model: it returns {model.config.num_labels} scores. Give a model with one score")
+        raise UserError(
+            f"reward_model: {named!r} returns {model.config.num_labels} scores. Give a model with one score."
+        )
     return model.requires_grad_(False)
 
 
@@ -135,9 +143,9 @@ def _unused(name: str, known: Mapping[str, object]) -> str:
 
 
 def in_time(act: Callable[[], T], seconds: float) -> T | None:
-    """Return the result of ``act``, or None after ``seconds`` (0: no limit), when its Python code is interrupted.
+    """Return the result of ``act``. After ``seconds`` (0: no limit), interrupt its Python code and return None.
 
-    Only the main thread of a process can have a limit.
+    A limit works only in the main thread of a process.
     """
     if not seconds:
         return act()
@@ -167,7 +175,7 @@ def _of_function(named: str, seconds: float) -> Score:
     path, name = _parts(named)
     function = getattr(run_file("reward_function", path), name, None)
     if not callable(function):
-        raise UserError(f"reward_function: {str(path)!r} has no function {name!r}")
+        raise UserError(f"reward_function: {str(path)!r} has no function {name!r}. Name one of its functions.")
     trls = False
     with suppress(ValueError, TypeError):  # a built-in has no signature
         trls = "completions" in inspect.signature(function).parameters
@@ -211,22 +219,22 @@ def _number(named: str, reward: Passed) -> float:
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # of an integer that no float can hold
         if not isinstance(reward, str | bytes) and math.isfinite(number := float(reward)):
             return number
-    raise UserError(f"reward_function: {named!r} returned a {type(reward).__name__} (allowed: a finite number)")
+    raise UserError(f"reward_function: {named!r} returned a {type(reward).__name__}. Return a finite number.")
 
 
 def _parts(named: str) -> tuple[Path, str]:
     file, _, name = named.rpartition(":")
     path = Path(file)
     if path.suffix != ".py" or not name.isidentifier():
-        raise UserError(f"reward_function: {named!r} (allowed: FILE.py:NAME)")
+        raise UserError(f"reward_function: {named!r} names no function. Give FILE.py:NAME.")
     if not path.is_file():
-        raise UserError(f"reward_function: {file!r}: no such file")
+        raise UserError(f"reward_function: {file!r}: no such file. Give FILE.py:NAME.")
     return path, name
 
 
 def padded(
     sequences: Sequence[Sequence[int]], value: int, device: torch.device, *, left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad token ids on the right, or on the left; return ids and mask, [sequences, tokens] each."""
+    """Pad token ids on the right or on the left. Return the ids and the mask, both [sequences, tokens]."""
     ids, side = [torch.tensor(sequence, device=device) for sequence in sequences], "left" if left else "right"
     return pad(ids, value, side), pad([torch.ones_like(part) for part in ids], 0, side)

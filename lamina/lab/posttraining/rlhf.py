@@ -1,4 +1,5 @@
-"""Policies by reinforcement learning on TRL's online trainers: RLOO, GRPO, and ReMax, which uses TRL's RLOO trainer.
+"""Train policies by reinforcement learning with TRL's online trainers: RLOO, GRPO, and ReMax, which uses TRL's RLOO
+trainer.
 
 ReMax (Li et al. 2024, arXiv 2310.10505), as in Adam-mini's code, takes one sampled and one greedy answer per prompt.
 With clipped rewards r, the log-probabilities logp of the policy and ref of the model that it started from, and the mask
@@ -64,14 +65,14 @@ _ENTROPY = ("entropy_coef", "_last_world_entropy")  # what TRL's GRPOTrainer ada
 
 
 class PolicyTrainer(TunedTrainer, _Online):
-    """The part that TRL's RLOOTrainer and GRPOTrainer share: Lamina's rewards, a separate reference.
+    """Lamina's common additions to TRL's RLOOTrainer and GRPOTrainer: Lamina's rewards, and a separate reference model.
 
     Args:
         rewards: the rewards of answers, not clipped.
         clip: the largest magnitude of a reward; 0 for no clipping.
-        beta: the factor on the KL. TRL's own argument stays 0 while the trainer is built, since it would load the
-            reference model by name.
-        reference: the model that the policy starts from, frozen; with LoRA it is the policy without its matrices.
+        beta: the factor on the KL. TRL's own argument stays 0 during the trainer's construction, because TRL would
+            otherwise load the reference model by name.
+        reference: the frozen model from which the policy starts; with LoRA, the policy without its matrices.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class PolicyTrainer(TunedTrainer, _Online):
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Load the prompts in Lamina's order, as the lists of rows that TRL's trainers take."""
+        """Load the prompts in Lamina's order, as lists of rows for TRL's trainers."""
         return DataLoader(
             self.train_dataset,  # type: ignore[arg-type]
             batch_sampler=self.order,
@@ -108,7 +109,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         return int(self.state.num_input_tokens_seen)
 
     def state_dict(self) -> Json:
-        """Return TunedTrainer's state, the answers that later steps reuse, and GRPO's entropy weight."""
+        """Return TunedTrainer's state, plus the answers that later steps reuse, and GRPO's entropy weight."""
         state = {**super().state_dict(), "entropy": [getattr(self, name) for name in _ENTROPY if hasattr(self, name)]}
         options: Passed = self.args
         if self._step % (options.steps_per_generation * self.num_iterations):
@@ -153,11 +154,11 @@ class PolicyTrainer(TunedTrainer, _Online):
         return [max(-self.clip, min(self.clip, reward)) for reward in rewards] if self.clip else rewards
 
     def held_out(self) -> dict[str, float]:
-        """Return reward, KL and length of a sampled answer per held-out prompt, and write them to held_out.jsonl.
+        """Return the reward, KL and length of a sampled answer per held-out prompt, and write them to held_out.jsonl.
 
-        ``eval_kl`` is the mean over answers of sum_t (logp_t - ref_t) in nats, whose expectation is the KL divergence
-        of the policy's answers from those of the model that it started from. The random numbers are the same at each
-        evaluation, and training's random state is restored.
+        ``eval_kl`` is the mean over answers of sum_t (logp_t - ref_t) in nats. Its expectation is the KL divergence
+        between the policy's answers and the initial model's answers. Each evaluation uses the same random numbers, and
+        restores the random state of training.
         """
         data: Passed = self.eval_dataset
 
@@ -222,9 +223,9 @@ class GrpoTrainer(PolicyTrainer, GRPOTrainer):
 class ReMaxTrainer(RlooTrainer):
     """ReMax on TRL's RLOOTrainer; the module's docstring has the equations.
 
-    Of the two answers per prompt the first is sampled, and the second is greedy. RLOO's baseline of the first, the mean
-    reward of all other answers, is then the greedy answer's reward. The greedy answers are dropped before the forward
-    pass that has a gradient.
+    Each prompt has two answers: the first is sampled, and the second is greedy. RLOO's baseline for the first answer,
+    the mean reward of all other answers, is then the greedy answer's reward. Lamina drops the greedy answers before the
+    forward pass with a gradient.
     """
 
     def __init__(self, *args: Passed, kl_per: str, **kwargs: Passed):
@@ -283,7 +284,7 @@ def remax_weights(
     Args:
         advantage: [answers].
         logps: the policy's log-probabilities of the tokens in nats, [answers, tokens].
-        reference: the log-probabilities under the model that the policy started from, [answers, tokens].
+        reference: the log-probabilities under the initial model, [answers, tokens].
         mask: 1 for an answer's tokens, [answers, tokens].
     """
     kl = ((logps - reference) * mask).detach()
@@ -298,7 +299,9 @@ def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) ->
 
 
 def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
-    """Write an evaluation's held-out answers, replacing those from this step on, which a resumed run repeats."""
+    """Write an evaluation's held-out answers. They replace older answers from this step on, since a resumed run repeats
+    these steps.
+    """
     lines, fault = parse_lines(path)
     if fault is not None:
         logger.warning("%s; Lamina skips lines that are not records", fault)
@@ -307,7 +310,7 @@ def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
 
 
 def reward_gain(path: Path) -> Json:
-    """Return the gain in held-out reward from first to last evaluation, with a 95 % interval over the prompts.
+    """Return the gain in held-out reward from the first to the last evaluation, with a 95 % interval over the prompts.
 
     The interval is Student's for paired differences. The result is empty for fewer than two evaluations or two prompts.
     """
@@ -325,7 +328,9 @@ def reward_gain(path: Path) -> Json:
 
 
 class PolicyOptimization(TuningStage[RlhfSettings]):
-    """Trains a policy on rewards: InstructGPT's third step, by default ReMax with Adam-mini's KL and clipping."""
+    """Trains a policy on rewards, as in InstructGPT's third step. The default is ReMax with Adam-mini's KL and
+    clipping.
+    """
 
     kind = Kind.RLHF
     record = RlhfSettings
@@ -342,16 +347,21 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         self.ordered = partial(PromptOrder, copies=settings.num_generations, **together)
         self.judges = make_rewards(settings, self.start)
         if settings.max_answer >= longest:
-            raise UserError(f"max_answer: {settings.max_answer} leaves no room for a prompt in {longest} tokens")
+            raise UserError(
+                f"max_answer: {settings.max_answer} leaves no room for a prompt in {longest} tokens. Lower it, or "
+                "raise --sequence-length."
+            )
         return self.judges.digest
 
     def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
         if "tools" in rows.column_names:
-            raise UserError("the column 'tools' has tools, which a policy of Lamina cannot call")
+            raise UserError(
+                "the column 'tools' has tools, which a policy of Lamina cannot call. Give rows without tools"
+            )
         return prompts(rows, turns=turns), ("prompt",)
 
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
-        """Add the prompts' tokens, as TRL's trainers make them at each step, and their text."""
+        """Add the prompts' tokens, as TRL's trainers make them at each step, and the prompts' texts."""
         tokenizer, options = self.start.tokenizer, self.settings.trl.get("chat_template_kwargs") or {}
         theirs: Passed = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs=options)
         how = {"tokenize": False, "add_generation_prompt": True, **options}
@@ -370,7 +380,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         length, answer, longest = len(row["prompt_ids"]), self.settings.max_answer, self.start.longest
         if length + answer <= longest:
             return ""
-        return f"the prompt has {length} tokens and the answer up to {answer}, the context {longest}"
+        return f"the prompt has {length} tokens and the answer up to {answer}, but the context has only {longest}"
 
     def check(self, job: Job[RlhfSettings], processes: Processes) -> None:
         if job.settings.algorithm == "rloo":
@@ -378,7 +388,9 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         elif job.settings.algorithm == "grpo":
             self.made_by, self.configured_by = GrpoTrainer, GRPOConfig
         elif unsupported := set(job.settings.trl) - SAMPLING:  # its loss is Lamina's, its greedy answers transformers'
-            raise UserError(f"trl.{min(unsupported)}: no effect on remax (allowed: {', '.join(sorted(SAMPLING))})")
+            raise UserError(
+                f"trl.{min(unsupported)}: it has no effect on remax (allowed: {', '.join(sorted(SAMPLING))})"
+            )
         for name in REUSE & job.settings.trl.keys():
             at_least(1)(f"trl.{name}", job.settings.trl[name])
         super().check(job, processes)
@@ -413,9 +425,8 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 class PromptOrder(TrainOrder):
     """The training order of prompts for TRL's online trainers, with ``copies`` of each prompt in a row.
 
-    TRL generates answers once per ``steps_per_generation`` micro-batches (by default a step's), at the first of them,
-    and trains on all these answers ``num_iterations`` times. It ignores the prompts that it gets at the remaining
-    micro-batches.
+    TRL generates answers at the first of ``steps_per_generation`` micro-batches (default: a step's micro-batches), and
+    trains on these answers ``num_iterations`` times. It ignores the prompts of the other micro-batches.
     """
 
     def __init__(

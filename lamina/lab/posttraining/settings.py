@@ -64,24 +64,26 @@ PRESETS: dict[str, Mapping[str, object]] = {
         "best_by": "loss",
     },
 }
-"""Settings of published recipes for `lamina sft`, by name; without the data set where it is on no hub."""
+"""Settings of published recipes for `lamina sft`, by name. A recipe has no data set if the data set is on no hub."""
 
 
 LORA = (
     *("use_dora", "use_rslora", "modules_to_save", "target_parameters", "init_lora_weights", "layers_to_transform"),
     *("layers_pattern", "rank_pattern", "alpha_pattern", "bias"),
 )
-"""The arguments of peft's LoraConfig without a setting of their own that need nothing else of a run."""
+"""The arguments of peft's LoraConfig that Lamina passes on: they have no separate setting, and need nothing else of a
+run.
+"""
 
 
 def of_hub(source: str) -> bool:
-    """Return whether a source is a data set's name as TRL's users write it, OWNER/NAME, and no file or folder."""
+    """Return whether a source is a data set's name in the form OWNER/NAME, and not a file or folder."""
     named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) is not None
     return named and not re.search(_FILES, source) and not Path(source).exists()
 
 
 class DataSettings(Settings, group="data"):
-    """The examples, and how they become text."""
+    """The examples, and their conversion to text."""
 
     data: str | None = setting(
         None,
@@ -91,7 +93,7 @@ class DataSettings(Settings, group="data"):
     )
     eval_data: str | None = setting(None, "held-out examples (default: eval_fraction of the data)", examples_name)
     eval_fraction: float = setting(
-        0.05, "share of the data to hold out, if eval_data is not given", between(0.0, 0.5, open_low=True)
+        0.05, "share of the data to hold out, if you do not set eval_data", between(0.0, 0.5, open_low=True)
     )
     eval_examples: int = setting(256, "maximum number of held-out examples per evaluation (0 for all)", at_least(0))
     template: str = setting(
@@ -118,10 +120,10 @@ class DataSettings(Settings, group="data"):
 
 
 class LoraSettings(Settings, group="LoRA"):
-    """LoRA, which trains added matrices and not all weights."""
+    """LoRA, which trains added matrices in place of all weights."""
 
     lora_rank: int = setting(0, "train LoRA matrices of this rank (0: train all weights)", at_least(0))
-    lora_alpha: float | None = setting(None, "LoRA's alpha (default: twice the rank)", above(0.0))
+    lora_alpha: float | None = setting(None, "alpha of LoRA (default: twice the rank)", above(0.0))
     lora_dropout: float = setting(0.0, "dropout on LoRA's input", between(0.0, 1.0, open_high=True))
     lora_targets: str = setting(
         "all-linear", "which linear layers get LoRA: all-linear, or comma-separated names such as q_proj,v_proj",
@@ -131,7 +133,7 @@ class LoraSettings(Settings, group="LoRA"):
 
 
 class MemorySettings(Settings, group="machine"):
-    """The type of the weights in memory, and the attention kernel."""
+    """The number format of the weights in memory, and the attention kernel."""
 
     weights: Literal["fp32", "bf16", "nf4", "int8"] = setting(
         "fp32",
@@ -146,7 +148,7 @@ class MemorySettings(Settings, group="machine"):
 
     @property
     def quantized(self) -> bool:
-        """Whether the linear layers are quantized; only LoRA's matrices are then trained and checkpointed."""
+        """Whether the linear layers are quantized. If so, Lamina trains and saves only LoRA's matrices."""
         return self.weights in ("nf4", "int8")
 
 
@@ -177,7 +179,7 @@ class TuningSettings(
     EndSettings,
     OutputSettings,
 ):
-    """The settings that all jobs after pretraining share; ``steps`` is 0 until ``epochs`` decides it."""
+    """The settings that all jobs after pretraining share. If ``epochs`` decides the steps, ``steps`` is 0 at first."""
 
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = _outside("sft")
 
@@ -207,26 +209,30 @@ class TuningSettings(
 
     @property
     def changes_base(self) -> bool:
-        """Whether LoRA changes other weights too, so that without its matrices the start is not restored."""
+        """Whether LoRA also changes other weights, so that the model without its matrices differs from the initial
+        model.
+        """
         return bool(self.lora.keys() & {"bias", "init_lora_weights"})
 
     def check(self) -> None:
-        """Raise UserError for contradictory values; what depends on the number of steps waits until it is known."""
+        """Raise UserError for contradictory values. Checks that need the number of steps come later."""
         if self.steps:
             super().check()
             self.as_run()
         if self.quantized and not self.lora_rank:
-            raise UserError(f"weights: {self.weights!r} can't be trained (allowed: fp32, bf16, or with --lora-rank)")
+            raise UserError(
+                f"weights: {self.weights!r} cannot be trained. Set weights to fp32 or bf16, or add --lora-rank."
+            )
         if self.weights == "bf16" and self.precision == "fp16":
             raise UserError(
-                "precision: 'fp16' scales the losses of float32 weights (allowed with bf16 weights: bf16, fp32)"
+                "precision: 'fp16' needs float32 weights. Set precision to bf16 or fp32, or weights to fp32."
             )
         if self.lora_rank == 0:
             lora = ("lora_alpha", "lora_dropout", "lora_targets", "lora")
             self.refuse_unused(*lora, here="without LoRA", allowed="with --lora-rank")
 
     def as_run(self) -> PretrainSettings:
-        """Return the settings that any training run has, for code shared with pretraining."""
+        """Return the settings that every training run has, for the code that pretraining shares."""
         other = ("from_model", "packing")  # which are about other things there
         shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name not in other}
         shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length
@@ -265,16 +271,18 @@ class SftSettings(TuningSettings):
         if self.eval_tasks is None and self.best_by not in ("last", "loss"):
             raise unknown("best_by", self.best_by, ("last", "loss"))
         if self.group_by_length and self.packing:
-            raise UserError("group_by_length: no effect on packed sequences. Leave out --packing or this.")
+            raise UserError(
+                "group_by_length: it has no effect on packed sequences. Leave out --packing or --group-by-length."
+            )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Read settings by name; they override those of their preset."""
+        """Read settings by name. They override the preset's settings."""
         return super().from_dict(with_preset(data))
 
 
 def with_preset(given: Mapping[str, object]) -> Json:
-    """Merge a user's settings over their preset's. Raises UserError for an unknown preset."""
+    """Merge a user's settings over the preset's settings. Raises UserError for an unknown preset."""
     name = given.get("preset")
     if name is None:
         return dict(given)
@@ -298,7 +306,7 @@ class RewardSettings(TuningSettings):
 
 
 class DpoSettings(TuningSettings):
-    """The settings of a run of direct preference optimization."""
+    """The settings of direct preference optimization."""
 
     command_name = "dpo"
     outside = _outside("dpo")
@@ -337,13 +345,13 @@ class RlhfSettings(TuningSettings):
     )
     reward_weights: str | None = setting(
         None,
-        "comma-separated weights of the summed rewards, first of the reward models, then of the functions "
-        "(default: 1 each)",
+        "comma-separated weights in the sum of rewards: first the reward models', then the functions' (default: 1 "
+        "each)",
         factors,
     )
     reward_timeout: float = setting(
         0.0,
-        "seconds that a reward function may take per answer; a slower answer gets the reward 0 (0: no limit)",
+        "time limit of a reward function per answer, in seconds; after the limit, the reward is 0 (0: no limit)",
         not_below(0.0),
     )
     algorithm: Literal["remax", "rloo", "grpo"] = setting("remax", "remax, rloo or grpo")
@@ -369,17 +377,19 @@ class RlhfSettings(TuningSettings):
         count = len(self.reward_models()) + len(self.reward_functions())
         if self.reward_weights is not None and len(self.weights_of_rewards()) != count:
             raise UserError(
-                f"reward_weights: {self.reward_weights!r} (allowed: a number for each reward, {count} here)"
+                f"reward_weights: {self.reward_weights!r} does not fit. Give a number for each reward, {count} here."
             )
         if not self.reward_functions():
             self.refuse_unused("reward_timeout", allowed="with --reward-function")
         if self.epsilon > 1e-5:
             raise UserError(
-                f"epsilon: {self.epsilon:g} would be Adam's (allowed: at most 1e-05; the clip is trl.epsilon)"
+                f"epsilon: {self.epsilon:g} is too large for Adam's epsilon. Give at most 1e-05; to set the clip, "
+                "use trl.epsilon."
             )
         if self.algorithm == "remax" and self.num_generations != 2:
             raise UserError(
-                f"num_generations: {self.num_generations} (allowed with remax: 2, one sampled answer and one greedy)"
+                f"num_generations: {self.num_generations} does not go with remax, which takes one sampled and one "
+                "greedy answer. Set num_generations to 2."
             )
         if self.algorithm != "remax":
             self.refuse_unused("kl_per", allowed="with --algorithm remax")

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class SftTrainer(TunedTrainer, SFTTrainer):
-    """TRL's SFTTrainer; the held-out loss is the mean over all held-out tokens, however batched."""
+    """TRL's SFTTrainer. The held-out loss is the mean over all held-out tokens, for any batch size."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss per label, in nats, and the share of labels predicted correctly."""
+        """Return the mean loss per label, in nats, and the share of labels that the model predicts correctly."""
         data: Passed = self.eval_dataset
         model = self.bare_model()
 
@@ -42,7 +42,7 @@ class SftTrainer(TunedTrainer, SFTTrainer):
         sums = [sum(part) for part in zip((0.0, 0.0, 0), *self.held_out_batches(measure), strict=True)]
         total, right, tokens = (self.processes.mean(float(value)) * self.processes.size for value in sums)
         if not tokens:
-            raise UserError("eval_data: the held-out examples have no token to predict. Give longer examples")
+            raise UserError("eval_data: the held-out examples have no token to predict. Give longer examples.")
         return {"eval_loss": total / tokens, "eval_accuracy": right / tokens}
 
 
@@ -57,7 +57,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
 
     def check(self, job: Job[SftSettings], processes: Processes) -> None:
         if job.settings.packing and "padding_free" in job.settings.trl:
-            raise UserError("trl.padding_free: set by --packing. Leave it out.")
+            raise UserError("trl.padding_free: --packing sets it. Leave it out.")
         if (text := job.settings.trl.get("dataset_text_field")) is not None:
             self.forms = (*SFT_FORMS[:-1], (str(text),))
         super().check(job, processes)
@@ -73,7 +73,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         kept = labels[-longest:] if self.config.truncation_mode == "keep_end" else labels[:longest]
         if any(label != IGNORED for label in kept[1:]):
             return ""
-        return f"its first {longest} tokens contain no token to train on; raise --sequence-length"
+        return f"its first {longest} tokens contain no token to train on. Raise --sequence-length"
 
     def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
         packing = train and self.settings.packing

@@ -61,7 +61,7 @@ class Start:
         tokenizer: the model's tokenizer, with an end-of-text and a padding token.
         plan: the placement of the norms; None for a model of transformers that Lamina does not convert.
         config: the configuration of the backbone, or of transformers' model.
-        longest: the maximum number of tokens in the job's sequences.
+        longest: the largest number of tokens in the job's sequences.
         dtype: the dtype of weights that are not quantized.
         attention: the attention kernel, "auto" for the model's default.
     """
@@ -75,7 +75,9 @@ class Start:
     attention: str = "auto"
 
     def policy(self, ends: Sequence[int] = ()) -> PreTrainedModel:
-        """Return the model; its generation ends at its own ends, the tokenizer's, and ``ends``, the template's."""
+        """Return the model. Its generation ends at the model's, the tokenizer's and the template's (``ends``) end
+        tokens.
+        """
         if self.plan is not None:
             model = source.load(self.path, self.config, "causal_lm", self.dtype)
         else:
@@ -91,7 +93,7 @@ class Start:
         return self._attending(model)
 
     def scorer(self) -> PreTrainedModel:
-        """Return the model with a newly drawn score at the last token in place of its readout."""
+        """Return the model with a new score head at the last token, in place of its output head."""
         if self.plan is None:
             config = copy.deepcopy(self.config)
             config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
@@ -122,18 +124,20 @@ class Start:
         return model.train()
 
     def _attending(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Set the attention kernel. Raises UserError for one that transformers or this machine lacks."""
+        """Set the attention kernel. Raises UserError for a kernel that transformers or this machine lacks."""
         if self.attention != "auto":
             try:
                 with quiet():
                     model.set_attn_implementation(self.attention)
             except Exception as error:  # its own types, and those of a kernel's library
-                raise UserError(f"attn_implementation: {self.attention!r}: {one_line(error)}") from None
+                raise UserError(
+                    f"attn_implementation: {self.attention!r} does not work ({one_line(error)}). Choose another kernel."
+                ) from None
         return model
 
 
 def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
-    """Inspect the model of ``from_model``. Raises UserError if it can't be read or its tokenizer does not fit."""
+    """Inspect the model of ``from_model``. Raises UserError if Lamina cannot read it, or its tokenizer does not fit."""
     path = str(settings.from_model)
     refuse_as_output(str(settings.output), path)
     folder = model_folder(path)
@@ -149,7 +153,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
         tokenizer = load_tokenizer(str(checkpoint))
         if (end := settings.trl.get("eos_token")) is not None:
             if not isinstance(end, str) or end not in tokenizer.get_vocab():
-                raise UserError(f"trl.eos_token: {end!r} is not in the tokenizer. Give a token of the tokenizer")
+                raise UserError(f"trl.eos_token: {end!r} is not in the tokenizer. Give a token of the tokenizer.")
             tokenizer.eos_token = end
         source.check_vocabulary(config.get_text_config(), vocab_size_of(tokenizer), path)
     except UserError as error:
@@ -174,7 +178,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
 
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
-    """Raise UserError for a model that generates no text, or that transformers can't give a job's head."""
+    """Raise UserError for a model that generates no text, or if transformers has no such model with the job's head."""
     if plan is None:  # of BERT and the like transformers has a model with a readout, too, which sees what comes next
         causal = getattr(config, "is_decoder", True) or any("CausalLM" in name for name in config.architectures or ())
         writes = causal and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -182,19 +186,21 @@ def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: 
         writes = "causal_lm" in adapter_of(config).heads
     if not writes:
         raise UserError(
-            f"from: {path!r} is a {config.model_type} model, which does not generate text. Give a causal language model"
+            f"from: {path!r} is a {config.model_type} model, which does not generate text. Give a causal language "
+            "model."
         )
     if plan is None and getattr(config, "quantization_config", None):
-        raise UserError(f"from: {path!r} has quantized weights. Give the original model, with --weights nf4 or int8")
+        raise UserError(f"from: {path!r} has quantized weights. Give the original model, with --weights nf4 or int8.")
     if plan is None and head != "causal_lm" and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise UserError(f"from: transformers has no {config.model_type} model with a score head. Give another model")
+        raise UserError(f"from: transformers has no {config.model_type} model with a score head. Give another model.")
 
 
 def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
-    """Quantize all linear layers but the readout with bitsandbytes, on the run's device, if the settings ask for it.
+    """Quantize all linear layers except the output head with bitsandbytes, on the run's device, if the settings ask for
+    it.
 
-    nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), int8 is LLM.int8(). ``dtype`` is the dtype
-    of nf4's products. Checkpoints of a quantized model hold only its trained weights.
+    nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), and int8 is LLM.int8(). ``dtype`` is the
+    dtype of nf4's products. Checkpoints of a quantized model hold only the trained weights.
     """
     if not settings.quantized:
         return
@@ -220,7 +226,7 @@ def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtyp
 
 
 def lora_of(settings: TuningSettings) -> LoraConfig:
-    """Build peft's configuration. Raises UserError for an option that Lamina does not pass on or peft refuses."""
+    """Build peft's configuration. Raises UserError for an option that Lamina does not pass on, or that peft rejects."""
     from peft import LoraConfig
 
     named, given = settings.lora_targets, {name: value for name, value in settings.lora.items() if name in LORA}
@@ -245,7 +251,7 @@ def lora_of(settings: TuningSettings) -> LoraConfig:
 def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | None:
     """Add LoRA matrices to a model's linear layers and freeze the layers; return None without LoRA.
 
-    All weights of a reward model's score are trained.
+    For a reward model, training also changes all weights of the score head.
     """
     if settings.lora_rank == 0:
         return None
@@ -268,7 +274,10 @@ def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | No
     targeted = tuner.targeted_module_names
     for target in entries(settings.lora_targets) if settings.lora_targets != ALL_LINEAR else ():
         if not any(f".{name}".endswith(f".{target}") for name in targeted):  # peft passes over one beside others
-            raise UserError(f"lora_targets: the model has no linear layer {target!r}")
+            raise UserError(
+                f"lora_targets: the model has no linear layer {target!r}. Name one of its linear layers, or set "
+                "all-linear."
+            )
     return tuner
 
 
@@ -285,13 +294,13 @@ def numel(parameter: torch.Tensor) -> int:
 
 
 def trained_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the trained weights by name; for a sharded model, this process's parts."""
+    """Return the trained weights by name; for a sharded model, the parts on this process."""
     reshard(model)
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def save_adapter(tuner: PeftModel, folder: Path) -> None:
-    """Save the LoRA matrices, and weights trained whole, in peft's form."""
+    """Save the LoRA matrices and all other trained weights in peft's format."""
     config: Passed = tuner.peft_config["default"]
     for name in ("target_modules", "exclude_modules"):  # sets, whose order changes by the process
         setattr(config, name, sorted(getattr(config, name)))

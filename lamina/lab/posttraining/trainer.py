@@ -1,5 +1,5 @@
-"""Lamina's additions to every TRL trainer: checkpoints, data order, divergence guard and layer monitor, without
-telemetry.
+"""Lamina's additions to every TRL trainer: checkpoints, data order, divergence guard and layer monitor. They turn
+telemetry off.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _REFUSED = {
 }
 _Trainer = Trainer if TYPE_CHECKING else object
 Passed: TypeAlias = Any
-"""An argument that goes to TRL's trainer, or comes from it, unchanged."""
+"""An argument that goes to TRL's trainer, or comes from the trainer, unchanged."""
 
 
 def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
     """Build the configuration of TRL's trainer; ``offered`` are the job's own settings.
 
     Raises:
-        UserError: for an option that it lacks, or that Lamina decides.
+        UserError: for an option that TRL lacks, or that Lamina decides.
     """
     offered = set(offered)
     trainer_fields = {entry.name for entry in fields(TrainingArguments)}
@@ -56,7 +56,7 @@ def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
         flag = name if name in offered - {"epsilon"} else meaning(name, offered, near=True)  # TRL's epsilon is a clip
         if name in trainer_fields or (name in names and flag is not None):
             flag = f"trainer.{name}" if flag in (None, "trainer") else flag.replace("_", "-")
-            raise UserError(f"trl.{name}: set by --{flag}. Use that flag.")
+            raise UserError(f"trl.{name}: --{flag} sets it. Use --{flag}.")
         if name in refused:
             raise UserError(f"trl.{name}: {refused[name]}. Leave it out.")
         if name not in names:
@@ -73,7 +73,7 @@ def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
 
 
 class NoReference(nn.Module):
-    """A placeholder for TRL's reference model if that is the policy without its LoRA matrices."""
+    """A placeholder for TRL's reference model, if the policy without its LoRA matrices is the reference."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -84,10 +84,11 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
     """A mixin for TRL's trainers.
 
     Args:
-        schedule: the share of the peak learning rate by steps done; None for the arguments' own.
+        schedule: the share of the peak learning rate as a function of the finished steps; None for the schedule of the
+            arguments.
 
     Attributes:
-        tokens_before: the tokens trained on before the run resumed.
+        tokens_before: the number of training tokens before the run resumed.
     """
 
     tokens_before: int = 0
@@ -103,10 +104,10 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         self.keep_sharded()
 
     def _send_telemetry(self) -> None:
-        """Send nothing: TRL would report the model type and the machine of every run."""
+        """Send nothing. TRL would report the model type and the machine of every run."""
 
     def create_model_card(self, *args: object, **kwargs: object) -> None:
-        """Do nothing: a checkpoint gets no card."""
+        """Do nothing, because a checkpoint gets no card."""
 
     def training_step(self, *args: Passed, **kwargs: Passed) -> torch.Tensor:
         with self._arguments_told():
@@ -126,7 +127,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
             raise UserError(f"trl: {one_line(error)}") from error
 
     def state_dict(self) -> Json:
-        """Return the state as in pretraining, and TRL's measures since the last record."""
+        """Return the state as in pretraining, plus TRL's measures since the last record."""
         counts = {"train_tokens": self.tokens_seen, "measured": dict(self._metrics["train"])}
         return {**super().state_dict(), **counts}
 
@@ -138,11 +139,11 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
 
     @property
     def tokens_seen(self) -> int:
-        """The tokens trained on so far, over all processes."""
+        """The number of training tokens so far, over all processes."""
         return int(self._total_train_tokens)
 
     def evaluate(self, *args: Passed, **kwargs: Passed) -> dict[str, float]:
-        """Measure every held-out example once, for any batches and processes, and log the result."""
+        """Measure every held-out example once, for any batch size and number of processes, and log the result."""
         with self._arguments_told():
             metrics = self.held_out()
         self.evaluation = self.watched.measure(self)
@@ -154,14 +155,14 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
 
     @abstractmethod
     def held_out(self) -> dict[str, float]:
-        """Measure the held-out examples; the names of the metrics begin with ``eval_``."""
+        """Measure the held-out examples. The names of the metrics begin with ``eval_``."""
 
     def held_out_batches(
         self, measure: Callable[[list[int]], T], count: int | None = None, size: int | None = None
     ) -> list[T]:
-        """Measure this process's share of ``count`` items, given their indices; by default the held-out examples.
+        """Measure this process's share of ``count`` items by their indices (default: the held-out examples).
 
-        ``size`` is the batch size, by default an evaluation's.
+        ``size`` is the batch size (default: the evaluation's batch size).
         """
         data: Passed = self.eval_dataset
         number, processes = len(data) if count is None else count, self.processes
@@ -174,7 +175,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         return measured[: math.ceil(len(mine) / size)]
 
     def without_adapters(self, **inputs: Passed) -> Passed:
-        """Return the output of the model without its LoRA matrices, as it was before training."""
+        """Return the output of the model without its LoRA matrices, which is the model before training."""
         tuner = self.tuner
         assert tuner is not None
         tuner.disable_adapter_layers()

@@ -1,6 +1,4 @@
-"""The shared parts of the stages after pretraining: loading the model, encoding rows, LoRA, keeping the best
-weights.
-"""
+"""The shared parts of the jobs after pretraining: load the model, encode rows, add LoRA, and keep the best weights."""
 
 from __future__ import annotations
 
@@ -116,7 +114,7 @@ class TuningRecorder(RunRecorder):
         return super().has_evaluated(step) and bool(self.last_measured)
 
     def tokens_at(self, step: int) -> int:
-        """Return the tokens trained on so far, without padding."""
+        """Return the number of training tokens so far, without padding."""
         assert isinstance(self.trainer, TunedTrainer)
         return self.trainer.tokens_seen
 
@@ -129,7 +127,7 @@ class TuningRecorder(RunRecorder):
         return dict(self.last_measured)
 
     def state_dict(self) -> Json:
-        """Return RunRecorder's state and the last evaluation's measures, so that it is recorded once."""
+        """Return RunRecorder's state and the last evaluation's measures, so that the run records them only once."""
         return {**super().state_dict(), "last_measured": dict(self.last_measured)}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -158,8 +156,9 @@ class BestWeights(TrainerCallback):
 
     Args:
         by: "loss", or a task's name.
-        processes: the run's processes, of which the first writes.
-        resumed: the step from which the run resumes; later best weights are forgotten, since their step is repeated.
+        processes: the run's processes; the first process writes.
+        resumed: the step from which the run resumes. Lamina deletes best weights of later steps, since the run repeats
+            these steps.
     """
 
     trainer: TunedTrainer
@@ -190,7 +189,7 @@ class BestWeights(TrainerCallback):
         self.processes.by_first(lambda: self._write(tensors))
 
     def _loss(self, metrics: Json) -> float:
-        """Return the number to minimize: the held-out loss, or a task's score, negated if higher is better."""
+        """Return the number to minimize: the held-out loss, or a task's score (negated if higher is better)."""
         if self.by == "loss":
             return metrics["eval_loss"]
         scores = (self.trainer.evaluation.tasks or {}).items()
@@ -203,27 +202,27 @@ class BestWeights(TrainerCallback):
         write_json(self.folder / BEST_NOTE, {"step": self.step, "loss": self.loss, "metrics": self.metrics})
 
     def restore(self) -> Json:
-        """Load the best weights into the model; return their columns of result.json."""
+        """Load the best weights into the model, and return their columns of result.json."""
         if self.step < 0:
             return {}
         set_trained(self.model, load_file(self.folder / BEST_WEIGHTS))
         return {**self.metrics, "best_step": self.step}
 
     def forget(self) -> None:
-        """Delete the kept weights unless the run has checkpoints, from which a damaged model can be restored."""
+        """Delete the kept weights, unless the run has checkpoints from which Lamina can restore a damaged model."""
         if not Checkpoints(self.folder / "checkpoints").paths():
             for name in (BEST_NOTE, BEST_WEIGHTS):
                 (self.folder / name).unlink(missing_ok=True)
 
 
 class Watched:
-    """A second text and tasks that tuning may make a model forget, measured with every evaluation.
+    """A second text and tasks that a model may forget in tuning. Lamina measures them with every evaluation.
 
     Args:
-        processes: the run's processes, of which the first scores the tasks.
+        processes: the run's processes; the first process scores the tasks.
 
     Raises:
-        UserError: for a text or a task that can't be read.
+        UserError: if Lamina cannot read the text or a task.
     """
 
     def __init__(self, settings: TuningSettings, start: Start, processes: Processes):
@@ -243,7 +242,7 @@ class Watched:
             raise unknown("best_by", best_by, measures)
 
     def measure(self, trainer: TunedTrainer) -> LastEvaluation:
-        """Return the loss on the text, in nats per token, and the tasks' scores; all processes call it."""
+        """Return the loss on the text, in nats per token, and the tasks' scores. All processes must call it."""
         second, scores = None, None
         if self.blocks is not None:
             chosen, blocks = spread(len(self.blocks), self.run.eval_blocks), self.blocks
@@ -261,21 +260,22 @@ class Watched:
 
 
 class TuningStage(TrainingStage[S]):
-    """A stage after pretraining, on a trainer of TRL's.
+    """A job after pretraining, with a TRL trainer.
 
     Attributes:
         made_by: TRL's trainer with Lamina's additions.
-        configured_by: the class of its arguments.
+        configured_by: the class of the trainer's arguments.
         head: the name of the trained model's head.
-        guarded: whether the loss is in nats and is watched for divergence; otherwise it only has to be finite.
-        measure: the evaluation's metric that decides how the run ended.
-        forms: the columns of TRL's forms that the stage takes.
-        columns: the columns that TRL's own preparation of the data gives: token ids, and what the loss needs.
-        ordered: makes the training order.
+        guarded: whether the loss is in nats, so that Lamina checks it for divergence; otherwise Lamina checks only that
+            it is finite.
+        measure: the evaluation's metric that decides the run's status.
+        forms: the columns of the TRL forms that the job accepts.
+        columns: the columns after TRL's preparation of the data: token ids, and the loss's inputs.
+        ordered: a function that makes the training order.
         train: the prepared examples.
         held_out: the prepared examples of an evaluation.
-        config: TRL's own configuration, by which the data are prepared.
-        templated: whether the rows have turns, which the tokenizer's chat template makes a text.
+        config: TRL's configuration, which decides how TRL prepares the data.
+        templated: whether the rows have turns, which the tokenizer's chat template turns into a text.
         inputs: token ids [sequences, tokens] for the layer monitor.
         notes: counts for result.json.
     """
@@ -306,30 +306,30 @@ class TuningStage(TrainingStage[S]):
 
     @abstractmethod
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
-        """Prepare rows in TRL's form by the code of TRL's trainer, not cut to ``start.longest``."""
+        """Prepare rows in TRL's form with the code of TRL's trainer, without a cut to ``start.longest``."""
 
     @abstractmethod
     def wrong(self, row: Fields) -> str:
-        """Say why a prepared row is of no use; empty if it is."""
+        """Return the reason why a prepared row is unusable; empty if it is usable."""
 
     def token_ids(self, row: Fields) -> list[int]:
-        """Return the token ids of a prepared row that the layer monitor reads."""
+        """Return the token ids of a prepared row for the layer monitor."""
         return row[self.columns[0]]
 
     def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
-        """Convert prepared rows to what TRL's trainer takes; ``train`` is False for an evaluation's."""
+        """Convert prepared rows to the form that TRL's trainer takes; ``train`` is False for an evaluation."""
         return rows
 
     def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
-        """Bring rows into one of TRL's forms, and return its columns."""
+        """Convert rows to one of TRL's forms, and return the columns of this form."""
         return conform(rows, self.forms, turns=turns)
 
     def counts(self, *parts: Dataset | None) -> Json:
-        """Return further counts of the prepared rows, not yet cut, for result.json."""
+        """Return further counts of the prepared rows, before any cut, for result.json."""
         return {}
 
     def rewards(self) -> str:
-        """Hash the stage's further inputs, such as a reward model, and check them before the data are read."""
+        """Hash the job's further inputs, such as a reward model, and check them before Lamina reads the data."""
         return ""
 
     def given(self, settings: S | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -343,7 +343,9 @@ class TuningStage(TrainingStage[S]):
         if processes.parallel == "fsdp2":
             check_sharded(settings)
             if settings.quantized:
-                raise UserError(f"weights: {settings.weights!r} can't be sharded (allowed with fsdp2: fp32, bf16)")
+                raise UserError(
+                    f"weights: {settings.weights!r} cannot be sharded. With fsdp2, set weights to fp32 or bf16."
+                )
         settings.require(*settings.needed)
         if settings.quantized:
             require(self.kind, "qlora")
@@ -354,7 +356,7 @@ class TuningStage(TrainingStage[S]):
         if settings.lora_rank:
             lora_of(settings)
         if settings.trl.get("activation_offloading") and device_of(settings.device) == "cpu":
-            raise UserError("trl.activation_offloading: works only on a GPU")
+            raise UserError("trl.activation_offloading: it works only on a GPU. Leave it out.")
 
     def read(self, processes: Processes, *, bar: bool) -> None:
         processes.first_per_host(self.read_examples)
@@ -369,7 +371,7 @@ class TuningStage(TrainingStage[S]):
             self.ordered = partial(TrainOrder, lengths=[sum(map(len, row)) for row in zip(*columns, strict=True)])
 
     def read_examples(self) -> None:
-        """Find the starting model, then read and encode the data. Raises UserError."""
+        """Find the starting model, then read and encode the data. Raises UserError if this fails."""
         settings = self.settings
         self.start = find_start(settings, self.head)
         rewards = self.rewards()
@@ -413,17 +415,17 @@ class TuningStage(TrainingStage[S]):
         )
         template = read_template(self.settings.template, self.start.tokenizer, default=default)
         if template is None:
-            raise UserError("conversations need a chat template. Give --template, or prompts and answers as texts")
+            raise UserError("conversations need a chat template. Give --template, or prompts and answers as texts.")
         self.start.tokenizer.chat_template, self.templated = template, True
 
     def reference(self) -> PreTrainedModel | NoReference:
-        """Load the model to which the policy is held; with LoRA, return a placeholder for the policy without it."""
+        """Load the reference model for the KL; with LoRA, return a placeholder for the policy without LoRA."""
         if self.tuner is not None and not self.settings.changes_base:
             return NoReference(self.start.config)
         return self.shared(self.start.policy().eval().requires_grad_(False))
 
     def shared(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Shard a model over the processes under FSDP2."""
+        """Shard a model over the processes, under FSDP2."""
         settings, processes = self.settings, self.processes
         if processes.parallel == "fsdp2":
             bf16 = settings.precision == "bf16" and settings.weights == "fp32"
@@ -473,11 +475,11 @@ class TuningStage(TrainingStage[S]):
         return [self.best] if by != "last" else []
 
     def fields(self, run: TrainingRun) -> Json:
-        """Return the arguments of TRL that the stage decides."""
+        """Return the TRL arguments that the job decides."""
         return {}
 
     def options(self, arguments: TrainingArguments) -> Json:
-        """Return arguments that only this stage's trainer takes."""
+        """Return the arguments that only this job's trainer takes."""
         return {}
 
     def trainer(self, run: TrainingRun) -> TunedTrainer:
@@ -569,16 +571,16 @@ _COUNTS = ("examples", "held_out", "skipped")
 
 
 def split(encoded_rows: Dataset, settings: TuningSettings, held_out: Dataset | None) -> tuple[Dataset, Dataset]:
-    """Return the rows to train on and those to evaluate, by default a fixed share of all rows.
+    """Return the rows for training and the rows for evaluation (default: a fixed share of all rows).
 
-    The share does not depend on the seed, so that runs with several seeds are evaluated on the same rows. If it has
-    more rows than ``eval_examples``, the surplus joins the training rows.
+    The share does not depend on the seed, so runs with several seeds have the same evaluation rows. If it has more rows
+    than ``eval_examples``, the surplus joins the training rows.
     """
     if held_out is not None:
         return encoded_rows, held_out.select(_thinned(range(len(held_out)), settings))
     count = max(1, round(settings.eval_fraction * len(encoded_rows)))
     if len(encoded_rows) < 2:
-        raise UserError("data: a single row can't be both trained on and held out. Give two rows, or --eval-data")
+        raise UserError("data: a single row cannot serve both training and evaluation. Give two rows, or --eval-data.")
     shuffled = torch.randperm(len(encoded_rows), generator=torch.Generator().manual_seed(0)).tolist()
     share = _thinned(sorted(shuffled[:count]), settings)
     rest = sorted(set(range(len(encoded_rows))).difference(share))
@@ -590,7 +592,7 @@ def _thinned(items: Sequence[int], settings: TuningSettings) -> list[int]:
 
 
 def fingerprint(*parts: Dataset) -> str:
-    """Hash encoded rows; a row's missing fields do not count."""
+    """Hash encoded rows, without missing fields."""
     digest = hashlib.sha256()
     for columns in chain.from_iterable(cast("Iterator[Json]", part.iter(BATCH)) for part in parts):
         for values in zip(*columns.values(), strict=True):
@@ -608,13 +610,13 @@ def monitored(sequences: Iterable[Sequence[int]]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TuningIdentity:
-    """The settings and hashes of a run, as its checkpoints and its folder store them.
+    """The settings and hashes of a run that its checkpoints and its folder store.
 
     Attributes:
-        stage: the stage, which has the run's settings.
+        stage: the job, which has the run's settings.
         data: a hash of the encoded examples.
         model: a hash of the starting model.
-        rewards: a hash of the reward models and functions; empty without any.
+        rewards: a hash of the reward models and functions; empty if there are none.
     """
 
     stage: TuningStage[Any]
@@ -627,11 +629,11 @@ class TuningIdentity:
         return {"settings": self.stage.settings.to_dict(), **self.text}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Do nothing: ``refuse_changes`` has compared the state before the folder was touched."""
+        """Do nothing. ``refuse_changes`` has already compared the state, before Lamina changed the folder."""
 
     @property
     def text(self) -> dict[str, str]:
-        """The content of data.json, for a run without a checkpoint yet."""
+        """The content of data.json, for a run that has no checkpoint yet."""
         return {"plan": self.model, "text": self.data, "rewards": self.rewards}
 
     def refuse_changes(self, folder: Path) -> None:
@@ -645,6 +647,6 @@ class TuningIdentity:
                 if key == "text" and earlier.partition("+")[0] == self.text[key].partition("+")[0]:
                     name = setting = "eval_corpus"
                 raise UserError(
-                    f"{name}: {settings.get(setting)!r} has changed since the run in {str(folder)!r} began. To "
-                    "resume, restore it; otherwise give another --output, or --overwrite"
+                    f"{name}: {settings.get(setting)!r} has changed since the run in {str(folder)!r} began. Restore "
+                    "it to resume, or give another --output, or --overwrite."
                 )

@@ -1,4 +1,4 @@
-"""The rows of the jobs after pretraining."""
+"""The catalog entries of the jobs after pretraining."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tuning(
     *inputs: str,
     files: tuple[str, ...] = (),
 ) -> JobRow:
-    """Make the row of a job after pretraining."""
+    """Make the catalog entry of a job after pretraining."""
     return JobRow(
         name=name,
         kind=name,

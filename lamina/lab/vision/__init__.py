@@ -1,1 +1,1 @@
-"""Vision: reading of labeled images, the classifier's objective, and images for probes."""
+"""Vision: labeled images, the classifier's objective, and images for probes."""

@@ -1,4 +1,4 @@
-"""Image classification by a vision Transformer, trained by DeiT's and ConvNeXt's recipes."""
+"""Train a vision Transformer to classify images, by DeiT's and ConvNeXt's recipes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class ImageClassification(Objective):
         super().check(settings)
         if settings.corpus == EMBEDDED:
             raise UserError(
-                f"corpus: {EMBEDDED!r} is text, but the backbone {settings.backbone!r} reads images (allowed: "
-                f"{ALLOWED})"
+                f"corpus: {EMBEDDED!r} is text, but the backbone {settings.backbone!r} reads images. Give {ALLOWED}."
             )
         augmentation_of(settings, 1).check()
 
@@ -48,7 +47,8 @@ class ImageClassification(Objective):
         if image % patch:
             allowed = ", ".join(str(side) for side in range(1, image + 1) if image % side == 0)
             raise UserError(
-                f"patch_size: {patch} does not divide image_size = {image} (allowed: {allowed}; or another image_size)"
+                f"patch_size: {patch} does not divide image_size = {image}. Choose another image_size, or a "
+                f"patch_size of {allowed}."
             )
 
     def item_tokens(self, config: PreTrainedConfig, settings: PretrainSettings) -> int:
@@ -72,9 +72,9 @@ class ImageClassification(Objective):
             labels = config.id2label or {}
             if (tuple(labels.values()), config.num_channels) != (stats.classes, stats.channels):
                 raise UserError(
-                    f"corpus: its {len(stats.classes)} classes of images with {stats.channels} channels are not those "
-                    f"of the checkpoint {from_model!r}, {len(labels)} with {config.num_channels} (allowed: "
-                    "the same)"
+                    f"corpus: it has {len(stats.classes)} classes and {stats.channels} channels, but the checkpoint "
+                    f"{from_model!r} has other classes ({len(labels)}) or channels ({config.num_channels}). Give a "
+                    "corpus with the same classes and channels."
                 )
             return config
         config.num_channels = stats.channels
@@ -110,14 +110,14 @@ class ImageClassification(Objective):
         }
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return whether the class has the highest score, and whether it is among the five highest."""
+        """Return whether the true class has the highest score, and whether it is among the five highest."""
         best = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
         right = (best == labels[:, None]).float()
         return {"accuracy": right[:, 0], "top5_accuracy": right.sum(-1)}
 
 
 def augmentation_of(settings: PretrainSettings, size: int) -> Augmentation:
-    """Make a run's augmentation for images of this side length, in pixels."""
+    """Make a run's augmentation for images of this side length in pixels."""
     return Augmentation(
         size=size,
         crop_scale=settings.crop_scale,
@@ -135,6 +135,6 @@ def _side(config: PreTrainedConfig, name: str) -> int:
     height, width = side
     if height != width:
         raise UserError(
-            f"{name}: the backbone's images of {list(side)} are not square. Choose a backbone with square images"
+            f"{name}: the backbone's images of {list(side)} are not square. Choose a backbone with square images."
         )
     return int(height)

@@ -1,4 +1,4 @@
-"""The images for a probe's forward passes: from the user, from a corpus, or noise."""
+"""Make the images for a probe's forward passes: from the user, from a corpus, or noise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def read_images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
-    """Return the given images, those of a corpus, or noise, in the model's shape. Raises UserError."""
+    """Return the given images, images of a corpus, or noise, in the model's shape. Raises UserError for other input."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config()
     size = getattr(text, "image_size", None) or getattr(config, "image_size", 224)
@@ -38,7 +38,10 @@ def read_images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: 
     processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False) if has_processor else None
     images = _from_corpus(corpus, shape, count, processor) if given is None else torch.as_tensor(given)
     if not images.is_floating_point() or images.ndim != 4 or tuple(images.shape[1:]) != shape:
-        raise UserError(f"images: {images.dtype} of shape {list(images.shape)} (allowed: floats, {['images', *shape]})")
+        raise UserError(
+            f"images: {images.dtype} of shape {list(images.shape)} does not fit. Give floats of shape "
+            f"{['images', *shape]}."
+        )
     return images[spread(len(images), count)].float()
 
 
@@ -58,15 +61,15 @@ def _from_corpus(
         try:
             return torch.from_numpy(np.load(path, allow_pickle=False)).float()
         except (ValueError, OSError) as error:
-            raise UserError(f"corpus: {str(path)!r}: {error} (allowed: {allowed})") from None
+            raise UserError(f"corpus: Lamina cannot read {str(path)!r} ({error}). Give {allowed}.") from None
     files = sorted(p for p in path.rglob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg")) if path.is_dir() else []
     if not files:
-        raise UserError(f"corpus: no images at {str(path)!r} (allowed: {allowed})")
+        raise UserError(f"corpus: there are no images at {str(path)!r}. Give {allowed}.")
     try:
         from PIL import Image
     except ImportError:
         raise UserError(
-            "corpus: Lamina reads images with Pillow. Run: pip install pillow. Or give a .npy file"
+            "corpus: Lamina reads images with Pillow. Give a .npy file, or run: pip install pillow"
         ) from None
     pictures = []
     for index in spread(len(files), count):
@@ -74,7 +77,9 @@ def _from_corpus(
             with Image.open(files[index]) as picture:
                 pictures.append(picture.convert("RGB" if shape[0] == 3 else "L"))
         except (OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"corpus: the image {str(files[index])!r} can't be read ({one_line(error)})") from None
+            raise UserError(
+                f"corpus: Lamina cannot read the image {str(files[index])!r} ({one_line(error)}). Fix or remove it."
+            ) from None
     return _pixels(pictures, shape, processor)
 
 

@@ -1,4 +1,4 @@
-"""Images as tensors for a classifier: augmented in training, unchanged when held out."""
+"""Images as tensors for a classifier. Training images are augmented, and held-out images are not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Augmentation:
     """The augmentation of training images; the default changes nothing.
 
     Attributes:
-        size: side of the square that a crop is resized to.
+        size: side of the square to which Lamina resizes a crop.
         crop_scale: the smallest share of an image's area that a random crop takes; 1 for no random crops.
         flip: the probability of a horizontal flip.
         rand_augment: the strength of RandAugment (Cubuk et al. 2020, arXiv 1909.13719), 0 (off) to 1.
@@ -75,7 +75,7 @@ class Augmentation:
     ) -> torch.Tensor:
         """Flip, distort and erase normalized pixel values [channels, height, width].
 
-        ``mean`` and ``std`` [channels, 1, 1] are those of the normalization: RandAugment works on values from 0 to 1.
+        ``mean`` and ``std`` [channels, 1, 1] are the normalization's, since RandAugment works on values from 0 to 1.
         """
         if self.flip and _uniform(generator) < self.flip:
             pixels = pixels.flip(-1)
@@ -104,8 +104,8 @@ class Augmentation:
 def crop_box(width: int, height: int, smallest: float, generator: torch.Generator) -> tuple[int, int, int, int]:
     """Draw a crop's box (left, upper, right, lower) as Inception does (Szegedy et al. 2015, arXiv 1409.4842).
 
-    The box's share of the area is uniform from ``smallest`` to 1, the logarithm of its ratio of sides from 3/4 to 4/3.
-    After ten boxes that do not fit, it is the largest box in the middle.
+    The box's share of the area is uniform from ``smallest`` to 1. The logarithm of its ratio of sides is uniform, for
+    ratios from 3/4 to 4/3. After ten boxes that do not fit, the result is the largest box in the middle.
     """
     low, high = map(math.log, _RATIO)
     for _ in range(10):
@@ -135,10 +135,10 @@ class ImageItem(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class ImageItems(ItemSource[ImageItem]):
-    """Images of a set, resized and normalized by an image processor of transformers.
+    """Images of a set, which an image processor of transformers resizes and normalizes.
 
     Attributes:
-        numbers: the numbers of the images to take, [items].
+        numbers: the numbers of the images to use, [items].
         processor: resizes, crops and normalizes.
         augmentation: the changes that ``for_run`` makes to training images.
     """
@@ -155,7 +155,7 @@ class ImageItems(ItemSource[ImageItem]):
         return self.item(index, index)
 
     def item(self, index: int, draw: int, generator: torch.Generator | None = None) -> ImageItem:
-        """Return an item, augmented with numbers of ``generator`` if there is one."""
+        """Return an item. With ``generator``, augment it with the generator's random numbers."""
         picture, processor = self.picture(index), self.processor
         crop = None if generator is None else self.augmentation.crop(picture, generator)
         pixels = pixels_of(picture, processor) if crop is None else normalized(crop, processor)
@@ -176,7 +176,7 @@ class ImageItems(ItemSource[ImageItem]):
 
 
 class AugmentedImages(DrawnItems[ImageItem]):
-    """Images in the order of a run, each augmented at random."""
+    """Images in the order of a run, with random augmentation."""
 
     source: ImageItems
 
@@ -212,11 +212,13 @@ def statistics_of(processor: BaseImageProcessor) -> tuple[torch.Tensor, torch.Te
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """Joins items to a batch, unchanged with the defaults. Picklable, so that loader processes can hold it.
+    """Joins items to a batch; with the defaults, the items do not change. Loader processes can hold this class, since
+    it is picklable.
 
     Attributes:
         mixup: alpha of mixup's Beta distribution; 0 for none.
-        cutmix: alpha of CutMix's distribution; 0 for none. With both, each batch takes one of them, with equal chances.
+        cutmix: alpha of CutMix's distribution; 0 for none. With both, each batch uses mixup or CutMix, with equal
+            probability.
         label_smoothing: the share of a target that is spread evenly over all classes.
     """
 
@@ -231,7 +233,7 @@ class Mixing:
         return bool(self.mixup or self.cutmix or self.label_smoothing)
 
     def __call__(self, items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
-        """Make a training batch; ``labels`` are probabilities [batch, classes] if anything is changed."""
+        """Make a training batch; ``labels`` are probabilities [batch, classes] if mixing or smoothing is on."""
         batch = plain_batch(items)
         if not self.changes:
             return batch
@@ -265,10 +267,10 @@ def mix(x: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[torch.Tensor, float]:
-    """Paste a box of each image's partner into it; return the images and the share left of each.
+    """Paste a box of each image's partner into the image. Return the images, and the share that is left of each.
 
-    The box's sides are the image's times sqrt(1 - share), cut off at the edges; the returned share is that of the area
-    outside it.
+    The box's sides are the image's sides times sqrt(1 - share), cut off at the edges. The returned share is the area
+    outside the box.
     """
     height, width = images.shape[-2:]
     side = (1.0 - share) ** 0.5
@@ -303,13 +305,14 @@ def prepare_images(
 
     Args:
         corpus: see ``lamina.lab.vision.labeled_images.ALLOWED``.
-        augmentation: the augmentation of the training images; its size is that of all images.
-        eval_fraction: the share of each class that is held out, unless the set has a split for that.
-        center_crop: the share of the shorter side that the middle crop keeps.
+        augmentation: the augmentation of the training images; its size is the size of all images.
+        eval_fraction: the share of each class to hold out, unless the set has a test split.
+        center_crop: the share of the shorter side that the center crop keeps.
         progress: show a progress bar on a terminal after two seconds.
 
     Raises:
-        UserError: the set is missing, an image can't be read (its path), a class has none, a library is missing.
+        UserError: if the set or a library is missing, Lamina cannot read an image (with its path), or a class has no
+            images.
     """
     pillow()
     augmentation.check()
@@ -335,7 +338,7 @@ def prepare_images(
 def image_processor(size: int, channels: int, center_crop: float = 1.0) -> BaseImageProcessor:
     """Make transformers' ConvNeXt processor: resize the shorter side, crop the middle, normalize.
 
-    RGB images are normalized by ImageNet's mean and standard deviation, gray ones to -1 to 1.
+    It normalizes RGB images by ImageNet's mean and standard deviation, and gray images to -1 to 1.
     """
     from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
     from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD

@@ -1,4 +1,4 @@
-"""Labeled images by number, from folders, data sets of the hub, or files of pixels."""
+"""Read labeled images by number, from folders, data sets of the hub, or files of pixels."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LabeledImages(ABC):
         spec: the name of the set as the user wrote it.
         classes: the names of the classes, in the order of their numbers.
         labels: the class of each image, [images] of int64.
-        held_out: the numbers of the images in the set's test split; None without one.
+        held_out: the numbers of the images in the set's test split; None if there is no such split.
         channels: 1 for gray, 3 for RGB.
     """
 
@@ -61,33 +61,33 @@ class LabeledImages(ABC):
 
     @abstractmethod
     def image(self, number: int) -> Image:
-        """Return an image in mode L or RGB. Raises UserError naming an image that can't be read."""
+        """Return an image in mode L or RGB. Raises UserError that names an unreadable image."""
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Raise UserError naming the first image that a quick check finds unreadable."""
+        """Raise UserError that names the first unreadable image in a quick check."""
         return
 
     def check(self) -> None:
-        """Raise UserError for a set that nothing can be learned from: one class, no images, or an empty class."""
+        """Raise UserError for a set with one class, without images, or with an empty class."""
         if len(self.classes) < 2:
             classes = "1 class, " + repr(self.classes[0]) if self.classes else "no classes"
-            raise UserError(f"corpus: {self.spec!r} has {classes} (allowed: at least 2)")
+            raise UserError(f"corpus: {self.spec!r} has {classes}. Give at least 2 classes.")
         if not len(self.labels):
-            raise UserError(f"corpus: {self.spec!r} has no images")
+            raise UserError(f"corpus: {self.spec!r} has no images. Give a set with images.")
         learned = self.labels if self.held_out is None else np.delete(self.labels, self.held_out)
         empty = np.flatnonzero(np.bincount(learned, minlength=len(self.classes)) == 0)
         if len(empty):
             raise UserError(
-                f"corpus: {self.spec!r} has no image of the class {self.classes[empty[0]]!r} to train on (allowed: at "
-                f"least one of each of its {len(self.classes)} classes)"
+                f"corpus: {self.spec!r} has no image of the class {self.classes[empty[0]]!r} to train on. Give at "
+                f"least one image of each of its {len(self.classes)} classes."
             )
 
 
 def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the training images and those of the held-out images.
+    """Return the numbers of the training images, and the numbers of the held-out images.
 
-    They are the set's own splits, if it has any. Otherwise ``eval_fraction`` of every class with two images or more is
-    held out, at least one image of each, and always the same ones.
+    These are the set's own splits, if it has any. Otherwise Lamina holds out ``eval_fraction`` of every class with two
+    images or more. It holds out at least one image of each class, and always the same images.
     """
     every = np.arange(len(images.labels))
     if images.held_out is not None:
@@ -100,13 +100,15 @@ def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.n
         order = torch.randperm(len(members), generator=torch.Generator().manual_seed(_SPLIT_SEED + label)).numpy()
         chosen += members[order[: max(1, round(eval_fraction * len(members)))]].tolist()
     if not chosen:
-        raise UserError(f"corpus: {images.spec!r} has no class with 2 images, so Lamina cannot hold out an image")
+        raise UserError(
+            f"corpus: {images.spec!r} has no class with 2 images, so Lamina cannot hold out an image. Add images."
+        )
     held_out = np.array(sorted(chosen))
     return np.setdiff1d(every, held_out), held_out
 
 
 def class_entropy(train: Sequence[int] | np.ndarray, held_out: Sequence[int] | np.ndarray, classes: int) -> float:
-    """Return the cross-entropy of held-out classes under add-one smoothed train frequencies, in nats."""
+    """Return the cross-entropy of held-out classes under add-one smoothed training frequencies, in nats."""
     counts = np.bincount(np.asarray(train), minlength=classes)
     log_probability = np.log(counts + 1) - np.log(counts.sum() + classes)
     return float(-log_probability[np.asarray(held_out)].mean())
@@ -117,13 +119,13 @@ def pillow() -> None:
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
-        raise UserError(f"corpus: images are read with Pillow. Run: {install('vision')}") from None
+        raise UserError(f"corpus: Lamina reads images with Pillow. Run: {install('vision')}") from None
 
 
 def in_8_bits(picture: Image, mode: str) -> Image:
     """Convert an image to 8 bits per channel (L or RGB); 16-bit gray levels keep their upper 8 bits.
 
-    Raises ValueError for pixels whose range is unknown: floating-point numbers, or more than 16 bits.
+    Raises ValueError for pixels with an unknown range: floating-point numbers, or more than 16 bits.
     """
     from PIL import Image
 
@@ -140,7 +142,7 @@ def in_8_bits(picture: Image, mode: str) -> Image:
 def open_images(spec: str) -> LabeledImages:
     """Open the labeled images with this name, without decoding any.
 
-    Raises UserError if there are no images, a class is empty, or the library that reads them is not installed.
+    Raises UserError if there are no images, a class is empty, or the library that reads images is not installed.
     """
     if hub_datasets.is_hub(spec):
         images: LabeledImages = _of_hub(spec)
@@ -151,14 +153,14 @@ def open_images(spec: str) -> LabeledImages:
         elif path.name.endswith((".csv", ".csv.gz")):
             images = _of_pixels(spec, path)
         else:
-            raise UserError(f"corpus: {spec!r} holds no labeled images (allowed: {ALLOWED})")
+            raise UserError(f"corpus: {spec!r} holds no labeled images. Give {ALLOWED}.")
     images.check()
     return images
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFiles(LabeledImages):
-    """Image files, one folder per class."""
+    """Image files, with one folder per class."""
 
     paths: tuple[Path, ...]
 
@@ -167,7 +169,7 @@ class ImageFiles(LabeledImages):
             return in_8_bits(picture, "RGB")
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Decode every image of a small set; for a large one, run only Pillow's checks without decoding."""
+        """Decode every image of a small set. For a large set, run only Pillow's checks, without decoding."""
         small = len(self.paths) <= _DECODED
         bar = tqdm(range(len(self.paths)), desc="checking images", delay=2, disable=None if progress else True)
         for number in bar:
@@ -204,20 +206,23 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
         splits = [root / "train", root / held_out[0]]
     classes = _subfolders(splits[0])
     if not classes:
-        raise UserError(f"corpus: {str(splits[0])!r} has no subfolders, so no classes (allowed: {ALLOWED})")
+        raise UserError(f"corpus: {str(splits[0])!r} has no subfolders, so there are no classes. Give {ALLOWED}.")
     paths: list[Path] = []
     labels: list[int] = []
     strays: list[Path] = []
     for part in splits:
         if (differing := set(_subfolders(part)) ^ set(classes)) and part != splits[0]:
             named = sorted(differing)[0]
-            raise UserError(f"corpus: {str(splits[0])!r} and {str(part)!r} differ in the class {named!r}")
+            raise UserError(
+                f"corpus: {str(splits[0])!r} and {str(part)!r} differ in the class {named!r}. Give both the same "
+                "classes."
+            )
         for label, name in enumerate(classes):
             files = walk(part / name)
             pictures = [path for path in files if path.suffix.lower() in _SUFFIXES]
             strays += [path for path in files if path.suffix.lower() not in _SUFFIXES]
             if not pictures:
-                raise UserError(f"corpus: the class folder {str(part / name)!r} has no images; fill or remove it")
+                raise UserError(f"corpus: the class folder {str(part / name)!r} has no images. Fill or remove it.")
             paths += pictures
             labels += [label] * len(pictures)
     if strays:
@@ -260,17 +265,20 @@ def _of_pixels(spec: str, path: Path) -> PixelImages:
             warnings.simplefilter("ignore")  # of a file without rows
             rows = np.loadtxt(io.BytesIO(content), delimiter=",", dtype=np.int64, ndmin=2)
     except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"corpus: {spec!r} is not a file of pixels ({_reason(error)})") from None
+        raise UserError(
+            f"corpus: {spec!r} is not a file of pixels ({_reason(error)}). Give rows of pixels and a class."
+        ) from None
     if not rows.size:
-        raise UserError(f"corpus: {spec!r} has no rows (allowed: the pixels of a square, and its class, in each)")
+        raise UserError(f"corpus: {spec!r} has no rows. Give in each row the pixels of a square and its class.")
     side = math.isqrt(max(rows.shape[1] - 1, 0))
     if side * side != rows.shape[1] - 1 or side < 1:
         raise UserError(
-            f"corpus: {spec!r} has rows of {rows.shape[1]} numbers (allowed: the pixels of a square, and its class)"
+            f"corpus: {spec!r} has rows of {rows.shape[1]} numbers. Give in each row the pixels of a square and its "
+            "class."
         )
     pixels, labels = rows[:, :-1], rows[:, -1]
     if pixels.min() < 0 or pixels.max() > 255 or labels.min() < 0 or labels.max() >= len(labels):
-        raise UserError(f"corpus: {spec!r} has values out of range (allowed: pixels 0 to 255, classes from 0)")
+        raise UserError(f"corpus: {spec!r} has values out of range. Give pixels from 0 to 255, and classes from 0.")
     return PixelImages(
         spec=spec,
         classes=tuple(map(str, range(int(labels.max()) + 1))),
@@ -296,7 +304,9 @@ class HubImages(LabeledImages):
             picture = cast("Image", self.parts[part][row][self.column])
             return in_8_bits(picture, "L" if self.channels == 1 else "RGB")
         except (OSError, ValueError, SyntaxError, AttributeError) as error:
-            raise UserError(f"corpus: image {row} of {self.spec!r} can't be read ({_reason(error)})") from None
+            raise UserError(
+                f"corpus: Lamina cannot read image {row} of {self.spec!r} ({_reason(error)}). Fix or remove it."
+            ) from None
 
 
 def _of_hub(spec: str) -> HubImages:
@@ -309,11 +319,15 @@ def _of_hub(spec: str) -> HubImages:
     targets = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
     if not columns or not targets:
         missing = "images" if not columns else "class labels"
-        raise UserError(f"corpus: {spec!r} has no column of {missing} (its columns: {', '.join(features)})")
+        raise UserError(
+            f"corpus: {spec!r} has no column of {missing}, but only {', '.join(features)}. Give a set with this column."
+        )
     labels = [np.array(part.with_format(None)[targets[0]], dtype=np.int64) for part in parts]
     for part, numbers in zip(parts, labels, strict=True):
         if len(numbers) and numbers.min() < 0:
-            raise UserError(f"corpus: {spec!r}: row {int(numbers.argmin())} of {part.split} has no class")
+            raise UserError(
+                f"corpus: {spec!r}: row {int(numbers.argmin())} of {part.split} has no class. Give every image a class."
+            )
     gray = all(cast("Image", part[0][columns[0]]).mode in ("L", "1") for part in parts if len(part))
     return HubImages(
         spec=spec,

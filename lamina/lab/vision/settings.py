@@ -12,7 +12,7 @@ class ImageSettings(Settings, group="images"):
     patch_size: int | None = setting(None, "side of a patch in pixels (default: the backbone's)", at_least(1))
     center_crop: float = setting(
         1.0,
-        "share of the shorter side that the crop of held-out images keeps. 0.875 is usual for ImageNet",
+        "share of the shorter side that the center crop of held-out images keeps (ImageNet: usually 0.875)",
         between(0.0, 1.0, open_low=True),
     )
     crop_scale: float = setting(

@@ -1,4 +1,4 @@
-"""Conversion of checkpoints between transformers and Lamina, for the architectures whose placement is known.
+"""Convert checkpoints between transformers and Lamina, for the architectures whose placement Lamina knows.
 
 Lamina does not train, guess or drop a tensor. It uses each tensor exactly once, or raises a UserError that names the
 tensor.
@@ -69,16 +69,16 @@ class Equivalent:
 
     Args:
         placement: the model type's placement, as ``lamina.placements.resolve`` reads it.
-        one_norm: whether both branches read the stream by the attention's norm.
-        norms: the position in Lamina's block of each of a layer's norms, by transformers' name.
+        one_norm: whether both branches read the stream through the attention's norm.
+        norms: the position of each norm in Lamina's block, by transformers' name of the norm.
         qk_norm: the norms on queries and keys: "off", "head" or "full" (the full width).
         bias: whether queries, keys and values have biases.
         pairs: whether the rotary embedding turns neighboring channels, not those half a head apart.
         gate_and_up: whether one projection computes the gate and the feed-forward's input.
-        gain_offset: the number to subtract from a gain before it is stored, see ``Conversion``.
-        scales_branches: whether the configuration has the factor on the branches, which otherwise goes into the
-            weights.
-        fields: fields of the configuration, beyond the sizes.
+        gain_offset: the number that Lamina subtracts from a gain before it stores the gain, see ``Conversion``.
+        scales_branches: whether the configuration has a field for the factor on the branches. If not, Lamina multiplies
+            the weights by it.
+        fields: further fields of the configuration, beside the sizes.
     """
 
     placement: str
@@ -113,17 +113,19 @@ _FIELDS = (
 
 
 def conversion_of(model_type: str) -> Conversion:
-    """Return the conversion of a model type. Raises UserError for a type that has none."""
+    """Return the conversion of a model type. Raises UserError for a type without a conversion."""
     rows = conversions()
     if model_type in UNCONVERTED:
-        raise UserError(f"model_type: {model_type!r} is not converted: {UNCONVERTED[model_type]}")
+        raise UserError(
+            f"model_type: Lamina cannot convert {model_type!r}: {UNCONVERTED[model_type]}. Choose another model."
+        )
     if model_type not in rows:
-        raise UserError(f"model_type: {model_type!r} is not converted (allowed: {', '.join(sorted(rows))})")
+        raise UserError(f"model_type: Lamina cannot convert {model_type!r} (allowed: {', '.join(sorted(rows))})")
     return rows[model_type]
 
 
 def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> str:
-    """Translate the name of a tensor in transformers' model to Lamina's; ``norms`` are those of the row."""
+    """Translate a tensor's name in transformers' model to Lamina's name; ``norms`` are the ``Equivalent``'s."""
     adapter, prefix = adapter_of(theirs.config), f"{theirs.base_model_prefix}."
     if not key.startswith(prefix):
         return key
@@ -135,7 +137,7 @@ def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> 
 
 
 def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: PreTrainedModel) -> None:
-    """Copy tensors, named as in ``target``, into it. Raises UserError naming one that does not fit."""
+    """Copy tensors into ``target``, by the target's names. Raises UserError that names a tensor that does not fit."""
     expected = target.state_dict()
     refuse_tensors("missing", expected.keys() - tensors.keys(), f"is not in the {type(source).__name__}")
     refuse_tensors("extra", tensors.keys() - expected.keys(), f"has no place in {type(target).__name__}")
@@ -144,7 +146,7 @@ def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: P
             if tensors[name].shape != tensor.shape:
                 raise UserError(
                     f"tensor {name!r}: its shape is {list(tensors[name].shape)}, but the configuration asks for "
-                    f"{list(tensor.shape)}"
+                    f"{list(tensor.shape)}. Give the configuration of these weights."
                 )
             tensor.copy_(tensors[name])
     target.tie_weights()
@@ -157,7 +159,8 @@ def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
 
 
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Copy buffers that no checkpoint stores (rotary frequencies): casting a model rounds them, loading does not.
+    """Copy buffers that no checkpoint stores, such as rotary frequencies. A cast model has rounded buffers, a loaded
+    model exact ones.
 
     ``names`` maps the target's names to the source's.
     """
@@ -170,15 +173,15 @@ def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreT
 def from_transformers(
     model_or_path: PreTrainedModel | str | Path, *, dtype: str | torch.dtype = "auto"
 ) -> LaminaForCausalLM:
-    """Convert a causal language model of transformers to the Lamina model with the same logits.
+    """Convert a causal language model of transformers to a Lamina model with the same logits.
 
     Args:
-        model_or_path: the model, or a folder (or a name on the hub) with safetensors; remote code is never run.
-        dtype: the dtype of weights that are read from a path; "auto" keeps the checkpoint's.
+        model_or_path: the model, a folder with safetensors, or a name on the hub. Lamina never runs remote code.
+        dtype: the dtype of weights that Lamina reads from a path; "auto" keeps the checkpoint's dtype.
 
     Returns:
-        A LaminaForCausalLM in evaluation mode that shares no weights with the source. Its logits are equal, but for
-        rounding where ``Conversion.rounds`` says so.
+        A LaminaForCausalLM in evaluation mode that shares no weights with the source. Its logits are equal, except for
+        rounding if ``Conversion.rounds`` says so.
 
     Raises:
         UserError: for a model type whose placement is unknown, weights that are not safetensors, or a tensor that is
@@ -186,7 +189,7 @@ def from_transformers(
     """
     model = load(model_or_path, dtype=dtype) if isinstance(model_or_path, str | Path) else model_or_path
     if isinstance(model.config, LaminaConfig):
-        raise UserError(f"source: {_name(model_or_path)} is already a Lamina model. Give --to transformers")
+        raise UserError(f"source: {_name(model_or_path)} is already a Lamina model. Add --to transformers.")
     config = model.config
     conversion = conversion_of(config.model_type)
     _check_class(model)
@@ -218,17 +221,19 @@ def from_transformers(
 
 @torch.no_grad()
 def to_transformers(model_or_path: PreTrainedModel | str | Path) -> PreTrainedModel:
-    """Convert a Lamina model to the model of transformers with the same logits, in evaluation mode.
+    """Convert a Lamina model to a transformers model with the same logits, in evaluation mode.
 
-    With the placement of the backbone's own architecture this is the inverse of ``from_transformers``. Another
-    placement goes to an architecture that computes it; if a factor goes into a gain, float32 logits differ by rounding.
+    If the model has the placement of the backbone's own architecture, this function inverts ``from_transformers``. For
+    another placement, Lamina chooses an architecture that computes it. If Lamina multiplies a gain by a factor, float32
+    logits differ by rounding.
 
-    Raises UserError, saying what is lacking, if there is no such model; and for whatever ``from_transformers`` does.
+    Raises UserError with the missing part if transformers has no such model, and in the same cases as
+    ``from_transformers``.
     """
     model = load(model_or_path) if isinstance(model_or_path, str | Path) else model_or_path
     if not isinstance(model, LaminaForCausalLM):
         raise UserError(
-            f"source: {_name(model_or_path)} is a {type(model).__name__} (allowed: a LaminaForCausalLM, or its folder)"
+            f"source: {_name(model_or_path)} is a {type(model).__name__}. Give a LaminaForCausalLM, or its folder."
         )
     config, row = _theirs(model)
     with init.no_init_weights():
@@ -241,7 +246,7 @@ def to_transformers(model_or_path: PreTrainedModel | str | Path) -> PreTrainedMo
 
 
 def own_plan(config: PreTrainedConfig) -> Plan:
-    """Return a convertible model's placement at its depth, with the options that its configuration has fields for.
+    """Return a convertible model's placement at the model's depth, with the options that its configuration sets.
 
     Raises UserError for a model type without a conversion.
     """
@@ -283,8 +288,8 @@ def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> N
                     weight, bias = (f"{layer_path}.{half}.module.{name}.{kind}" for kind in ("weight", "bias"))
                     if "bias" in norm and bias not in ours:
                         raise UserError(
-                            f"plan: layer {index} has two norms with different biases, but the architecture has "
-                            f"one bias ({name!r}). Use the same norm on both branches"
+                            f"plan: layer {index} has two norms with different biases, but the architecture has one "
+                            f"bias ({name!r}). Use the same norm on both branches."
                         )
                     if "bias" in norm:
                         ours[bias] = ours[bias] + ours[weight] @ norm["bias"]
@@ -377,7 +382,7 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
     if config.model_type not in LLAMAS:
         raise UserError(
             f"plan: no model of transformers has this placement ({plan.placement!r}) on the backbone "
-            f"{config.model_type!r} (allowed: its own placement, or of the backbones {', '.join(LLAMAS)})"
+            f"{config.model_type!r}. Choose the backbone's own placement, or a backbone {', '.join(LLAMAS)}."
         )
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     biased = {name.rpartition(".")[2] for name, module in linear.items() if module.bias is not None}
@@ -386,13 +391,14 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
     slides = "sliding_attention" in types if types else bool(window)
     if slides and window and window < config.max_position_embeddings:
         raise UserError(
-            f"plan: {plan.placement!r} on this backbone is no model of transformers: its sliding window of {window} is "
-            f"less than max_position_embeddings, {config.max_position_embeddings}"
+            f"plan: no model of transformers has {plan.placement!r} with a sliding window of {window}, which is "
+            f"less than max_position_embeddings, {config.max_position_embeddings}. Choose a backbone without a "
+            "sliding window."
         )
     if biased - {"q_proj", "k_proj", "v_proj"} or config.hidden_act != "silu" or any(LogitsStyle.of(config)):
         raise UserError(
-            f"plan: {plan.placement!r} on this backbone is no model of transformers: it has biases outside queries, "
-            "keys and values, another activation than silu, or scaled logits"
+            f"plan: no model of transformers has {plan.placement!r} with biases outside queries, keys and values, "
+            "another activation than silu, or scaled logits. Choose a backbone without them."
         )
     inner = _inner_norms(model, plan)
     for model_type, row in EQUIVALENTS.items():
@@ -435,10 +441,10 @@ def _folded(plan: Plan) -> Plan:
 
 
 def load(path: str | Path, *, dtype: str | torch.dtype = "auto", head: str = "causal_lm") -> PreTrainedModel:
-    """Load a model with a head, of Lamina or transformers, from a folder or a name on the hub.
+    """Load a model with a head, from Lamina or transformers, by its folder or its name on the hub.
 
-    Reads safetensors only and runs no remote code. Raises UserError naming the invalid field, file or tensor; a missing
-    or extra tensor is an error.
+    Lamina reads only safetensors and runs no remote code. Raises UserError that names the invalid field, file or
+    tensor. A missing or extra tensor is an error.
     """
     config = read_config(path)
     auto = getattr(transformers, HEADS[head].auto_class)
@@ -452,7 +458,9 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
     """Read the configuration of a checkpoint. Raises UserError if the checkpoint cannot be converted."""
     config = loading.read_config(path, field)
     if config.model_type == "gemma3":
-        raise UserError("model_type: 'gemma3' sees images, too (allowed: the text model on its own, 'gemma3_text')")
+        raise UserError(
+            "model_type: 'gemma3' also reads images. Give the text model alone, of the model type 'gemma3_text'."
+        )
     if config.model_type != LaminaConfig.model_type:
         conversion_of(config.model_type)
     if getattr(config, "quantization_config", None):
@@ -463,7 +471,7 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
 
 
 def computed(plan: Plan) -> Plan:
-    """Return a plan with defaults for everything that does not change its function: names, initial values.
+    """Return the plan with defaults for all fields that do not change its function, such as names and initial values.
 
     A norm of kind "rms" counts as "backbone", since every backbone of the table has RMSNorms.
     """
@@ -481,7 +489,7 @@ def computed(plan: Plan) -> Plan:
 def _check_class(model: PreTrainedModel) -> None:
     expected = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)])
     if not isinstance(model, expected):
-        raise UserError(f"source: the model is a {type(model).__name__} (allowed: {expected.__name__})")
+        raise UserError(f"source: the model is a {type(model).__name__}. Give a {expected.__name__}.")
     if getattr(model, "hf_quantizer", None) is not None:
         raise UserError("quantization_config: quantized weights cannot be converted. Give the original checkpoint")
     if model.config.tie_word_embeddings:
@@ -495,7 +503,7 @@ def _check_tied(model: PreTrainedModel) -> None:
     if head is not embedding and not torch.equal(head, embedding):
         raise UserError(
             "tie_word_embeddings: true, but the tensor 'lm_head.weight' differs from the embedding. Set "
-            "tie_word_embeddings to false"
+            "tie_word_embeddings to false."
         )
 
 
@@ -503,7 +511,7 @@ def _dtype_of(model: PreTrainedModel) -> torch.dtype:
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1:
         raise UserError(
-            f"dtype: the model mixes {', '.join(sorted(map(_short, dtypes)))}. Convert all weights to one dtype"
+            f"dtype: the model mixes {', '.join(sorted(map(_short, dtypes)))}. Convert all weights to one dtype."
         )
     return dtypes.pop()
 
@@ -517,7 +525,9 @@ def _name(model_or_path: object) -> str:
 
 
 class ConversionRecord(TypedDict):
-    """The content of conversion.json; ``model_type`` is the transformers model's, ``backbone`` the Lamina model's."""
+    """The content of conversion.json; ``model_type`` belongs to the transformers model, ``backbone`` to the Lamina
+    model.
+    """
 
     source: str
     to: str
@@ -535,13 +545,13 @@ def convert(
 ) -> ConversionRecord:
     """Convert a saved model into a new folder; ``lamina.api.models.convert`` has the arguments.
 
-    Raises UserError if that fails, and leaves ``output`` as it was.
+    Raises UserError if the conversion fails, and leaves ``output`` unchanged.
     """
     source = source_beside(source, output, overwrite=overwrite)
     is_ours = isinstance(read_config(source), LaminaConfig)
     form, other = ("lamina", "transformers") if is_ours else ("transformers", "lamina")
     if to == form:
-        raise UserError(f"--to: {source!r} is a {to} checkpoint already (allowed: {other})")
+        raise UserError(f"--to: {source!r} is already a {to} checkpoint. Set --to {other}.")
     model = load(source, dtype=dtype)
     converted = to_transformers(model) if is_ours else from_transformers(model)
     ours, theirs = (model, converted) if is_ours else (converted, model)
@@ -570,9 +580,9 @@ def convert(
 
 @contextmanager
 def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a folder to save a model in; at the end move its files and the source's tokenizer to ``output``.
+    """Yield a folder for a model's files; at the end, move its files and the source's tokenizer to ``output``.
 
-    After an error, ``output`` is as it was before.
+    After an error, ``output`` is unchanged.
     """
     transformers_logging.disable_progress_bar()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -595,7 +605,7 @@ def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Pat
 
 
 def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
-    """Save a model, in ``stored`` if that is a dtype, and return the saved model loaded again in ``dtype``."""
+    """Save a model, in the dtype ``stored`` if there is one. Return the saved model, loaded again in ``dtype``."""
     if isinstance(stored, torch.dtype):
         nn.Module.to(model, stored)
     model.save_pretrained(draft)
@@ -604,7 +614,9 @@ def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | t
 
 
 def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
-    """Return the source model's folder. Raises UserError for an output folder in use or one that holds the source."""
+    """Return the source model's folder. Raises UserError for an output folder that is in use, or that holds the
+    source.
+    """
     job_folder.refuse(output, resume=False, overwrite=overwrite, resumes=False)
     source = str(model_folder(source))
     if Path(source).exists() and real_path(output) in (real_path(source), *real_path(source).parents):
@@ -616,7 +628,7 @@ def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
 def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple[float, float]:
     """Return the largest absolute difference between two models' logits, and the first model's largest logit.
 
-    The models run on 4 blocks of 64 random tokens (fewer if the context is shorter), drawn from a separate generator.
+    The models run on 4 blocks of 64 random tokens (fewer if the context is shorter) from a separate generator.
     """
     config = backbone_of(first.config)
     length = min(64, getattr(config, "max_position_embeddings", None) or 64)
@@ -640,13 +652,13 @@ def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbon
     if math.isnan(difference):
         raise UserError(
             "verify: the logits are not finite, so Lamina cannot compare them. To convert without the check, add "
-            "--no-verify"
+            "--no-verify."
         )
     half = model.dtype.itemsize < 4 and (again.dtype != model.dtype or conversions()[backbone].rounds != "")
     if difference > largest * (HALF_TOLERANCE if half else TOLERANCE):
         raise UserError(
-            f"verify: the logits differ by up to {difference:.3g} (the largest is {largest:.3g}); Lamina wrote "
-            "nothing. To convert without the check, add --no-verify"
+            f"verify: the logits differ by up to {difference:.3g} (the largest is {largest:.3g}), so Lamina wrote "
+            "nothing. To convert without the check, add --no-verify."
         )
     return difference
 

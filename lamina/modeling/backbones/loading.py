@@ -1,7 +1,7 @@
-"""Loading of saved models from a path: the only code that loads weights and tokenizers.
+"""Load saved models from a path. Only this code loads weights and tokenizers.
 
-Any folder gives either the model or a UserError of one line. Weights are safetensors. Lamina unpickles nothing, and
-runs code from a checkpoint's folder only if the caller allows it.
+Any folder gives either the model or a UserError of one line. Weights are safetensors. Lamina unpickles nothing. It runs
+code from a checkpoint's folder only if the caller allows it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ NOT_STORED = "is not in the checkpoint"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' messages and progress bars inside the context: Lamina reports what matters in one line."""
+    """Silence transformers' messages and progress bars inside the context. Lamina reports problems itself, in
+    one line.
+    """
     level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -83,29 +85,29 @@ def quiet() -> Iterator[None]:
 def read_config(
     path: str | Path, field: str, *, trust_remote_code: bool = False, weights: bool = True, **more: object
 ) -> PreTrainedConfig:
-    """Read the configuration of a saved model from a folder or the hub; check the folder that it is read from.
+    """Read the configuration of a saved model from a folder or the hub, and check the folder.
 
-    Every reader of a model begins here: the folder's manifest is compared with its files, the formats of the tensors
-    with the configuration, and a configuration that makes transformers fetch code is refused.
+    Every reader of a model calls this function first. It compares the folder's manifest with the files, and the
+    tensors' formats with the configuration. It rejects a configuration that makes transformers fetch code.
 
     Args:
         path: a folder with config.json, or a name on the hub.
         field: the user's name for the path ("model", "checkpoint"); every message begins with it.
         trust_remote_code: run the code that the configuration asks for.
-        weights: whether the weights will also be loaded; a Lamina model then needs a plan.
+        weights: whether the caller will also load the weights; a Lamina model then needs a plan.
         more: further arguments of ``AutoConfig.from_pretrained``.
 
     Raises:
-        UserError: if the folder is damaged, there is no configuration, its model type is unknown, a field is invalid,
-            or a field or a tensor asks for what is never done unasked.
+        UserError: if the folder is damaged, or the configuration is missing; for an unknown model type or an invalid
+            field; for a field that asks for code on the hub, or a tensor in an undeclared quantized format.
     """
     name, folder = str(path), Path(path)
     source = f"{field} {name!r}: config.json"
     refuse_special(field, name)
     if not name.strip():
-        raise UserError(f"{field}: '' is not a path (allowed: a folder with config.json)")
+        raise UserError(f"{field}: '' is not a path. Give a folder with config.json.")
     if folder.is_file():
-        raise UserError(f"{field}: {name!r} is a file (allowed: a folder with config.json and model.safetensors)")
+        raise UserError(f"{field}: {name!r} is a file. Give a folder with config.json and model.safetensors.")
     if weights and folder.is_dir():
         refuse_damaged(folder)
     if not more:
@@ -121,20 +123,23 @@ def read_config(
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **more)
         except ImportError as error:
-            allowed = " (allowed: pip install gguf)" if "gguf" in str(error) else ""
+            allowed = ". Run: pip install gguf" if "gguf" in str(error) else ""
             raise UserError(f"{field} {name!r}: {one_line(error)}{allowed}") from error
         except Exception as error:
             raise UserError(f"{source}: {one_line(error)}") from error
     heads, shared = (getattr(backbone_of(config), f"num_{name}_heads", None) for name in ("attention", "key_value"))
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
-        raise UserError(f"{source}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}")
+        raise UserError(
+            f"{source}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}. Set it to a "
+            f"divisor of {heads}."
+        )
     check_adapter(backbone_of(config), f"{source}: ")
     _check_quantization(getattr(config, "quantization_config", None), source)
     if weights and any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
         refuse_foreign_dtypes(stored_tensors(folder, field) or {}, config, f"{field} {name!r}:")
     if isinstance(config, LaminaConfig) and weights:
         if config.plan is None:
-            raise UserError(f"{source} has no plan. Choose a whole Lamina checkpoint.")
+            raise UserError(f"{source} has no plan. Give a complete Lamina checkpoint.")
         _check_plan(config.plan, source)
     return config
 
@@ -148,7 +153,7 @@ def _check_plan(plan: dict, source: str) -> None:
             PLACEMENTS.names()  # imports the packages
             Plan.from_dict(plan)
         except UserError as error:
-            norm = " (a norm of your own: import it before, or install its package)" * ("kind:" in str(error))
+            norm = " If it is your own norm, import its module first, or install its package." * ("kind:" in str(error))
             raise UserError(f"{source}: {one_line(str(error))}{norm}") from None
 
 
@@ -156,20 +161,25 @@ def refuse_scores(config: PreTrainedConfig, source: str) -> None:
     """Raise UserError, beginning with ``source``, for a model that classifies and cannot continue a text."""
     for name in config.architectures or ():
         if name.endswith("Classification"):
-            raise UserError(f"{source} is a {name}, which returns scores. Give a model that generates text")
+            raise UserError(f"{source} is a {name}, which returns scores. Give a model that generates text.")
 
 
 def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]:
     name, folder = str(path), Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(f"{field}: {name!r} holds no saved model (config.json is missing)")
+            raise UserError(
+                f"{field}: {name!r} holds no saved model: config.json is missing. Give a folder with config.json."
+            )
         return read_json(folder / "config.json", source)
     try:
         with local_when_unreachable():
             return PreTrainedConfig.get_config_dict(name)[0]
     except Exception as error:
-        raise UserError(f"{field}: {name!r} is neither a folder nor a readable model on the hub") from error
+        raise UserError(
+            f"{field}: {name!r} is neither a folder nor a model on the hub that Lamina can read. Check the name and "
+            "the connection."
+        ) from error
 
 
 def check_adapter(config: PreTrainedConfig, says: str) -> None:
@@ -208,17 +218,17 @@ def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool
             return
         requested = code.get("AutoConfig") if isinstance(code, Mapping) else code
         raise UserError(
-            f"{source} needs its own code ({one_line(requested)}), which Lamina does not run. Use `lamina "
-            "generate --trust-remote-code`, or load the model yourself in Python"
+            f"{source} needs its own code ({one_line(requested)}), which Lamina does not run here. Use `lamina "
+            "generate --trust-remote-code`, or load the model yourself in Python."
         )
     if not isinstance(model_type, str):
-        raise UserError(f"{source}: model_type is {model_type!r} (allowed: the name of a model of transformers)")
+        raise UserError(f"{source}: model_type is {model_type!r}. Give the name of a model type of transformers.")
     if not registered:
         raise UserError(f"{source}: {unknown('model_type', model_type, transformers.CONFIG_MAPPING)}")
     if model_type == LaminaConfig.model_type:
         inner = data.get("backbone_config")
         if not isinstance(inner, Mapping):
-            raise UserError(f"{source}: backbone_config is {kind_of(inner)} (allowed: the backbone's configuration)")
+            raise UserError(f"{source}: backbone_config is {kind_of(inner)}. Give the backbone's configuration.")
         _check_type({"model_type": inner.get("model_type")}, f"{source}: backbone_config", trust_remote_code)
 
 
@@ -232,12 +242,12 @@ def refuse_fetched(data: Mapping[str, object], source: str) -> None:
         if fetched:
             allowed = "eager, batched_mm, grouped_mm" if "experts" in path else "eager, sdpa, flex_attention"
             raise UserError(
-                f"{source}: {one_line(path)}: {one_line(repr(value))} is code on the hub, which Lamina does not "
-                f"run (allowed: {allowed}; or use `lamina generate --trust-remote-code`)"
+                f"{source}: {one_line(path)}: {one_line(repr(value))} is code on the hub, which Lamina does not run "
+                f"here. Set it to one of {allowed}, or use `lamina generate --trust-remote-code`."
             )
     core = data.get("megatron_core")
     if data.get("megatron_config") is not None and core != "megatron.core":  # an adapter's: peft would import it
-        raise UserError(f"{source}: megatron_core: {one_line(repr(core))} (allowed: 'megatron.core')")
+        raise UserError(f"{source}: megatron_core: {one_line(repr(core))}. Set it to 'megatron.core'.")
 
 
 def _falls_back(name: str) -> bool:
@@ -280,17 +290,17 @@ def load_weights(
     extra: bool = True,
     **more: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a model in evaluation mode; also return the names of the tensors that the checkpoint lacks.
+    """Load a model in evaluation mode. Return the model, and the names of the tensors that the checkpoint lacks.
 
     Args:
         path: a folder with weights, or a name on the hub.
         config: the model's configuration, as ``read_config`` returns it.
         field: the user's name for the path; every message begins with it.
-        dtype: the dtype of the weights; "auto" keeps the checkpoint's.
-        pickles: read a .bin file, tensors only, if there are no safetensors.
-        optional: decides by name whether the checkpoint may lack a tensor of the model; without it, none may be
-            missing.
-        extra: whether the checkpoint may have another head, which the model does not use.
+        dtype: the dtype of the weights; "auto" keeps the checkpoint's dtype.
+        pickles: if there are no safetensors, read a .bin file (only its tensors).
+        optional: a function of a tensor's name that says whether the checkpoint may lack the tensor (default: all must
+            be there).
+        extra: whether the checkpoint may have another head, which Lamina then leaves out.
         more: further arguments of ``from_pretrained``.
 
     Raises:
@@ -355,12 +365,15 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str,
     text = backbone_of(config)
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > max(1024, len(tensors)):
-        raise UserError(f"{source}: num_hidden_layers is {layers}, but the checkpoint has only {len(tensors)} tensors")
+        raise UserError(
+            f"{source}: num_hidden_layers is {layers}, but the checkpoint has only {len(tensors)} tensors. Give the "
+            "configuration of these weights."
+        )
     width, vocabulary = getattr(text, "hidden_size", 1), getattr(text, "vocab_size", 1)
     if isinstance(width, int) and isinstance(vocabulary, int) and width * vocabulary > max(2 * stored, 2**27):
         raise UserError(
-            f"{source}: config.json asks for an embedding of {vocabulary} tokens and width {width}, more than all "
-            f"{stored} stored values"
+            f"{source}: config.json asks for an embedding of {vocabulary} tokens and width {width}, which is more "
+            f"than all {stored} stored values. Give the configuration of these weights."
         )
     needed = 0
     try:
@@ -370,40 +383,50 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str,
     except Exception as error:
         raise UserError(f"{source}: {one_line(error)}") from error
     if needed > max(2 * stored, 2**27):
-        raise UserError(f"{source} describes a model with {needed} parameters, but the weights have {stored} values")
+        raise UserError(
+            f"{source} describes a model with {needed} parameters, but the weights have {stored} values. Give the "
+            "configuration of these weights."
+        )
 
 
 def check_finite(model: nn.Module, field: str) -> None:
-    """Raise UserError for NaN or infinite weights, naming the first weight and the position in it."""
+    """Raise UserError for NaN or infinite weights; it names the first such weight and the position."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter.detach()).all()):
             bad = ~torch.isfinite(parameter.detach())
             first = tuple(int(i) for i in bad.nonzero()[0])
             raise UserError(
                 f"{field}: the weight {name!r} holds {int(bad.sum())} values that are not finite, the first at "
-                f"{list(first)} (allowed: finite weights)"
+                f"{list(first)}. Give another checkpoint."
             )
 
 
 def load_tokenizer(
     path: str | Path, config: PreTrainedConfig, field: str, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside a model. Raises UserError if there is none or it has more tokens than the model."""
+    """Load the tokenizer in a model's folder. Raises UserError if there is none, or if it has more tokens than the
+    model.
+    """
     name, folder = str(path), Path(path)
     if folder.is_dir():
         present = [file for file in TOKENIZER_FILES if (folder / file).is_file()]
         if not present or present == ["tokenizer_config.json"]:
-            raise UserError(f"{field}: {name!r} holds no tokenizer (allowed: a folder with tokenizer.json)")
+            raise UserError(f"{field}: {name!r} holds no tokenizer. Give a folder with tokenizer.json.")
     with quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
             ids = tokenizer.get_vocab().values()
         except Exception as error:
-            raise UserError(f"{field} {name!r}: its tokenizer cannot be read: {one_line(error)}") from error
+            raise UserError(
+                f"{field} {name!r}: Lamina cannot read its tokenizer ({one_line(error)}). Give another folder."
+            ) from error
     size = getattr(backbone_of(config), "vocab_size", None)
     largest = max(ids, default=-1)
     if largest < 0:
-        raise UserError(f"{field} {name!r}: its tokenizer has no tokens")
+        raise UserError(f"{field} {name!r}: its tokenizer has no tokens. Give another folder.")
     if isinstance(size, int) and largest >= size:
-        raise UserError(f"{field} {name!r}: its tokenizer has {largest + 1} tokens, but the model has {size}")
+        raise UserError(
+            f"{field} {name!r}: its tokenizer has {largest + 1} tokens, but the model has only {size}. Give the "
+            "model's own tokenizer."
+        )
     return tokenizer

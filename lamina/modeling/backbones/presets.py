@@ -1,4 +1,4 @@
-"""The configuration of a backbone: from a preset, a folder or the hub, with any sizes changed."""
+"""Make the configuration of a backbone from a preset, a folder or the hub, and change its sizes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def resolve_backbone(
     vocab_size: int | None = None,
     max_position_embeddings: int | None = None,
 ) -> PreTrainedConfig:
-    """Return the backbone's configuration with the given sizes in place of its own.
+    """Return the backbone's configuration, with the given sizes in place of the backbone's sizes.
 
-    ``backbone`` is a preset's name, a transformers configuration, a folder that holds one, or a model's name on the hub
-    ("HuggingFaceTB/SmolLM2-135M"), of which only the configuration is read. With another ``hidden_size`` the
-    feed-forward keeps its ratio (rounded up to a multiple of 8), and the head keeps its width if that divides the new
-    size. Raises UserError naming the invalid field.
+    ``backbone`` is a preset's name, a transformers configuration, a folder with a configuration, or a model's name on
+    the hub ("HuggingFaceTB/SmolLM2-135M"). Lamina reads only the model's configuration. If ``hidden_size`` changes, the
+    feed-forward keeps its ratio (rounded up to a multiple of 8), and a head keeps its width if this width divides the
+    new size. Raises UserError that names the invalid field.
     """
     if not isinstance(backbone, PreTrainedConfig):
         backbone = text("backbone", backbone)
@@ -66,8 +66,8 @@ def resolve_backbone(
         width = config.hidden_size if hidden_size is None else hidden_size
         if num_heads not in (fitting := _fitting_heads(width)):
             raise UserError(
-                f"num_heads: {num_heads} heads do not divide hidden_size {width} into heads of an even width "
-                f"(allowed: {', '.join(map(str, fitting))})"
+                f"num_heads: {num_heads} heads do not divide hidden_size {width} into even widths (allowed: "
+                f"{', '.join(map(str, fitting))})"
             )
         key_heads = getattr(config, "num_key_value_heads", None)
         changes["num_attention_heads"] = num_heads
@@ -82,7 +82,10 @@ def resolve_backbone(
         if value is not None:
             whole_number(name, value)
             if not hasattr(config, name):
-                raise UserError(f"{name}: the backbone {config.model_type!r} has none (it reads no tokens)")
+                raise UserError(
+                    f"{name}: the backbone {config.model_type!r} reads no tokens, so it has no {name}. Leave {name} "
+                    "out."
+                )
             changes[name] = value
     return with_fields(config, changes)
 
@@ -98,7 +101,7 @@ def _find(backbone: str | Path | PreTrainedConfig) -> PreTrainedConfig:
     config = getattr(config, "backbone_config", None) or config  # a Lamina model's: the plan is chosen anew
     missing = [n for n in ("num_hidden_layers", "hidden_size", "num_attention_heads") if not hasattr(config, n)]
     if missing:
-        raise UserError(f"backbone {config.model_type!r}: its configuration has no {missing[0]} (allowed: a decoder's)")
+        raise UserError(f"backbone {config.model_type!r}: its configuration has no {missing[0]}. Choose a decoder.")
     return config
 
 
@@ -117,7 +120,9 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
 
 
 def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
-    """Cut a configuration of ``count`` layers to those ``kept``: their number, and lists with an entry per layer."""
+    """Cut a configuration of ``count`` layers to the layers ``kept``: change their number, and lists with one entry per
+    layer.
+    """
     if isinstance(config, LaminaConfig) and config.plan is not None:
         config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}
     text = backbone_of(config)
@@ -128,7 +133,7 @@ def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> Non
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
-    """Return the width of a head; DeepSeek's ``head_dim`` is only its rotated part."""
+    """Return the full width of a head. (DeepSeek's field ``head_dim`` is only the rotated part.)"""
     if hasattr(config, "kv_lora_rank"):
         return config.hidden_size // config.num_attention_heads
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -143,24 +148,26 @@ def _fitting_heads(width: int) -> list[int]:
     """Return the numbers of heads of an even width, which rotary embeddings need. Raises UserError if there is none."""
     fitting = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
     if not fitting:
-        raise UserError(f"hidden_size: {width} cannot be divided into heads of an even width (allowed: even numbers)")
+        raise UserError(f"hidden_size: {width} cannot be divided into heads of an even width. Give an even number.")
     return fitting
 
 
 class Count(NamedTuple):
-    """Parameter counts, with embeddings and head; ``active`` counts only the routed experts that one token uses."""
+    """Parameter counts, including embeddings and head. ``active`` leaves out routed experts that a token does
+    not use.
+    """
 
     total: int
     active: int
 
 
 def count_parameters(config: PreTrainedConfig) -> Count:
-    """Count the parameters of transformers' model of this configuration; tied ones count once.
+    """Count the parameters of transformers' model of this configuration; a tied parameter counts once.
 
-    A model type that is registered without a head counts without one.
+    If transformers registers a model type without a head, the count has no head.
 
-    Layers after the leading dense ones are alike, so two shallow models on the meta device suffice: counting a depth of
-    512 takes no longer than counting a depth of 2.
+    All layers after the leading dense layers are equal, so Lamina counts two shallow models on the meta device. A depth
+    of 512 takes no longer than a depth of 2.
     """
     first = (getattr(config, "first_k_dense_replace", None) or 0) + 1
     if config.num_hidden_layers <= first:
@@ -180,7 +187,7 @@ def _count(config: PreTrainedConfig) -> Count:
 
 
 def parameters_of(model: PreTrainedModel) -> Count:
-    """Count the parameters of a model as it is; tied ones count once."""
+    """Count the parameters of an existing model; a tied parameter counts once."""
     config = backbone_of(model.config)
     sizes = [(parameter.numel(), used_by_a_token(name, config)) for name, parameter in model.named_parameters()]
     return Count(sum(size for size, _ in sizes), sum(int(size * used) for size, used in sizes))

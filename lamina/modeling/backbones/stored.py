@@ -1,4 +1,6 @@
-"""The tensors in a checkpoint's files, read from the headers and compared with the loaded model."""
+"""Read the tensors' names and shapes from the headers of a checkpoint's files, and compare them with the loaded
+model.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _VALUE_HEAD = "v_head."  # TRL's, beside a language model
 
 
 class Stored(NamedTuple):
-    """A tensor as a file's header describes it; ``dtype`` is safetensors' name, such as F32."""
+    """A tensor as a file's header describes it; ``dtype`` is a name of safetensors, such as F32."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -37,17 +39,20 @@ Tensors = dict[str, Stored]
 
 
 def read_json(path: Path, source: str) -> dict[str, object]:
-    """Read the object in a JSON file. Raises UserError, beginning with ``source``, if there is none."""
+    """Read the object in a JSON file. Raises UserError, which begins with ``source``, if the file holds none."""
     if path.stat().st_size > _LARGEST_JSON:
-        raise UserError(f"{source} has {path.stat().st_size} bytes (allowed: up to {_LARGEST_JSON})")
+        raise UserError(
+            f"{source} has {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that Lamina reads. Give the "
+            "original file."
+        )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{source}: {error.strerror or one_line(error)}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{source} is not JSON ({one_line(error)})") from None
+        raise UserError(f"{source} is not JSON ({one_line(error)}). Give the original file.") from None
     if not isinstance(data, dict):
-        raise UserError(f"{source} holds {kind_of(data)} (allowed: an object)")
+        raise UserError(f"{source} holds {kind_of(data)} instead of an object. Give the original file.")
     return data
 
 
@@ -58,10 +63,11 @@ def kind_of(value: object) -> str:
 
 
 def stored_tensors(path: Path, field: str, *, pickles: bool = False) -> Tensors | None:
-    """Return the shape and dtype of every tensor in a folder's safetensors files, by name; checks the files' headers.
+    """Return the shape and dtype of every tensor in a folder's safetensors files, by name, and check the files'
+    headers.
 
-    Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError naming the file that is
-    missing, cut short, altered or outside the folder.
+    Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError that names a file that
+    is missing, incomplete, altered or outside the folder.
     """
     source = f"{field} {str(path)!r}:"
     if (path / WEIGHTS).is_file():
@@ -72,25 +78,29 @@ def stored_tensors(path: Path, field: str, *, pickles: bool = False) -> Tensors 
     if others and pickles:
         return None
     content = f"has its weights in {others[0]}" if others else "has no weights"
-    raise UserError(f"{field}: {str(path)!r} {content} (allowed: {WEIGHTS}; nothing is ever unpickled)")
+    raise UserError(f"{field}: {str(path)!r} {content}, and Lamina unpickles nothing. Give a folder with {WEIGHTS}.")
 
 
 def _indexed(path: Path, source: str) -> Tensors:
     places = read_json(path / INDEX, f"{source} {INDEX}").get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(v, str) for v in places.values()):
-        raise UserError(f"{source} {INDEX}: weight_map is not a table of tensors and files")
+        raise UserError(f"{source} {INDEX}: weight_map is not a table of tensors and files. Give the original file.")
     shapes: Tensors = {}
     for file in sorted(set(places.values())):
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             raise UserError(
-                f"{source} {INDEX} names {one_line(repr(file))} (allowed: .safetensors files in its folder)"
+                f"{source} {INDEX} names {one_line(repr(file))}, which is no .safetensors file in the same folder. "
+                "Give the original files."
             )
         if not (path / file).is_file():
-            raise UserError(f"{source} {file} is missing ({INDEX} names it)")
+            raise UserError(f"{source} {file} is missing, but {INDEX} names it. Give the complete folder.")
         header = _header(path / file, source)
         lacking = sorted(k for k, v in places.items() if v == file and k not in header)
         if lacking:
-            raise UserError(f"{source} {file} has no tensor {one_line(repr(lacking[0]))} ({INDEX} says so)")
+            raise UserError(
+                f"{source} {file} has no tensor {one_line(repr(lacking[0]))}, but {INDEX} lists it there. Give the "
+                "original files."
+            )
         shapes |= header
     return shapes
 
@@ -104,40 +114,43 @@ def _header(file: Path, source: str) -> Tensors:
     except OSError as error:
         raise UserError(f"{source} {file.name}: {error.strerror or one_line(error)}") from None
     except (SafetensorError, ValueError) as error:
-        raise UserError(f"{source} {file.name} is cut short or altered ({one_line(error)})") from None
+        raise UserError(
+            f"{source} {file.name} is cut short or altered ({one_line(error)}). Give the original file."
+        ) from None
 
 
 def refuse_tensors(source: str, keys: Iterable[str], why: str) -> None:
-    """Raise UserError, beginning with ``source``, if ``keys`` is not empty; the message names the first ones."""
+    """Raise UserError if ``keys`` is not empty. The message begins with ``source`` and names the first keys."""
     names = sorted(keys)
     if names:
         more = f" (and {len(names) - 1} more: {', '.join(names[1:3])}{', …' if len(names) > 3 else ''})"
-        raise UserError(f"{source} tensor {names[0]!r}: it {why}{more if len(names) > 1 else ''}")
+        raise UserError(f"{source} tensor {names[0]!r}{more if len(names) > 1 else ''}: it {why}.")
 
 
 def refuse_foreign_dtypes(stored: Mapping[str, Stored], config: PreTrainedConfig, source: str) -> None:
-    """Raise UserError for a tensor in a format that only a quantized model has, if the configuration has no entry."""
+    """Raise UserError for a tensor in a quantized format if the configuration has no quantization_config."""
     if is_quantized(config):
         return
     for name, tensor in stored.items():
         if tensor.dtype not in (*_FLOATS, *_WHOLE):
             raise UserError(
-                f"{source} tensor {one_line(repr(name))} is {tensor.dtype}, and config.json has no quantization_config "
-                "that says how to read it (allowed: the checkpoint with its quantization_config, or in bf16)"
+                f"{source} tensor {one_line(repr(name))} is {tensor.dtype}, and config.json has no "
+                "quantization_config for it. Give the checkpoint with its quantization_config, or in bf16."
             )
 
 
 def is_quantized(config: PreTrainedConfig) -> bool:
-    """Return whether a configuration, or its text part's, says how its weights are quantized."""
+    """Return whether a configuration, or its text part, has a quantization_config."""
     return any(getattr(each, "quantization_config", None) for each in (config, config.get_text_config()))
 
 
 def refuse_foreign(
     model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: Iterable[str], source: str
 ) -> None:
-    """Raise UserError naming a stored tensor that the loaded model does not use, or uses as another kind of number.
+    """Raise UserError that names a stored tensor that the loaded model does not use, or uses as another kind of number.
 
-    A head of the same model type, buffers that were stored once, and tensors that transformers ignores are no fault.
+    Three kinds of unused tensors are allowed: heads of the same model type, buffers that older versions stored, and
+    tensors that transformers ignores.
     """
     unexpected = sorted(unexpected)
     _refuse_more_layers(model, unexpected, source)
@@ -152,7 +165,9 @@ def refuse_foreign(
     left = [key for key in left if not key.startswith(_VALUE_HEAD)]
     if left:
         others = _tensors_of_heads(model)
-        why = f"is not one of the model type {model.config.model_type!r} (allowed: the tensors of the model)"
+        why = (
+            f"does not belong to the model type {model.config.model_type!r}. Remove it, or give the right configuration"
+        )
         refuse_tensors(f"{source}: extra", [key for key in left if key not in others], why)
     tensors: Mapping[str, torch.Tensor] = model.state_dict()
     for key, tensor in stored.items():
@@ -161,7 +176,7 @@ def refuse_foreign(
         is_float = key.endswith(_VALUES) if expected is None else expected.is_floating_point()
         if tensor.dtype in _WHOLE and is_float and not _is_mask(key, tensor):
             raise UserError(
-                f"{source}: tensor {one_line(repr(key))} is stored as {tensor.dtype}, and the model needs floats "
+                f"{source}: tensor {one_line(repr(key))} is stored as {tensor.dtype}, but the model needs floats "
                 f"(allowed: {', '.join(_FLOATS)})"
             )
 
@@ -196,7 +211,7 @@ def _tensors_of_heads(model: PreTrainedModel) -> set[str]:
 
 
 def pickled_tensors(path: Path) -> Tensors:
-    """Return what the .bin files of a folder hold, as far as it can be seen without reading the values."""
+    """Return the shapes and dtypes of the tensors in a folder's .bin files, without reading the values."""
     tensors: Tensors = {}
     names = {dtype: name for name, dtype in _TORCH.items()}
     for file in sorted(path.glob("pytorch_model*.bin")):
@@ -233,4 +248,7 @@ def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], source: str
     kinds = {kind(key) for key, _ in model.named_parameters()}
     more = sorted(key for key in unexpected if any(p.isdigit() for p in key.split(".")) and kind(key) in kinds)
     if more:
-        raise UserError(f"{source}: the weights have {one_line(repr(more[0]))}, a layer that config.json does not have")
+        raise UserError(
+            f"{source}: the weights have {one_line(repr(more[0]))}, a layer that config.json does not have. Give "
+            "the configuration of these weights."
+        )

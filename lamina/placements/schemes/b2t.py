@@ -13,8 +13,8 @@ from lamina.placements.registry import placement
     advice="Start from Post-LN's learning rates and warm-up. Its paper trains translation models.",
 )
 def b2t(num_layers: int) -> Plan:
-    """A skip from the block's input to its output bypasses all norms of the block except the last. FuseNorm uses
-    this skip in place of y's skip.
+    """A second skip from the block's input to its output bypasses all norms of the block except the last. FuseNorm has
+    only this skip at the feed-forward.
     """
     layer = Layer(attention=Sublayer(post_norm=Norm()), feed_forward=Sublayer(skip="both", post_norm=Norm()))
     return Plan(layers=(layer,) * num_layers)

@@ -28,12 +28,12 @@ def deepnorm(
             In an encoder-decoder of N and M blocks: encoder 0.81 (N^4 M)^(1/16), decoder (3 M)^(1/4).
         beta: the gain on the initial value, output and feed-forward weights; default (8 N)^(-1/4).
             Encoder 0.87 (N^4 M)^(-1/16), decoder (12 M)^(-1/4).
-        scale_gate: apply beta to a gated feed-forward's gate as well (the paper has no gate; without it the branch's
-            output keeps the paper's factor beta^2).
+        scale_gate: apply beta to a gated feed-forward's gate as well. The paper has no gate; with false, the branch's
+            output keeps the paper's factor beta^2.
     """
     for name, value in (("alpha", alpha), ("beta", beta)):
         if value is not None and value <= 0:
-            raise UserError(f"placement 'deepnorm': option {name!r} is {value!r} (allowed: a number above 0)")
+            raise UserError(f"placement 'deepnorm': option {name!r} is {value!r}. Give a number above 0.")
     gain = float((8 * num_layers) ** -0.25 if beta is None else beta)
     sublayer = Sublayer(
         post_norm=Norm(),

@@ -12,6 +12,6 @@ from lamina.placements.registry import placement
     advice="This is only Doge's wiring. Doge's dynamic-mask attention belongs to the backbone.",
 )
 def doge(num_layers: int) -> Plan:
-    """Each channel of the residual stream learns how much of itself a block keeps."""
+    """Each channel of the residual stream has a learned factor in every block."""
     sublayer = Sublayer(pre_norm=Norm(), skip_scale_learned="vector")
     return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())

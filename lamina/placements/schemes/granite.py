@@ -13,13 +13,13 @@ from lamina.placements.registry import placement
     title="Granite",
     equation=("y = x + c A(LN x)", "x' = y + c F(LN y)", "logits = W LN(x_N)"),
     source="transformers' granite, hyperclovax (residual_multiplier)",
-    advice="Granite 3 uses c = 0.22 at 40 layers. HyperCLOVA X has output norms, too (out_norm=true).",
+    advice="Granite 3 uses c = 0.22 at 40 layers. HyperCLOVA X also has output norms (out_norm=true).",
 )
 def granite(num_layers: int, *, multiplier: float = 0.22, out_norm: bool = False) -> Plan:
     """Pre-LN whose branches are multiplied by one constant.
 
     Args:
-        multiplier: c, the same in all layers.
+        multiplier: the constant c, equal in all layers.
         out_norm: a norm on each module's output, before the factor.
     """
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm() if out_norm else None, out_scale=multiplier)
@@ -37,7 +37,7 @@ def minicpm(num_layers: int, *, scale_depth: float = 1.4) -> Plan:
     """Pre-LN whose branches shrink with the square root of the depth, so that their sum does not grow with it.
 
     Args:
-        scale_depth: c.
+        scale_depth: the constant c.
     """
     sublayer = Sublayer(pre_norm=Norm(), out_scale=scale_depth / math.sqrt(num_layers))
     return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())

@@ -33,22 +33,23 @@ def keel(
     variant: Literal["keel", "scale", "scale_gain", "scale_gain_norm"] = "keel",
     first_layer: Literal["paper", "post_ln", "pre_ln", "scaled", "keel"] = "paper",
 ) -> Plan:
-    """The outer norm fixes the scale. Alpha keeps the gradient from vanishing: the product of the Jacobians tends to 1.
+    """The outer norm fixes the scale. Alpha keeps the gradient from vanishing: the product of the blocks' Jacobians
+    tends to 1.
 
     Args:
         alpha: the constant on the skip (default: the number of sub-layers, 2 N; the paper never learns it).
         learnable_alpha: make each alpha a learned scalar that starts at this value.
-        variant: "keel", or one of the ablations of Sec 4.2: "scale" is LN(alpha x + F(x)), "scale_gain" is
-            LN(alpha x + F(b * x)) with a learned vector b, "scale_gain_norm" is LN(alpha x + F(b * LN(x))), its norm
-            without a gain of its own. The last is Keel itself, for b is then the inner norm's gain: the same function
-            of the same number of parameters, here to follow the paper's steps.
-        first_layer: "paper": the first attention has no outer norm and alpha = 1, the first feed-forward alpha = 1;
-            "post_ln": as the paper, but the first feed-forward without its inner norm (the other reading of "degrades
-            to standard Pre-LN or Post-LN blocks"); "pre_ln": the whole first block is Pre-LN; "scaled": as the paper,
-            but the first feed-forward keeps alpha; "keel": no exception.
+        variant: "keel", or an ablation of Sec 4.2: "scale" is LN(alpha x + F(x)), "scale_gain" is LN(alpha x + F(b *
+            x)) with a learned vector b, and "scale_gain_norm" is LN(alpha x + F(b * LN(x))), whose inner norm has no
+            gain. The last one computes the same function as Keel with as many parameters, since b acts as the inner
+            norm's gain.
+        first_layer: the first block. "paper": both sub-layers have alpha = 1, and the attention has no outer norm.
+            "post_ln": like "paper", but the feed-forward also has no inner norm (the other reading of "degrades to
+            standard Pre-LN or Post-LN blocks"). "pre_ln": the whole block is Pre-LN. "scaled": like "paper", but the
+            feed-forward keeps alpha. "keel": like every other block.
     """
     if alpha is not None and alpha <= 0:
-        raise UserError(f"placement 'keel': option 'alpha' is {alpha!r} (allowed: a number above 0)")
+        raise UserError(f"placement 'keel': option 'alpha' is {alpha!r}. Give a number above 0.")
     skip_scale = float(2 * num_layers if alpha is None else alpha)
     inner = {"keel": Norm(), "scale": None, "scale_gain": None, "scale_gain_norm": Norm(learnable_gain=False)}[variant]
     gain: Literal["no", "vector"] = "vector" if variant in ("scale_gain", "scale_gain_norm") else "no"

@@ -20,7 +20,7 @@ def layerscale(num_layers: int, *, start: float | None = None) -> Plan:
     """Each channel of a branch has a learned factor, so that a deep network starts near the identity.
 
     Args:
-        start: where the vectors start (default: CaiT's, by the depth).
+        start: initial value of the vectors (default: CaiT's value for the depth).
     """
     if start is None:
         start = 0.1 if num_layers <= 18 else 1e-5 if num_layers <= 24 else 1e-6

@@ -20,7 +20,7 @@ from lamina.placements.registry import placement
     advice="MiniMax-01 has 80 layers and alpha = 3.5566. The norm after the last sum is the final norm.",
 )
 def minimax_01(num_layers: int, *, alpha: float | None = None, beta: float = 1.0) -> Plan:
-    """The skip carries the normed residual stream, scaled up as in DeepNorm.
+    """The skip carries the normed residual stream, multiplied by DeepNorm's alpha.
 
     Args:
         alpha: the constant on the skip (default: the fourth root of the number of sub-layers).

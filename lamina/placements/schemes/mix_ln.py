@@ -32,23 +32,23 @@ def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers
     both: it begins with Post-LN blocks.
 
     Args:
-        alpha: the share of Post-LN layers, the border being floor(alpha N) in exact arithmetic (default 0.25;
-            a fraction such as "1/3" is taken exactly).
-        num_post_layers: the number of Post-LN layers itself, in place of alpha.
+        alpha: the share of Post-LN layers (default 0.25). Lamina computes floor(alpha N) exactly, also for a fraction
+            such as "1/3".
+        num_post_layers: the number of Post-LN layers, in place of alpha.
     """
     if alpha is not None and num_post_layers is not None:
-        raise UserError("placement 'mix_ln': give 'alpha' or 'num_post_layers', not both")
+        raise UserError("placement 'mix_ln': options 'alpha' and 'num_post_layers' are both set. Set only one of them.")
     if num_post_layers is None:
         share = _exact(0.25 if alpha is None else alpha)
         num_post_layers = share.numerator * num_layers // share.denominator
         if num_post_layers == 0 and share > 0:
             logger.warning(
-                "mix_ln: floor(%s * %d) is 0 Post-LN layers, so this is Pre-LN; raise alpha or give num_post_layers",
+                "mix_ln: floor(%s * %d) is 0 Post-LN layers, so this is Pre-LN. Raise alpha, or set num_post_layers.",
                 *(alpha or 0.25, num_layers),
             )
     if not 0 <= num_post_layers <= num_layers:
         raise UserError(
-            f"placement 'mix_ln': option 'num_post_layers' is {num_post_layers} (allowed: 0 to {num_layers})"
+            f"placement 'mix_ln': option 'num_post_layers' is {num_post_layers}. Give a number from 0 to {num_layers}."
         )
     post, pre = Sublayer(post_norm=Norm()), Sublayer(pre_norm=Norm())
     layers = (Layer.of(post),) * num_post_layers
@@ -63,5 +63,5 @@ def _exact(alpha: float | str) -> Fraction:
     except (ValueError, ZeroDivisionError):
         share = Fraction(-1)
     if not 0 <= share <= 1:
-        raise UserError(f"placement 'mix_ln': option 'alpha' is {alpha!r} (allowed: 0 to 1)")
+        raise UserError(f"placement 'mix_ln': option 'alpha' is {alpha!r}. Give a number from 0 to 1.")
     return share

@@ -17,14 +17,14 @@ from lamina.placements.registry import placement
     advice="Meta's model draws g from N(0, 0.02^2). Lamina chooses g so that b starts at the option `start`.",
 )
 def muse_spark(num_layers: int, *, start: float = 0.5, temperature: float = 0.3) -> Plan:
-    """The residual stream keeps its variance if skip and branch are uncorrelated, so no depth makes it grow.
+    """If skip and branch are uncorrelated, the residual stream keeps its variance at any depth.
 
-    The inner norms' gains are 1 + w; the output norms are without a gain, which would be another factor on the branch
-    (Meta's feed-forward has one on the norm's input).
+    The inner norms' gains are 1 + w. The output norms have no gain, since it would be another factor on the branch.
+    (Meta's feed-forward has a gain on this norm's input.)
 
     Args:
-        start: b at the start.
-        temperature: the divisor of g, in effect a factor on g's learning rate.
+        start: initial value of b.
+        temperature: divisor of g; a smaller value acts like a higher learning rate of g.
     """
     sublayer = Sublayer(
         pre_norm=Norm(zero_centered=True),

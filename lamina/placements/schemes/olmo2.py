@@ -21,7 +21,7 @@ def _plan(num_layers: int, qk_norm: HeadNorm = "off") -> Plan:
     advice="FuseNorm's authors use a learning rate of 2e-4 at 5B parameters, with 200 steps of warm-up.",
 )
 def olmo2(num_layers: int) -> Plan:
-    """A norm on each module's output, and none on its input. Queries and keys are normed over their full width."""
+    """A norm on each module's output, and none on its input. Norms on queries and keys act over the full width."""
     return _plan(num_layers, qk_norm="full")
 
 

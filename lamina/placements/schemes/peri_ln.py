@@ -17,7 +17,7 @@ def peri_ln(num_layers: int, *, embedding_norm: bool = True, learnable_gain: boo
 
     Args:
         embedding_norm: a norm on the embedding (y_0 = Norm(x_0)); the paper's main runs have it.
-        learnable_gain: the gains of the output norms are learned; false fixes them at 1 (Fig 8).
+        learnable_gain: learn the gains of the output norms; false fixes them at 1 (Fig 8).
     """
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm(learnable_gain=learnable_gain))
     layer = Layer.of(sublayer)

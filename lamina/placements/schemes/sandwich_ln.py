@@ -31,7 +31,7 @@ def sandwich_depth_scaled(num_layers: int, *, c: float = 1.0) -> Plan:
     """Sandwich-LN whose branches start small, so that the residual stream's variance does not grow with depth.
 
     Args:
-        c: the outer gains' start times the square root of the depth.
+        c: initial value of the outer gains, times the square root of the depth.
     """
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm(initial_gain=c * num_layers**-0.5))
     return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())

@@ -1,1 +1,1 @@
-"""The placement of a checkpoint, found by measuring it."""
+"""Find the placement of a checkpoint by measurements."""

@@ -1,4 +1,4 @@
-"""The census: a checkpoint's placement, named by measuring it."""
+"""The census: name a checkpoint's placement from measurements."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ _SINKHORN = 1e-3  # by which its matrix' sums are off 1
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Layers that compute the same: their indices, a layer's sums, and the norms inside its sub-layers.
+    """Layers with the same equations: their indices, one layer's sums, and the norms inside its sub-layers.
 
-    The sums of several streams are in ``streams``, those of earlier states in ``reads``.
+    ``streams`` has the sums of several streams, and ``reads`` the sums of earlier states.
     """
 
     layers: tuple[int, ...]
@@ -73,15 +73,15 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """The measurements of a model, and the registered placement that they fit.
+    """The measurements of a model, and the registered placement that fits them.
 
     Attributes:
-        match: the placement, with the model's ``differences`` from it; None if ``unknown`` says why.
-        unknown: why the model can't be followed.
-        groups: the layers that compute the same, together.
+        match: the placement, with the model's ``differences`` from it; None if ``unknown`` gives a reason.
+        unknown: the reason why Lamina cannot follow the model.
+        groups: the layers, grouped by equal equations.
         ends: the embedding's norm and scale, the final norm, the norms on queries, keys and values.
-        error: the largest difference between a layer's sum and its equation, as a share of the sum's largest value.
-        notes: what the reader should know.
+        error: the largest difference between a layer's sum and the equation, as a share of the sum's largest value.
+        notes: further remarks for the reader.
     """
 
     model_type: str
@@ -95,7 +95,9 @@ class Census:
 
     @property
     def placement(self) -> str | None:
-        """The placement with its options, as ``lamina.placements.resolve`` reads it; None if it is none of Lamina's."""
+        """The placement with its options, as ``lamina.placements.resolve`` reads it; None if Lamina has no such
+        placement.
+        """
         return self.match.placement if self.match is not None and not self.match.differences else None
 
     @property
@@ -130,16 +132,16 @@ class Census:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self) -> Json:
-        """Return the same as plain data, fit for JSON."""
+        """Return the census as plain data for JSON."""
         return finite({**asdict(self), "placement": self.placement, "verdict": self.verdict})
 
 
 def census(model_or_path: nn.Module | PreTrainedConfig | str | Path, *, layers: str | None = None) -> Census:
-    """Measure which placement a model has; the arguments are those of ``lamina.placement_of``.
+    """Find a model's placement by measurements; ``lamina.placement_of`` documents the arguments.
 
     Raises:
-        UserError: for a path that holds no model, and for ``layers`` that the model does not have. A model that can't
-            be followed is no error: ``unknown`` says why.
+        UserError: for a path that holds no model, and for ``layers`` that the model does not have. If Lamina cannot
+            follow the model, it raises no error: ``unknown`` gives the reason.
     """
     model, notes = _model_of(model_or_path)
     config: PreTrainedConfig | None = getattr(model, "config", None)
@@ -191,7 +193,7 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     around = {name: _as_fact(value, _usual_kind(groups)) for name, value in ends.items() if value is not None}
     best = match(*_with_norms_before(facts, around))
     if reads:
-        best = _wired(best, lambda spec: memories_of(spec, reads), "the earlier states that it reads are no wiring's")
+        best = _wired(best, lambda spec: memories_of(spec, reads), "no wiring reads these earlier states")
     return Census(
         model_type=kind,
         num_layers=structure.num_layers,
@@ -227,8 +229,8 @@ def _of_streams(
     sums, structure = streams.sums(), streams.structure()
     if bare := [index for index, layer_sums in enumerate(sums) if not layer_sums]:
         raise UserError(
-            f"{type(streams.layers[0]).__name__} hands on {streams.n} streams, and those of layer {ranges(bare)} are "
-            "no sum of streams and a branch, each times a number of the token's"
+            f"{type(streams.layers[0]).__name__} passes on {streams.n} streams, and in layer {ranges(bare)} they "
+            "are no sum of streams and a branch, each times one number per token"
         )
     groups: dict[object, LayerGroup] = {}
     for index, layer_sums in enumerate(sums):
@@ -254,7 +256,7 @@ def _of_streams(
         for index in group.layers:
             facts[index] |= _inner_facts(group, norm)
     best = match(facts, around)
-    best = _wired(best, lambda spec: wirings_of(spec, sums, streams.n), f"its {streams.n} streams are no wiring's")
+    best = _wired(best, lambda spec: wirings_of(spec, sums, streams.n), f"no wiring computes its {streams.n} streams")
     return Census(
         model_type=kind,
         num_layers=len(sums),
@@ -563,7 +565,7 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
 
 def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
     """Build a model from its configuration with random weights; a large one gets fewer layers and tokens."""
-    note = "made of the configuration alone, with random weights"
+    note = "built from the configuration alone, with random weights"
     count = _size(config)
     if count > _MANY_PARAMETERS:
         config = _smaller(config)
@@ -583,8 +585,8 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
         )
     if count > _MOST_PARAMETERS:
         raise UserError(
-            f"model: {config.model_type!r} has {count:,} parameters even with {_FEW_LAYERS} layers (allowed: its "
-            f"weights, or a configuration of at most {_MOST_PARAMETERS:,})"
+            f"model: {config.model_type!r} has {count:,} parameters even with {_FEW_LAYERS} layers. Give a folder "
+            f"with its weights, or a configuration of at most {_MOST_PARAMETERS:,} parameters."
         )
     torch.manual_seed(0)
     with quiet():
@@ -593,7 +595,7 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
 
 
 def stirred(model: nn.Module) -> nn.Module:
-    """Add noise to gains, biases and scales, since ones and zeros would hide their effect; returns the model."""
+    """Add noise to gains, biases and scales, since ones and zeros would hide their effect, and return the model."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -609,7 +611,10 @@ def _size(config: PreTrainedConfig) -> int:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"model: {config.model_type!r} can't be built: {shortened(one_line(error), 300)}") from error
+        raise UserError(
+            f"model: {config.model_type!r} cannot be built ({shortened(one_line(error), 300)}). Give a folder with "
+            "its weights."
+        ) from error
 
 
 def _smaller(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -1,7 +1,7 @@
-"""The equations of sub-layers, fitted to the tensors of one forward pass.
+"""Fit the equations of sub-layers to the tensors of one forward pass.
 
-Each sum on the residual stream is fitted by its possible terms: the branches, and as the skip the stream, the layer's
-input, the norm's output or the embedding. The simplest combination whose error is only rounding is the equation.
+Lamina fits each sum on the residual stream by its possible terms: the branches, and as the skip the stream, the layer's
+input, the norm's output or the embedding. The simplest combination with no error except rounding is the equation.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ _ROUGHLY = 1e-2  # of a norm's largest output: what is further off is another no
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """The factor of a term: one number, or the mean of a number per channel; ``learned`` is "no" or its shape."""
+    """The factor of a term: one number, or the mean over one number per channel; ``learned`` is "no" or the factor's
+    shape.
+    """
 
     value: float = 1.0
     by_channel: bool = False
     learned: str = "no"
 
     def __str__(self) -> str:
-        """Return the factor as it stands before its term: empty for 1."""
+        """Return the factor as text in front of a term; empty for 1."""
         if self.learned != "no":
             return f"({self.learned} {self.value:.4g}) "
         if self.by_channel:
@@ -52,10 +54,10 @@ class Factor:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchTerm:
-    """One branch of a sum: B(module(pre_scale * A(x))) times ``scale``. ``norms``: the norm's kind by position.
+    """One branch of a sum: B(module(pre_scale * A(x))) times ``scale``. ``norms`` has each norm's kind by position.
 
-    ``pre_scale`` is None if the module's input is no multiple of the output of the norm before it.
-    ``beside``: x is the block's input, without what its earlier sub-layers have added to it.
+    ``pre_scale`` is None if the module's input is no multiple of the output of the norm before it. With ``beside``, x
+    is the block's input, before its earlier sub-layers have added to it.
     """
 
     kind: str
@@ -68,11 +70,11 @@ class BranchTerm:
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """One addition to the stream: its branches (two if they run side by side), what the skip carries, and C.
+    """One addition to the stream: its branches (two if they run side by side), the skip's source, and the norm C.
 
-    ``coupling``: whether skip and branch have factors a and b with a + b = 1 ("lerp") or a^2 + b^2 = 1 ("variance").
-    ``error`` is the largest difference from the layer's own sum, as a share of its largest value; where no combination
-    fits, ``skip`` is empty and the error that of the best.
+    ``coupling`` says whether skip and branch have factors a and b with a + b = 1 ("lerp") or a^2 + b^2 = 1
+    ("variance"). ``error`` is the largest difference from the layer's own sum, as a share of the sum's largest value.
+    If no combination fits, ``skip`` is empty, and ``error`` is the best combination's error.
     """
 
     branches: tuple[BranchTerm, ...]
@@ -99,9 +101,10 @@ class Sum:
 
 
 def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()) -> list[list[Sum]]:
-    """Fit each layer's additions to the stream, in two passes: the second has the layers' own scales changed.
+    """Fit each layer's additions to the stream in two passes. In the second pass, the layers' own scales are changed.
 
-    ``watch`` runs the model and gives the tensors at points; parameters of ``others`` are no scales of a layer's own.
+    ``watch`` runs the model and returns the tensors at points. Parameters of ``others`` do not count as a layer's
+    scales.
     """
     groups = [_groups(site) for site in structure.layers]
     points = {key: point for site, found in zip(structure.layers, groups, strict=True) for key, point in _points(site)}
@@ -296,9 +299,9 @@ def as_factor(values: torch.Tensor) -> Factor:
 
 
 def norm_kind(norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
-    """Return the kind of norm that makes y of x, both [vectors, channels]: rms, layer, "group of G", or "other".
+    """Return the kind of norm that maps x to y, both [vectors, channels]: rms, layer, "group of G", or "other".
 
-    Decided by fitting y's channels to x normed in each way, with the module's own epsilon.
+    Lamina norms x in each way, with the module's own epsilon, and fits the result to y's channels.
     """
     channels, eps = x.shape[-1], NormStyle.of(norm).eps
     if y.shape != x.shape:

@@ -1,6 +1,4 @@
-"""The location of a norm inside an attention module, found by changing the norm's output and seeing which tensors
-change.
-"""
+"""Find where a norm acts inside an attention module: change the norm's output, and see which tensors change."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ _MOVED = 1e-6  # of the largest value: less is rounding
 
 @dataclass(frozen=True, kw_only=True)
 class InnerNorm:
-    """A norm inside a sub-layer of the kind ``inside``: its place, its kind, and the channels that it is taken over.
+    """A norm inside a sub-layer of the kind ``inside``: its location, its kind, and the channels over which it acts.
 
-    ``on``: queries, keys, values, "the output" (before the last projection), or "" if unknown. ``scope``: head, full
-    (all heads' channels), or latent (a low-rank state before another projection).
+    ``on`` is queries, keys, values, "the output" (before the last projection), or "" if unknown. ``scope`` is head,
+    full (all heads' channels), or latent (a low-rank state before another projection).
     """
 
     path: str
@@ -35,7 +33,7 @@ class InnerNorm:
 
 
 def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[InnerNorm]:
-    """Measure the norms inside one sub-layer, with three passes for each."""
+    """Measure the norms inside one sub-layer, with three passes for each norm."""
     norms = []
     for norm in sublayer.norms:
         if norm.role != "inner_norm" or sublayer.entry is None:
@@ -49,7 +47,7 @@ def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, to
 
 
 def mixes(entry: Point, out: Point, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a sub-layer mixes tokens, and so is no feed-forward."""
+    """Return whether a sub-layer mixes tokens, which means that it is no feed-forward."""
     seen: list[torch.Tensor] = []
     middle = next(iter(inputs.values())).shape[1] // 2
 

@@ -1,6 +1,4 @@
-"""Earlier hidden states: the sums that layers read in place of the residual stream, fitted to the tensors of two
-passes.
-"""
+"""Earlier hidden states: fit the sums that layers read in place of the residual stream to the tensors of two passes."""
 
 from __future__ import annotations
 
@@ -36,11 +34,11 @@ _MOVED, _SAME = 1e-3, 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class StateRead:
-    """A sum of the states x^0 .. x^l (those that enter the layers) that is read in the stream's place.
+    """A sum of the states x^0 .. x^l, the inputs of the layers, that a layer reads in place of the stream.
 
-    ``into``: the stream itself, queries, keys, values, or a sub-layer's branch. ``states``: the indices of those with a
-    weight; -1 is the stream inside a layer. ``weights``: "constant", "learned" or "by token". ``shares``: the weights
-    are positive and sum to 1.
+    ``into`` names the reader: the stream itself, queries, keys, values, or a sub-layer's branch. ``states`` has the
+    indices of the states with a weight; -1 is the stream inside a layer. ``weights`` is "constant", "learned" or "by
+    token". ``shares`` says whether the weights are positive and sum to 1.
     """
 
     into: str
@@ -66,7 +64,9 @@ class _Reader:
 
 
 class MemoryLayers:
-    """The layers of a model that hand on earlier states beside the stream, as ``declared_structure`` finds them."""
+    """The layers of a model that pass on earlier states in addition to the stream, as ``declared_structure`` finds
+    them.
+    """
 
     def __init__(self, structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]):
         self.root, self.inputs = root, inputs
@@ -75,11 +75,11 @@ class MemoryLayers:
         self.made: _Made = {}
 
     def others(self) -> list[nn.Module]:
-        """Return the modules whose parameters are no factors of a sub-layer's own."""
+        """Return the modules whose parameters do not count as a sub-layer's factors."""
         return [reader.module for reader in self.readers]
 
     def watch(self, points: Mapping[Hashable, Point]) -> Tensors:
-        """Watch the points in one pass; the layers' inputs are the sums that take the stream's place."""
+        """Watch the points in one pass. The layers' inputs are the sums that replace the stream."""
         with self._noted():
             tensors = dict(watched_rows(self.root, self.inputs, points))
         width = self.structure.hidden_size
@@ -112,10 +112,10 @@ class MemoryLayers:
             tensors[layer, 0, "entry"] = entry[:, :w]
 
     def reads(self) -> list[list[StateRead]]:
-        """Measure what each layer reads, and in the last place what the end reads.
+        """Measure the states that each layer reads and, as the last entry, the states that the end reads.
 
-        Every state gets random numbers of its own, by which the weights are certain; in a second pass the readers'
-        parameters have changed, which shows what is learned, and what differs from token to token.
+        Lamina sets every state to different random numbers, so the weights are certain. It then changes the readers'
+        parameters for a second pass, which shows the learned weights and the weights that differ by token.
         """
         parameters = [parameter for reader in self.readers for parameter in reader.module.parameters()]
         with self._noted(noise=True) as before:
@@ -148,7 +148,7 @@ class MemoryLayers:
                 if index == SO_FAR:
                     inside.append(tensor)
                     if tensor is not inside[0]:
-                        raise UserError("its layers read several inner states, and Lamina can follow only one")
+                        raise UserError("its layers read several inner states, and Lamina can follow only one of them")
                 generator = torch.Generator().manual_seed(index + 2)
                 random = torch.randn(tensor.shape, generator=generator).to(tensor)
                 given[place][index] = _rows(random)
@@ -247,7 +247,7 @@ def _readers(structure: Structure) -> Iterator[_Reader]:
 
 
 def memories_of(spec: str, reads: Sequence[Sequence[StateRead]]) -> list[str]:
-    """Return a placement's spec with each wiring that reads the measured states, the simplest first."""
+    """Return a placement's spec with each wiring that reads the measured states, the simplest wiring first."""
     specs: dict[str, str] = {}
     layers = len(reads) - 1
     for more in ({}, *({"size": size} for size in range(1, layers + 1))):

@@ -1,4 +1,4 @@
-"""Several residual streams: how each sub-layer reads, mixes and writes the streams, fitted token by token."""
+"""Several residual streams: fit, token by token, how each sub-layer reads, mixes and writes the streams."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ Pair: TypeAlias = tuple[Call, torch.Tensor, torch.Tensor]  # a call, what it got
 class StreamSum:
     """One sub-layer on n streams S: S' = C(skip_scale * M S + w B(module(pre_scale * A(r S)))).
 
-    ``read``, ``write``: whether the weights r and w are constant, learned, or each token's ("by token"); a read "by
-    channel" is no sum of streams. ``mix``: M is the identity, sinkhorn (rows and columns have one sum) or free; ""
-    where the streams are still alike. ``own``: the norm of a stream that goes on normed ("stream") or is read so
-    ("read"), or "". ``normed``: the streams that C is for, empty for all. ``error`` is that of ``Sum``.
+    ``read`` and ``write`` say whether the weights r and w are constant, learned, or different for each token ("by
+    token"); a read "by channel" is no sum of streams. ``mix`` says whether M is the identity, sinkhorn (all rows and
+    columns have the same sum) or free; it is "" if the streams are still equal. ``own`` says for each stream whether
+    its norm changes the stream ("stream") or only the values that the sub-layer reads ("read"), or "" for no norm.
+    ``normed`` has the streams to which C applies; empty means all. ``error`` is as in ``Sum``.
     """
 
     path: str
@@ -66,7 +67,7 @@ class StreamSum:
     writes: tuple[float, ...] = ()
 
     def text(self) -> str:
-        """Return the equation, and whether its weights are constant, learned or each token's."""
+        """Return the equation, and whether its weights are constant, learned or different for each token."""
         a, b, c = (self.norms.get(name) for name in ("pre_norm", "out_norm", "post_norm"))
         made = f"{self.kind}({self.pre_scale}{f'{a}(r S)' if a else 'r S'})"
         total = f"{self.skip_scale}{'' if self.mix == 'identity' else 'M '}S + w {f'{b}({made})' if b else made}"
@@ -77,12 +78,12 @@ class StreamSum:
         return f"S' = {f'{c}{of}({total})' if c else total}; r {self.read}, w {self.write}, M {mix}{more}"
 
     def form(self) -> tuple[object, ...]:
-        """Return the facts that a plan's ``Streams`` state as well."""
+        """Return the facts that a plan's ``Streams`` also state."""
         return self.own if any(self.own) else (), self.normed, self.read, self.write, self.mix
 
 
 def wirings_of(spec: str, layers: Sequence[Sequence[StreamSum]], n: int) -> list[str]:
-    """Return a placement's spec with each wiring that gives the measured streams."""
+    """Return a placement's spec with each wiring that computes the measured streams."""
     specs: dict[str, str] = {}
     for name, more in product(WIRINGS.names(), ({}, {"size": n})):
         plan = resolved(spec, len(layers), wiring=name, **more)
@@ -119,7 +120,9 @@ def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
 
 
 class StreamLayers:
-    """The layers of a model that pass ``n`` streams on [batch, tokens, n, width], flat or not; n is 1 without any."""
+    """The layers of a model that pass on ``n`` streams [batch, tokens, n, width], flattened or not; n is 1 for a single
+    stream.
+    """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], width: int):
         more = {"use_cache": False} if takes_cache(type(model)) else {}
@@ -137,10 +140,10 @@ class StreamLayers:
                 break
 
     def sums(self) -> list[list[StreamSum]]:
-        """Measure each layer's sub-layers; none for a layer whose output is no such sum.
+        """Measure each layer's sub-layers. A layer whose output is no such sum gets an empty list.
 
-        Each layer gets different states. A second pass, with all parameters outside norms and branches changed, shows
-        which weights are learned, and which differ from token to token.
+        Each layer gets different states. In a second pass, all parameters outside norms and branches are changed. This
+        shows which weights are learned, and which differ by token.
         """
         with self._stirred() as stirred:
             self.record = self.run()
@@ -296,7 +299,7 @@ class StreamLayers:
 
 
 def by_token(total: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Fit each token's terms to its sums; returns the factors [tokens, terms, sums] and the error left."""
+    """Fit each token's terms to its sums. Returns the factors [tokens, terms, sums] and the remaining error."""
     largest = float(max(total.abs().max(), terms.abs().max())) or 1.0
     if not math.isfinite(largest):
         return torch.zeros(len(total), terms.shape[1], total.shape[1], dtype=total.dtype), math.inf

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunState(TypedDict, total=False):
-    """The step and the folder of a run, if the model is of one."""
+    """The step and the folder of a run, if the model belongs to a run."""
 
     step: int
     run: Path
@@ -32,21 +32,22 @@ class Context:
     """A probe's context: the model, its layers, and the inputs.
 
     Attributes:
-        model: with its head if it has one, in evaluation mode.
+        model: the model in evaluation mode, with its head if it has one.
         base: the same model without its head.
         batches: the inputs, one mapping per forward pass: {"input_ids": [batch, tokens]} (and attention_mask if texts
-            differ in length), or {"pixel_values": [batch, channels, height, width]}. They can be read repeatedly.
-        tokenizer: the checkpoint's, if it has one.
+            differ in length), or {"pixel_values": [batch, channels, height, width]}. Probes can read them repeatedly.
+        tokenizer: the checkpoint's tokenizer, if it has one.
         notes: notes for the reader of the page; probes append to them.
-        forwards: how many batches the forward passes took before they stopped (set before ``finish``).
-        progress: called with (done, total, label) by probes that take long.
-        strict: whether a probe that cannot measure all that it should raises an error (it was requested by
-            name) or measures the rest and adds a note (it is one of "all").
-        state: {"step": ...} if the model is at a step of a run; else empty.
+        forwards: the number of batches that the forward passes used before they stopped (set before ``finish``).
+        progress: a function (done, total, label) that slow probes call.
+        strict: whether a probe raises an error if it cannot measure everything (the user requested it by name). If not
+            (it is one of "all"), it measures the rest and adds a note.
+        state: {"step": ...} if the model is at a step of a run; otherwise empty.
         warnings: reasons to doubt the results; the page shows them first.
-        new_weights: the head's weights that the checkpoint does not have; with any, the model's predictions are random.
-        whole: whether the inputs are the user's own, of which a probe measures all unless its options say otherwise.
-        unread: the notes on parts of the user's own text that are not measured.
+        new_weights: the head's weights that the checkpoint does not have. If there are any, the model's predictions are
+            random.
+        whole: whether the inputs are the user's own. A probe then measures all of them, unless its options set a limit.
+        unread: the notes on parts of the user's own text that Lamina does not measure.
     """
 
     model: nn.Module
@@ -70,12 +71,14 @@ class Context:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it is a model of text."""
+        """Whether the model reads text."""
         return "input_ids" in self.batches[0]
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The modules whose forward pass restarts the count of calls, since a head may bypass the base model (OPT)."""
+        """The modules whose forward pass restarts the count of calls. There may be two, since a head may bypass the
+        base model (OPT).
+        """
         return [self.model] if self.base is self.model else [self.model, self.base]
 
     def on_device(self, batch: Mapping[str, torch.Tensor], sequences: int | None = None) -> dict[str, torch.Tensor]:
@@ -92,7 +95,9 @@ class Context:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """Return a probe's limit (0: none): its option, or else ``sample``, unless the inputs are the user's own."""
+        """Return a probe's limit (0: none). It is the probe's option, or else ``sample``; for the user's own inputs
+        there is none.
+        """
         return option if option is not None else 0 if self.whole else sample
 
     def first(self, sequences: int) -> list[Mapping[str, torch.Tensor]]:
@@ -108,7 +113,7 @@ class Context:
         return batches
 
     def tokens(self, sequences: int = 0) -> float:
-        """Return how many tokens the first ``sequences`` inputs (0: all) hold; an image counts as 256."""
+        """Return the number of tokens in the first ``sequences`` inputs (0: all); an image counts as 256 tokens."""
         total = 0.0
         for batch in self.first(sequences):
             first = next(iter(batch.values()))
@@ -120,10 +125,10 @@ class Context:
         return forward(self.model if head else self.base, inputs)
 
     def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the mean cross-entropy of a batch in nats per token, float32, with its graph if gradients are on.
+        """Return the mean cross-entropy of a batch in nats per token (float32), with the graph if gradients are on.
 
-        A causal model predicts the next token; a masked one its own masked tokens (15 %, the same ones each time).
-        Raises UserError if the model has no such head, or one that the checkpoint does not have.
+        A causal model predicts the next token; a masked model predicts masked tokens (15 %, the same tokens each time).
+        Raises UserError if the model has no such head, or if the checkpoint lacks the head's weights.
         """
         return self.token_losses(inputs).mean()
 
@@ -133,9 +138,9 @@ class Context:
         return token_losses(self.model, inputs, self.tokenizer)
 
     def check_head(self) -> None:
-        """Raise UserError if the model's head is not in the checkpoint, so that its predictions are random."""
+        """Raise UserError if the checkpoint lacks the model's head, which makes the predictions random."""
         if self.new_weights:
             raise UserError(
                 f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialized, so the model's "
-                "predictions are random. Choose a checkpoint with its head"
+                "predictions are random. Choose a checkpoint with its head."
             )

@@ -1,6 +1,4 @@
-"""The directions of a batch's hidden states, kept until the last layer has run, so that any two layers can be
-compared.
-"""
+"""Keep the directions of a batch's hidden states until the last layer has run, to compare any two layers."""
 
 from __future__ import annotations
 
@@ -35,10 +33,10 @@ _INNER = (
 class DirectionsProbe(Probe):
     """A probe that compares the directions of every two states, x^0 ... x^N, at the same tokens.
 
-    Holds the states' unit vectors at the chosen tokens of one batch, float32: one state is read once and written once.
-    ``all`` keeps at most ``tokens_per_batch`` of a batch's tokens; by default all of the user's own text, and of a
-    corpus as many as fit a quarter of the model's own memory (at least 64 MiB). If a batch has more, the same number
-    of positions is drawn in every sequence, anew for each batch.
+    The probe holds the states' unit vectors at the chosen tokens of one batch in float32. ``all`` keeps at most
+    ``tokens_per_batch`` of a batch's tokens (default: all of the user's own text; for a corpus, as many as fit a
+    quarter of the model's own memory, at least 64 MiB). If a batch has more tokens, Lamina draws the same number of
+    positions in every sequence, with a new draw for each batch.
     """
 
     of_streams = True
@@ -95,7 +93,8 @@ class DirectionsProbe(Probe):
         self._compared += int(counts.sum())
 
     def cosines(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the cosine of every two states over tokens: [batch, N + 1, N + 1] float32, and the tokens [batch].
+        """Sum the cosine of every two states over tokens. Returns [batch, N + 1, N + 1] in float32, and the tokens
+        [batch].
 
         The sum of cosines is one product of matrices over tokens and channels together.
         """
@@ -110,7 +109,9 @@ class DirectionsProbe(Probe):
         return products[:, : len(self._states), : len(self._states)], self._counts()
 
     def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum over tokens every two states' angle over pi: [batch, N + 1, N + 1] float64, and the tokens [batch]."""
+        """Sum the angle / pi of every two states over tokens. Returns [batch, N + 1, N + 1] in float64, and the tokens
+        [batch].
+        """
         batch, _, tokens, _ = self._vectors.shape
         angle_sums = torch.zeros(
             batch, len(self._states), len(self._states), dtype=torch.float64, device=self._vectors.device
@@ -170,7 +171,7 @@ class DirectionsProbe(Probe):
         return frame.sort_values(["size", "start"], ignore_index=True)
 
     def note_streams(self, context: Context) -> None:
-        """Add a note on layers whose states are not Pre-LN's plain stream, but a norm's output or a mixture."""
+        """Add a note on layers whose states are a norm's output or a mixture, and not a plain stream as in Pre-LN."""
         layers: dict[str, list[int]] = {_NORMED: [], _INNER: []}
         for site in context.structure.layers:
             roles = [[norm.role for norm in sublayer.norms] for sublayer in site.sublayers]
@@ -183,6 +184,8 @@ class DirectionsProbe(Probe):
 
 
 def ratio_rows(start: np.ndarray | int, size: np.ndarray, metric: str, ratio: Ratio) -> pd.DataFrame:
-    """Return a ratio's values as rows of blocks of layers: ``start`` the first, ``size`` how many."""
+    """Return a ratio's values as rows of blocks of layers: ``start`` is the first layer, ``size`` the number of
+    layers.
+    """
     value, error = ratio.mean.numpy(), ratio.standard_error.numpy()
     return pd.DataFrame({"start": start, "size": size, "metric": metric, "value": value, "standard_error": error})

@@ -1,4 +1,4 @@
-"""The two kinds of figure that most probes draw. Plotly is loaded with the first one."""
+"""The two kinds of figure that most probes draw. The first figure loads plotly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def lines(
     log_y: bool = False,
     band: str | None = None,
 ) -> Figure:
-    """Draw a line for each value of the column ``color`` (one without it); ``band`` names the standard errors."""
+    """Draw a line for each value of the column ``color``, or a single line without it; ``band`` names the standard
+    errors.
+    """
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -64,7 +66,7 @@ def lines(
 
 
 def chart(frame: pd.DataFrame, title: str, y_title: str, caption: str, **axes: Any) -> list[tuple[Figure, str]]:
-    """Return the figure of ``lines`` with its caption; none without rows."""
+    """Return the figure of ``lines`` with its caption; nothing if there are no rows."""
     return [(lines(frame, title=title, y_title=y_title, **axes), caption)] if len(frame) else []
 
 

@@ -1,4 +1,6 @@
-"""The inputs of a model: blocks of tokens, from a corpus or from the user, or another kind of input, such as images."""
+"""Make the inputs of a model: blocks of tokens from a corpus or from the user, or another kind of input, such as
+images.
+"""
 
 from __future__ import annotations
 
@@ -55,21 +57,21 @@ def batches_of(
     seed: int = 0,
     notes: list[str] | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the inputs of the forward passes: ``given``, or what is read from ``corpus``.
+    """Return the inputs of the forward passes: ``given``, or else inputs from ``corpus``.
 
-    At most ``sequences`` of them (None: all).
+    There are at most ``sequences`` inputs (None: all).
 
     ``given``: texts (packed into blocks of ``sequence_length`` tokens), token blocks [sequences, tokens] as a tensor,
     an array, lists or a data set of input_ids, or images [images, channels, height, width].
 
-    ``notes`` gets a line if a rest of fewer tokens than a block is left out.
+    ``notes`` gets a line if Lamina leaves out a rest that does not fill a block.
 
     Raises:
-        UserError: if the input cannot be read, is shorter than a block, or does not fit the model.
+        UserError: if Lamina cannot read the input, or if it is shorter than a block or does not fit the model.
     """
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids" and reads not in READERS:
-        raise UserError(f"model: {type(model).__name__} reads {reads} (allowed: models of text or of images)")
+        raise UserError(f"model: {type(model).__name__} reads {reads}. Choose a model that reads text or images.")
     if reads in READERS:
         items = READERS[reads]()(given, corpus, model, sys.maxsize if sequences is None else sequences, seed)
         return [{reads: part} for part in items.split(batch_size)]
@@ -89,7 +91,7 @@ def batches_of(
             if texts
             else f"Give ids from 0 to {size - 1}"
         )
-        raise UserError(f"tokens: the id {int(blocks.max())} is outside of the model's vocabulary of {size}. {fix}.")
+        raise UserError(f"tokens: the id {int(blocks.max())} is outside the model's vocabulary of {size}. {fix}.")
     rows = spread(len(blocks), sequences or len(blocks))
     return [{"input_ids": part} for part in blocks[rows].split(batch_size)]
 
@@ -137,17 +139,21 @@ def _pack(
 ) -> torch.Tensor:
     """Pack the texts' tokens into blocks [blocks, length], with the tokenizer's special tokens around each text.
 
-    A model whose vocabulary of ``size`` lacks the end of a text, as one of the 256 bytes does, reads the texts without.
+    If the model's vocabulary of ``size`` lacks the end-of-text token, as a vocabulary of 256 bytes does, Lamina omits
+    this token.
     """
     if tokenizer is None:
         raise UserError(
-            f"tokenizer: the checkpoint has none, so {source} can't be read. Add --tokenizer FOLDER, or for a model of "
+            f"tokenizer: the checkpoint has none, so Lamina cannot read {source}. Add --tokenizer FOLDER, or for a model of "
             "bytes --tokenizer bytes."
         )
     prefix, suffix = _specials(tokenizer)
     body = length - len(prefix) - len(suffix)
     if body < 1:
-        raise UserError(f"sequence_length: {length} leaves no room beside {len(prefix) + len(suffix)} special tokens")
+        raise UserError(
+            f"sequence_length: {length} leaves no room for text beside {len(prefix) + len(suffix)} special tokens. "
+            "Raise it."
+        )
     end = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) and not suffix else None
     if end is not None and size is not None and end >= size:
         if notes is not None and len(texts) > 1:
@@ -162,8 +168,8 @@ def _pack(
     count = len(stream) // body
     if not count:
         raise UserError(
-            f"{source}: {len(stream)} tokens are fewer than a block of {body} (allowed: a longer text, or "
-            f"--sequence-length of at most {len(stream) + len(prefix) + len(suffix)})"
+            f"{source}: {len(stream)} tokens are fewer than a block of {body}. Give a longer text, or set "
+            f"--sequence-length to at most {len(stream) + len(prefix) + len(suffix)}."
         )
     if (rest := len(stream) - count * body) and notes is not None:
         notes.append(f"{source}: Lamina drops the last {rest} of {len(stream):,} tokens, which do not fill a block")
@@ -199,11 +205,11 @@ def _blocks(given: Inputs, sequences: int) -> torch.Tensor:
             blocks = torch.stack([torch.as_tensor(row) for row in rows])
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(
-            f"texts_or_blocks: {' '.join(str(error).split())} (allowed: texts, token blocks [sequences, tokens] of one "
-            "length, a data set of input_ids, or images [images, channels, height, width])"
+            f"texts_or_blocks: {' '.join(str(error).split())}. Give texts, token blocks [sequences, tokens] of one "
+            "length, a data set of input_ids, or images [images, channels, height, width]."
         ) from None
     if blocks.ndim != 2 or not blocks.numel():
-        raise UserError(f"texts_or_blocks: a shape of {list(blocks.shape)} (allowed: [sequences, tokens])")
+        raise UserError(f"texts_or_blocks: the shape is {list(blocks.shape)}. Give token blocks [sequences, tokens].")
     if int(blocks.min()) < 0:
-        raise UserError(f"texts_or_blocks: the token id {int(blocks.min())} (allowed: 0 and above)")
+        raise UserError(f"texts_or_blocks: the token id {int(blocks.min())} is negative. Give ids of 0 and above.")
     return blocks.long()

@@ -1,4 +1,4 @@
-"""The largest singular value of a function's Jacobian, without the matrix: from products with it and its transpose."""
+"""Find the largest singular value of a function's Jacobian from products with the Jacobian and its transpose."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class SpectralNorm:
 
 
 class Jacobian:
-    """The Jacobian J of ``function`` at ``x`` as a linear map, from one forward pass whose graph is kept.
+    """The Jacobian J of ``function`` at ``x`` as a linear map. One forward pass makes the graph, which Lamina keeps.
 
-    J^T u is a backward pass. J v is the derivative of J^T u, which is linear in u, along v: a backward pass through the
-    backward pass. So every operation needs a second derivative, none a forward-mode one, which the fused attention
-    kernels lack on CPU. They also lack the second derivative: run attention eagerly.
+    J^T u is a backward pass. J^T u is linear in u, so J v is its derivative along v: a backward pass through the
+    backward pass. So every operation needs a second derivative, but no forward-mode derivative. On CPU, the fused
+    attention kernels lack both, so run attention eagerly.
 
-    ``function`` keeps the shape of ``x`` or not; ``x`` is floating point and nothing else of the function is varied.
+    The output of ``function`` may have another shape than ``x``. ``x`` is floating point, and all other inputs stay
+    fixed.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor):
@@ -67,11 +68,11 @@ class Jacobian:
         """Compute ||J - identity * I||_2.
 
         Args:
-            identity: how many times the identity is subtracted; 1 for the distance to the identity.
-            batch_dims: the first dimensions of x are independent problems, solved at once: 1 for a batch of sequences.
-                Only if no output depends on the input of another.
-            tolerance: stops when the residual, relative to the norm, is below it.
-            iterations: stops there otherwise.
+            identity: the multiple of the identity that Lamina subtracts; 1 gives the distance to the identity.
+            batch_dims: the number of leading dimensions of x that index independent problems, such as 1 for a batch of
+                sequences. No output may depend on another problem's input.
+            tolerance: the search stops when the residual, relative to the norm, is below this value.
+            iterations: the largest number of iterations.
 
         Raises UserError if the Jacobian isn't finite.
         """
@@ -97,7 +98,7 @@ class Jacobian:
 
 @contextmanager
 def _second_derivatives() -> Iterator[None]:
-    """Raise one UserError in place of PyTorch's errors if an operation of the model has no second derivative."""
+    """Raise a UserError in place of PyTorch's errors if an operation of the model has no second derivative."""
     try:
         yield
     except RuntimeError as error:
@@ -106,7 +107,10 @@ def _second_derivatives() -> Iterator[None]:
         signs = ("derivative", "double backward", "differentiate twice", "not have been used in the graph")
         # Where an operation has no derivative at all, PyTorch raises NotImplementedError, a RuntimeError.
         if isinstance(error, NotImplementedError) or any(sign in text for sign in signs):
-            raise UserError(f"the Jacobian needs second derivatives, and the model has none: {text[:200]}") from error
+            raise UserError(
+                f"the Jacobian needs second derivatives, and an operation of the model has none ({text[:200]}). "
+                "Choose another model."
+            ) from error
         raise
 
 
@@ -125,11 +129,12 @@ def largest_singular_value(
     tolerance: float = 1e-2,
     iterations: int = 100,
 ) -> SpectralNorm:
-    """Find a linear map's largest singular value by Lanczos bidiagonalization (Golub and Kahan 1965) from ``start``.
+    """Find a linear map's largest singular value by Lanczos bidiagonalization (Golub and Kahan 1965), beginning at
+    ``start``.
 
-    Takes the power iteration's products, but the norm over all vectors so far, not over the last alone. That needs far
-    fewer where the singular values lie close together, as they do near the identity. All 2 * iterations vectors are
-    kept and made orthogonal again. Accumulates in float64 at the size of the small matrix only.
+    The products are the power iteration's, but the norm comes from all vectors so far, not only from the last vector.
+    If the singular values are close together, as near the identity, this needs far fewer products. Lamina keeps all 2 *
+    iterations vectors and orthogonalizes them again. Only the small matrix is in float64.
     """
     number("tolerance", tolerance, 0.0, open_low=True)
     whole_number("iterations", iterations)
@@ -180,7 +185,10 @@ def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[t
     diagonal, above = torch.stack(alpha, dim=-1), torch.stack(beta, dim=-1)
     matrix = torch.diag_embed(diagonal) + torch.diag_embed(above[:, :-1], offset=1)
     if not bool(matrix.isfinite().all()):
-        raise UserError("the Jacobian is not finite: the model's weights or its states hold NaN or infinity")
+        raise UserError(
+            "the Jacobian is not finite, because the model's weights or states hold NaN or infinity. Choose "
+            "another checkpoint."
+        )
     u, s, _ = torch.linalg.svd(matrix)
     residual = above[:, -1] * u[:, -1, 0].abs()
     return s[:, 0], torch.where(s[:, 0] > 0, residual / s[:, 0], torch.zeros_like(residual))
@@ -190,8 +198,8 @@ def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[t
 class Wiring:
     """The numbers of a sub-layer y = C(skip_scale * s + out_scale * B(F(pre_scale * A(x)))) on its residual path.
 
-    Gains of A, B and C are root mean squares over the channels, None without such a norm; ``path_scale`` is
-    gain of C * skip_scale, [channels] or one number: the numerator of the path's Jacobian.
+    The gains of A, B and C are root mean squares over the channels, or None if there is no such norm. ``path_scale`` is
+    C's gain times skip_scale ([channels] or one number), the numerator of the path's Jacobian.
     """
 
     skip: str = "stream"  # stream | block_input | both
@@ -208,12 +216,13 @@ class Wiring:
 def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | float]) -> torch.Tensor:
     """Compute the residual path's Jacobian norm through one block from the standard deviations at its post-norms.
 
-    A norm on the path multiplies by gain / sigma (FuseNorm Eq 16: 1 / sigma), the skip by its scale; two norms on a
-    Post-LN block's path give sigma^-2, one on FuseNorm's sigma^-1 (FuseNorm Eq 10 and 11). Each channel is followed
-    separately, and the largest is the block's; the direction that a norm removes is left out, as in the papers.
+    A norm on the path multiplies by gain / sigma (FuseNorm Eq 16: 1 / sigma), and the skip multiplies by its scale. A
+    Post-LN block has two norms on its path, which give sigma^-2; FuseNorm has one, which gives sigma^-1 (FuseNorm Eq 10
+    and 11). Lamina computes each channel separately and returns the largest. As in the papers, it leaves out the
+    direction that a norm removes.
 
-    ``sigmas``: one per sub-layer, numbers or tensors [...], not read if the sub-layer has no norm on its sum.
-    Returns a float64 tensor of their shape.
+    ``sigmas`` has one number or tensor [...] per sub-layer; Lamina ignores it if the sub-layer has no norm on its sum.
+    Returns a float64 tensor of the same shape.
     """
     through = torch.ones(1, dtype=torch.float64)
     for wiring, sigma in zip(wirings, sigmas, strict=True):
@@ -227,9 +236,9 @@ def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | floa
 def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[list[float]]:
     """Return the standard deviation of every sub-layer's sum, from gains and scales alone (Keel Eq 14-19).
 
-    As in the paper, attention and feed-forward keep the scale of what they read, and skip and branch are uncorrelated:
-    sigma^2 = (alpha * scale of the skip)^2 + (scale of the branch)^2. With the gains g at the outer norms and at
-    the inner one that is g_{l-1,1}^2 alpha^2 + g_{l,2}^2. ``start``: the root mean square of x^0.
+    As in the paper, attention and feed-forward keep the scale of their input, and skip and branch are uncorrelated:
+    sigma^2 = (alpha * scale of the skip)^2 + (scale of the branch)^2. With the gains g of the outer and inner norms,
+    sigma^2 is g_{l-1,1}^2 alpha^2 + g_{l,2}^2. ``start`` is the root mean square of x^0.
     """
     sigmas, stream = [], start
     for layer in layers:
@@ -247,7 +256,9 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
 
 
 def wirings_of(site: LayerSite) -> list[Wiring]:
-    """Return the wirings of a layer's sub-layers: a Lamina model's skips and scales, or plain ones of other models."""
+    """Return the wirings of a layer's sub-layers: a Lamina model's skips and scales, or plain skips for other
+    models.
+    """
     return [_wiring(site, sublayer) for sublayer in site.sublayers]
 
 
@@ -295,11 +306,13 @@ def largest_gain(norm: NormSite) -> float:
 def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return a norm's divisor for each token, [...], from its input [..., channels], without epsilon; float32 at least.
 
-    The root mean square, or the standard deviation if the norm subtracts the mean; of a norm over groups of channels
-    the smallest group's, which has the largest Jacobian.
+    The divisor is the root mean square, or the standard deviation if the norm subtracts the mean. For a norm over
+    groups of channels, it is the smallest group's divisor, which has the largest Jacobian.
     """
     if not getattr(module, "divides", True):  # Lamina's l2, DyT, Derf
-        raise UserError(f"bounds: {type(module).__name__} divides by no root mean square (allowed: norms that do)")
+        raise UserError(
+            f"bounds: {type(module).__name__} divides by no root mean square. Choose a model with norms that do."
+        )
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     groups = int(getattr(module, "groups", 1))
     x = x.unflatten(-1, (groups, -1))

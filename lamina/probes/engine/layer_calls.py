@@ -1,4 +1,4 @@
-"""Calls of single layers on the hidden states of a real forward pass, for Jacobians and detached branches."""
+"""Call single layers on the hidden states of a real forward pass, for Jacobians and detached branches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lamina.probes.structure.sites import LayerSite, Point
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One layer's call as the model made it: the stream x^l and all other arguments of the layer.
+    """One call of a layer by the model: the stream x^l and all other arguments of the layer.
 
-    ``calls``: how often each module had run before the layer, so that points match the same call.
+    ``calls`` has the number of times that each module ran before the layer, so that points match the same call.
     """
 
     site: LayerSite
@@ -44,7 +44,7 @@ class LayerCall:
             return stream_of(self.site.module(*args, **kwargs))
 
     def residual_path(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the same value, but with gradients through the skips alone."""
+        """Return the same value as the call, but with gradients only through the skips."""
         points = {index: sublayer.contribution for index, sublayer in enumerate(self.site.sublayers)}
         with intercept(points, lambda key, tensor: tensor.detach(), calls=self.calls):
             return self(x)
@@ -56,7 +56,7 @@ class LayerCall:
             return self(x), tensors
 
     def between(self, start: Point, end: Point, y: torch.Tensor) -> torch.Tensor:
-        """Return the tensor at ``end`` for ``y`` in place of the tensor at ``start``; the stream does not change."""
+        """Return the tensor at ``end`` if ``y`` replaces the tensor at ``start``; the stream does not change."""
         ends: list[torch.Tensor] = []
         points = {"start": start, "end": end}
         with intercept(points, lambda key, tensor: y if key == "start" else ends.append(tensor), calls=self.calls):
@@ -66,9 +66,9 @@ class LayerCall:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Turn off the gradients of all parameters, so that graphs hold only what the states need.
+    """Turn off the gradients of all parameters, so that graphs hold only the states' part.
 
-    16-bit parameters become float32 meanwhile: products with a Jacobian need more than three digits.
+    Meanwhile, 16-bit parameters become float32, since products with a Jacobian need more than three digits.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     small = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
@@ -86,7 +86,9 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> list[LayerCall]:
-    """Record every layer's call in one forward pass. Use a short input: its states x^0 ... x^(N-1) are kept."""
+    """Record every layer's call in one forward pass. Use a short input, since memory holds its states x^0 ...
+    x^(N-1).
+    """
     sites: dict[nn.Module, dict[int, LayerSite]] = {}
     for site in context.structure.layers:
         sites.setdefault(site.module, {})[site.call] = site
@@ -118,16 +120,17 @@ def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> 
 
 
 class ShortProbe(Probe):
-    """A costly probe, of ``sequences`` inputs of ``tokens`` tokens each (0: all).
+    """A costly probe, which measures ``sequences`` inputs of ``tokens`` tokens each (0: all).
 
-    By default all of the user's own text, and 1 sequence of 32 tokens of a corpus. Raises UserError for a wrong count.
+    The default is all of the user's own text, or 1 sequence of 32 tokens of a corpus. Raises UserError for an invalid
+    count.
     """
 
     def __init__(self, sequences: int | None, tokens: int | None):
         self._sequences = check_most(self.name, "sequences", sequences)
         self._tokens = check_most(self.name, "tokens", tokens)
         if self._tokens == 1:
-            raise UserError(f"{self.name}: option 'tokens' is 1 (allowed: a whole number of at least 2, 0 for all)")
+            raise UserError(f"{self.name}: option 'tokens' is 1. Give a whole number of at least 2, or 0 for all.")
         self.inputs: list[dict[str, torch.Tensor]] = []
 
     def measured(self, context: Context) -> Sample:
@@ -139,7 +142,7 @@ class ShortProbe(Probe):
         return min(context.tokens(sequences), sequences * (tokens or math.inf))
 
     def take(self, context: Context) -> None:
-        """Set ``inputs``: one batch of short inputs if both limits are set, or else one sequence each."""
+        """Set ``inputs``: one batch of short inputs if both limits are set, or else batches of one sequence."""
         sequences, tokens = self._most(context)
         if sequences and tokens:
             self.inputs = [short_inputs(context, sequences, tokens)]
@@ -179,5 +182,5 @@ def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, tor
             break
     length = min(len(row["input_ids"]) for row in rows)
     if length < 2:
-        raise UserError(f"texts: one has {length} token. Give at least 2.")
+        raise UserError(f"texts: a text has {length} token. Give texts of at least 2 tokens.")
     return {name: torch.stack([row[name][:length] for row in rows]).to(context.device) for name in rows[0]}

@@ -1,4 +1,4 @@
-"""The loss of a language model, on next tokens or on masked tokens."""
+"""Compute the loss of a language model, on next tokens or on masked tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ MASKED_SHARE = 0.15
 
 
 def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
-    """Return whether no token's output depends on a later one; ``ids`` [sequences, tokens]. Cached per model.
+    """Return whether no token's output depends on a later token; ``ids`` is [sequences, tokens]. Lamina caches the
+    answer per model.
 
-    Decided by the gradient of the outputs with respect to the last token's embedding; if a model has no such
-    gradient, by changing the last token. Both are compared with the effect of the last token on its own output, so that
+    Lamina uses the gradient of the outputs with respect to the last token's embedding or, if a model has no such
+    gradient, a change of the last token. It compares the result with the last token's effect on its own output, so that
     rounding does not count.
     """
     if model not in _causal:
@@ -85,7 +86,8 @@ def _share(before: float, own: float) -> float:
 def token_losses(
     model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> torch.Tensor:
-    """Return each predicted token's cross-entropy, [batch, predicted]: next tokens, or as many masked ones per row.
+    """Return each predicted token's cross-entropy, [batch, predicted]: for next tokens, or for equally many masked
+    tokens per row.
 
     Raises UserError if the model predicts no tokens, or its mask token is unknown.
     """
@@ -93,7 +95,7 @@ def token_losses(
     head = getattr(model, "get_output_embeddings", None)
     if ids is None or head is None or head() is None:
         raise UserError(
-            f"loss: {type(model).__name__} has no head that predicts tokens (allowed: a causal or masked model)"
+            f"loss: {type(model).__name__} has no head that predicts tokens. Choose a causal or masked language model."
         )
     if is_causal(model, ids):
         logits, targets = logits_of(forward(model, inputs))[:, :-1].float(), ids[:, 1:]
@@ -114,12 +116,12 @@ def logits_of(output: Output) -> torch.Tensor:
     """Return the logits [batch, tokens, vocabulary] of a model's output. Raises UserError if it has none."""
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor):
-        raise UserError(f"loss: {type(output).__name__} holds no logits (allowed: a causal or masked model)")
+        raise UserError(f"loss: {type(output).__name__} holds no logits. Choose a causal or masked language model.")
     return logits
 
 
 def masked_positions(tokens: int) -> torch.Tensor:
-    """Choose the positions to mask in a sequence: 15 %, the same ones each time, never the first or last."""
+    """Choose the positions to mask in a sequence: 15 %, the same positions each time, never the first or last."""
     count = max(1, round(tokens * MASKED_SHARE))
     order = torch.randperm(max(tokens - 2, 1), generator=torch.Generator().manual_seed(0)) + (1 if tokens > 2 else 0)
     return order[:count].sort().values

@@ -1,4 +1,4 @@
-"""`lamina.probe`: measures a model or a checkpoint, and returns one DataFrame per probe."""
+"""`lamina.probe`: measure a model or a checkpoint, and return one DataFrame per probe."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def run(
     starting: Callable[[str], None] = lambda name: None,
     sampled: bool = True,
 ) -> dict[str, pd.DataFrame]:
-    """Run the probes; returns their frames by name. ``done`` is called as soon as a probe has its frame.
+    """Run the probes and return their frames by name. Lamina calls ``done`` as soon as a probe has its frame.
 
     The forward passes stop once each probe's relative standard error is at most ``tolerance`` (0: never). Without
-    ``strict`` a probe that does not apply to the model is left out with a note. ``broken`` gets a probe that failed,
-    or whose frame ``done`` could not take, with the exception, and the others continue; without ``broken`` the
-    exception is raised. ``done`` gets the seconds of a probe's own work, in the shared forward passes and after them.
-    ``estimated`` gets the expected seconds by probe and of the passes ("forward passes") before anything runs, and
-    ``starting`` the name of whatever begins. Cheap probes come first. With ``sampled`` the frames have the columns
-    ``sequences`` and ``tokens``: how much a row was measured on.
+    ``strict``, Lamina skips a probe that does not apply to the model, with a note. If a probe fails, or ``done`` raises
+    an error, ``broken`` gets the probe and the exception, and the others continue; without ``broken``, Lamina raises
+    the exception. ``done`` gets the seconds of a probe's own work, in the shared forward passes and after them. Before
+    anything runs, ``estimated`` gets the expected seconds by probe and of the "forward passes". ``starting`` gets the
+    name of each part that begins. Cheap probes come first. With ``sampled``, the frames have the columns ``sequences``
+    and ``tokens``, the size of each row's sample.
 
     Raises:
         UserError: a probe does not apply to the model (with ``strict``), or lacks what it needs.
@@ -74,9 +74,11 @@ def run(
     for probe in probes:
         with _attempted(context, probe, broken):
             if "tokens" in probe.needs and not context.reads_tokens:
-                raise UserError(f"{probe.name}: needs a text model (allowed: other probes)")
+                raise UserError(f"{probe.name}: this probe needs a text model. Choose other probes.")
             if context.structure.carries_more and not probe.of_streams:
-                raise UserError(f"{probe.name}: follows one stream alone (allowed: the other probes)")
+                raise UserError(
+                    f"{probe.name}: follows one stream, and this model passes on more. Choose other probes."
+                )
             began = time.monotonic()
             probe.begin(context)
             seconds[probe] = time.monotonic() - began
@@ -133,7 +135,7 @@ def _with_sample(context: Context, probe: Probe, frame: pd.DataFrame) -> pd.Data
     if "sequences" in frame and len(frame):
         sequences, available = max(frame["sequences"].tolist()), sample_of(context.batches).sequences
         if 0 < sequences < available:
-            context.notes.append(f"{probe.name}: measured on {sequences} of {available} sequences.")
+            context.notes.append(f"{probe.name}: Lamina measured {sequences} of {available} sequences.")
     return frame
 
 
@@ -188,7 +190,7 @@ def probe(
             measures all of them, unless you set ``sequences`` or an option of the probe. By default, Lamina reads the
             setting ``corpus``. In the result, the columns ``sequences`` and ``tokens`` give the size of each row's
             sample.
-        tokenizer: for texts; by default the checkpoint's.
+        tokenizer: the tokenizer for texts (default: the checkpoint's).
         settings: settings of `lamina probe`: sequence_length, sequences, batch_size, tolerance, layers, corpus, ...
 
     Raises:
@@ -206,7 +208,7 @@ def probe(
 def measure(
     context: Context, probes: Sequence[Probe], settings: ProbeSettings, *, strict: bool = True, sampled: bool = True
 ) -> dict[str, pd.DataFrame]:
-    """Run the probes with the model in evaluation mode. For ``strict`` and ``sampled`` see ``run``."""
+    """Run the probes with the model in evaluation mode. ``run`` documents ``strict`` and ``sampled``."""
     for warning in context.warnings:
         logger.warning(warning)
     with evaluating(context.model):
@@ -226,9 +228,10 @@ def make_context(
     *,
     sample: bool = False,
 ) -> Context:
-    """Load the model, find its layers, read its inputs. Raises UserError.
+    """Load the model, find its layers, and read the inputs. Raises UserError.
 
-    ``sample``: the inputs are Lamina's sample of a corpus, not the user's own, which probes measure whole.
+    ``sample`` says that the inputs are Lamina's sample of a corpus. Otherwise they are the user's own, and probes
+    measure all of them.
     """
     loaded = _loaded(model_or_path, settings)
     model, notes = loaded.model, list(loaded.notes)
@@ -284,7 +287,7 @@ def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> L
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Raise UserError naming the first weight without values."""
+    """Raise UserError that names the first weight without values."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UserError(f"model: the weight {name!r} is on the meta device. Load its weights first.")
@@ -309,16 +312,16 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         raise UserError(
-            f"model: {type(model).__name__} could not be run on {', '.join(tiny)} alone: {text} (allowed: a model of "
-            "one tower, a decoder, an encoder or a vision model)"
+            f"model: {type(model).__name__} does not run on {', '.join(tiny)} alone ({text}). Choose a decoder, an "
+            "encoder or a vision model."
         ) from error
     return find_structure(model, tiny, layers=layers)
 
 
 def new_head(model: nn.Module, structure: Structure) -> list[str]:
-    """Return the new weights outside the base model: those of a head that the checkpoint does not have.
+    """Return the new weights outside the base model, which belong to a head that the checkpoint does not have.
 
-    Raises UserError if the embedding is among them: then no state is the model's own.
+    Raises UserError if the embedding is among them, since then every hidden state is random.
     """
     named = dict(model.named_parameters())
     read = {name for name, parameter in named.items() if getattr(parameter, _READ, False)}
@@ -326,7 +329,7 @@ def new_head(model: nn.Module, structure: Structure) -> list[str]:
     embedding = set() if structure.embedding is None else {id(p) for p in structure.embedding.parameters()}
     for name in new:
         if id(named[name]) in embedding:
-            raise UserError(f"checkpoint: the embedding {name!r} is missing. Choose a complete checkpoint")
+            raise UserError(f"checkpoint: the embedding {name!r} is missing. Choose a complete checkpoint.")
     base = getattr(model, "base_model", model)
     inside = set(map(id, base.parameters() if isinstance(base, nn.Module) else named.values()))
     return [name for name in new if id(named[name]) not in inside]

@@ -28,7 +28,7 @@ class ProbeSettings(
     ThreadSettings,
     OutputSettings,
 ):
-    """What to probe, with which probes, on which text."""
+    """The model, the probes and the text of `lamina probe`."""
 
     command_name = "probe"
     main = (

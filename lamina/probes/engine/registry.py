@@ -1,4 +1,4 @@
-"""The base class and the registry of probes: one file per probe; no other code knows their names."""
+"""The base class and the registry of probes. Each probe is one file, and no other code knows the probes' names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROBES = Path(__file__).parents[1]  # one file each
 
 
 class Sample(NamedTuple):
-    """The number of sequences (or images) and of tokens measured; weights and images have no tokens."""
+    """The number of measured sequences (or images) and tokens; weights and images have no tokens."""
 
     sequences: int
     tokens: int
@@ -52,20 +52,20 @@ def sample_of(batches: Iterable[Mapping[str, torch.Tensor]]) -> Sample:
 class Probe(ABC):
     """A measurement of a model's layers. ``@probe`` registers a subclass, whose ``__init__`` takes its options.
 
-    A probe that streams names the tensors that it watches in ``points``: the engine runs the forward passes once for
-    all such probes, hands over each watched tensor as it appears (``see``) and keeps none of them. Other work is done
-    in ``finish``. A probe may do both. It should not keep the states of all layers unless it has to.
+    A streaming probe names the tensors to watch in ``points``. The engine runs the forward passes once for all
+    streaming probes, gives each watched tensor to ``see`` as it appears, and keeps none of them. A probe may also do
+    work in ``finish``. It should not keep the states of all layers unless it has to.
 
     Attributes:
-        name: its name on the command line.
-        title: the heading of its section on the page.
-        summary: one sentence for `lamina probe --help`: what it measures.
-        source: the paper and the equation or figure that define it.
-        needs: what the forward passes must offer: "logits" (the whole model is run, with its head), "tokens" (the
-            model reads token ids).
-        of_streams: whether it also measures a model that passes on several streams, or earlier states, or what of it
-            needs no single stream; a note then says what it left out.
-        over_steps: the metrics that a run's page draws over its steps, if the probe is scheduled (empty: all).
+        name: the probe's name on the command line.
+        title: the heading of the probe's section on the page.
+        summary: one sentence for `lamina probe --help` on what the probe measures.
+        source: the paper, and the equation or figure that defines the measurement.
+        needs: requirements of the forward passes: "logits" (the model runs with its head), "tokens" (the model reads
+            token ids).
+        of_streams: whether the probe also measures models that pass on several streams or earlier states. It may leave
+            out the parts that need a single stream, with a note.
+        over_steps: the metrics that a run's page draws over the steps if the probe is scheduled (empty: all).
     """
 
     name: ClassVar[str]
@@ -79,15 +79,17 @@ class Probe(ABC):
     def cost(self, context: Context) -> float:
         """Return the cost of the probe's own work, in tokens' forward passes of the whole model.
 
-        An estimate: probes run in ascending order of cost, and the remaining time is estimated from it.
+        This is an estimate. Probes run in ascending order of cost, and Lamina estimates the remaining time from it.
         """
         return 0.0
 
     def begin(self, context: Context) -> None:
-        """Prepare, once, before the forward passes. Raises UserError if the probe does not apply to the model."""
+        """Prepare the probe once, before the forward passes. Raises UserError if the probe does not apply to
+        the model.
+        """
 
     def points(self) -> Mapping[Any, Point]:
-        """Return the tensors to watch in each forward pass, under keys of the probe's choice."""
+        """Return the tensors to watch in each forward pass, by keys that the probe chooses."""
         return {}
 
     def see(self, key: Any, value: torch.Tensor) -> None:
@@ -99,20 +101,20 @@ class Probe(ABC):
     def standard_error(self) -> float | None:
         """Return the page's largest relative standard error; None if its numbers are not averages over text.
 
-        Infinite while there are too few inputs. The forward passes stop once every probe's is small enough.
+        It is infinite while there are too few inputs. The forward passes stop when every probe's error is small enough.
         """
         return None
 
     def measured(self, context: Context) -> Sample | None:
-        """Return how much was measured, for the frame's columns ``sequences`` and ``tokens``.
+        """Return the size of the measured sample, for the frame's columns ``sequences`` and ``tokens``.
 
-        None if that is not known, or not the same in all rows (``finish`` may make the columns itself).
+        Return None if it is unknown or differs between rows (``finish`` may make the columns itself).
         """
         return sample_of(context.batches[: context.forwards]) if self.streams else None
 
     @property
     def streams(self) -> bool:
-        """Whether it takes part in the shared forward passes."""
+        """Whether the probe takes part in the shared forward passes."""
         return bool(self.points()) or type(self).end_batch is not Probe.end_batch
 
     @abstractmethod
@@ -129,12 +131,12 @@ class Probe(ABC):
 
 
 def check_most(name: str, option: str, value: object) -> int | None:
-    """Check a probe's option for how much it measures: 0 for all, None for its default (``Context.most``).
+    """Check an option that limits how much a probe measures: 0 for all, None for the default (``Context.most``).
 
     Raises UserError for an invalid count.
     """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise UserError(f"{name}: option {option!r} is {value!r} (allowed: a whole number, 0 for all)")
+        raise UserError(f"{name}: option {option!r} is {value!r}. Give a whole number, or 0 for all.")
     return value
 
 
@@ -188,7 +190,7 @@ def make_all(chosen: str | Iterable[str | Probe]) -> list[Probe]:
         chosen = specs.split(chosen, "probe")
     probes = [p for spec in chosen for p in ([make(n) for n in names()] if spec == "all" else [make(spec)])]
     if not probes:
-        raise UserError(f"probes: none given (allowed: all, {', '.join(names())})")
+        raise UserError(f"probes: none is given (allowed: all, {', '.join(names())})")
     for name, count in Counter(probe.name for probe in probes).items():
         if count > 1:
             raise UserError(f"probes: {name!r} is given twice. Give it once.")
@@ -197,7 +199,9 @@ def make_all(chosen: str | Iterable[str | Probe]) -> list[Probe]:
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """A probe's description; ``options`` has defaults as written, an empty ``over_steps`` stands for all metrics."""
+    """A probe's description. ``options`` has the defaults as the file writes them; an empty ``over_steps`` means all
+    metrics.
+    """
 
     name: str
     title: str
@@ -215,7 +219,7 @@ def listed() -> dict[str, Listed]:
 
 
 def check_probes(chosen: str) -> None:
-    """Raise UserError for a name or an option that no listed probe has; the user's own probes are left to the job."""
+    """Raise UserError for a name or an option that no listed probe has. The job checks the user's own probes."""
     for spec in specs.split(chosen, "probe"):
         if spec != "all":
             check_probe(spec)
@@ -263,7 +267,7 @@ def _options(node: ast.ClassDef) -> dict[str, str]:
 
 
 def listing(*, full: bool = False) -> str:
-    """Return the probes, one sentence each; with ``full``, also their options and sources. Loads no torch."""
+    """Return the probes with one sentence each; with ``full``, also their options and sources. This loads no torch."""
     lines = []
     for probe in listed().values():
         if not full:

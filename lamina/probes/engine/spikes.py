@@ -1,4 +1,4 @@
-"""Counting of the spikes in a run's loss or gradient norm."""
+"""Count the spikes in a run's loss or gradient norm."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def spikes(
 ) -> np.ndarray:
     """Mark the spikes in a run's series: a boolean array [values].
 
-    A value is a spike if it is at least ``sigmas`` standard deviations (divisor: their number) above the mean of the
-    ``window`` values before it. The window excludes the value itself, which could otherwise never be a
-    spike of a short window. The first ``fewest`` values have too few before them to be judged. NaN and infinity are
-    spikes and enter no window; after equal values, any larger one is a spike.
+    A value is a spike if it is at least ``sigmas`` standard deviations (divisor n) above the mean of the ``window``
+    values before it. The window excludes the value itself, because in a short window it could otherwise never be a
+    spike. Lamina does not judge the first ``fewest`` values. NaN and infinity are spikes, and windows leave them out.
+    After equal values, any larger value is a spike.
     """
     values = np.asarray(list(series), dtype=np.float64)
     spike = ~np.isfinite(values)
@@ -38,7 +38,8 @@ def spikes(
 
 
 def surges(series: Iterable[float]) -> np.ndarray:
-    """Mark the surges in a series, a boolean array [values]: for runs of a hundred steps, too few for ``spikes``.
+    """Mark the surges in a series: a boolean array [values]. Use it for runs of a hundred steps, which are too short
+    for ``spikes``.
 
     A value is a surge if it is more than 3 times the median of the 20 finite values before it (of at least 10), or not
     finite.
@@ -55,12 +56,12 @@ def surges(series: Iterable[float]) -> np.ndarray:
 def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
     """Return the share of ``spikes`` and the number of values of "loss" and "grad_norm" in a run's metrics.jsonl.
 
-    OLMo 2 (arXiv 2501.00656, Sec 3.1) defines the score as the percentage of values at least seven standard deviations
-    away from a rolling average of the last 1,000; this counts those above it, since a loss that falls fast is no spike,
-    and gives the share, not the percentage.
+    OLMo 2 (arXiv 2501.00656, Sec 3.1) defines the score as the percentage of values that are at least seven standard
+    deviations away from a rolling average of the last 1,000. Lamina counts only values above the average, since a fast
+    fall of the loss is no spike, and returns the share, not the percentage.
 
-    A last line that was cut off is left out, and of a step logged twice (a resumed run) the later line counts. A series
-    that was not logged is absent; without the file the result is empty.
+    Lamina leaves out an incomplete last line. If a step is logged twice (a resumed run), the later line counts. A
+    series that the run did not log is absent. Without the file, the result is empty.
     """
     scores: dict[str, dict[int, float]] = {"loss": {}, "grad_norm": {}}
     for record in RunFolder(run).metrics:

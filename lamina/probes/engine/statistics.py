@@ -10,7 +10,7 @@ import torch
 
 
 def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
-    """Return the mean over independent samples [samples] and its standard error, NaN of a single one."""
+    """Return the mean over independent samples [samples] and its standard error (NaN for a single sample)."""
     error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else math.nan
     return float(values.mean()), error
 
@@ -18,8 +18,8 @@ def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
 class Running:
     """Mean and standard error of a tensor's values over independent samples (sequences), in float64, in one pass.
 
-    ``add`` takes [samples, ...]; the remaining shape is that of the mean. Welford's update in Chan's form for
-    batches, so large means lose nothing.
+    ``add`` takes [samples, ...]; the mean has the remaining shape. It uses Welford's update in Chan's form for batches,
+    so large means lose no digits.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,9 @@ class Running:
         return (self._squares / (self.count - 1) / self.count).sqrt()
 
     def relative_error(self) -> float:
-        """Return the largest standard error over |mean| where a mean is not 0; infinite below two samples."""
+        """Return the largest ratio of standard error to |mean|, where the mean is not 0; infinite for fewer than two
+        samples.
+        """
         error, mean = self.standard_error, self.mean.abs()
         positive = mean > 0
         if not self.count or math.isinf(float(error.max())):
@@ -61,11 +63,11 @@ class Running:
 
 
 class Ratio:
-    """Sum of totals over sum of counts, one total and one count per sequence, in float64, in one pass.
+    """Sum of totals divided by sum of counts, with one total and one count per sequence, in float64, in one pass.
 
-    The standard error is that of a ratio of two sums over independent sequences (Cochran, Sampling Techniques, Eq
-    2.39): sqrt(k / (k - 1) * sum (total - ratio count)^2) / sum count for k sequences. At equal counts it is the
-    usual one of the mean over sequences.
+    The standard error is for a ratio of two sums over independent sequences (Cochran, Sampling Techniques, Eq 2.39):
+    sqrt(k / (k - 1) * sum (total - ratio count)^2) / sum count for k sequences. With equal counts, it is the usual
+    standard error of the mean over sequences.
     """
 
     def __init__(self) -> None:
@@ -74,7 +76,7 @@ class Ratio:
         self._counts = self._counts_squared = 0.0
 
     def add(self, totals: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add ``totals`` [sequences, ...] and ``counts`` [sequences]; sequences with a count of 0 are left out."""
+        """Add ``totals`` [sequences, ...] and ``counts`` [sequences]. Lamina leaves out sequences with a count of 0."""
         totals, counts = totals.detach().to("cpu", torch.float64), counts.detach().to("cpu", torch.float64)
         totals, counts = totals[counts > 0], counts[counts > 0]
         if not len(counts):
@@ -88,7 +90,7 @@ class Ratio:
 
     @property
     def mean(self) -> torch.Tensor:
-        """The ratio; NaN without any counts."""
+        """The ratio; NaN if there are no counts."""
         return self._totals / (self._counts or math.nan)
 
     @property
@@ -103,9 +105,10 @@ class Ratio:
 
 @dataclass(frozen=True)
 class TokenStates:
-    """A tensor of the forward pass as [sequences, tokens, channels], and which tokens are text.
+    """A tensor of the forward pass as [sequences, tokens, channels], with a mask of the tokens that are text.
 
-    ``x`` is float32 (float64 if the model is), 0 in padding; ``valid`` [sequences, tokens] is None if all are.
+    ``x`` is float32 (float64 if the model is), and 0 in padding. ``valid`` [sequences, tokens] is None if all tokens
+    are text.
     """
 
     x: torch.Tensor
@@ -115,9 +118,9 @@ class TokenStates:
 def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenStates:
     """Reshape a batch's watched tensor to sequences and tokens, with padding zeroed.
 
-    Takes [batch, tokens, channels], with heads before or after the tokens (a norm of queries: each head's part counts
-    as one token), with rows and columns (vision), or flattened to [batch * tokens, channels] (experts). A tensor that
-    fits none of these is one sequence.
+    It accepts [batch, tokens, channels]; heads before or after the tokens (a norm of queries, where each head's part
+    counts as a token); rows and columns (vision); or [batch * tokens, channels] (experts). Any other tensor counts as
+    one sequence.
     """
     x = value.detach()
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
@@ -139,7 +142,9 @@ def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenS
 
 
 def stream_figures(streams: torch.Tensor) -> torch.Tensor:
-    """Return [..., 1 + n] for streams [..., n, width]: the mean cosine of two streams, then each one's mean square."""
+    """Return [..., 1 + n] for streams [..., n, width]: the mean cosine of two streams, then the mean square of each
+    stream.
+    """
     n = streams.shape[-2]
     together = torch.nn.functional.normalize(streams, dim=-1, eps=1e-30).sum(-2).square().sum(-1)  # n + all cosines
     return torch.cat([((together - n) / (n * (n - 1))).unsqueeze(-1), streams.square().mean(-1)], dim=-1)

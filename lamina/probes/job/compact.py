@@ -1,4 +1,4 @@
-"""Preparation of a probe's figure for a page: small at any depth, and with no markup except plotly's plain tags."""
+"""Prepare a probe's figure for a page: keep it small at any depth, and without markup except plotly's plain tags."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _ARRAYS = ("x", "y", "text", "hovertext", "customdata", "ids")
 def compact(figure: go.Figure) -> tuple[go.Figure, str]:
     """Return the figure for a page, and a sentence on what it omits ("" if nothing).
 
-    Heat maps of more than MOST_CELLS rows or columns, figures of more than MOST_LINES lines and lines of more than
-    MOST_POINTS points are thinned evenly; the first and the last are kept. Texts (tokens, module names) are defused.
+    Lamina thins heat maps of more than MOST_CELLS rows or columns, figures of more than MOST_LINES lines, and lines of
+    more than MOST_POINTS points. It keeps evenly spaced entries, with the first and the last. It escapes texts such as
+    tokens and module names.
     """
     traces: list[Json] = [defuse(unpack(trace.to_plotly_json())) for trace in cast("Any", figure.data)]
     reduced: list[str] = []
@@ -56,7 +57,7 @@ def defuse(value: object) -> Any:
 
 
 def unpack(value: object) -> Any:
-    """Return the value with the arrays that plotly's JSON packs as {"dtype", "bdata", "shape"} unpacked."""
+    """Return the value, in which the arrays that plotly's JSON packs as {"dtype", "bdata", "shape"} are unpacked."""
     if isinstance(value, dict):
         if "bdata" in value and "dtype" in value:
             flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=np.dtype(str(value["dtype"])))

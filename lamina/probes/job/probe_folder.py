@@ -1,4 +1,4 @@
-"""`lamina probe`: measures a checkpoint, and writes a folder with a table and figures for each probe."""
+"""`lamina probe`: measure a checkpoint, and write a folder with a table and figures for each probe."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def probe_folder(
 ) -> Json:
     """Measure a checkpoint and write the folder ``settings.output``; returns the content of result.json.
 
-    ``settings`` are a whole record, or the user's values by name. Each probe's table, figures and sentences are written
-    as soon as it has them. With ``resume``, finished probes are not run again. A probe that cannot measure the model is
-    skipped, with the reason.
+    ``settings`` are a whole record, or the user's values by name. Lamina writes each probe's table, figures and
+    sentences as soon as the probe has ended. With ``resume``, it skips finished probes. It also skips a probe that
+    cannot measure the model, and records the reason.
 
     Raises:
         UserError: for invalid settings, a checkpoint or a corpus that can't be read, an output folder in use.
-        OSError: the disk is full; finished probes are kept.
-        KeyboardInterrupt: after result.json says `interrupted`; finished probes are kept.
+        OSError: the disk is full; Lamina keeps finished probes.
+        KeyboardInterrupt: after result.json has the status `interrupted`; Lamina keeps finished probes.
     """
     job = open_job(
         Kind.PROBING,
@@ -81,7 +81,7 @@ def probe_folder(
     complete = job.settings
     if not complete.checkpoint:
         raise UserError(
-            "checkpoint: none given. Give a model's folder, a run's folder, a .gguf file, or a name on the hub."
+            "checkpoint: none is given. Give a model's folder, a run's folder, a .gguf file, or a name on the hub."
         )
     probes = registry.make_all(complete.probes)
     specs = spec_by_name(complete.probes)
@@ -122,9 +122,10 @@ def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
 
 
 class Measuring:
-    """A checkpoint and its inputs, loaded on creation; ``run`` measures and writes.
+    """A checkpoint and its inputs, which the constructor loads; ``run`` measures and writes.
 
-    ``specs`` are the requested probes as the user wrote them, by name; ``done`` are the results already in the folder.
+    ``specs`` has the requested probes as the user wrote them, by name; ``done`` has the results that are already in the
+    folder.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Measuring:
         self._noted = len(self.context.notes)
 
     def run(self, folder: Path) -> Json:
-        """Measure, write, and return the content of result.json; errors as in ``probe_folder``."""
+        """Measure, write, and return the content of result.json. The errors are as in ``probe_folder``."""
         self.folder = folder
         (folder / "figures").mkdir(exist_ok=True)
         self._write(*_RUNNING)
@@ -257,10 +258,11 @@ class Measuring:
 
 
 class Bars:
-    """``Context.progress`` as one progress bar at a time, with the time left for all probes.
+    """Show ``Context.progress`` as one progress bar at a time, with the time left for all probes.
 
-    ``plan`` gets the expected seconds of each probe and of the forward passes; ``start`` gets what begins. The time
-    left is that of the unfinished parts in the plan, times the actual over the planned time of the finished ones.
+    ``plan`` gets the expected seconds of each probe and of the forward passes; ``start`` gets the name of the part that
+    begins. The time left is the plan for the unfinished parts, times the ratio of actual to planned time of the
+    finished parts.
     """
 
     def __init__(self, *, show: bool):
@@ -278,7 +280,7 @@ class Bars:
             show_line(f"about {duration(sum(self._plan.values()))} ({parts})")
 
     def start(self, name: str) -> None:
-        """Begin a probe or the forward passes; whatever ran before is finished."""
+        """Begin a probe or the forward passes, and end the part before."""
         if self._running:
             self._finished.append(self._running)
         self._running = name
@@ -309,7 +311,7 @@ class Bars:
 
 
 def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
-    """Return the facts about a model in result.json, found by running it, not looked up by name."""
+    """Return the facts about a model for result.json. Lamina finds them by running the model, not by its name."""
     parameters = list(model.parameters())
     shared = len({id(site.module) for site in structure.layers}) < structure.num_layers
     families: list[str] = []

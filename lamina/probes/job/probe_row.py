@@ -1,4 +1,4 @@
-"""The row of `lamina probe`."""
+"""The catalog entry of `lamina probe`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def listing(*, full: bool = False) -> str:
 
 
 def refused_probe(result: Json) -> bool:
-    """Raise UserError for a probe that was named and could not measure this model; the rest is written."""
+    """Raise UserError for a probe that the user named and that could not measure this model. The other results are
+    already written.
+    """
     if "all" not in str(result["settings"]["probes"]).split(","):
         for name, record in result["probes"].items():
             if record["status"] == "skipped":

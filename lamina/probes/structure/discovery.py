@@ -1,5 +1,5 @@
-"""Discovery of a model's structure from a trace: the calls that are layers, and where each adds which tensor to the
-residual stream.
+"""Find a model's structure in a trace: the calls that are layers, and the tensors that each layer adds to the residual
+stream.
 
 Lamina follows the stream through each layer's call, and marks each tensor as the stream, its norm, or a branch.
 """
@@ -23,7 +23,7 @@ from lamina.probes.structure.tracing import Call, Factor, Op, Trace, trace
 
 @dataclass(eq=False)
 class Branch:
-    """A branch: what one module adds to the stream."""
+    """A branch: the tensor that one module adds to the stream."""
 
     source: Call  # its output, times factor, is what is added
     factor: Factor = None
@@ -81,9 +81,10 @@ class _Sum:
 
 
 class TracedLayer:
-    """The stream followed through one call: what is added to it, and where; norms are kept by the id of their call.
+    """The stream's path through one call: the tensors that the call adds, and where. Norms are stored by the id of
+    their call.
 
-    ``describe=False`` follows it only far enough to know what is added.
+    ``describe=False`` follows the stream only far enough to find the added tensors.
     """
 
     def __init__(self, call: Call, record: Trace, *, describe: bool = True):
@@ -300,7 +301,9 @@ class TracedLayer:
         return None
 
     def entry_of(self, branch: Branch) -> Point | None:
-        """Return the point at which a branch begins: its first module's first input of the stream's shape."""
+        """Return the point at which a branch begins: the first input of its first module that has the stream's
+        shape.
+        """
         first = next(iter(branch.modules), branch.source)
         key = next((key for key, value in first.inputs.items() if self._fits(value)), None)
         return None if key is None else Point(first.module, first.path, "input", first.number, None, key)
@@ -379,13 +382,13 @@ def _has_parameters(call: Call) -> bool:
 
 
 def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, layers: str | None = None) -> Structure:
-    """Find a model's layers by running it once on ``inputs`` (tiny ones: all tensors are held meanwhile).
+    """Find a model's layers in one forward pass on ``inputs``. Keep the inputs tiny, since memory holds all tensors.
 
-    A Lamina model with several streams or a memory declares its layers. ``layers``: the path of the list of layers
-    (``encoder.block``), if they cannot be found, or others are meant.
+    A Lamina model with several streams or a memory declares its layers. ``layers`` is the path of the list of layers
+    (``encoder.block``), if Lamina cannot find them, or if you mean another list.
 
     Raises:
-        UserError: if no layers are found; the message says what was searched for and how to name them.
+        UserError: if Lamina finds no layers; the message says what it searched for and how to name them.
     """
     more = {"use_cache": False} if takes_cache(type(model)) else {}
     with evaluating(model):
@@ -410,8 +413,8 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     others = _outside_chains(chains, calls)
     if others and not layers:
         notes.append(
-            f"{sum(map(len, others))} more layers ({others[0][0].path}, ...) lie outside of the chain that was found "
-            f"at {first.path}; --layers PATH names the list of layers that is meant"
+            f"{sum(map(len, others))} more layers ({others[0][0].path}, ...) are outside the chain that Lamina "
+            f"found at {first.path}. To measure another list of layers, name it with --layers PATH"
         )
     outside = [("other", call.module) for chain in others for call in chain]
     for call in record.calls:  # those that hold layers are left out
@@ -486,7 +489,7 @@ def _declared_layer(index: int, path: str, block: nn.Module, record: Trace) -> L
     return LayerSite(index, block, path, 0, tuple(sublayers), carries_more=True, reads=point)
 
 
-_ONE_OF_MEMORY = "The states are the stream's; the earlier ones that the model remembers are not added to them."
+_ONE_OF_MEMORY = "The states are the stream alone, without the earlier states that the model stores."
 
 
 def _chains(record: Trace) -> list[list[Call]]:
@@ -527,9 +530,9 @@ def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[C
         lengths = ", ".join(str(len(c)) for c in chains[:6]) or "none"
         expected = "of any length" if expected_count is None else f"of {expected_count} (as many as the config has)"
         raise UserError(
-            f"layers: none found in {type(model).__name__}: looked for a chain {expected} of modules that hand one "
-            f"tensor on and add to it; found chains of {lengths} (allowed: --layers PATH, the path of the list of "
-            f"layers{_suggest(model)})"
+            f"layers: none found in {type(model).__name__}. Lamina looked for a chain {expected} of modules that "
+            f"pass one tensor on and add to it, and found chains of {lengths}. Name the list of layers with "
+            f"--layers PATH{_suggest(model)}."
         )
     return best
 
@@ -547,17 +550,17 @@ def _named(model: nn.Module, record: Trace, path: str) -> list[Call]:
         holder = model.get_submodule(path)
     except AttributeError:
         raise UserError(
-            f"layers: no module {path!r} in {type(model).__name__}{_suggest(model, allowed=True)}"
+            f"layers: {type(model).__name__} has no module {path!r}{_suggest(model, allowed=True)}"
         ) from None
     members = {id(m) for m in holder.children()} if isinstance(holder, nn.ModuleList) else {id(holder)}
     calls = [call for call in record.calls if id(call.module) in members]
     calls = [call for call in calls if _stream_input(call, record) is not None and call.output >= 0]
     if not calls:
-        raise UserError(f"layers: the modules of {path!r} are not called on a stream{_suggest(model, allowed=True)}")
+        raise UserError(f"layers: the modules of {path!r} read no residual stream{_suggest(model, allowed=True)}")
     widths = {record.shapes[call.output][-1] for call in calls}
     if len(widths) > 1:
         raise UserError(
-            f"layers: the layers of {path!r} have several widths {sorted(widths)}. Choose layers of one width"
+            f"layers: the layers of {path!r} have several widths {sorted(widths)}. Choose layers of one width."
         )
     return calls
 
@@ -565,8 +568,9 @@ def _named(model: nn.Module, record: Trace, path: str) -> list[Call]:
 def _suggest(model: nn.Module, allowed: bool = False) -> str:
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0 and n]
     first = ", ".join(sorted(lists, key=lambda n: (n.count("."), n))[:6])
-    text = f"; its lists of modules: {first}" if first else ""
-    return f" (allowed: the path of a list of layers{text})" if allowed else text
+    if allowed:
+        return f". Give the path of a list of layers{f', such as {first}' if first else ''}."
+    return f" (its lists of modules: {first})" if first else ""
 
 
 def _num_layers(model: nn.Module) -> int | None:

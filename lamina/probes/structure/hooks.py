@@ -1,4 +1,4 @@
-"""The two ways to reach a tensor of a forward pass: ``observe`` reads the tensor, ``intercept`` replaces it."""
+"""Two ways to reach a tensor of a forward pass: ``observe`` reads the tensor, and ``intercept`` replaces it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def first_tensor(output: Output) -> torch.Tensor | None:
-    """Return a module's output tensor: the output itself, or the first tensor in it."""
+    """Return a module's output tensor: the output itself, or the first tensor in the output."""
     if isinstance(output, torch.Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
@@ -32,14 +32,16 @@ def first_tensor(output: Output) -> torch.Tensor | None:
 
 
 def stream_of(output: Output) -> torch.Tensor:
-    """Return the first tensor of an output that is known to hold one."""
+    """Return the first tensor of an output that certainly holds a tensor."""
     tensor = first_tensor(output)
     assert tensor is not None
     return tensor
 
 
 def refill(output: Output) -> Callable[[torch.Tensor], Output]:
-    """Return a function that rebuilds a module's output with another first tensor; it holds all but that tensor."""
+    """Return a function that rebuilds a module's output with another first tensor. The function does not hold the
+    original tensor.
+    """
     if isinstance(output, torch.Tensor):
         return lambda tensor: tensor
     named = isinstance(output, Mapping)
@@ -59,12 +61,12 @@ def refill(output: Output) -> Callable[[torch.Tensor], Output]:
 
 
 def argument_of(args: Args, kwargs: Kwargs, place: int | str) -> torch.Tensor:
-    """Return one of a call's arguments, by position or keyword."""
+    """Return an argument of a call, by position or keyword."""
     return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def with_argument(args: Args, kwargs: Kwargs, place: int | str, value: torch.Tensor) -> tuple[Args, Kwargs]:
-    """Return a call's arguments with another value in one place."""
+    """Return a call's arguments with another value for one of them."""
     if isinstance(place, int):
         return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
     return args, {**kwargs, place: value}
@@ -74,9 +76,9 @@ def with_argument(args: Args, kwargs: Kwargs, place: int | str, value: torch.Ten
 def observe(
     points: Mapping[Key, Point], see: Callable[[Key, torch.Tensor], None], *, root: nn.Module
 ) -> Iterator[None]:
-    """Call ``see(key, tensor)`` for each point, whenever a forward pass of ``root`` reaches it.
+    """Call ``see(key, tensor)`` for each point whenever a forward pass of ``root`` reaches the point.
 
-    The tensor is multiplied by the point's factor, if it has one.
+    If the point has a factor, ``see`` gets the tensor times the factor.
     """
 
     def look(key: Key, tensor: torch.Tensor) -> None:
@@ -100,9 +102,9 @@ def intercept(
 ) -> Iterator[None]:
     """Replace the tensor at each point by ``change(key, tensor)`` while the model runs.
 
-    A point names one call of its module. Calls are counted anew in each forward pass of one of the ``roots`` (the
-    model, or its base); ``calls`` are those made before, if a layer runs alone. Factors are left out:
-    the tensor is the model's own. If ``change`` returns None, the tensor stays.
+    A point names one call of its module. The count of calls restarts in each forward pass of one of the ``roots`` (the
+    model, or its base); ``calls`` has earlier calls if a layer runs alone. The tensor does not include the point's
+    factor. If ``change`` returns None, the tensor stays.
     """
     done: Counter[nn.Module] = Counter(calls or {})
     by_module: dict[nn.Module, list[tuple[Key, Point]]] = {}
@@ -141,7 +143,7 @@ def intercept(
 
 @contextmanager
 def layers_running(layers: Sequence[LayerSite]) -> Iterator[list[int]]:
-    """Yield the indices of the layers whose calls are under way, the innermost last."""
+    """Yield the indices of the layers that are running, the innermost last."""
     sites: dict[nn.Module, list[int]] = {}
     for site in layers:
         sites.setdefault(site.module, []).append(site.index)
@@ -178,14 +180,16 @@ def forwards(functions: Mapping[nn.Module, Callable[..., Output]]) -> Iterator[N
 
 
 def takes_cache(cls: type[nn.Module]) -> bool:
-    """Return whether a model's forward can be told to keep no cache."""
+    """Return whether a model's forward has an option to keep no cache."""
     parameters = inspect.signature(cls.forward).parameters
     # Some take it among their **kwargs and pass it to a model that would otherwise keep a cache.
     return "use_cache" in parameters or ("past_key_values" in parameters)
 
 
 def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return the model without its head, if that takes the same inputs and holds all layers, or else the model."""
+    """Return the model without its head if this part takes the same inputs and holds all layers; otherwise return the
+    model.
+    """
     base = getattr(model, "base_model", model)
     if not isinstance(base, nn.Module) or base is model:
         return model
@@ -208,7 +212,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
-    """Run attention in plain operations, so that its weights can be watched and differentiated twice."""
+    """Run attention in plain operations, so that a probe can read its weights and differentiate twice."""
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     switch = getattr(model, "set_attn_implementation", None) if before not in (None, "eager") else None
     if switch is not None:
@@ -223,7 +227,9 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode, eager, without gradients; mode, gradients and random states are restored afterwards."""
+    """Run in evaluation mode, eagerly and without gradients. Afterwards, restore the mode, gradients and random
+    states.
+    """
     modes = [(module, module.training) for module in model.modules()]
     states = random.getstate(), np.random.get_state()
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
@@ -241,7 +247,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fresh_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Empty the parameters' gradients; afterwards, restore these and whether each requires one."""
+    """Empty the parameters' gradients. Afterwards, restore the gradients and each parameter's requires_grad."""
     held = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
     for parameter, _, _ in held:
         parameter.grad = None

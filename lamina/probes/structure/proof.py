@@ -1,6 +1,4 @@
-"""The proof that the followed tensors are the residual stream, by small forward passes with sizes that no other axis
-has.
-"""
+"""Prove that the traced tensors are the residual stream, by small forward passes with sizes that no other axis has."""
 
 from __future__ import annotations
 
@@ -22,25 +20,25 @@ Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]  # by the key of their poin
 SEQUENCES = 3
 _LENGTHS = (11, 13, 7, 5, 4)  # tokens: the first that the text has and that is neither the width nor the sequences
 _ROUNDINGS = 16  # of a sum of a few terms, in units of the type's precision
-_RANDOM = "the model draws something at random even in evaluation mode. Choose a deterministic model"
-_BATCH = "batch (allowed: models that read each sequence by itself)"
+_RANDOM = "the model draws random numbers even in evaluation mode. Choose a deterministic model."
+_BATCH = "batch. Choose a model that reads each sequence by itself."
 _SAME = 1e-3  # a token's state in another batch: what other kernels and groups of experts round differently
 
 
 def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens: bool = True) -> Structure:
-    """Return the structure, with sub-layers only for layers whose contributions add up to the layer's output.
+    """Return the structure. A layer keeps its sub-layers only if their contributions add up to the layer's output.
 
-    ``root``: the module that is run, the model or its base. ``reads_tokens``: whether the stream is of the main input's
-    tokens, unlike that of a decoder behind an encoder, or of a second tower.
+    ``root`` is the module to run: the model or its base. ``reads_tokens`` says whether the stream belongs to the main
+    input's tokens. This is false for a decoder after an encoder, and for a second tower.
 
-    Inputs among which are other things than tensors, such as a block mask, stay as they are: two passes over them show
-    the states' axes, that they agree, and what the contributions add up to.
+    If the inputs hold objects other than tensors, such as a block mask, Lamina does not change them. Two passes then
+    show the states' axes, that both passes agree, and the sum of the contributions.
 
-    Six passes over a few tokens show that the states are [batch, tokens, width], that a sequence's states depend on no
-    other sequence, that a token's first state depends on the token, and that two passes agree.
+    For tensors, six passes over a few tokens show that the states are [batch, tokens, width], that a sequence's states
+    depend on no other sequence, that a token's first state depends on the token, and that two passes agree.
 
     Raises:
-        UserError: if one of these does not hold: the measurements would not be of the stream.
+        UserError: if one of these is not true, since the measurements would then not be of the stream.
     """
     fixed = not all(isinstance(value, torch.Tensor) for value in inputs.values())
     few = dict(inputs) if fixed else few_inputs(inputs, structure.hidden_size)
@@ -48,7 +46,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     try:
         tensors = watched(root, {**states, **_parts(structure)}, few)
         if not reads_tokens and not states.keys() <= tensors.keys():
-            raise LookupError("the main input alone does not reach this stack")
+            raise LookupError("the main input alone does not reach this list of layers")
     except Exception:  # it does not run on its main input alone: an encoder with its decoder
         if fixed:
             raise
@@ -78,15 +76,15 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     if not wrong:
         return structure
     note = (
-        f"what the sub-layers of layer {ranges(wrong)} add to the stream does not sum to the layer's output, so "
-        "Lamina skips these sub-layers and measures only whole layers"
+        f"the contributions of the sub-layers of layer {ranges(wrong)} do not sum to the layer's output, so Lamina "
+        "skips these sub-layers and measures only whole layers"
     )
     layers = tuple(replace(site, sublayers=()) if site.index in wrong else site for site in structure.layers)
     return replace(structure, layers=layers, notes=[*structure.notes, note])
 
 
 def few_inputs(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
-    """Make three different inputs of the first: rolled tokens, or mirrored and rolled images."""
+    """Make three different inputs from the first input: by rolled tokens, or by mirrored and rolled images."""
     if "input_ids" not in inputs:
         (name,) = list(inputs)[:1]
         image = inputs[name][:1]
@@ -127,7 +125,7 @@ def _check_axes(structure: Structure, tensors: Tensors, batch: torch.Tensor) -> 
     for state in structure.states():
         if state not in tensors:
             raise UserError(
-                f"model: the stream of layer {state} can't be watched. Name another list of layers with --layers."
+                f"model: Lamina cannot watch the stream of layer {state}. Name another list of layers with --layers."
             )
         shape = tensors[state].shape
         right = len(shape) == 3 and shape[0] == len(batch) and shape[2] == structure.hidden_size
@@ -136,8 +134,8 @@ def _check_axes(structure: Structure, tensors: Tensors, batch: torch.Tensor) -> 
         if not right:
             inputs = f"sequences of {batch.shape[1]} tokens" if batch.ndim == 2 else "images"
             raise UserError(
-                f"model: the stream at {_path(structure, state)} is {list(shape)} for {len(batch)} {inputs} (allowed: "
-                "models whose layers hand on [batch, tokens, width])"
+                f"model: the stream at {_path(structure, state)} is {list(shape)} for {len(batch)} {inputs}. Choose "
+                "a model whose layers pass on [batch, tokens, width]."
             )
 
 
@@ -164,8 +162,8 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
     changed = watched(root, {0: structure.states()[0]}, {**inputs, "input_ids": ids})
     if torch.equal(changed[0][0, 0], tensors[0][0, 0]):
         raise UserError(
-            f"model: the first token's stream at {_path(structure, 0)} does not depend on the first token (allowed: "
-            "models whose layers hand on [batch, tokens, width])"
+            f"model: the first token's stream at {_path(structure, 0)} does not depend on the first token. Choose a "
+            "model whose layers pass on [batch, tokens, width]."
         )
 
 
@@ -278,9 +276,11 @@ def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tens
 def combination(
     total: torch.Tensor, terms: Sequence[torch.Tensor], by_channel: bool, largest: float | None = None
 ) -> tuple[list[torch.Tensor], float]:
-    """Fit factors [1 or channels] of the terms [tokens, channels] to a total; returns them and the error left.
+    """Fit factors [1 or channels] of the terms [tokens, channels] to a total. Returns the factors and the remaining
+    error.
 
-    The error is the largest difference, as a share of ``largest``, by default the total's and the terms' largest value.
+    The error is the largest difference, as a share of ``largest`` (default: the largest value of the total and the
+    terms).
     """
     largest = largest or max(float(tensor.abs().max()) for tensor in (total, *terms)) or 1.0
     if not all(bool(tensor.isfinite().all()) for tensor in (total, *terms)):  # LAPACK would raise

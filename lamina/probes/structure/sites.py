@@ -1,6 +1,6 @@
 """The locations of a model's layers, sub-layers and norms, for every probe.
 
-Lamina runs the model once and follows its tensors (``tracing``), so the names of its modules do not matter.
+Lamina runs the model once and follows its tensors (``tracing``), so the modules' names do not matter.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from torch import nn
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Tell a norm by its class name, as transformers does; projections with norms do not count."""
+    """Return whether a module is a norm by its class name, as transformers does. Projections with norms do not
+    count.
+    """
     return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Linear) and not any(module.children())
 
 
 def effective_gain(norm: nn.Module) -> torch.Tensor | None:
-    """Measure the gain by which a norm multiplies the normalized channels, [channels]; None if it has none.
+    """Measure the gain [channels] by which a norm multiplies the normalized channels; None if the norm has no gain.
 
-    Found by norming a known vector: some store the gain, others (Gemma) its difference from 1.
+    Lamina norms a known vector, since some norms store the gain, and others (Gemma) its difference from 1.
     """
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1:
@@ -53,11 +55,12 @@ def effective_gain(norm: nn.Module) -> torch.Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A tensor of the forward pass that can be watched: the input or output of a module's ``call``-th call.
+    """A tensor of the forward pass for probes to watch: the input or output of a module's ``call``-th call.
 
-    ``call`` counts from 0 within one forward pass of the model: ALBERT calls the same layer twelve times. The value is
-    ``factor`` times the tensor (Granite scales its branches); None for no factor. ``argument`` is the position or
-    the keyword of an input. ``collapse``: the mean of several streams [batch, tokens, n, width] is seen.
+    ``call`` counts from 0 within one forward pass of the model, since ALBERT calls the same layer twelve times. The
+    value is ``factor`` times the tensor (Granite scales its branches); None means no factor. ``argument`` is the
+    position or the keyword of an input. With ``collapse``, the value is the mean of several streams [batch, tokens, n,
+    width].
     """
 
     module: nn.Module
@@ -90,16 +93,16 @@ class NormSite:
 
     @property
     def gain(self) -> torch.Tensor | None:
-        """The gain's values, plus 1 if the norm stores the difference from 1 (Gemma); None without a gain."""
+        """The gain's values, plus 1 if the norm stores the difference from 1 (Gemma); None if the norm has no gain."""
         return effective_gain(self.module)
 
 
 @dataclass(frozen=True, eq=False)
 class FeedForward:
-    """The parts of a dense feed-forward. Experts have none: each sees few tokens.
+    """The parts of a dense feed-forward. Experts do not count, since each sees few tokens.
 
-    ``up``: the projections from the stream's width (gate and up), in the order in which they run, with their paths;
-    ``down``: the projection back; ``pre``: what goes into the nonlinearity; ``post``: what goes into ``down``.
+    ``up`` has the projections from the stream's width (gate and up) with their paths, in the order in which they run.
+    ``down`` is the projection back. ``pre`` is the nonlinearity's input, and ``post`` is the input of ``down``.
     """
 
     up: tuple[tuple[str, nn.Module], ...]
@@ -109,7 +112,7 @@ class FeedForward:
 
     @property
     def width(self) -> int:
-        """D_ff: how many channels the down-projection reads."""
+        """D_ff: the number of channels that the down-projection reads."""
         down: Any = self.down[1]
         return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
 
@@ -125,10 +128,10 @@ class FeedForward:
 
 @dataclass(frozen=True, eq=False)
 class SublayerSite:
-    """One addition to the stream; two of a layer may run side by side (GPT-NeoX).
+    """One addition to the stream. Two additions of a layer may run side by side (GPT-NeoX).
 
-    ``kind``: attention, feed_forward or mixer (neither). ``contribution``: what is added, after an out_norm.
-    ``after``: the stream after the addition and a post_norm; None if no module reads or writes it.
+    ``kind`` is attention, feed_forward or mixer (neither). ``contribution`` is the added tensor, after an out_norm.
+    ``after`` is the stream after the addition and a post_norm; None if no module reads or writes this tensor.
     """
 
     kind: str
@@ -142,10 +145,10 @@ class SublayerSite:
 
 @dataclass(frozen=True, eq=False)
 class LayerSite:
-    """One layer's call. ``module`` is shared by several layers in ALBERT; ``call`` tells which one this is.
+    """One layer's call. In ALBERT, several layers share ``module``; ``call`` tells them apart.
 
-    ``carries_more``: it passes on several streams, or earlier states besides the stream. ``reads``: what its first
-    sub-layer reads of them; None if that is the stream.
+    ``carries_more`` says whether the layer passes on several streams, or earlier states in addition to the stream.
+    ``reads`` is the state that its first sub-layer reads from them; None if it reads the stream.
     """
 
     index: int
@@ -172,9 +175,10 @@ class LayerSite:
 class Structure:
     """A model's layers in the order in which they run, and the modules around them.
 
-    ``outside``: the modules before the layers ("embedding"), after them ("readout"), or of another stack of layers
-    ("other"), each once. ``end``: what is read after the last layer, if that is not the stream. ``others``: the
-    paths of the lists of layers outside of these. ``starts``: the first layer of each further stack in ``layers``.
+    ``outside`` has the modules before the layers ("embedding"), after them ("readout"), or in another list of layers
+    ("other"), each once. ``end`` is the state after the last layer that the model reads, if it is not the stream.
+    ``others`` has the paths of other lists of layers. ``starts`` has the first layer of each further stack in
+    ``layers``.
     """
 
     layers: tuple[LayerSite, ...]
@@ -191,7 +195,7 @@ class Structure:
 
     @property
     def num_layers(self) -> int:
-        """N; states run from 0 to N."""
+        """N, the number of layers; states run from 0 to N."""
         return len(self.layers)
 
     @property
@@ -200,13 +204,13 @@ class Structure:
         return any(site.carries_more for site in self.layers)
 
     def states(self) -> dict[int, Point]:
-        """Return the points of x^0 ... x^N, the last one before the final norm."""
+        """Return the points of x^0 ... x^N, where x^N has not passed the final norm."""
         points = {site.index: site.input for site in self.layers}
         points[self.num_layers] = self.layers[-1].output
         return points
 
     def reads(self) -> dict[int, Point]:
-        """Return the points that layers, and the final norm, read in place of the stream, by state."""
+        """Return the points that layers and the final norm read in place of the stream, by state."""
         reads = [*(site.reads for site in self.layers), self.end]
         return {state: point for state, point in enumerate(reads) if point is not None}
 

@@ -1,4 +1,4 @@
-"""The number of token ids that a model takes: the rows of its embedding table."""
+"""Count the token ids that a model accepts, which are the rows of its embedding table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class _Lookups(TorchFunctionMode):
 
 
 def token_rows(model: nn.Module) -> int | None:
-    """Return how many ids a model of tokens takes, by its configuration or its table; None if neither tells."""
+    """Return the number of token ids that a model accepts, from its configuration or its table; None if both are
+    unknown.
+    """
     text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
     size = getattr(text, "vocab_size", None)
     if isinstance(size, int) and size > 0:

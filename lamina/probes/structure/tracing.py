@@ -1,7 +1,7 @@
-"""A record of one small forward pass: each call's module and tensors, and each addition of tensors.
+"""Record one small forward pass: each call's module and tensors, and each addition of tensors.
 
-Tensors are followed by identity, under a dispatch mode that sees every addition, scaling and copy, wherever it is
-written. ``discovery`` reads the layers, sub-layers and norms off the record; module names do not matter.
+Lamina follows tensors by identity. A dispatch mode sees every addition, scaling and copy anywhere in the code.
+``discovery`` finds the layers, sub-layers and norms in the record; module names do not matter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ACTIVATIONS = {
 
 @dataclass(eq=False)
 class Call:
-    """A module's call. Times count the events of the whole pass; values number the tensors."""
+    """A module's call. Times count the events of the whole pass, and values are the tensors' numbers."""
 
     module: nn.Module
     path: str
@@ -59,7 +59,7 @@ class Call:
         return is_norm(self.module)
 
     def within(self, other: Call) -> bool:
-        """Return whether this call happened inside the other one, or is the same."""
+        """Return whether this call happened inside the other call, or is the same call."""
         return other.began <= self.began and self.ended <= other.ended
 
 
@@ -81,7 +81,7 @@ class Op:
 
 @dataclass(eq=False)
 class Trace:
-    """All of one forward pass: its calls in the order in which they began, its operations, and its tensors."""
+    """The record of one forward pass: its calls in the order in which they began, its operations, and its tensors."""
 
     calls: list[Call] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -165,7 +165,9 @@ def _kind(func: OpOverload, args: Args) -> str | None:
 
 
 def trace(model: nn.Module, inputs: Mapping[str, object]) -> Trace:
-    """Run ``model(**inputs)`` without gradients and record it. Keep the inputs tiny: every tensor is held."""
+    """Run ``model(**inputs)`` without gradients and record it. Keep the inputs tiny, since memory holds every
+    tensor.
+    """
     follower = _Follower(model)
     with temporary_hooks() as hooks:
         for module in follower.paths:

@@ -1,4 +1,4 @@
-"""Conversion of other tools' training logs to the records of a watched run."""
+"""Convert other tools' training logs to the records of a watched run."""
 
 from lamina.reports.histories.importing import History, import_history, is_history, read_history
 

@@ -1,4 +1,4 @@
-r"""The lines that trainers print: one row of ``FORMS`` for each form.
+r"""Read the lines that trainers print. ``FORMS`` has one row for each form of line.
 
 A row defines which lines are records, and where a record's names and values are. To read another trainer's lines,
 add a row before "lines with a global step".
@@ -39,10 +39,10 @@ _JUDGED = r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b"
 
 
 class Form(NamedTuple):
-    """How a trainer prints a record.
+    """The form in which a trainer prints a record.
 
     Attributes:
-        name: of the trainer, in words.
+        name: the trainer's name, in words.
         line: a regular expression for the line that begins a record, with the group ``step``. If the step restarts in
             each epoch, it has the groups ``epoch`` and ``of``, the number of steps in an epoch.
         pair: a regular expression for each pair in that line, with the groups ``name`` and ``value``.
@@ -108,13 +108,13 @@ _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
 
 
 def lines_of(text: str) -> Iterator[str]:
-    """Yield a console's lines without colors; what a progress bar overwrote is a line, too."""
+    """Yield a console's lines without colors. A text that a progress bar has overwritten is also a line."""
     text = _ANSI.sub("", text) if "\x1b" in text else text
     yield from (line for line in re.split(r"[\r\n]+", text) if line and not line.isspace())
 
 
 def form_of(lines: Iterable[str]) -> Form | None:
-    """Return the form that fits most of the first lines that may be records; None if none fits."""
+    """Return the form that fits most of the first lines that may be records; None if no form fits."""
     counts, tried = dict.fromkeys(FORMS, 0), 0
     begun = dict.fromkeys((form for form in FORMS if form.more), False)
     for line in lines:
@@ -142,7 +142,7 @@ def _pairs(form: Form, line: str) -> Iterator[re.Match[str]]:
 
 
 def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
-    """Yield the records of lines, with the step where the form has one."""
+    """Yield the records in the lines, with the step if the form has one."""
     console = _Console(form)
     begins = re.compile(form.line).search
     for line in lines:

@@ -1,4 +1,4 @@
-"""A history's series, assigned to layers of the model and judged by the rules of the layer monitor."""
+"""Assign a history's series to the model's layers, and judge them by the rules of the layer monitor."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ EPOCH = "epoch"
 
 @dataclass(kw_only=True)
 class History:
-    """A run's history, placed in the model.
+    """A run's history, with each series assigned to its place in the model.
 
     Attributes:
-        form: what was read, in words.
-        clock: the column that has the steps; empty where steps are numbers of records.
-        series: by owner and metric.
-        read: the name of the series that was taken for each metric of the whole model.
-        parameters: how many parameters have a series, by metric.
-        layers: the path of each layer in the model, by its number.
-        unused: the names of the series that say nothing here.
-        notes: for the user, a line each.
+        form: the kind of file, in words.
+        clock: the column with the steps; empty if Lamina counts records.
+        series: the series, by owner and metric.
+        read: the name of the series that Lamina uses for each metric of the whole model.
+        parameters: the number of parameters with a series, by metric.
+        layers: the path of each layer in the model, by the layer's number.
+        unused: the names of the series that Lamina does not use.
+        notes: lines for the user.
     """
 
     form: str
@@ -68,7 +68,7 @@ class History:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are judged."""
+        """The steps that the rules judge."""
         judged = {
             id(steps): steps
             for (_, metric), (steps, _) in self.series.items()
@@ -78,7 +78,7 @@ class History:
 
     @property
     def rows(self) -> Iterator[Row]:
-        """The rows by layer, series by series."""
+        """The rows of all layers, one series after another."""
         for key in self.series:
             yield from self.rows_of(key)
 
@@ -88,7 +88,7 @@ class History:
         yield from zip(steps.tolist(), *map(repeat, (*owner, 0, metric)), values.tolist(), strict=False)
 
     def values(self, metric: str) -> dict[int, float]:
-        """Return the values of a metric of the whole model by step; empty where it is not recorded."""
+        """Return the values of a metric of the whole model by step; empty if the history does not have the metric."""
         steps, values = self.series.get((_MODEL, metric), (np.array([], np.int64), np.array([])))
         return dict(zip(steps.tolist(), values.tolist(), strict=True))
 
@@ -105,19 +105,22 @@ class History:
 
 
 def is_history(path: Path) -> bool:
-    """Return whether a path is another tool's: a file, "-" for a pipe, or a folder that is not Lamina's."""
+    """Return whether a path holds another tool's record: a file, "-" for a pipe, or a folder that Lamina did
+    not write.
+    """
     return str(path) == "-" or path.is_file() or (path.is_dir() and recorded_in(path) is not None)
 
 
 def read_history(path: Path, run: str = "") -> History:
-    """Read a run's history and place its series.
+    """Read a run's history and assign its series to the model's layers.
 
     Args:
         path: a file, a folder, or "-" for a pipe.
-        run: the name of the run, where there are several.
+        run: the name of the run, if there are several.
 
     Raises:
-        UserError: if it is not readable, holds several runs, or has neither a loss nor a gradient norm.
+        UserError: if Lamina cannot read the history, or it holds several runs, or has neither a loss nor a gradient
+            norm.
     """
     source = (recorded_in(path) or path) if path.is_dir() else path
     runs = read_runs(source)
@@ -125,7 +128,7 @@ def read_history(path: Path, run: str = "") -> History:
         name: kept for name, kept in runs.items() if any(whole(each) or parameter_of(each) for each in kept.series)
     }
     if run and run not in runs:
-        raise UserError(f"run: {run!r} is not in {str(source)!r} (allowed: {', '.join(map(repr, runs))})")
+        raise UserError(f"run: {str(source)!r} holds no run {run!r} (allowed: {', '.join(map(repr, runs))})")
     if len(useful) > 1 and not run:
         told = ", ".join(f"{name!r} ({_span(kept)})" for name, kept in list(useful.items())[:20])
         raise UserError(
@@ -134,7 +137,7 @@ def read_history(path: Path, run: str = "") -> History:
         )
     chosen = runs[run] if run else next(iter((useful or runs).values()), None)
     if chosen is None:
-        raise UserError(f"run: {str(source)!r} holds no records")
+        raise UserError(f"run: {str(source)!r} holds no records. Give a file with records.")
     history = _placed(chosen, source)
     if source != path:
         history.form = f"{history.form} {source.relative_to(path)}"
@@ -187,9 +190,9 @@ def _placed(recording: Recording, source: Path) -> History:
         names = sorted(recording.series)
         shown = f": {', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)}" if names else ""
         raise UserError(
-            f"run: {str(source)!r} was read as {recording.form} and has no loss and no gradient norm of one step among "
-            f"its {len(names)} series{shown} (allowed: names such as loss, lm loss, train/loss, grad_norm, or "
-            "gradients/layers.0.mlp.up_proj.weight)"
+            f"run: {str(source)!r} holds no loss and no gradient norm of one step. Lamina read it as "
+            f"{recording.form} with {len(names)} series{shown}. Use names such as loss, lm loss, train/loss, "
+            "grad_norm, or gradients/layers.0.mlp.up_proj.weight."
         )
     history.notes += _notes(history, recording.odd)
     return history
@@ -252,10 +255,10 @@ def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
 
 
 def judge(history: History) -> tuple[list[Alarm], list[int]]:
-    """Hand a history to the rules, which count its records in place of steps.
+    """Judge a history by the rules of the layer monitor, which count records in place of steps.
 
     Returns:
-        The alarms and notable batches; and the steps at which the loss fell, which is no alarm by itself.
+        The alarms, the notable batches, and the steps at which the loss fell (a fall alone is no alarm).
     """
     alarms, judged = Alarms(), history.steps
     wanted, filling = _worth_judging(history, judged)
@@ -372,9 +375,9 @@ def _rose(alarm: Alarm, losses: Mapping[int, float], calm: Sequence[int]) -> boo
 
 
 def import_history(path: Path, folder: Path, run: str = "") -> History:
-    """Write a history into ``folder`` as the records of a watched run, with the alarms that the rules give.
+    """Write a history into ``folder`` as the records of a watched run, with the rules' alarms.
 
-    The rules count records where a history has gaps. What an earlier import wrote is replaced. Raises UserError as
+    If a history has gaps, the rules count records. Lamina replaces the files of an earlier import. Raises UserError as
     ``read_history`` does, and for a folder that another job wrote.
     """
     history = read_history(path, run)

@@ -1,4 +1,4 @@
-"""Identification of a series by its name: loss, gradient norm, learning rate, step, epoch or a parameter."""
+"""Identify a series by its name: loss, gradient norm, learning rate, step, epoch or a parameter."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ OTHER = _set("epoch eval val valid validation test system perf time wall timesta
 
 
 class Whole(NamedTuple):
-    """A series of the whole model: its metric, and a rank by which the lowest of several is taken."""
+    """A series of the whole model: its metric, and a rank. If several series have one metric, Lamina takes the lowest
+    rank.
+    """
 
     metric: str
     rank: int
@@ -80,13 +82,13 @@ def step_rank(name: str) -> int | None:
 
 @cache
 def plain(name: str) -> str:
-    """Return a column's name with underscores in place of all else."""
+    """Return a column's name with underscores in place of all characters other than letters and digits."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).removesuffix("_")
 
 
 @cache
 def whole(name: str) -> Whole | None:
-    """Return which of the whole model's series a name means; None if none."""
+    """Return the whole model's series that a name stands for; None if it stands for none."""
     words = words_of(name)
     if not words or _HELD_OUT & set(words):
         return None
@@ -94,7 +96,9 @@ def whole(name: str) -> Whole | None:
 
 
 def is_side_loss(name: str) -> bool:
-    """Return whether a name is of a loss that is only added to the one of the task: z, auxiliary, balance."""
+    """Return whether a name stands for a loss that trainers add to the task's loss, such as a z, auxiliary or balance
+    loss.
+    """
     words = set(words_of(name))
     return bool(words & _LOSSES and words & _SIDE) and not words & _HELD_OUT
 
@@ -150,10 +154,10 @@ _SETTING = re.compile(r"(?:.*/)?(?:grad(?:ient)?|weight|param(?:eter)?)s?_[a-z_]
 
 @cache
 def parameter_of(name: str) -> tuple[str, str] | None:
-    """Return the metric of a parameter's series, and the parameter's name; None if it is no such series.
+    """Return the metric of a parameter's series, and the parameter's name; None if the name is no parameter's series.
 
-    A parameter's norm is written before its name (gradients/NAME, grad/norm/NAME, l2_norm/grad/NAME, params/norm/NAME),
-    or after it (NAME/grad_norm, NAME.grad).
+    The metric may come before the parameter's name (gradients/NAME, grad/norm/NAME, l2_norm/grad/NAME,
+    params/norm/NAME), or after it (NAME/grad_norm, NAME.grad).
     """
     if _OTHER.match(name):
         return None
@@ -170,7 +174,7 @@ def _inner(name: str) -> str:
 
 
 def best(names: Mapping[str, tuple[Whole, int]]) -> str:
-    """Return the name to take of several of one metric; of each the rank and the number of its values."""
+    """Choose one of several series with the same metric. Each comes with its rank and its number of values."""
     most = max(length for _, length in names.values())
     long = [name for name, (_, length) in names.items() if 2 * length >= most]
     return min(long, key=lambda name: (names[name][0].rank, len(name), name))

@@ -1,6 +1,6 @@
-"""A parameter's layer, sub-layer and role, from the names of all parameters of its model.
+"""Find a parameter's layer, sub-layer and role from the names of all parameters of its model.
 
-A layer holds an attention and a feed-forward: its index is the deepest number in the names that both share. So Lamina
+A layer holds an attention and a feed-forward. The layer's index is the last number that their names share. So Lamina
 recognizes stages (layers.0.blocks.1) and stacks (encoder.block.0.layer.1) without a list of models.
 """
 
@@ -42,7 +42,9 @@ def _kind(part: str) -> str | None:
 
 
 def parts_of(name: str) -> Parts | None:
-    """Return the parts of a parameter's name, numbers apart ("layers_0" has two); None if it is no parameter's."""
+    """Return the parts of a parameter's name, with numbers as separate parts ("layers_0" has two); None if it is no
+    parameter's name.
+    """
     parts: list[str] = []
     for part in re.split(r"[./]", re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", name).strip(". ")):
         if not re.fullmatch(r"\w+", part):
@@ -56,11 +58,11 @@ def parts_of(name: str) -> Parts | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where parameters are.
+    """The places of parameters in their model.
 
     Attributes:
-        owners: by the parameter's name; one that is missing is no parameter.
-        layers: the path of each layer in the model, by its number.
+        owners: a parameter's layer, sub-layer and role, by its name. A missing name is no parameter.
+        layers: the path of each layer in the model, by the layer's number.
     """
 
     owners: Mapping[str, Owner]
@@ -68,7 +70,7 @@ class Places:
 
 
 def places_of(names: Iterable[str]) -> Places:
-    """Place parameters by all of their names."""
+    """Find the places of parameters from all of their names."""
     split = _joined({name: parts for name in names if (parts := parts_of(name)) is not None})
     below: dict[Parts, set[str | None]] = defaultdict(set)
     for parts in split.values():

@@ -1,4 +1,4 @@
-"""Series with their steps, from the lines of a history: Lamina finds the column of steps and the start of another
+"""Turn the lines of a history into series with steps. Lamina finds the column with the steps, and the start of another
 run.
 """
 
@@ -42,14 +42,14 @@ _NOTHING: Series = (np.array([], np.int64), np.array([]))
 
 @dataclass(kw_only=True)
 class Recording:
-    """What one run's history holds.
+    """The content of one run's history.
 
     Attributes:
-        form: what was read, in words.
-        series: by name.
-        rows: the number of lines, or of steps.
-        clock: the name of the steps' column; empty where steps are numbers of lines.
-        notes: for the user, a line each.
+        form: the kind of file, in words.
+        series: the series, by name.
+        rows: the number of lines or steps.
+        clock: the name of the column with the steps; empty if Lamina counts lines.
+        notes: lines for the user.
         odd: the first text of each column without a number.
     """
 
@@ -63,11 +63,11 @@ class Recording:
 
 @dataclass(kw_only=True)
 class Columns:
-    """The columns of a table or of lines, each as the numbers of its lines and its values.
+    """The columns of a table or of lines. Each has the numbers of its lines, and its values.
 
     Attributes:
-        rows: how many lines there are.
-        runs: texts in columns that tell runs apart, by name and line.
+        rows: the number of lines.
+        runs: texts in columns that distinguish runs, by name and line.
         odd: the first text of each column without a number.
     """
 
@@ -79,7 +79,7 @@ class Columns:
 
 
 class _Column:
-    """A column that grows line by line: its numbers, texts that tell runs apart, numbers with a comma, and an odd text.
+    """A column that grows line by line: its numbers, texts that distinguish runs, numbers with a comma, and an odd text.
 
     Attributes:
         plain: whether every number is a value; else it is a step, such as "601/2161", or the name of a run.
@@ -113,7 +113,7 @@ class _Column:
 
 
 def of_lines(lines: Iterable[Mapping[str, object]], form: str) -> Columns:
-    """Collect the columns of lines: what is no number is left out, and what tells runs apart is kept."""
+    """Collect the columns of lines. Keep numbers, and texts that distinguish runs."""
     columns, known, row = Columns(form=form), dict[str, _Column](), -1
     for row, line in enumerate(lines):
         for name, value in line.items():
@@ -179,7 +179,7 @@ def add_commas(columns: Columns, commas: Mapping[str, Sequence[tuple[int, str]]]
 
 
 def of_points(points: Iterable[tuple[str, int, float]], form: str) -> Recording:
-    """Collect points of (name, step, value); of a step that comes twice, the last one holds."""
+    """Collect points of (name, step, value). If a step comes twice, the last value counts."""
     by_name: dict[str, dict[int, float]] = {}
     for name, step, value in points:
         by_name.setdefault(name, {})[step] = value
@@ -191,7 +191,7 @@ def of_points(points: Iterable[tuple[str, int, float]], form: str) -> Recording:
 
 
 def runs_of(columns: Columns) -> dict[str, Recording]:
-    """Return the runs in a table, by name: one for each run id, prefix of W&B's columns, or start of the steps.
+    """Return the runs in a table, by name. Each run id, prefix of W&B's columns, or restart of the steps is a run.
 
     Raises UserError for steps that are too large.
     """
@@ -320,7 +320,7 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
     for _, name in sorted(named, key=lambda each: (each[0], each[1] != "step", each[1])):
         at, of = columns.values[name]
         if np.isfinite(of).all() and (np.abs(of) > _MOST).any():
-            raise UserError(f"step {np.abs(of).max():.0e} in the column {name!r} is too large (allowed: up to 2^53)")
+            raise UserError(f"step {np.abs(of).max():.0e} in the column {name!r} is too large. Give steps up to 2^53.")
         different = len(np.unique(of))
         if _is_whole(of) and different > min(1, len(lines) - 1) and different >= _DIFFERENT * len(of):
             covered = float(np.isin(lines, at).mean()) if len(lines) else 0.0

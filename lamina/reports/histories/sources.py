@@ -1,4 +1,4 @@
-"""Runs in the files and folders of other tools: the choice of a folder's file, and a reader for each format."""
+"""Read runs from the files and folders of other tools: choose a folder's file, and read each format."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ _LARGE = 2**20  # bytes from which a table is read in pieces
 
 
 def recorded_in(folder: Path) -> Path | None:
-    """Return what to read in a folder that is not Lamina's: a trainer's file, or the folder for a tracker's files."""
+    """Return the path to read in another tool's folder: a trainer's file, or the folder itself for a tracker's
+    files.
+    """
     if (folder / CONFIG).exists() and (folder / "layers").exists():
         return None
     for pattern in _FILES:
@@ -72,12 +74,12 @@ def _step_in(path: Path) -> int:
 
 
 def tracked(folder: Path) -> list[Path]:
-    """Return W&B's and TensorBoard's files in a folder, and in those below it."""
+    """Return W&B's and TensorBoard's files in a folder and its subfolders."""
     return sorted(path for pattern in _TRACKED for path in folder.rglob(pattern))
 
 
 def read_runs(path: Path) -> dict[str, Recording]:
-    """Read the runs in a file, a folder or, for "-", a pipe, by name. Raises UserError if that is not readable."""
+    """Read the runs, by name, in a file, a folder or ("-") a pipe. Raises UserError if Lamina cannot read them."""
     try:
         if str(path) == "-":
             return runs_of(_of_text(sys.stdin.buffer.read(), "the pipe"))
@@ -107,7 +109,7 @@ def _of_folder(folder: Path) -> dict[str, Recording]:
     places = sorted({file.parent for file in files})
     if not all(place.is_relative_to(places[0]) for place in places) or sum(f.suffix == ".wandb" for f in files) > 1:
         listed = ", ".join(map(str, (files if len(places) == 1 else places)[:5]))
-        raise UserError(f"the folder holds several runs (allowed: one of {listed})")
+        raise UserError(f"the folder holds several runs. Give one of {listed}.")
     runs = [read_runs(file) for file in files]
     if len(runs) == 1:
         return runs[0]

@@ -53,7 +53,7 @@ def _ranking_note(several: bool, summary: Frame) -> str:
             "At one learning rate" if single else f"Every placement at {'the same' if same else 'one'} learning rate"
         ]
     if summary["seeds"].max() > 1 and summary["finished"].any():
-        parts.append("mean ± standard deviation over the seeds that finished")
+        parts.append("mean ± standard deviation over the finished seeds")
     if (summary["eval_loss"] >= summary["bigram_entropy"]).any():
         parts.append("Lamina ranks only placements that beat a bigram table of the training text")
     if not single and not summary["finished"].all():
@@ -65,14 +65,14 @@ def _ranking_note(several: bool, summary: Frame) -> str:
 
 
 _MARKS = (
-    "Marks along the top edge show rates that did not finish: triangle stuck, x diverged, cross failed, square "
-    "interrupted, circle too short to tell."
+    "Marks along the top edge show learning rates that did not finish: triangle stuck, x diverged, cross failed, "
+    "square interrupted, circle too short to tell."
 )
 RATES = (
     "Lower is better. Each placement is ranked at the bottom of its curve (larger point). A wide, flat curve "
-    f"tolerates a poorly chosen rate. {_MARKS}"
+    f"tolerates a poorly chosen learning rate. {_MARKS}"
 )
 RATES_BY_WIDTH = (
     "Eval loss against the learning rate before width scaling. With the right scaling, the curves of all widths "
-    f"have their minimum at the same rate. {_MARKS}"
+    f"have their minimum at the same learning rate. {_MARKS}"
 )

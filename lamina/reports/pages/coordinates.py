@@ -1,4 +1,4 @@
-"""The page of a coordinate check: mean |x| against the width or depth, the exponents, the verdict."""
+"""The page of a coordinate check: mean |x| against the width or depth, the exponents, and the verdict."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from lamina.reports.tables import number, status, table, text
 
 LEVEL = "#b9bcc2"
 _FIGURE = (
-    "Mean size of each module's output over layers and seeds. Both axes are logarithmic. Gray lines are level enough. "
-    "Where a colored line rises, a {large} model blows up. Where it falls, the module matters less in a {large} model."
+    "Mean |x| of each module's output, averaged over layers and seeds. Both axes are logarithmic. Gray lines are "
+    "level enough. If a colored line rises, a {large} model blows up. If it falls, the module matters less in a "
+    "{large} model."
 )
 _WORDS = {
     "width": {"axis": "width", "small": "narrow", "large": "wide"},
@@ -92,7 +93,8 @@ def _verdicts(slopes: Frame) -> dict[str, str]:
 
 
 def _figure(sizes: Frame, verdicts: Mapping[str, str], axis: str) -> Figure:
-    """Draw mean |x| against the width or depth: before the first step and after the last, one line per module.
+    """Draw mean |x| against the width or depth, before the first step and after the last step, with one line per
+    module.
 
     Only a module that grows, shrinks or is broken has a color and a name of its own.
     """
@@ -157,8 +159,8 @@ def _table(slopes: Frame, axis: str) -> str:
         status("verdict", "verdict"),
     ]
     note = (
-        f"<p>The exponent e in mean |x| ~ {axis}<sup>e</sup>: 0 is level. The change is that of "
-        "mean |x &minus; x before the first step|.</p>"
+        f"<p>The table shows the exponent e in mean |x| ~ {axis}<sup>e</sup>. At 0, the output is level. The column "
+        "&quot;of the change&quot; is the exponent of mean |x &minus; x before the first step|.</p>"
     )
     bad = [row for row in rows if row["verdict"] != "flat"]
     shown = table(fields, bad, "ranking") if bad else ""

@@ -78,14 +78,14 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
 
 
 def findings(said: Answer) -> str:
-    """Return the cause and a list of what to change; without a cause, what the loss did."""
+    """Return the cause and a list of changes; without a cause, the course of the loss."""
     todo = [sentence(text.removeprefix("To change: ")) for text in said.changes]
     advice = "".join(f"<li>{escape(text)}</li>" for text in todo)
     return prose(said.cause or said.evidence, {}, "finding") + (f"<ol>{advice}</ol>" if advice else "")
 
 
 def batches(evidence: Evidence) -> Section:
-    """Return the section of the recorded batches: how each row begins."""
+    """Return the section of the recorded batches, with the beginning of each row."""
     html = ""
     for step, lines in [*evidence.batches.items()][:_SHOWN]:
         cells = "".join(
@@ -104,7 +104,7 @@ def loss_chart(evidence: Evidence) -> str:
     marks = " Red: where the loss rose." * (evidence.rose is not None)
     marks += " Orange: the first anomaly." * (evidence.first is not None)
     course = _drawn(evidence, [("loss", _COLORS[2], *charts.series(losses))], "loss")
-    return figure(course if losses else None, f"Training loss of every recorded step.{marks}")
+    return figure(course if losses else None, f"Training loss at every recorded step.{marks}")
 
 
 def _paragraphs(texts: Iterable[str]) -> str:
@@ -116,7 +116,7 @@ def write_comparison(path: Path, compared: SideBySide) -> Path:
     texts = _paragraphs(compared.sentences())
     parted = [part for part in (compared.whole, compared.layer) if part is not None]
     places = [(-1, "model", "all", LOSS), *(part.place for part in parted)]
-    mark = " Red: where they part." * bool(parted)
+    mark = " Red: where the runs begin to differ." * bool(parted)
     html = ""
     for place in dict.fromkeys(place for place in places if place in compared.series):
         layer, sublayer, _, metric = place
@@ -129,7 +129,7 @@ def write_comparison(path: Path, compared: SideBySide) -> Path:
         facts=[*compared.names],
         command=f"lamina diagnose {' '.join(compared.names)}",
         sections=[
-            Section(name="Comparison", title="Where they part", html=texts),
+            Section(name="Comparison", title="Where the runs begin to differ", html=texts),
             Section(name="Figures", title="What shows it", html=html),
         ],
     )

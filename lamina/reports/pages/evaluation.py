@@ -1,4 +1,4 @@
-"""The page of an evaluation: the table, a figure of it, and every number."""
+"""The page of an evaluation: the table of scores, a figure, and every number."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lamina.reports.tables import (
 
 @report_of(Kind.EVALUATION, needs="evaluation")
 def evaluation_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of its result.json and results.csv."""
+    """Write ``folder/report.html`` from the folder's result.json and results.csv."""
     result, rows = read_json(folder / RESULT), rows_of(pd.read_csv(folder / RESULTS))
     printed, models, units = result["table"], result["models"], result["units"]
     color = colors([line["arm"] for line in printed["lines"]])
@@ -66,7 +66,9 @@ def evaluation_report(folder: Path) -> Path:
 
 
 def headline(printed: Json, paired: list[Json]) -> str:
-    """Return the finding in a line: the last score beside guessing, and whether a difference is certain."""
+    """Return the finding in a line: the best score in the last column next to guessing, and whether a difference is
+    significant.
+    """
     known = [line for line in printed["lines"] if is_number(line["mean"][-1])]
     if not known:
         return "No model has a score"
@@ -123,8 +125,8 @@ _SCORES = (
 )
 GUESSING = "guessing"
 _BARS = (
-    "The shares of the table. Bars: mean over the runs. Thin lines: sample standard deviation of several runs. "
-    "Gray dashes: the score of random guessing."
+    "The table's shares as bars. A bar is the mean over the runs, a thin line the sample standard deviation of "
+    "several runs, and a gray dash the score of random guessing."
 )
 
 
@@ -133,9 +135,9 @@ def _paired(rows: list[Json]) -> str:
     if not rows:
         return ""
     about = (
-        f"Each model minus {rows[0]['against']}, item by item, with a 95 % interval. p is from McNemar's exact "
-        "test (for other scores, from a paired t test), adjusted over the tasks by Holm's method. The last "
-        "column is the smallest difference that this number of items shows in four of five cases."
+        f"Each model minus {rows[0]['against']}, item by item, with a 95 % interval. p is from McNemar's exact test "
+        "(for other scores, from a paired t test), adjusted over the tasks by Holm's method. The last column is "
+        "the smallest difference that a test on this number of items detects in four of five cases."
     )
     return table(_PAIRED, rows, "trials") + f'<p class="source">{escape(about)}</p>'
 

@@ -1,4 +1,6 @@
-"""The page of `lamina max-lr`: each placement's largest rate, its loss against the rate, and where it failed."""
+"""The page of `lamina max-lr`: each placement's largest learning rate, its loss against the learning rate, and its
+point of failure.
+"""
 
 from __future__ import annotations
 
@@ -80,12 +82,12 @@ def max_rate_report(folder: Path) -> Path:
 
 
 def summarize(results: Frame) -> list[Json]:
-    """Return one row per placement, the highest mean rate first; ``results`` are the rows of results.csv.
+    """Return one row per placement, the highest mean learning rate first; ``results`` are the rows of results.csv.
 
-    Returns ``placement``; ``mean`` and ``std`` over the seeds with a rate (ddof 1, NaN for fewer than two), their
-    ``low`` and ``high``; ``seeds``, how many have a rate, and ``open``, how many of these reached the end of the
-    warm-up, so that the mean is a lower bound; ``loss``, the mean smoothed loss at these rates; and ``ends``, the rules
-    that stopped the runs and how many each, as text.
+    The columns are ``placement``; ``mean`` and ``std`` over the seeds that have a largest rate (ddof 1, NaN for fewer
+    than two seeds); the extremes ``low`` and ``high``; ``seeds``, the number of seeds with a rate; ``open``, the number
+    of these seeds that reached the end of the warm-up, which makes the mean a lower bound; ``loss``, the mean smoothed
+    loss at these rates; and ``ends``, a text with the number of runs that each rule stopped.
     """
     rows = []
     for placement, group in complete(results).groupby("placement", sort=False):
@@ -109,7 +111,7 @@ def summarize(results: Frame) -> list[Json]:
 
 
 def spread(row: Row) -> str:
-    """Return the mean and the standard deviation of a placement's rates as text; a lower bound has "≥"."""
+    """Return the mean and standard deviation of a placement's rates as text, with "≥" for a lower bound."""
     if not row["seeds"]:
         return "-"
     bound = "≥ " if row["open"] else ""
@@ -117,12 +119,12 @@ def spread(row: Row) -> str:
 
 
 def notices(rows: Sequence[Json]) -> list[str]:
-    """Return the warnings to read first. Plain text."""
+    """Return the warnings to read first, as plain text."""
     texts = []
     if beyond := [row["placement"] for row in rows if row["open"]]:
         texts.append(
-            f"{listed(beyond)} did not fail at every seed, so the largest rate lies beyond the warm-up's end. To "
-            "find it, raise --max-learning-rate."
+            f"At some seeds {listed(beyond)} did not fail, so the largest learning rate lies beyond the warm-up's "
+            "end. To find it, raise --max-learning-rate."
         )
     if rows and max(row["seeds"] for row in rows) < 2:
         texts.append(ONE_SEED)
@@ -132,7 +134,7 @@ def notices(rows: Sequence[Json]) -> list[str]:
 
 
 def headline(rows: Sequence[Json]) -> str:
-    """Return the finding in a line; placements that reached the end of the warm-up share it."""
+    """Return the finding in a line. It names all placements that reached the end of the warm-up."""
     beyond = [row["placement"] for row in rows if row["open"]]
     if len(beyond) > 1:
         top = min(row["mean"] for row in rows if row["open"])
@@ -141,10 +143,12 @@ def headline(rows: Sequence[Json]) -> str:
 
 
 def sentences(rows: Sequence[Json]) -> list[str]:
-    """Say in plain sentences which placement tolerates the highest rate, and its ratio to the lowest one."""
+    """Say in plain sentences which placement tolerates the highest learning rate, and its ratio to the lowest learning
+    rate.
+    """
     measured = [row for row in rows if row["seeds"] and row["mean"] > 0]
     if not measured:
-        return ["No trial has found its largest rate."]
+        return ["No trial has found a largest learning rate."]
     first, last = measured[0], measured[-1]
     least = "at least " if first["open"] else ""
     texts = [f"{first['placement']} tolerates a learning rate of {least}{first['mean']:.2g}."]
@@ -156,7 +160,7 @@ def sentences(rows: Sequence[Json]) -> list[str]:
             than = f"; {last['placement']} tolerates at least {last['mean']:.2g}, so the ratio is unknown"
         texts[0] = f"{first['placement']} tolerates the highest learning rate, {least}{first['mean']:.2g}{than}."
     stuck = [row["placement"] for row in measured if row["ends"] == STUCK]
-    return texts + [f"{name} never learned more than how often each token occurs." for name in stuck]
+    return texts + [f"{name} learned only how often each token occurs." for name in stuck]
 
 
 def rules(settings: Mapping[str, object]) -> list[str]:
@@ -165,22 +169,24 @@ def rules(settings: Mapping[str, object]) -> list[str]:
     share = float(value["spike_patience"])  # steps from 1 on, a share of all steps below
     patience = f"{share:g} steps" if share >= 1 else f"{100 * share:g} % of all steps"
     return [
-        f"One linear warm-up from 0 to {value['max_learning_rate']} over {value['steps']} steps. All other "
-        f"settings are as in lamina pretrain. The smoothed loss is the mean of the last {value['window']} steps. "
-        "A run stopped at the first of:",
+        f"One linear warm-up from 0 to {value['max_learning_rate']} over {value['steps']} steps. All other settings "
+        f"are as in lamina pretrain. The smoothed loss is the mean of the last {value['window']} steps. A run stops "
+        "at the first of these rules:",
         "non-finite: the loss of a step, or the gradient's norm, was not finite.",
         f"spike: the loss stayed more than {value['spike_margin']} nats above the lowest smoothed loss for "
         f"{patience}. If the loss came back sooner, it is not a spike.",
         f"plateau: the smoothed loss fell by less than {value['plateau_margin']} nats while the learning rate "
         f"grew by a factor of {value['plateau_factor']}. Lamina calls it stuck if the loss was not "
         f"{value['stuck_margin']} nats below the corpus's unigram entropy.",
-        "The largest rate is the rate just before the failure: at the last step at which the smoothed loss was "
-        "at its minimum, or for a plateau, at the step up to which it fell.",
+        "The largest learning rate is the value just before the failure. This is the last step at which the "
+        "smoothed loss was at its minimum or, for a plateau, the step up to which the loss fell.",
     ]
 
 
 def loss_by_rate(study: Study, color: Mapping[str, str]) -> Figure | None:
-    """Draw smoothed loss against learning rate (log), one line per placement and seed, marked where each stopped."""
+    """Draw smoothed loss against learning rate (log), with one line per placement and seed, and a mark where each run
+    stopped.
+    """
     picture, curves = Figure(), []
     named_in_legend: set[str] = set()
     for trial, row in zip(study.trials, rows_of(study.results), strict=True):
@@ -229,7 +235,9 @@ def loss_by_rate(study: Study, color: Mapping[str, str]) -> Figure | None:
 
 
 def curve_of(trial: Trial, settings: Mapping[str, object]) -> Frame:
-    """Return a trial's smoothed loss by rate, without the first step, whose rate is 0: columns rate and loss."""
+    """Return a trial's smoothed loss by learning rate (columns rate and loss), without the first step, where the rate
+    is 0.
+    """
     rows = trial.layers.of("step_loss").drop_duplicates("step", keep="last").sort_values("step")
     top, steps, window = (float(str(settings.get(name, 1))) for name in ("max_learning_rate", "steps", "window"))
     losses = smoothed(rows["value"].astype(float).to_numpy(), int(window))

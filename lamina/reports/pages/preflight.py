@@ -34,7 +34,7 @@ _FIGURES = (
     ), "jacobian_gain", "gain to the last layer"),
     ("Backward: gradient of the weights", (
         "Gradient norm of each block's weights on the held-out sequences, before clipping. Adam evens out "
-        "differences of a few orders of magnitude, but weights with gradients below its epsilon do not learn."
+        "differences of a few orders of magnitude, but weights with gradients below Adam's epsilon do not learn."
     ), "gradient_norm", "gradient norm"),
     ("Forward: variance of the states", (
         "Variance of the residual stream after each layer (-1: the embedding's output)."
@@ -50,8 +50,8 @@ _FIGURES = (
 def preflight_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of its preflight.json and layers.parquet.
 
-    preflight.json has the ``command`` line, the ``rows`` of the table of verdicts, one per planned run, and for each of
-    them the ``losses`` of the burn-in's steps.
+    preflight.json has the ``command`` line; the ``rows`` of the table of verdicts, one per planned run; and for each
+    run the ``losses`` of the burn-in's steps.
     """
     result, layers = read_json(folder / PREFLIGHT), read_parquet(folder / LAYERS)
     rows: Frame = pd.DataFrame(result["rows"])
@@ -94,7 +94,7 @@ def preflight_report(folder: Path) -> Path:
 
 
 def _headline(records: list[Json], labels: list[str]) -> str:
-    """Return the finding in a line: the only verdict, or how many runs have the worst one."""
+    """Return the finding in a line: the only verdict, or the number of runs with the worst verdict."""
     if len(records) == 1:
         return f"{labels[0]}: {records[0]['verdict']}"
     bad = [label for label, row in zip(labels, records, strict=True) if row["verdict"] == "will not train"]
@@ -109,7 +109,7 @@ def _headline(records: list[Json], labels: list[str]) -> str:
 
 
 _BURN_IN = (
-    "Training loss of the steps taken. The dashed line is the held-out loss of a constant prediction of the "
+    "Training loss in the burn-in. The dashed line is the held-out loss of a model that always predicts the "
     "tokens' frequencies. A model below this line uses its input."
 )
 

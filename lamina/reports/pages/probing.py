@@ -1,4 +1,6 @@
-"""The page of `lamina probe`: one section per probe, built from the folder's files alone; and its figures as PNGs."""
+"""The page of `lamina probe`, with one section per probe, and its figures as PNGs. Both need only the folder's
+files.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def probing_report(folder: Path) -> Path:
     """Write ``folder/report.html``. Raises UserError if the folder holds no result of `lamina probe`."""
     result, environment = lenient_mapping(folder / RESULT), lenient_mapping(folder / ENVIRONMENT)
     if not isinstance(result.get("probes"), dict):
-        raise UserError(f"{str(folder)!r}: no result of `lamina probe` (result.json with its probes)")
+        raise UserError(
+            f"{str(folder)!r}: no result of `lamina probe`: result.json lists no probes. Give a folder that `lamina "
+            "probe` wrote."
+        )
     model, probes = result.get("model") or {}, result["probes"]
     facts = {k: v for k, v in model.items() if k != "notes" and v not in (None, "", [])}
     notes = callouts(str(note) for note in model.get("notes") or ())
@@ -65,7 +70,7 @@ def probing_report(folder: Path) -> Path:
 
 @drawing_of(Kind.PROBING)
 def draw(folder: Path) -> list[Path]:
-    """Write FOLDER/figures/NAME.png beside each figure's .json. Raises UserError without a working browser."""
+    """Write FOLDER/figures/NAME.png beside each figure's .json. Raises UserError if no working browser is installed."""
     result = read_json(folder / RESULT)
     pictures = []
     for drawn in (drawn for entry in result["probes"].values() for drawn in entry.get("figures") or ()):
@@ -93,10 +98,10 @@ def _read(path: Path) -> Figure:
 
 
 def main_numbers(frame: Frame) -> Frame:
-    """Summarize a probe's values: one row per metric, with the places of the extremes.
+    """Summarize a probe's values: one row per metric, with the layers of the extremes.
 
-    Sub-layers, roles, number formats and meanings of a drop have their own rows, and columns if the frame has them. The
-    other columns are rows, lowest, at, median, highest, at_highest.
+    Each sub-layer, role, number format and meaning of a drop has its own row, and the frame's column for it. The other
+    columns are rows, lowest, at, median, highest and at_highest.
     """
     apart = ("metric", "sublayer", "role", "format", "meaning")
     by = [name for name in apart if name in frame and frame[name].notna().any()]
@@ -164,18 +169,21 @@ def _prune(model: Json, probes: Json) -> Section:
         return Section("Prune", "Remove layers", "")
     believe = {
         1: (
-            "The angular distance only predicts the harm. Before you remove layers, measure the harm with "
-            "--probes layer_drop."
+            "The angular distance only predicts how much a removal harms. Before you remove layers, measure the "
+            "harm with --probes layer_drop."
         ),
-        2: "Where layer_drop and the angular distance disagree, believe layer_drop: it measures the loss without the "
-        "layer, and the angle only predicts it.",
+        2: "If layer_drop and the angular distance disagree, believe layer_drop: it measures the loss without the "
+        "layer, and the angle only predicts this loss.",
     }
     texts = [str(text) for text in probes[done[0]].get("sentences") or ()][1:] if done[0] == "layer_drop" else []
     compared = any("angular distance" in text for text in texts)
     texts = [text for at, text in enumerate(texts) if at == 0 or "angular distance" in text]  # as prune removes it
     texts.append(believe[len(done)] if not compared and (len(done) == 2 or not texts) else "")
     command = f"lamina prune {model.get('name') or 'MODEL'} --by {done[0]} --drop 1 --output pruned"
-    run = f'<p>To remove the layer that harms least, run:</p><pre class="command" tabindex="0">{escape(command)}</pre>'
+    run = (
+        '<p>To remove the layer whose removal harms least, run:</p><pre class="command" '
+        f'tabindex="0">{escape(command)}</pre>'
+    )
     return Section("Prune", "Remove layers", prose([text for text in texts if text], {}) + run)
 
 

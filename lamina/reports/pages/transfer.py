@@ -20,7 +20,8 @@ from lamina.studies.record import has_study
 
 @report_of(Kind.TRANSFER, needs="transfer")
 def transfer_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a transfer; of one that was killed before it had numbers, the page of its trials.
+    """Write ``folder/report.html`` of a transfer. If the transfer ended before it had numbers, write the page of its
+    trials.
 
     Raises UserError if its numbers are damaged.
     """
@@ -28,7 +29,7 @@ def transfer_report(folder: Path) -> Path:
         return compare_report(folder)
     study, summary = read_study(folder), read_json(folder / TRANSFER)
     if "hidden_size" not in study.results:  # complete() keeps unknown columns
-        raise UserError(f"{str(folder / RESULTS)!r}: the column hidden_size is missing")
+        raise UserError(f"{str(folder / RESULTS)!r}: the column hidden_size is missing. Restore the original file.")
     by_width = study.results.assign(placement=[f"width {width}" for width in study.results["hidden_size"]])
     order = list(dict.fromkeys(by_width["placement"]))
     color = {name: PALETTE[i % 4] for i, name in enumerate(order)}
@@ -61,10 +62,13 @@ def _headline(summary: Row) -> str:
 
 
 def sentences(summary: Row) -> list[str]:
-    """Report a transfer's results: the intervals, the rate, its risk, and how the wider runs ended."""
+    """Report a transfer's results: the intervals, the learning rate, the risk, and the ends of the wider runs."""
     proxy, rate, above = summary["proxy_width"], summary["learning_rate"], summary["first_failing_above"]
     if rate is None:
-        return [f"No rate finished at width {proxy}, so none can be converted. Try smaller rates or more steps."]
+        return [
+            f"No learning rate finished at width {proxy}, so Lamina can convert none. Try smaller learning rates, "
+            "or more steps."
+        ]
     low, high = summary["stable"]
     failing = f"{above:g} is the lowest higher rate that does not finish"
     stable = f"{low:g}" if low == high else f"{low:g} to {high:g}"
@@ -81,7 +85,7 @@ def sentences(summary: Row) -> list[str]:
         same = [rate["agrees"] for rate in rates if rate["agrees"] is not None]
         if same:
             texts.append(
-                f"Verified at width {width}: {sum(same)} of {len(same)} rates end as they did at width {proxy}."
+                f"Verified at width {width}: {sum(same)} of {len(same)} learning rates end as at width {proxy}."
             )
     return texts
 

@@ -23,7 +23,7 @@ from lamina.training.monitor.writers import NORM, read_about
 
 @report_of(Kind.WATCHED)
 def watched_report(folder: Path) -> Path:
-    """Write ``folder/report.html``: the sections of a run's page that need nothing but the layer monitor's records."""
+    """Write ``folder/report.html`` with the sections of a run's page that need only the layer monitor's records."""
     about = read_about(folder)
     parameters = about.get("parameters")
     try:
@@ -70,7 +70,7 @@ def _course(evidence: Evidence | None) -> str:
         if values:
             steps, heights = charts.series(values)
             panels[name] = [Line(x=steps.tolist(), y=heights.tolist(), color=PALETTE[0], width=1.6, legend=False)]
-    return figure(charts.over_steps(panels, 300), "The gradient norm is before clipping.")
+    return figure(charts.over_steps(panels, 300), "The chart shows the gradient norm before clipping.")
 
 
 def _summary(folder: Path, about: Json, names: Mapping[int, str]) -> str:
@@ -82,6 +82,6 @@ def _summary(folder: Path, about: Json, names: Mapping[int, str]) -> str:
             f"of the failure, run: lamina diagnose {folder}"
         )
     if result.get("skipped"):
-        texts.append(f"{result['skipped']} steps were skipped as outliers.")
+        texts.append(f"The training skipped {result['skipped']} steps as outliers.")
     texts += [str(note) for note in about.get("notes", ())]
     return callouts(texts)

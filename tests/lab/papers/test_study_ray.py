@@ -76,7 +76,7 @@ def test_a_trial_on_ray_has_the_numbers_of_this_process(tmp_path, corpus):
             _, said = driver.communicate(timeout=180)
         finally:
             driver.kill()
-        if "no cluster could be started" not in said:
+        if "could not start a cluster" not in said:
             break
     assert driver.returncode == 0, said
     plan, store = StudyPlan(read_study(file).scale("cpu")), Store(tmp_path / "here", Records(tmp_path / "records"))
@@ -95,7 +95,7 @@ def test_a_cluster_that_does_not_start_is_one_line(tmp_path, corpus, capsys, mon
     file = write_study(tmp_path / "files", corpus=corpus)
     assert main(argv(tmp_path, file, "ray", "--engine", "ray")) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "engine" in line]
-    assert "engine: 'ray': no cluster could be started on this machine" in line
+    assert "engine: 'ray': Lamina could not start a cluster on this machine" in line
     assert line.endswith("The current node timed out during startup. This could happen.")
 
 
@@ -131,7 +131,7 @@ def test_two_processes_share_a_trial(tmp_path, corpus):
 def test_a_cluster_that_cannot_be_reached_is_one_line(tmp_path, corpus, capsys):
     file = write_study(tmp_path / "files", corpus=corpus)
     assert main(argv(tmp_path, file, "ray", "--engine", "ray", "--address", "127.0.0.1:1")) == 2
-    assert "cannot be reached" in capsys.readouterr().err
+    assert "cannot reach the cluster" in capsys.readouterr().err
     assert not list((tmp_path / "ray-trials").glob("*/result.json"))
 
 

@@ -117,7 +117,7 @@ def test_records_stand_in_for_trials(run, tmp_path, corpus):
 
 def test_a_study_of_ones_own_is_recorded_beside_its_own_records_alone(run, tmp_path, corpus, capsys):
     file = write_study(tmp_path / "files", "mix-ppl", corpus=corpus)
-    with pytest.raises(UserError, match="record: Lamina's records hold only its own studies"):
+    with pytest.raises(UserError, match="record: Lamina's records hold only Lamina's studies"):
         study(study=str(file), output=str(tmp_path / "out"), store=str(tmp_path / "trials"), record=True, bar=False)
     assert not (tmp_path / "out").exists()
     places = ["--store", str(tmp_path / "trials"), "--records", str(tmp_path / "records")]

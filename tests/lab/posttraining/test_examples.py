@@ -97,13 +97,17 @@ def test_texts_of_a_csv_file_that_look_like_numbers_or_nothing_stay_texts(tmp_pa
     ("name", "content", "message"),
     [
         ("a.txt", b"x", r"it ends in .txt \(allowed: a .jsonl, .json"),
-        ("a.jsonl", b"", "can't be read: it has no rows"),
-        ("a.jsonl", b"\n\n", "can't be read"),
-        ("a.jsonl", b"\xff\xfe\x00", "can't be read: .*JSON parse error"),
-        ("a.jsonl", LINES + b'{"prompt": "cut', "can't be read: .*JSON parse error"),
-        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-20], "can't be read: EOFError: Compressed file ended before"),
-        ("a.jsonl.gz", LINES, "can't be read"),
-        ("a.parquet", LINES, "can't be read"),
+        ("a.jsonl", b"", "Lamina cannot read .*: it has no rows"),
+        ("a.jsonl", b"\n\n", "Lamina cannot read"),
+        ("a.jsonl", b"\xff\xfe\x00", "Lamina cannot read .*JSON parse error"),
+        ("a.jsonl", LINES + b'{"prompt": "cut', "Lamina cannot read .*JSON parse error"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(LINES, mtime=0)[:-20],
+            "Lamina cannot read .*EOFError: Compressed file ended before",
+        ),
+        ("a.jsonl.gz", LINES, "Lamina cannot read"),
+        ("a.parquet", LINES, "Lamina cannot read"),
     ],
 )
 def test_a_file_that_holds_no_rows_is_one_line(tmp_path, name, content, message):
@@ -235,7 +239,10 @@ GOOD = [{"prompt": f"q{n}", "completion": " a"} for n in range(4)]
             {"prompt": [{"role": "user", "content": 5}], "completion": "a"},
             r"row 5: the field 'prompt' is \[{.*: 5",
         ),
-        ({"prompt": "q", "completion": "a", "tools": "[{"}, "row 5: TRL can't prepare it: JSONDecodeError: Expecting"),
+        (
+            {"prompt": "q", "completion": "a", "tools": "[{"},
+            r"row 5: TRL cannot prepare this row \(JSONDecodeError: Expecting",
+        ),
     ],
 )
 def test_a_row_of_no_use_is_numbered_or_left_out(bad, message, base, tmp_path):
@@ -250,7 +257,7 @@ def test_a_row_of_no_use_is_numbered_or_left_out(bad, message, base, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"body": "x"}], "no known fields .*the rows have: body"),
+        ([{"body": "x"}], "the rows have no known fields, but body"),
         ([{"messages": TURNS, "images": ["a.png"]}], "the column 'images' has images"),
         ([{"text": ""}] * 2, "row 1: the field 'text' is ''"),
         ([{"prompt": "When?", "completion": "2024-01-01"}] * 2, "row 1: the field 'completion' is datetime"),

@@ -249,12 +249,12 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"reward_model": ...}, "reward_model: none given"),
+        ({"reward_model": ...}, "reward_model: none is given"),
         ({"reward_model": "no-such"}, "reward_model: 'no-such': no such folder"),
         ({"reward_model": ..., "reward_function": "f.py:f"}, "reward_function: 'f.py': no such file"),
         (
             {"reward_function": "f.py:f", "reward_weights": "1"},
-            "reward_weights: '1' (allowed: a number for each reward, 2 here)",
+            "reward_weights: '1' does not fit. Give a number for each reward, 2 here.",
         ),
         ({"reward_weights": "1,x"}, "reward_weights: '1,x'. Give comma-separated numbers"),
         ({"reward_timeout": 1.0}, "reward_timeout: 1.0 has no effect here"),
@@ -264,16 +264,16 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
         ({"algorithm": "ppo"}, "algorithm: 'ppo'"),
         (
             {"trl": {"epsilon": 0.1}},
-            "trl.epsilon: no effect on remax (allowed: chat_template_kwargs, min_p,",
+            "trl.epsilon: it has no effect on remax (allowed: chat_template_kwargs, min_p,",
         ),
         (
             {"algorithm": "rloo", "trl": {"num_generations_eval": 2}},
             "trl.num_generations_eval: an evaluation samples one answer per",
         ),
-        ({"num_generations": 4}, "num_generations: 4 (allowed with remax: 2"),
+        ({"num_generations": 4}, "num_generations: 4 does not go with remax"),
         ({"algorithm": "grpo", "kl_per": "sequence"}, "kl_per: 'sequence' has no effect here"),
         ({"max_answer": 128}, "max_answer: 128 leaves no room for a prompt in 128 tokens"),
-        ({"reward_model": ..., "data": "no-such.jsonl"}, "reward_model: none given"),  # before the data are read
+        ({"reward_model": ..., "data": "no-such.jsonl"}, "reward_model: none is given"),  # before the data are read
         ({"max_answer": 126}, "row 1: the prompt has 4 tokens and the answer up to 126, the context 128"),
     ],
 )
@@ -419,7 +419,7 @@ def test_the_alarm_that_another_library_has_set_stands_again(seconds):
     finally:
         signal.signal(signal.SIGALRM, before)
     settings = RlhfSettings(reward_function="f.py:f", reward_timeout=seconds)
-    with ThreadPoolExecutor() as pool, pytest.raises(UserError, match="outside a process's main thread: 0"):
+    with ThreadPoolExecutor() as pool, pytest.raises(UserError, match="works only in a process's main thread"):
         pool.submit(make_rewards, settings, None).result()
 
 

@@ -180,9 +180,9 @@ def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
         ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: Lamina orders the rows, so that a run"),
         ({"trl": {"eos_token": "<|im_end|>"}}, "trl.eos_token: '<|im_end|>' is not in the tokenizer"),
         ({"trl": {"eos_token": ["x"]}}, "trl.eos_token: ['x'] is not in the tokenizer"),
-        ({"weights": "nf4"}, "weights: 'nf4' can't be trained (allowed: fp32, bf16, or with --lora-rank)"),
-        ({"weights": "bf16", "precision": "fp16"}, "precision: 'fp16' scales the losses of float32 weights"),
-        ({"group_by_length": True, "packing": True}, "group_by_length: no effect on packed sequences"),
+        ({"weights": "nf4"}, "weights: 'nf4' cannot be trained. Set weights to fp32 or bf16, or add --lora-rank."),
+        ({"weights": "bf16", "precision": "fp16"}, "precision: 'fp16' needs float32 weights"),
+        ({"group_by_length": True, "packing": True}, "group_by_length: it has no effect on packed sequences"),
     ],
 )
 def test_bad_settings_are_one_line(tuned, changed, message, tmp_path):
@@ -225,7 +225,7 @@ def test_an_argument_of_trl_s_own_reaches_its_trainer(tuned):
 
 def test_a_template_that_is_no_jinja_is_named_whatever_the_rows(tuned, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages }}\n{% for %}")
-    with pytest.raises(UserError, match=r"^template: '.*t.jinja' can't be read in line 2"):
+    with pytest.raises(UserError, match=r"^template: Lamina cannot read '.*t.jinja' in line 2"):
         tuned(template=str(tmp_path / "t.jinja"), skip_bad=True)
     assert not (tmp_path / "run").exists()
 

@@ -135,7 +135,7 @@ def test_sixteen_bits_are_scaled_and_not_cut_off(folder, suffix):
 
 
 BAD = {
-    "no classes": (lambda root: [path.unlink() for path in root.rglob("*.png")], "has no images; fill or remove it"),
+    "no classes": (lambda root: [path.unlink() for path in root.rglob("*.png")], "has no images. Fill or remove it"),
     "not an image": (lambda root: (root / "cat" / "3.png").write_bytes(b"no image"), "cat/3.png' can't be read"),
     "floats": (
         lambda root: Image.fromarray(np.ones((9, 9), dtype=np.float32)).save(root / "cat" / "3.tif"),
@@ -149,7 +149,7 @@ BAD = {
         lambda root: [(root / name).mkdir() for name in ("train", "val")],
         "has the folder 'cat' beside its splits 'train' and 'val'",
     ),
-    "one folder": (lambda root: shutil.rmtree(root / "dog"), "has 1 class, 'cat' .allowed: at least 2"),
+    "one folder": (lambda root: shutil.rmtree(root / "dog"), "has 1 class, 'cat'. Give at least 2"),
     "one class": (lambda root: [p.rename(root / "cat" / f"d{p.name}") for p in (root / "dog").glob("*")], "no images"),
 }
 

@@ -1,1 +1,1 @@
-"""Running studies: which trials are needed, in which order, and the verdicts on the claims."""
+"""Run studies: choose the needed trials and their order, and judge the claims."""

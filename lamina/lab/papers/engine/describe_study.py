@@ -1,4 +1,4 @@
-"""A study as text: its arms, its finished trials, and the cost of the missing trials."""
+"""Describe a study as text: its arms, its finished trials, and the cost of the missing trials."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _trials(plan: StudyPlan, settings: StudySettings) -> list[str]:
     try:
         wanted = plan.wanted(store.result)
     except UserError as error:  # a text that is not on this machine
-        return [f"scale {plan.scale.name}: its trials can't be named here: {error}"]
+        return [f"scale {plan.scale.name}: Lamina cannot name its trials here: {error}"]
     trials = {trial.key for trial in wanted}
     done = {trial.key for trial in wanted if store.complete(trial) is not None}
     scale, tuning = plan.scale, plan.scale.tuning
@@ -63,12 +63,14 @@ def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
     sweep = tuning.sweep(seeds)
     own = "" if set(sweep) <= set(seeds) else f" of their own ({', '.join(map(str, sweep))})"
     own += f" at {', '.join(f'{name} {value}' for name, value in tuning.settings.items())}" if tuning.settings else ""
-    rule = "" if tuning.rule == "best" else ", the lowest rate within one standard error of the best"
+    rule = "" if tuning.rule == "best" else ", the lowest learning rate within one standard error of the best"
     return f"tuned with {seeds_text(len(sweep))}{own}{', then widened at an edge' if tuning.widen else ''}{rule}"
 
 
 def dry_run_text(settings: StudySettings) -> str:
-    """Say what a scale would train: parameters, tokens, FLOPs, GPU-hours, and at the scale cpu the minutes here."""
+    """Describe what a scale would train: parameters, tokens, FLOPs, GPU-hours and, at the scale cpu, the minutes on
+    this machine.
+    """
     from lamina.lab.papers.dry_run import dry_run, minutes_here, table
 
     assert settings.study is not None
@@ -84,7 +86,7 @@ def dry_run_text(settings: StudySettings) -> str:
         }
         for arm, each in plan.dry().items()
     }
-    note = "" if TRIAL_JOBS[scale.job].trains else f"The job {scale.job} trains nothing: only the models are built.\n"
+    note = "" if TRIAL_JOBS[scale.job].trains else f"The job {scale.job} trains nothing. It only builds the models.\n"
     frame = dry_run(arms)
     here = scale.name == "cpu" and TRIAL_JOBS[scale.job].trains
     workers = settings.workers or usual_workers()

@@ -1,8 +1,8 @@
 """The plan of a scale: the trials that it needs, given the results so far.
 
-A study that tunes learning rates runs its sweep first. If the best rate is at the sweep's edge, wider rates follow.
-Then come the study's seeds at each arm's best rate and, if the study asks for it, at another arm's best rate.
-``StudyPlan.wanted`` depends only on the results, so resuming needs no stored state.
+A study that tunes learning rates runs its sweep first. If the best learning rate is at the sweep's edge, Lamina adds
+rates beyond it. Then come the study's seeds at each arm's best rate and, if the study asks for it, at another arm's
+best rate. ``StudyPlan.wanted`` depends only on the results, so resuming needs no stored state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Arm:
 
     Attributes:
         values: the label of each axis's value.
-        settings: those that differ from the job's defaults.
+        settings: the settings that differ from the job's defaults.
     """
 
     values: Mapping[str, str]
@@ -57,7 +57,7 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
             settings["placement"] = str(scale.folder / placement[2:])
         made.append(Arm(values=values, settings=settings))
     if not made:
-        raise UserError(f"skip: removes all arms of the {scale.name} scale. Skip fewer combinations")
+        raise UserError(f"skip: it removes all arms of the {scale.name} scale. Skip fewer combinations.")
     return made
 
 
@@ -70,7 +70,9 @@ def refuse_without_effect(scale: Scale, changes: Json) -> None:
     decided |= {name: "a copy of the study with another axis" for names in every for name in names}
     for name in changes:
         if name in decided:
-            raise UserError(f"set.{name}: has no effect, because the study's trials set it (allowed: {decided[name]})")
+            raise UserError(
+                f"set.{name}: has no effect, because the study or its engine decides it. Use {decided[name]}."
+            )
 
 
 def matches(values: Mapping[str, str], pattern: Json) -> bool:
@@ -87,9 +89,9 @@ class StudyPlan:
     """The trials of a scale.
 
     Attributes:
-        changes: settings over the scale's own.
-        chosen: the rate of each tuned arm, by its number, once it is known.
-        at_edge: of each tuned arm, whether its best rate is the lowest or the highest that was tried.
+        changes: settings that replace the scale's settings.
+        chosen: the learning rate of each tuned arm, by the arm's number, as soon as Lamina knows it.
+        at_edge: for each tuned arm, whether its best learning rate is the lowest or highest rate in the sweep.
     """
 
     scale: Scale
@@ -105,8 +107,8 @@ class StudyPlan:
     def dry(self) -> dict[str, dict[str, Settings]]:
         """Return the trials' settings by arm and name without reading the text.
 
-        A tuned arm has all rates at the tuning seeds, and its first rate at the others. A sweep with other settings
-        is a row of its own.
+        A tuned arm has all learning rates with the tuning seeds, and its first rate with the other seeds. A sweep with
+        other settings is a separate row.
         """
         scale, trials = self.scale, {}
         sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
@@ -120,7 +122,7 @@ class StudyPlan:
         return trials
 
     def stages(self) -> dict[str, int]:
-        """Return by stage how many trials it has, without reading the text."""
+        """Return the number of trials of each stage, without reading the text."""
         every = set(range(len(self.arms)))
         arms, counts = {self.scale.job: every}, dict[str, int]()
         for stage in self.scale.stages:
@@ -133,7 +135,7 @@ class StudyPlan:
         return {name: count * trials for name, count in counts.items()}
 
     def wanted(self, result: Results) -> list[StudyTrial]:
-        """Update ``chosen``, and return the trials that are needed given the results so far, seed by seed."""
+        """Update ``chosen``, and return the trials that the study needs given the results so far, seed by seed."""
         scale, wanted = self.scale, []
         if scale.tuning is None:
             for seed, number, rate in product(scale.seeds, range(len(self.arms)), scale.rates or (None,)):
@@ -156,13 +158,15 @@ class StudyPlan:
         return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
 
     def is_tuned(self, trial: StudyTrial) -> bool:
-        """Return whether a trial has its arm's chosen rate and a seed of the study; True if the study tunes none."""
+        """Return whether a trial has its arm's chosen learning rate and a seed of the study; True if the study tunes no
+        rates.
+        """
         if self.scale.tuning is None:
             return True
         return trial.seed in self.scale.seeds and self.chosen.get(self._number(trial)) == trial.learning_rate
 
     def places(self, trial: StudyTrial) -> Json:
-        """Return the columns about a trial's rate: ``tuned``, and ``at_edge`` in a study that tunes rates."""
+        """Return the columns about a trial's learning rate: ``tuned``, and ``at_edge`` in a study that tunes rates."""
         edge = {} if self.scale.tuning is None else {"at_edge": self.at_edge.get(self._number(trial))}
         return {"tuned": self.is_tuned(trial), **edge}
 
@@ -249,7 +253,7 @@ def _label(arm: Arm, scale: Scale) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best rate of an arm's sweep: the ``lowest`` mean's, and the ``chosen`` one, at which the arm trains."""
+    """The best learning rates of an arm's sweep: ``lowest`` has the lowest mean, and the arm trains at ``chosen``."""
 
     lowest: float
     chosen: float
@@ -258,9 +262,9 @@ class Best:
 def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
     """Choose the best rate of a sweep from the tuning seeds' results at each rate, the lowest rate first.
 
-    ``best``: the rate at which the smallest share of seeds diverged or got stuck, then the lowest mean loss.
-    ``one-se``: the lowest rate that loses no larger share and whose mean lies within one standard error of the best
-    mean. The means are over the seeds that learned; the standard error is over the best rate's, at least two of them.
+    ``best`` is the rate at which the smallest share of seeds diverged or got stuck; among equals, the rate with the
+    lowest mean loss. ``one-se`` is the lowest rate with the same share and a mean within one standard error of the best
+    mean. The means are over the seeds that learned. The standard error is over the best rate's seeds, at least two.
     """
     if rule == "one-se":
         known = {

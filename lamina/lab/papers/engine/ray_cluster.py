@@ -1,7 +1,8 @@
 """Trials on a Ray cluster: one Ray task per trial, or per process if a trial has several processes.
 
-A task starts the trial's own process, as the local engine does, so the numbers are the same. If its worker is lost, Ray
-runs the task again, and the trial resumes from its last checkpoint. All machines need Lamina and access to the store.
+A task starts a separate process for the trial, as the local engine does, so the numbers are equal. If a worker is lost,
+Ray runs the task again, and the trial resumes from its last checkpoint. All machines need Lamina and access to the
+store.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lamina.studies.task import Task
 from lamina.studies.worker import BUSY
 
 RETRIES = 3
-"""How often a trial is run again whose worker was lost."""
+"""How often Lamina runs a trial again after its worker was lost."""
 ROUND_SECONDS = 0.5
 REACH_SECONDS = 5.0
 GRACE_SECONDS = 60.0
@@ -34,13 +35,13 @@ _PASSED_ON = ("LAMINA_", "HF_", "OMP_", "MKL_", "TOKENIZERS_", "WANDB_", "TRACKI
 
 
 def executor(*, address: str | None, gpus: float, processes: int, cpus: int) -> Executor:
-    """Return a function that runs tasks on the cluster at ``address``, or on a temporary one of this machine.
+    """Return a function that runs tasks on the cluster at ``address``, or on a temporary cluster on this machine.
 
     Args:
-        address: of the cluster: HOST:PORT, ray://HOST:PORT, or auto.
-        gpus: of each process of a trial.
-        processes: of each trial.
-        cpus: of each process.
+        address: the cluster's address: HOST:PORT, ray://HOST:PORT, or auto.
+        gpus: number of GPUs for each process of a trial.
+        processes: number of processes of each trial.
+        cpus: number of CPUs for each process.
     """
 
     def execute(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]) -> None:
@@ -111,7 +112,7 @@ class _Runs:
 
 
 def run_alone(request: Json, environment: Mapping[str, str]) -> int:
-    """Run a trial's process on this node of the cluster; returns its exit code."""
+    """Run a trial's process on this node of the cluster, and return the exit code."""
     process = processes.Alone(
         {
             **request,
@@ -133,7 +134,7 @@ def run_alone(request: Json, environment: Mapping[str, str]) -> int:
 
 
 def run_together(request: Json, environment: Mapping[str, str], shares: Json) -> int:
-    """Run a trial of several processes, each in a bundle of one placement group; returns the worst exit code."""
+    """Run a trial of several processes, each in a bundle of one placement group, and return the worst exit code."""
     ray = importlib.import_module("ray")
     groups = importlib.import_module("ray.util.placement_group")
     strategies = importlib.import_module("ray.util.scheduling_strategies")
@@ -200,10 +201,10 @@ def _cluster(address: str | None, cpus: int) -> Iterator[Any]:
     try:
         ray.init(**options)
     except Exception as error:  # a bare one where the machine is too busy for the cluster to start in time
-        reason = "engine: 'ray': no cluster could be started on this machine. Use --engine local"
+        reason, fix = "engine: 'ray': Lamina could not start a cluster on this machine", "Use --engine local."
         if address is not None:
-            reason = f"address: {address!r}: the cluster cannot be reached"
-        raise UserError(f"{reason}: {one_line(error)}") from None
+            reason, fix = f"address: {address!r}: Lamina cannot reach the cluster", "Check the address and the network."
+        raise UserError(f"{reason} ({one_line(error)}). {fix}") from None
     try:
         yield ray
     finally:
@@ -220,5 +221,6 @@ def _reach(address: str) -> None:
             pass
     except (OSError, ValueError) as error:
         raise UserError(
-            f"address: {address!r}: the cluster cannot be reached ({error}) (allowed: HOST:PORT, ray://HOST:PORT, auto)"
+            f"address: {address!r}: Lamina cannot reach the cluster ({error}). Give HOST:PORT, ray://HOST:PORT, or "
+            "auto."
         ) from None

@@ -17,7 +17,7 @@ Engine = Literal["local", "ray"]
 
 
 class StoreSettings(Settings):
-    """Where trials are, for all studies."""
+    """The folders of all studies' trials and records."""
 
     store: str = setting(
         "runs/trials", "folder of all studies' trials; Lamina does not train stored trials again", path, decides=False
@@ -35,7 +35,7 @@ class StoreSettings(Settings):
 
 
 class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSettings):
-    """One study at one scale."""
+    """A study at one scale."""
 
     command_name = "study run"
     main = (
@@ -46,8 +46,8 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
 
     study: str | None = setting(None, "a study's name (see `lamina study list`), or your YAML file", place)
     scale: ScaleName = setting("cpu", "cpu (2 cores, minutes to an hour), gpu (one GPU), or paper (the paper's size)")
-    seeds: str | None = setting(None, "other seeds than the study's, comma-separated", seed_list)
-    corpus: str | None = setting(None, "another corpus than the study's", corpus_name)
+    seeds: str | None = setting(None, "comma-separated seeds (default: the study's seeds)", seed_list)
+    corpus: str | None = setting(None, "corpus (default: the study's corpus)", corpus_name)
     set: Json = setting({}, "any other setting of the trials, e.g. --set.steps 200", mapping)
     engine: Engine = setting(
         "local", "local (processes on this machine) or ray (a Ray cluster; the extra ray)", decides=False
@@ -55,25 +55,27 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     address: str | None = setting(
         None, "with --engine ray, the cluster's address (default: a new cluster on this machine)", decides=False
     )
-    gpus: float = setting(0.0, "with the engine ray, GPUs of each process of a trial", not_below(0.0), decides=False)
+    gpus: float = setting(
+        0.0, "with --engine ray, number of GPUs for each process of a trial", not_below(0.0), decides=False
+    )
     processes: int = setting(
         1,
-        "processes per trial with the engine ray. Each is a bundle, on any host",
+        "with --engine ray, number of processes per trial; each is a bundle on any host",
         at_least(1),
         decides=False,
     )
     threads: int | None = changed(1, help="CPU threads per trial")
     run_code: bool = setting(
-        False, "run the task files that trials name, which are code, and code that a model writes", decides=False
+        False, "run code from task files that trials name, and code that a model writes", decides=False
     )
 
     def check(self) -> None:
-        """Raise UserError for an address without a cluster."""
+        """Raise UserError for an address without --engine ray."""
         super().check()
         if self.engine != "ray":
             self.refuse_unused("address", "gpus", "processes", allowed="with --engine ray")
 
     @property
     def changes(self) -> Json:
-        """The settings of the trials that differ from the study's."""
+        """The trials' settings that differ from the study's."""
         return {**self.set, **({} if self.corpus is None else {"corpus": self.corpus})}

@@ -43,9 +43,9 @@ Known = Callable[[StudyTrial], Json | None]
 
 
 def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[str, StudyTrial]:
-    """Return by key the trials that can start now; a trial that must wait is replaced by those that it waits for.
+    """Return, by key, the trials that can start now. If a trial must wait, return the trials for which it waits.
 
-    A trial whose result only the records have is run again if its model is needed.
+    If only the records have a trial's result, and another trial needs its model, the trial runs again.
     """
     ready: dict[str, StudyTrial] = {}
 
@@ -82,12 +82,12 @@ def run_plan(
     ended: Callable[[], None] = lambda: None,
     execute: Executor = run_trials,
 ) -> dict[str, Json]:
-    """Run what is missing; returns every trial's result by its key. ``ended`` is called after each trial.
+    """Run the missing trials, and return every trial's result by key. Lamina calls ``ended`` after each trial.
 
-    A trial that failed in this call is not tried again: its result says why.
+    A trial that fails in this call does not run again; its result has the reason.
 
     Raises:
-        OSError: the disk is full; what was finished is kept.
+        OSError: the disk is full; Lamina keeps the finished trials.
         KeyboardInterrupt: after the running trials have ended as `interrupted`.
     """
     failed: dict[str, Json] = {}
@@ -126,7 +126,7 @@ def run_plan(
 
 logger = logging.getLogger(__name__)
 SHOWN = 10
-"""How many damaged files are named."""
+"""Largest number of damaged files to name."""
 POLICY = ResumePolicy(what="study", free=StudySettings.free())
 
 
@@ -138,28 +138,28 @@ def run_study(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Run a study at one scale; returns the rows of results.csv, a row per trial.
+    """Run a study at one scale, and return the rows of results.csv, a row per trial.
 
-    OUTPUT/claims.json has the verdicts. A trial that the store or the records have is not run again. ``record`` also
-    writes the study's tables and verdicts to the records; of a study that is stopped, the trials that have ended, if
-    there is no whole record of it.
+    OUTPUT/claims.json has the verdicts. Lamina skips trials that the store or the records have. ``record`` also writes
+    the study's tables and verdicts to the records. If the study stops early, it writes the trials that have ended,
+    unless there is a complete record.
 
     Raises:
         UserError: for invalid settings, a study that can't be read or has changed since it ran here, an output folder
-            in use, a claim over something that was not measured.
+            in use, or a claim about something that the study does not measure.
         OSError: the disk is full.
         KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
     """
     given = settings.to_dict() if isinstance(settings, StudySettings) else dict(settings)
     if record and not given.get("records") and any(given.get(name) for name in ("seeds", "set", "corpus")):
         raise UserError(
-            "record: you changed the study's seeds or settings. Give your folder by --records, or leave out "
-            "--seeds, --set and --corpus"
+            "record: you changed the study's seeds or settings. Give your own folder with --records, or leave out "
+            "--seeds, --set and --corpus."
         )
     given["output"] = str(output_of(given))
     study = read_study(str(given["study"]))
     if record and not records_are_of(study, StudySettings.from_dict(given)):
-        raise UserError("record: Lamina's records hold only its own studies. Give your folder by --records")
+        raise UserError("record: Lamina's records hold only Lamina's studies. Give your own folder with --records.")
     job = open_job(
         Kind.CLAIMS, StudySettings, given, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
     )
@@ -190,7 +190,9 @@ def run_study(
 
 
 def output_of(settings: Mapping[str, object]) -> Path:
-    """Return the study's folder: the output given, or runs/studies/STUDY-SCALE. Raises UserError for no study."""
+    """Return the study's folder: the given output, or runs/studies/STUDY-SCALE. Raises UserError if no study is
+    given.
+    """
     record = StudySettings.from_dict(settings)
     name = record_name(record)
     return Path("runs") / "studies" / name if record.output is None else Path(record.output)
@@ -198,12 +200,12 @@ def output_of(settings: Mapping[str, object]) -> Path:
 
 def record_name(settings: StudySettings) -> str:
     if settings.study is None:
-        raise UserError("study: none given (see `lamina study list`)")
+        raise UserError("study: no study is given. Choose one from `lamina study list`.")
     return f"{read_study(settings.study).name}-{settings.scale}"
 
 
 def records_are_of(study: StudyDefinition, settings: StudySettings) -> bool:
-    """Return whether the records may hold this study; Lamina's own hold only the catalog's studies."""
+    """Return whether the records may hold this study, since Lamina's own records hold only the catalog's studies."""
     return settings.records is not None or study.file.parent == catalog_folder()
 
 
@@ -215,8 +217,8 @@ def store_of(settings: StudySettings) -> Store:
 def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
     """Run a share of a study's trials, while other drivers with the same store run theirs.
 
-    Ends when all of the study's trials have ended; returns every trial's result by its key. Writes no folder but the
-    trials'.
+    Ends when all trials of the study have ended, and returns every trial's result by key. Writes only the trials'
+    folders.
     """
     assert settings.study is not None
     plan, store = study_plan(read_study(settings.study), settings), store_of(settings)
@@ -305,8 +307,8 @@ def _write_tables(plan: StudyPlan, results: pd.DataFrame, store: Store, folder: 
 def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store) -> None:
     """Raise UserError if trials that ran in this folder are no longer the study's."""
     allowed = (
-        "Restore the study, choose another --output, or add --overwrite (which keeps all stored trials and runs "
-        "only new trials)"
+        "Restore the study, choose another --output, or add --overwrite, which keeps all stored trials and runs "
+        "only new trials."
     )
     written = (
         definition_read.get("scales", {}).get(plan.scale.name) or {}
@@ -327,8 +329,8 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
         return  # the store is another one, or was emptied: which trials follow is not known yet
     if gone := sorted(ran - {trial.key for trial in wanted}):
         raise UserError(
-            f"study: it has changed since it ran here: {len(gone)} of its {len(ran)} trials no longer fit (the first: "
-            f"{gone[0]}) {allowed}"
+            f"study: it has changed since it ran here: {len(gone)} of its {len(ran)} trials no longer fit (the "
+            f"first: {gone[0]}). {allowed}"
         )
 
 
@@ -387,7 +389,9 @@ _NOTES = {*columns.BESIDES, "rollbacks", "key", "tuned", "at_edge"}
 
 
 def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
-    """Return a row per trial with a result: its key, its place on the axes and in its arm's sweep, and the result."""
+    """Return a row per trial with a result: its key, its values on the axes, its place in its arm's sweep, and the
+    result.
+    """
     failed, axes = failed or {}, plan.scale.axes
     rows: dict[tuple[object, ...], Json] = {}  # two arms may be one computation: each has its rows
 
@@ -417,7 +421,7 @@ def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
 def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **places: object) -> Json:
     """Return a trial's row: its key, its result, its values on the axes, and its place in its arm's sweep.
 
-    ``values``: on the axes; ``places``: in its arm's sweep (``tuned``, ``at_edge``).
+    ``values`` are the trial's values on the axes; ``places`` is its place in its arm's sweep (``tuned``, ``at_edge``).
     """
     left_out = {*_NOTES, *values, "trial"}
     numbers = TRIAL_JOBS[trial.job].numbers(result)
@@ -428,7 +432,7 @@ def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:
-    """Return a measure's rows of all trials, with the trial's key first; None if no trial has any."""
+    """Return a measure's rows of all trials, with the trial's key in the first column; None if no trial has rows."""
     import pandas as pd
 
     tables = [(str(key), store.table(str(key), measure)) for key in results["key"].unique()]

@@ -1,4 +1,4 @@
-"""The verdicts on a study's claims (claims.json), and the verdicts of all stored records."""
+"""Judge a study's claims (claims.json), and read the verdicts of all stored records."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 def judge_study(
     study: StudyDefinition, scale: Scale, results: pd.DataFrame, store: Store, *, missing: int = 0, looks: int = 1
 ) -> list[Json]:
-    """Judge each of a study's claims; returns a verdict for each.
+    """Judge each of a study's claims, and return the verdicts.
 
-    ``missing``: how many of its planned trials have not ended. Nothing is judged before all have. ``looks``: how often
-    its verdicts were recorded, each time with other trials, this time included. Raises UserError for a claim over
-    something that was not measured.
+    ``missing`` is the number of planned trials that have not ended; Lamina judges nothing before all have. ``looks`` is
+    the number of times that verdicts were recorded with different trials, including this time. Raises UserError for a
+    claim about something that the study does not measure.
     """
     if not study.claims_file.is_file():
         return []
@@ -64,7 +64,7 @@ def judge_study(
 
 
 def _reader(scale: Scale, store: Store) -> Reader:
-    """Return a function that reads a trial's table by its name in the YAML, or by its probe's name."""
+    """Return a function that reads a trial's table by the table's name in the YAML, or by the probe's name."""
 
     def read(key: str, name: str, at: str) -> Frame | None:
         listed = scale.all_measures.get(at, ())
@@ -80,9 +80,9 @@ def _unjudged(claim: Claim, verdict: Verdict, note: str) -> Json:
 
 
 def looks_of(record: Path, trials: Collection[str]) -> list[int]:
-    """Return the numbers of trials at each look: those on record, and the one of these trials.
+    """Return the number of trials at each recorded judgment, and at this judgment.
 
-    A record that shares no trial with them is of another experiment.
+    A record without any of these trials belongs to another experiment.
     """
     before: list[int] = []
     if (record / STUDY).is_file() and set(trials) & set(recorded_keys(record)):
@@ -91,7 +91,8 @@ def looks_of(record: Path, trials: Collection[str]) -> list[int]:
 
 
 def all_verdicts(records: Path | None = None) -> list[Json]:
-    """Return each claim of the catalog with its verdict at every scale that was run, or `not run yet` and the command.
+    """Return each claim of the catalog with its verdict at every scale that ran, or `not run yet` with the command to
+    run.
 
     Raises UserError for a file of the catalog that can't be read.
     """
@@ -100,10 +101,10 @@ def all_verdicts(records: Path | None = None) -> list[Json]:
 
 
 def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
-    """Return every claim of a study with its verdict at every scale that was recorded.
+    """Return every claim of a study with its verdict at every recorded scale.
 
-    Of a study of the catalog, a claim without one is `not run yet`, with the command. Raises UserError for a file that
-    can't be read.
+    If the study is in the catalog, a claim without a verdict is `not run yet`, with the command to run. Raises
+    UserError for a file that can't be read.
     """
     verdicts = []
     for scale in study.scales:
@@ -117,8 +118,8 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
         for entry in stored or ():
             if (owner := (entry.get("study"), entry.get("scale"))) != (study.name, scale):  # the folder was exchanged
                 raise UserError(
-                    f"records: {str(folder)!r} holds a verdict of {owner[0]}-{owner[1]} (allowed: each study's record "
-                    "under its own name)"
+                    f"records: {str(folder)!r} holds a verdict of {owner[0]}-{owner[1]}. Keep each study's record "
+                    "under the study's name."
                 )
             verdicts.append(entry)
     return verdicts

@@ -1,4 +1,4 @@
-"""Claims and their verdicts: the names that a study's Python file imports."""
+"""Claims and their verdicts: the names for a study's Python file to import."""
 
 from lamina.lab.papers.judging.checks import (
     equivalent,

@@ -1,7 +1,7 @@
-"""Comparisons of arms: their losses, or any other column, paired over the seeds.
+"""Compare arms by their losses, or by any other column, paired over the seeds.
 
-A run that diverged, or got stuck near the unigram entropy, counts too: its loss or score ranks last. The number of
-failed runs is a second endpoint: an arm that failed more often than its rival cannot win.
+A run that diverged, or got stuck near the unigram entropy, also counts: its loss or score ranks last. The number of
+failed runs is a second criterion: an arm that failed more often than the other arm cannot win.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ def lower(
 ) -> Finding:
     """Judge whether arm ``a`` has the lower value, paired over seeds, by at least ``by``.
 
-    Holds if the 95 % t interval of the difference lies below 0 and its mean at ``by`` or lower; `reversed` by the same
-    rule with the arms exchanged, `excluded` if a difference of ``by`` is excluded at the same level; else, and with
-    fewer than 3 pairs, inconclusive. ``by``: the smallest difference that counts, 0.01 for a loss; any other column
-    needs one. ``any_status``: compare all runs, however they ended, for a column that means something in a run that
-    diverged (its spikes, the rate it reached).
+    The claim holds if the 95 % t interval of the difference a - b is below 0 and the mean is at most -``by``. It is
+    `reversed` by the same rule with the arms exchanged, and `excluded` if the test excludes a difference of ``by`` at
+    the same level. Otherwise, and with fewer than 3 pairs, it is inconclusive. ``by`` is the smallest difference that
+    counts (default: 0.01 for a loss; any other column needs a value). ``any_status`` compares all runs with any status,
+    for a column that is meaningful in a diverged run, such as the number of spikes.
     """
     return _compared(trials, (a, than), column, Region(below=0.0), by=by, any_status=any_status)
 
@@ -124,7 +124,7 @@ def higher(
     by: float | None = None,
     any_status: bool = False,
 ) -> Finding:
-    """Judge whether arm ``a`` has the higher value: ``lower`` with the sides exchanged."""
+    """Judge whether arm ``a`` has the higher value, like ``lower`` with the arms exchanged."""
     return _compared(trials, (a, than), column, Region(above=0.0), by=by, any_status=any_status)
 
 
@@ -134,30 +134,30 @@ def ordered(trials: Trials, arms: Sequence[Arm], *, column: str = "eval_loss", b
 
 
 def equivalent(trials: Trials, a: Arm, b: Arm, *, within: float = 0.02, column: str = "eval_loss") -> Finding:
-    """Judge whether the arms differ by less than ``within``: two one-sided tests on the pairs, an interval inside."""
+    """Judge whether the arms differ by less than ``within``, by two one-sided tests on the pairs."""
     region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
     return _compared(trials, (a, b), column, region)
 
 
 def no_worse(trials: Trials, a: Arm, *, than: Arm, within: float = 0.01, column: str = "eval_loss") -> Finding:
-    """Judge whether arm ``a`` is at most ``within`` above the other: lower, or level."""
+    """Judge whether arm ``a`` is at most ``within`` above arm ``b``."""
     region = Region(below=within, text=f", claimed at most {number(within)}")
     return _compared(trials, (a, than), column, region)
 
 
 def values_of(trials: Trials, arm: Arm, column: str = "eval_loss") -> dict[int, float]:
-    """Return an arm's values of a column by seed, of the runs that trained."""
+    """Return an arm's values of a column by seed, for the runs that trained."""
     return _read(trials, arm, column).values
 
 
 def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: str, where: str) -> Finding:
-    """Judge whether an arm's eval loss differs from another study's recorded one, by Welch's t test.
+    """Judge whether an arm's eval loss differs from another study's recorded eval loss, by Welch's t test.
 
     Args:
         a: the arm here.
-        record: the folder of the other study's record; without one the claim is inconclusive.
-        axis, value: the recorded arm is the one with this value on this axis, at its tuned rate.
-        where: the other study in words.
+        record: the folder of the other study's record. If it is missing, the claim is inconclusive.
+        axis, value: the recorded arm has this value on this axis, at its tuned learning rate.
+        where: the name of the other study in words.
     """
     import pandas as pd
     from scipy import stats
@@ -178,7 +178,7 @@ def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: 
 def fails_to_train(trials: Trials, a: Arm) -> Finding:
     """Judge whether at least two thirds of the arm's seeds diverged or got stuck (more than a third by an exact test).
 
-    It is reversed if at most a third did, and less than two thirds by the same test.
+    It is reversed if at most a third did, and the same test shows less than two thirds.
     """
     return _share(trials, a, NOT_TRAINED, "did not train")
 
@@ -189,9 +189,9 @@ def trains(trials: Trials, a: Arm) -> Finding:
 
 
 def optimum(trials: Trials, a: Arm, column: str = "eval_loss") -> Optimum:
-    """Find the best learning rate of an arm's sweep: a parabola through the mean losses over log rate.
+    """Find the best learning rate of an arm's sweep with a parabola through the mean losses over the log of the rate.
 
-    Runs that diverged or got stuck make their rate infinitely bad; those that failed or were interrupted say nothing.
+    If a run diverged or got stuck, its learning rate counts as infinitely bad. Failed or interrupted runs do not count.
     Raises ValueError if no rate trains.
     """
     chosen = trials.arm(a)
@@ -217,7 +217,7 @@ def _compared(
 ) -> Finding:
     ours, other = (_read(trials, arm, column, any_status=any_status) for arm in arms)
     if by is None and column != "eval_loss":
-        raise UserError(f"by: none given for {column!r} (allowed: the smallest difference that counts, in its unit)")
+        raise UserError(f"by: {column!r} needs a smallest difference that counts. Give by in the column's unit.")
     region = replace(region, least=SMALLEST if by is None else by)
     if (failures := _by_failures(ours, other, column, region)) is not None:
         return failures

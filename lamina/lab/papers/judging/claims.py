@@ -1,7 +1,7 @@
 """Claims: functions in a file next to a study's YAML that judge its trials, and the judge that calls them.
 
-A claim's code asks for numbers. `Reads` records which trials they come from, and `limited` applies the rules of
-statistical power to these trials. So no claim can forget a rule. The rules do not apply to a claim that reads only
+A claim's code asks for numbers. `Reads` records the trials from which the numbers come, and `limited` applies the rules
+of statistical power to these trials. So no claim can skip a rule. The rules do not apply to a claim that reads only
 untrained models.
 """
 
@@ -31,8 +31,9 @@ _SCORE, _GAIN = "score", "reward_gain"
 def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
     """Return the rows that claims may read if the seeds ``tuning`` chose each arm's rate.
 
-    At the chosen rates, only the study's other ``seeds`` remain. If these are fewer than 5, all rows remain, and those
-    of the tuning seeds have True in ``tuned_on``. ``rates`` is the number of rates at which a row's arm was tried.
+    At the chosen learning rates, only rows of the study's other ``seeds`` remain. If there are fewer than 5 other
+    seeds, all rows remain, and rows of tuning seeds have True in ``tuned_on``. ``rates`` is the number of rates in the
+    sweep of a row's arm.
     """
     if not tuning or not len(results):
         return results
@@ -55,12 +56,12 @@ def limited(
     exact: bool = False,
     one_learned: bool = False,
 ) -> Finding:
-    """Apply the rules of power to a finding, given what its claim has read of the ``results``.
+    """Apply the rules of statistical power to a finding, given the part of ``results`` that its claim has read.
 
-    Needs scale: an arm that trains and has not learned more than a bigram table, that is not above chance on the tasks,
-    or whose policies have not moved. Inconclusive: a rate that the tested seeds chose, or a best rate at the sweep's
-    edge. ``exact``: the claim is an identity of any model, and under no rule. ``one_learned``: one arm past the bigram
-    table is enough.
+    The verdict becomes "needs scale" if an arm trains but has not learned more than a bigram table, is not above chance
+    on the tasks, or has policies that have not moved. It becomes "inconclusive" if the tested seeds chose the learning
+    rate, or if the best rate is at the sweep's edge. With ``exact``, the claim is an identity of any model, and no rule
+    applies. With ``one_learned``, one arm below the bigram table's loss is enough.
     """
     if exact or not reads.columns or "key" not in results or "status" not in results:
         return finding
@@ -133,7 +134,7 @@ def _badly_tuned(rows: Frame, beyond: Frame, arms: Sequence[str], reads: Reads) 
 
 
 def _arms(axes: Sequence[str]) -> list[str]:
-    """Return the axes that tell arms apart."""
+    """Return the axes that distinguish arms."""
     return [axis for axis in axes if axis not in (*NO_ARM, STAGE)]
 
 
@@ -169,9 +170,9 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Finding):
-    """A claim's finding after the correction for the study's claims and looks.
+    """A claim's finding after the correction for the number of the study's claims and judgments.
 
-    ``p`` is of what the verdict says, for or against the claim, and ``p_holm`` the corrected one.
+    ``p`` belongs to the verdict, for or against the claim, and ``p_holm`` is the corrected p.
     """
 
     claim: str
@@ -180,7 +181,7 @@ class Judged(Finding):
     p_holm: float | None
 
     def record(self) -> Json:
-        """Return plain values for JSON, without numbers that JSON lacks."""
+        """Return plain values for JSON, without numbers that JSON cannot hold."""
 
         def plain(value: float | None) -> float | None:
             return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
@@ -198,14 +199,14 @@ _loading: list[dict[str, Claim]] = []  # of the files that are being read, the i
 def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool = False) -> Callable[[Check], Check]:
     """Register a function ``(trials) -> Finding`` as a claim, for ``load_claims``.
 
-    Its name is the claim's id with ``_`` for ``-`` and ``__`` for ``/``: ``mix_ppl__post_fails``.
+    The function's name is the claim's id with ``_`` for ``-`` and ``__`` for ``/``: ``mix_ppl__post_fails``.
 
     Args:
         says: the claim in one sentence.
-        paper: the paper's own numbers, which stand beside ours.
-        exact: it is an identity of any model, however little it has learned, under no rule of power.
-        one_learned: it is about what keeps an arm from learning, such as an initializer: one arm whose loss is below
-            that of a bigram table is enough.
+        paper: the paper's numbers, to print beside ours.
+        exact: the claim is an identity of any model, even an untrained model, so no rule of power applies.
+        one_learned: the claim is about a cause that keeps an arm from learning, such as an initializer, so one arm with
+            a loss below a bigram table's is enough.
     """
 
     def register(check: Check) -> Check:
@@ -222,12 +223,12 @@ def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool 
 
 
 def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
-    """Load the claims of a file, in its order. The file runs as code. A warning says so unless ``trusted``.
+    """Load the claims of a file, in the file's order. The file runs as code, and a warning says so unless ``trusted``.
 
-    Raises UserError that names the file: for any error in it, and for a claim of another study than the file's.
+    Raises UserError that names the file, for any error in it, and for a claim of another study.
     """
     if not path.is_file():
-        raise UserError(f"claims {str(path)!r}: no such file")
+        raise UserError(f"claims {str(path)!r}: no such file. Put the claims there.")
     claims: dict[str, Claim] = {}
     _loading.append(claims)
     try:
@@ -239,20 +240,20 @@ def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
         if name.split("/")[0] != study:
             expected = study.replace("-", "_")
             raise UserError(
-                f"claims {str(path)!r}: {name!r} is not a claim of the study {study!r} (allowed: functions named "
-                f"{expected} and {expected}__part)"
+                f"claims {str(path)!r}: {name!r} is not a claim of the study {study!r}. Name the functions "
+                f"{expected} or {expected}__part."
             )
     return list(claims.values())
 
 
 def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Judged]:
-    """Run the claims' checks, hold them to the rules of power, and correct for their number.
+    """Run the claims' checks, apply the rules of power, and correct for the number of claims.
 
-    The family is fixed: every claim is in Holm's correction, with p = 1 if it could not be tested. What holds and
-    what fails is corrected alike, each side in a family of its own at the same level. If seeds were added after the
-    verdicts had been read, each look tests anew: the corrected p values are multiplied by ``looks`` (Bonferroni). A
-    claim that asks for what was not measured, or whose code fails, is also inconclusive, with a warning and a note that
-    says why. Raises UserError if that is so of all claims.
+    The family is fixed: every claim is in Holm's correction, with p = 1 if no test was possible. Lamina corrects
+    findings for and against a claim in the same way, in two families at the same level. If seeds were added after
+    somebody had read the verdicts, each judgment is a new test. So Lamina multiplies the corrected p values by
+    ``looks`` (Bonferroni). A claim that reads an unmeasured value, or whose code fails, is inconclusive, with a warning
+    and a note on the reason. Raises UserError if this is true of all claims.
     """
     findings, errors = [], []
     for claim in claims:

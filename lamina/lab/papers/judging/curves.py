@@ -1,4 +1,4 @@
-"""One number per seed, from the trials' tables: by layer, by pair of layers, or as a slope."""
+"""Compute one number per seed from the trials' tables: by layer, by pair of layers, or as a slope."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ BySeed = dict[int, float]
 
 
 def split(trials: Trials, axis: str) -> list[Trials]:
-    """Split trials by the values of an axis; one part if the study lacks the axis."""
+    """Split trials by the values of an axis. If the study lacks the axis, there is one part."""
     if axis not in trials.axes:
         return [trials]
     return [trials.where(**{axis: value}) for value in trials.values(axis)]
 
 
 def at_stage(trials: Trials, stage: str) -> Trials:
-    """Return the trials of a stage; all of them in a study without stages."""
+    """Return the trials of a stage; all trials in a study without stages."""
     return trials.where(stage=stage) if "stage" in trials.axes else trials
 
 
 def trained(trials: Trials) -> Trials:
-    """Keep the trials that trained to the end, maybe none; all of them in a study without training."""
+    """Keep the trials that trained to the end, possibly none; in a study without training, keep all trials."""
     if trials.statuses().isna().all():
         return trials
     present = [status for status in TRAINED if status in trials.values("status")]
@@ -36,9 +36,9 @@ def trained(trials: Trials) -> Trials:
 
 
 def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
-    """Return the trials of ``arm`` at the rate chosen for ``like``, or at the arm's rate nearest to it.
+    """Return the trials of ``arm`` at the learning rate chosen for ``like``, or at the nearest rate of the arm.
 
-    For the papers' comparisons at one rate for all: a sweep that was widened has rates that the other arm lacks.
+    Use it for the papers' comparisons at one learning rate. The other arm may lack this rate, if a sweep was widened.
     """
     [chosen] = {float(str(rate)) for rate in trials.arm(like).tuned().values("learning_rate")}
     ours = trials.arm(arm)
@@ -47,10 +47,12 @@ def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
 
 
 def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float], *, at: str = "end") -> BySeed:
-    """Return ``value`` of each seed's table of a probe ("init" or "end") or of a record (at="records").
+    """Return a number per seed: ``value`` applied to the seed's table of a probe ("init" or "end") or of a record
+    (at="records").
 
-    At the end only runs that trained count: the layers of one that got stuck say nothing, and neither do those of an
-    arm most of whose runs ended before they had learned (``short``). Seeds whose number is not finite are left out.
+    At the end, only runs that trained count. The layers of a stuck run mean nothing, and neither do the layers of an
+    arm in which most runs ended before they had learned (``short``). Lamina leaves out seeds with a number that is not
+    finite.
     """
     chosen = trials.arm(arm)
     chosen = chosen if at == "init" else trained(chosen)
@@ -74,12 +76,12 @@ def layer_means(table: Frame, column: str = "layer") -> Frame:
 
 
 def shallow(by_layer: Frame, share: float = 1 / 3) -> Frame:
-    """Return the first share of the layers, one at least."""
+    """Return the first share of the layers, at least one layer."""
     return by_layer.iloc[: max(1, round(share * len(by_layer)))]
 
 
 def deep(by_layer: Frame, share: float = 1 / 3) -> Frame:
-    """Return the last share of the layers, one at least."""
+    """Return the last share of the layers, at least one layer."""
     return by_layer.iloc[-max(1, round(share * len(by_layer))) :]
 
 
@@ -100,6 +102,6 @@ def exponents(values: dict[float, BySeed]) -> BySeed:
 
 
 def along(trials: Trials, axis: str) -> Iterator[tuple[float, Trials]]:
-    """Yield the values of an axis as numbers, ascending, with the trials of each."""
+    """Yield the values of an axis as numbers in ascending order, each with its trials."""
     for value in sorted(trials.values(axis), key=lambda value: float(str(value))):
         yield float(str(value)), trials.where(**{axis: value})

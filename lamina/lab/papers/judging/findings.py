@@ -20,15 +20,16 @@ class Verdict(StrEnum):
 
     Attributes:
         HOLDS: the trials show it.
-        HOLDS_AT_ISO_LOSS: they also show it at equal loss of pretraining.
-        EXPLAINED: they show it, and at equal loss of pretraining it is gone.
-        REVERSED: they show the opposite.
-        EXCLUDED: they exclude a difference as large as the smallest that counts.
-        PART_FAILED: they show that a part of it is false.
-        FAILS: a count or a formula contradicts it, or a difference where it claims none.
-        INCONCLUSIVE: inside the seeds' spread.
-        NEEDS_SCALE: this scale cannot decide it; the note says why.
-        NOT_RUN: its trials have not been trained, or not all of them.
+        HOLDS_AT_ISO_LOSS: the trials also show it at equal pretraining loss.
+        EXPLAINED: the trials show it, but not at equal pretraining loss.
+        REVERSED: the trials show the opposite.
+        EXCLUDED: the trials exclude the smallest difference that counts.
+        PART_FAILED: the trials show that a part of the claim is false.
+        FAILS: a count or a formula contradicts the claim, or there is a difference where the claim says that there is
+            none.
+        INCONCLUSIVE: the effect is inside the seeds' spread.
+        NEEDS_SCALE: this scale cannot decide the claim; the note gives the reason.
+        NOT_RUN: not all trials have been trained.
     """
 
     HOLDS = "holds"
@@ -44,12 +45,12 @@ class Verdict(StrEnum):
 
     @property
     def decided(self) -> bool:
-        """Whether it is an answer."""
+        """Whether the verdict is an answer."""
         return self.shown or self.failed
 
     @property
     def shown(self) -> bool:
-        """Whether the trials show what the claim says, for whatever reason."""
+        """Whether the trials show the claimed effect, for any reason."""
         return self in (Verdict.HOLDS, Verdict.HOLDS_AT_ISO_LOSS, Verdict.EXPLAINED)
 
     @property
@@ -63,18 +64,19 @@ FAILED = (Verdict.REVERSED, Verdict.EXCLUDED, Verdict.PART_FAILED, Verdict.FAILS
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A verdict and the numbers that it rests on.
+    """A verdict, and the numbers behind it.
 
     Attributes:
-        verdict: what the check decided, before the correction for the study's claims and looks.
+        verdict: the check's verdict, before the correction for the number of claims and judgments.
         ours: the numbers in one line.
-        parts: the same, a line for each finding that this one is made of, with its own verdict; what decides first.
-        margin: the difference that was judged, or a value, in the column's unit.
+        parts: the same numbers, with a line and a verdict for each finding that this finding combines; the deciding
+            finding comes first.
+        margin: the judged difference or value, in the column's unit.
         interval: the margin's 95 % interval.
-        p: of what the claim says, one-sided and doubled; None if the verdict rests on no test (an exact formula).
-        p_not: of what contradicts it, in the same way.
-        seeds: how many seeds the verdict rests on.
-        note: what a reader must know beside the numbers: runs that failed, a rate at the sweep's edge.
+        p: the p value for the claim, one-sided and doubled; None if the verdict needs no test (an exact formula).
+        p_not: the p value against the claim, in the same way.
+        seeds: the number of seeds behind the verdict.
+        note: remarks that a reader needs with the numbers, such as failed runs or a learning rate at the sweep's edge.
     """
 
     verdict: Verdict
@@ -93,7 +95,7 @@ class Finding:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The parts as links of a larger claim: each with its verdict."""
+        """The parts as lines of a larger claim, each with its verdict."""
         linked = len(self.parts) > 1 or self.ours.startswith(f"{self.verdict}: ")
         return self.parts if linked else (f"{self.verdict}: {self.ours}",)
 
@@ -101,27 +103,27 @@ class Finding:
         return replace(self, note="; ".join(filter(None, [self.note, note])))
 
     def undecided(self, note: str) -> Finding:
-        """Return the same numbers without a verdict, and why."""
+        """Return the same numbers without a verdict, with the reason."""
         return replace(self, verdict=Verdict.INCONCLUSIVE).noted(note)
 
 
 def inconclusive(ours: str, note: str, seeds: int = 0) -> Finding:
-    """Return the finding of a check without enough to judge by."""
+    """Return the finding of a check that has too little data for a judgment."""
     return Finding(verdict=Verdict.INCONCLUSIVE, ours=ours.strip(), note=note, seeds=seeds)
 
 
 def needs_scale(scale: str, why: str) -> Finding:
-    """Return the finding of a claim that only a larger scale ("gpu", "paper") can decide; ``why`` in one sentence."""
+    """Return the finding of a claim that only a larger scale ("gpu", "paper") can decide; ``why`` is one sentence."""
     return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"decided at scale {scale}: {why}")
 
 
 def all_of(*findings: Finding) -> Finding:
-    """Join findings by "and": the claim holds if all hold, and fails if one fails.
+    """Join findings by "and": the claim holds if all findings hold, and fails if one of them fails.
 
-    The p that all hold is the parts' largest (an intersection-union test). The p that one is false is their smallest
-    times the number of parts (Bonferroni): one that fails by its own p alone leaves the conjunction inconclusive.
-    Margin and interval are those of the deciding part: the first that fails or is undecided, else the one of the
-    largest p.
+    The p value that all hold is the largest p of the parts (an intersection-union test). The p value that one is false
+    is the smallest p times the number of parts (Bonferroni). So a part that fails only before this correction leaves
+    the conjunction inconclusive. Margin and interval come from the deciding part: the first part that fails or is
+    undecided, or else the part with the largest p.
     """
     p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
     failed = [each for each in findings if each.verdict.failed]
@@ -144,9 +146,10 @@ def all_of(*findings: Finding) -> Finding:
 
 
 def any_of(*findings: Finding) -> Finding:
-    """Join findings by "or": the claim holds if one holds and fails if all fail.
+    """Join findings by "or": the claim holds if one finding holds, and fails if all fail.
 
-    The p that one holds is its p times the number of parts. The p that all fail is the largest of theirs.
+    The p value that one holds is its p times the number of parts. The p value that all fail is the largest p against a
+    part.
     """
     p, p_not = _smallest([each.p for each in findings]), _largest([each.p_not for each in findings])
     shown = (Verdict.HOLDS_AT_ISO_LOSS, Verdict.HOLDS, Verdict.EXPLAINED)
@@ -164,7 +167,7 @@ def any_of(*findings: Finding) -> Finding:
 
 
 def denied(finding: Finding) -> Finding:
-    """Negate a finding: one that holds becomes reversed, and one that failed holds."""
+    """Negate a finding: a finding that holds becomes reversed, and a finding that failed holds."""
     verdict = finding.verdict
     if verdict.decided:
         verdict = Verdict.REVERSED if verdict.shown else Verdict.HOLDS
@@ -205,7 +208,7 @@ BySeed = Mapping[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The region in which a claim puts a mean: below a bound, above one, or between two.
+    """The region in which a claim puts a mean: below a bound, above a bound, or between two bounds.
 
     Attributes:
         least: the smallest distance beyond the bound that counts.
@@ -218,12 +221,12 @@ class Region:
     text: str = ""
 
     def find(self, values: Sequence[float], *, name: str) -> Finding:
-        """Judge the mean of at least three values, one per seed; an infinite value is a failed run's.
+        """Judge the mean of at least three values, one per seed. An infinite value stands for a failed run.
 
-        Holds if a one-sided test at 2.5 % shows the mean inside each bound, and it lies inside by ``least``. Fails by
-        tests at the same level: `reversed` if the mean is shown to lie outside in the same way (`fails` with two
-        bounds, which have no opposite), `excluded` if it is shown not to lie inside by ``least``. All p values are
-        doubled. With an infinite value, Wilcoxon's signed ranks and the median take the place of the t test and the
+        The claim holds if a one-sided test at 2.5 % shows that the mean is inside each bound, and the mean is inside by
+        at least ``least``. By tests at the same level, it is `reversed` if the mean is outside in the same way (`fails`
+        with two bounds, which have no opposite), and `excluded` if the mean is not inside by ``least``. All p values
+        are doubled. With an infinite value, Lamina uses Wilcoxon's signed ranks and the median, not the t test and the
         mean.
         """
         finite, slack = all(map(math.isfinite, values)), 1e-9
@@ -259,10 +262,10 @@ class Region:
 
 
 def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) -> Finding:
-    """Judge the differences a - b over the seeds that both have.
+    """Judge the differences a - b over the seeds that both arms have.
 
-    An infinite value is of a run that did not train: the difference is infinite, and where both have one, the pair says
-    nothing. Too few pairs are inconclusive.
+    An infinite value stands for a run that did not train, and makes the difference infinite. If both values are
+    infinite, the pair does not count. Too few pairs are inconclusive.
     """
     seeds = [seed for seed in sorted(a.keys() & b.keys()) if not (math.isnan(a[seed]) or math.isnan(b[seed]))]
     seeds = [seed for seed in seeds if a[seed] != b[seed] or math.isfinite(a[seed])]

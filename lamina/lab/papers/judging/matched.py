@@ -1,8 +1,8 @@
-"""Comparisons on equal terms: at equal pretraining loss, or at equal KL to the initial model.
+"""Compare arms on equal terms: at equal pretraining loss, or at equal KL to the initial model.
 
-An arm that ended pretraining at a lower loss may do better later for this reason alone. So the other arm is pretrained
-longer, and both arms are compared at equal loss. At equal steps, the policy whose logits move faster has an advantage.
-So policies are compared at equal KL.
+An arm that ended pretraining at a lower loss may do better later for this reason alone. So Lamina pretrains the other
+arm longer, and compares both arms at equal loss. At equal steps, a policy whose logits move faster has an advantage. So
+Lamina compares policies at equal KL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lamina.lab.papers.judging.value_checks import compare_values
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """An arm at one length of pretraining: by seed the loss after it, and the result after tuning."""
+    """An arm at one length of pretraining: the loss after pretraining and the result after tuning, by seed."""
 
     losses: BySeed
     values: BySeed
@@ -39,9 +39,9 @@ def better_at_equal_loss(
     column: str = "score",
     by: float = 1.0,
 ) -> Finding:
-    """Judge whether arm ``a`` has the higher value after a stage, and whether more than its loss explains it.
+    """Judge whether arm ``a`` has the higher value after a stage, and whether its lower loss alone explains this.
 
-    ``longer``: the other arm with more pretraining; see ``iso_loss``.
+    ``longer`` is the other arm with more pretraining; see ``iso_loss``.
     """
     tuned = trials.tuned()
     after, before = tuned.where(stage=stage), tuned.where(stage="pretrain")
@@ -53,20 +53,21 @@ def better_at_equal_loss(
 
 
 def at_other_budgets(trials: Trials, arm: Mapping[str, object]) -> list[Arm]:
-    """Return the same arm at every other length of pretraining in the study, by its axis ``budget``."""
+    """Return the same arm at every other length of pretraining in the study, by the study's axis ``budget``."""
     fixed = {name: value for name, value in arm.items() if name != "budget"}
     return [{**fixed, "budget": value} for value in trials.where(**fixed).values("budget") if value != arm["budget"]]
 
 
 def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
-    """Turn a finding that our values are higher into one that also compares at equal loss.
+    """Turn a finding that our values are higher into a finding that also compares at equal loss.
 
-    ``others``: the other arm at several lengths of pretraining; its value at our loss is interpolated (``at_loss``).
+    ``others`` is the other arm at several lengths of pretraining. Lamina interpolates its value at our loss
+    (``at_loss``).
 
     Returns:
-        ``raw`` if it does not hold. Else: ``holds at iso-loss`` if our values are also higher at equal loss;
-        ``explained by loss`` if a difference of ``by`` is excluded there; ``holds`` if that is open. The first two
-        rest on both tests, so their p is the larger one.
+        ``raw`` if it does not hold. Otherwise ``holds at iso-loss`` if our values are also higher at equal loss,
+        ``explained by loss`` if the test excludes a difference of ``by`` there, and ``holds`` if neither is shown. The
+        first two need both tests, so their p is the larger p.
     """
     matched = at_loss(others, ours.losses)
     equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
@@ -84,10 +85,11 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
 
 
 def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
-    """Return by seed an arm's value at a loss, on the line through its two budgets around that loss.
+    """Return an arm's value at a loss, by seed, on the line through its two budgets around that loss.
 
-    A loss above all of the arm's gets the value at the highest of them: the arm is compared with what it reached at a
-    lower loss, which can only favor it. A loss below all of them is left out, for nothing says what it would give.
+    A loss above all losses of the arm gets the value at the highest of them. So the comparison uses the arm's value at
+    a lower loss, which can only favor the arm. Lamina leaves out a loss below all losses of the arm, since its value is
+    unknown.
     """
     scores: dict[int, float] = {}
     for seed, loss in losses.items():
@@ -99,7 +101,7 @@ def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate y at x between sorted points; outside of them, return the nearest point's y."""
+    """Interpolate y at x between sorted points; outside the points, return the nearest point's y."""
     if x <= points[0][0]:
         return points[0][1]
     for (left, low), (right, high) in itertools.pairwise(points):
@@ -109,13 +111,14 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 Frontier: TypeAlias = Sequence[tuple[float, float]]
-"""The reward that a policy had at each KL to its start, in nats per answer, sorted by the KL."""
+"""A policy's reward at each KL to its initial model, in nats per answer, sorted by the KL."""
 
 
 def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
-    """Return by seed the reward-KL frontier of an arm's policy: its means over the prompts at each evaluation.
+    """Return the reward-KL frontier of an arm's policy, by seed: the means over the prompts at each evaluation.
 
-    ``trials``: of the stage with the policies, which records ``held_out``. Seeds that did not train are left out.
+    ``trials`` are the trials of the stage with the policies, which records ``held_out``. Lamina leaves out seeds that
+    did not train.
     """
     chosen = trained(trials.arm(arm))
     if not len(chosen):
@@ -125,9 +128,9 @@ def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
 
 
 def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[Mapping[str, BySeed], BySeed]:
-    """Return each arm's reward by seed at the largest KL that all arms reached with that seed, and these KLs.
+    """Return each arm's reward, by seed, at the largest KL that all arms reached with this seed. Also return these KLs.
 
-    ``arms``: the frontiers by seed, by any name. Between two evaluations the reward is interpolated.
+    ``arms`` has the frontiers by seed, under any names. Lamina interpolates the reward between two evaluations.
     """
     seeds = set.intersection(*(set(by_seed) for by_seed in arms.values()))
     reached = {seed: min(by_seed[seed][-1][0] for by_seed in arms.values()) for seed in sorted(seeds)}

@@ -1,4 +1,4 @@
-"""The learning rates of a sweep: each arm's best one.
+"""Find each arm's best learning rate in a sweep.
 
 A rate chosen on the same runs that are then compared makes its arm look too good. `Trials.choose_rate` notes such a
 choice, and the judge bases no verdict on it.
@@ -11,7 +11,9 @@ from lamina.lab.papers.judging.trials import Trials
 
 
 def at_best_rates(trials: Trials) -> Trials:
-    """Return the trials of every arm at its best rate: the fewest runs fail there, then the mean loss is lowest."""
+    """Return the trials of every arm at its best learning rate: the fewest runs fail there, and among equals the mean
+    loss is lowest.
+    """
     keys: list[str] = []
     for arm in trials.arms() or [{}]:
         of_arm = trials.where(**arm)
@@ -20,7 +22,7 @@ def at_best_rates(trials: Trials) -> Trials:
 
 
 def best_rate(trials: Trials) -> float:
-    """Return an arm's best rate: the fewest runs fail at it, and among such rates its mean loss is lowest."""
+    """Return an arm's best learning rate: the fewest runs fail at it, and among equals its mean loss is lowest."""
     trials.choose_rate()
 
     def rank(rate: object) -> tuple[int, float]:

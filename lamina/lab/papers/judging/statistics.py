@@ -1,4 +1,4 @@
-"""The statistics of the verdicts. They use scipy, which is imported late because its import takes a second."""
+"""The statistics of the verdicts. They import scipy late, because this import takes a second."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def share_interval(count: int, runs: int) -> tuple[float, float]:
 
 
 def share_above(count: int, runs: int, share: float) -> float:
-    """Return the exact one-sided p, doubled, that a share of runs lies above ``share``."""
+    """Return the exact one-sided p, doubled, that a share of runs is above ``share``."""
     from scipy import stats
 
     return min(1.0, 2 * float(stats.binom.sf(count - 1, runs, share)))
@@ -44,10 +44,10 @@ def shares_differ(counts: tuple[int, int], runs: tuple[int, int]) -> float:
 
 
 def p_above(values: Sequence[float]) -> float:
-    """Return the one-sided p, doubled, that the center of values lies above 0; the level is 2.5 % for each side.
+    """Return the one-sided p, doubled, that the center of values is above 0; the level is 2.5 % for each side.
 
-    Student's t test. Where a value is infinite (a run that did not train, ranked last), Wilcoxon's signed-rank test
-    with its exact distribution; where all are equal (counts, shares), the sign test.
+    It is Student's t test. If a value is infinite (a run that did not train, ranked last), it is Wilcoxon's signed-rank
+    test with the exact distribution. If all values are equal (counts, shares), it is the sign test.
     """
     from scipy.special import stdtr
 
@@ -83,9 +83,9 @@ def kendall(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def tau_draws(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> list[float]:
-    """Draw Kendall's tau between the arms' means, each drawn from its t distribution over the arm's values.
+    """Draw Kendall's tau between the arms' means. Each mean comes from the t distribution of the arm's values.
 
-    An arm with one value is taken as known, one without a value ranks last.
+    An arm with one value counts as exactly known, and an arm without a value ranks last.
     """
     import numpy as np
 
@@ -107,8 +107,8 @@ class Optimum:
 
     Attributes:
         rate: the parabola's lowest point, or the best trained rate at the sweep's edge.
-        at_edge: whether the best trained rate is the sweep's first or last: the optimum may lie outside.
-        trained: the best of the rates that were trained.
+        at_edge: whether the best trained rate is the sweep's first or last, so that the optimum may be outside.
+        trained: the best of the trained rates.
     """
 
     rate: float
@@ -118,9 +118,10 @@ class Optimum:
 
 
 def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
-    """Find the optimum of loss over rate: a parabola in log rate through the best point and its two neighbors.
+    """Find the learning rate with the lowest loss, with a parabola in the log of the rate through the best point and
+    its two neighbors.
 
-    A rate whose loss is not finite counts as infinitely bad: it bounds the sweep but bends no parabola.
+    A rate with a loss that is not finite counts as infinitely bad: it bounds the sweep, but is no point of a parabola.
     """
     rates = sorted(losses)
     finite = [rate for rate in rates if math.isfinite(losses[rate])]

@@ -19,16 +19,16 @@ NO_ARM = ("learning_rate", "seed")  # the axes whose values one arm takes in tur
 
 
 class NotMeasured(LookupError):
-    """A claim asks for something that its study does not measure; the judge makes it a UserError."""
+    """A claim asks for something that its study does not measure. The judge turns this into a UserError."""
 
 
 @dataclass
 class Reads:
-    """The record of what a claim has read of its trials, for the rules of power.
+    """The record of the values that a claim has read, for the rules of power.
 
     Attributes:
-        columns: by a trial's key, the columns and tables of its end that were read; "*" is the whole row.
-        chose_rate: whether a learning rate was chosen by the results.
+        columns: by a trial's key, the columns and final tables that the claim has read; "*" is the whole row.
+        chose_rate: whether the claim chose a learning rate by the results.
     """
 
     columns: dict[str, set[str]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Trials:
             ``at_edge`` (that arm's best rate is the lowest or the highest that was tried) and ``key``.
         axes: the names of the study's axes; ``learning_rate`` and ``seed`` may be among them.
         scale: cpu, gpu or paper.
-        measures: gives the tables of probes and records.
+        measures: a function that returns the tables of probes and records.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class Trials:
 
     @property
     def table(self) -> Frame:
-        """The rows. Whoever takes them counts as having read them whole (``reads``)."""
+        """The rows. ``reads`` then counts all of them as read completely."""
         self._note("*")
         return self._table
 
     @property
     def rows(self) -> Frame:
-        """The rows, for the judge: they do not count as read."""
+        """The rows for the judge; they do not count as read."""
         return self._table
 
     def choose_rate(self) -> None:
-        """Note that a learning rate was chosen by the results of these trials."""
+        """Note that the claim chose a learning rate by the results of these trials."""
         self.reads.chose_rate = True
 
     def afresh(self) -> Trials:
-        """Return the same trials with nothing marked as read."""
+        """Return the same trials, with no value marked as read."""
         return Trials(self._table, axes=self.axes, scale=self.scale, measures=self._measures)
 
     def statuses(self) -> Frame:
@@ -110,12 +110,12 @@ class Trials:
 
     @property
     def at_edge(self) -> bool:
-        """Whether an arm's best rate is at its sweep's edge, so that a better one may lie beyond."""
+        """Whether an arm's best learning rate is at the edge of its sweep, so that a better rate may lie beyond."""
         return "at_edge" in self._table and bool(self._table["at_edge"].fillna(False).astype(bool).any())
 
     @property
     def arm_axes(self) -> tuple[str, ...]:
-        """The axes that tell arms apart: all but the learning rate and the seed."""
+        """The axes that distinguish arms: all except the learning rate and the seed."""
         return tuple(axis for axis in self.axes if axis not in NO_ARM)
 
     def arms(self) -> list[dict[str, object]]:
@@ -133,9 +133,10 @@ class Trials:
         return sorted(int(seed) for seed in self._table["seed"].unique())
 
     def arm(self, arm: Arm) -> Trials:
-        """Return the trials of one arm; a text is a value of ``placement``, or else of the first axis that has it.
+        """Return the trials of one arm. A text names a value of ``placement``, or else of the first axis that has this
+        value.
 
-        Raises NotMeasured if no trial is of the arm.
+        Raises NotMeasured if no trial belongs to the arm.
         """
         if not isinstance(arm, str):
             return self.where(**arm)
@@ -149,8 +150,8 @@ class Trials:
     def by_seed(self, arm: Arm, column: str = "eval_loss") -> Frame:
         """Return a column of one arm with ``status`` beside it, one row per seed, indexed by seed.
 
-        Raises NotMeasured for an unknown column, and if the arm has several trials of a seed: then it is several
-        arms, and the claim must choose.
+        Raises NotMeasured for an unknown column, and if the arm has several trials per seed. It is then several arms,
+        and the claim must choose one.
         """
         rows = self.arm(arm)
         rows._require_column(column)
@@ -165,11 +166,11 @@ class Trials:
         return table[list(dict.fromkeys([column, "status"]))].sort_index()
 
     def measure(self, name: str, at: str = "end") -> Frame:
-        """Return a probe's table at "init" or "end", of all trials that have one.
+        """Return a probe's table at "init" or "end", for all trials that have this table.
 
-        ``name``: as the study's YAML has it, or the probe's alone. Each row has its trial in front: the axes,
-        placement, learning_rate, seed and key. A column of the probe that has one of these names gets the probe's name
-        as a prefix. Raises NotMeasured if no trial has the table.
+        ``name`` is the name in the study's YAML, or only the probe's name. Each row begins with the trial's axes,
+        placement, learning_rate, seed and key. If a column of the probe has one of these names, it gets the probe's
+        name as a prefix. Raises NotMeasured if no trial has the table.
         """
         import pandas as pd
 
@@ -191,7 +192,9 @@ class Trials:
         return pd.concat(frames, ignore_index=True)
 
     def record(self, name: str) -> Frame:
-        """Return a training record, "metrics" or "layers", of all trials that have one, as ``measure`` does."""
+        """Return a training record, "metrics" or "layers", for all trials that have this record, as ``measure``
+        does.
+        """
         return self.measure(name, at="records")
 
     def _of(self, table: Frame) -> Trials:

@@ -1,4 +1,4 @@
-"""Checks of numbers by seed against each other, a bound, a formula or an order."""
+"""Check numbers by seed against each other, a bound, a formula or an order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compare_values(
     lower: bool = True,
     names: tuple[str, str] = ("a", "b"),
 ) -> Finding:
-    """Judge whether a lies below b (``lower=False``: above it), paired over the seeds of both.
+    """Judge whether a is below b (``lower=False``: above b), paired over the seeds of both.
 
     The smallest difference that counts is ``by`` in the values' unit, or ``share`` of the mean of b. Give one of them.
     Use ``share`` if the size of a quantity depends on the model, such as an angle per layer.
@@ -50,19 +50,19 @@ def compare_values(
 def equivalent_values(a: BySeed, b: BySeed, *, within: float, names: tuple[str, str] = ("a", "b")) -> Finding:
     """Judge whether a and b, paired over the seeds, differ by less than ``within`` (two one-sided tests).
 
-    ``within`` is in the values' unit. Fails if a larger difference is shown: levelness has no opposite.
+    ``within`` is in the values' unit. If the test shows a larger difference, the claim fails; it cannot be reversed.
     """
     region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
     return pairs_in(region, a, b, names=names)
 
 
 def below(values: BySeed, limit: float, *, name: str = "") -> Finding:
-    """Judge whether the values' mean lies below a limit: one-sided in both directions, at 2.5 % each."""
+    """Judge whether the values' mean is below a limit, by one-sided tests in both directions at 2.5 % each."""
     return _bounded(values, Region(below=limit, text=f", claimed below {number(limit)}"), name)
 
 
 def above(values: BySeed, limit: float, *, name: str = "") -> Finding:
-    """Judge whether the values' mean lies above a limit."""
+    """Judge whether the values' mean is above a limit."""
     return _bounded(values, Region(above=limit, text=f", claimed above {number(limit)}"), name)
 
 
@@ -71,8 +71,8 @@ def close(
 ) -> Finding:
     """Judge whether every number is within ``tolerance`` of an exact value, relative to it (absolute for 0).
 
-    For a formula, not for a mean: one number that misses it makes the claim fail. ``seeds``: how many there are, where
-    the numbers are not one per seed.
+    Use it for a formula, not for a mean: a single number outside the tolerance makes the claim fail. ``seeds`` is the
+    number of seeds, if there is not one number per seed.
     """
     values = list(ours.values()) if isinstance(ours, Mapping) else [float(ours)]
     scale = abs(expected) or 1.0
@@ -88,11 +88,12 @@ def close(
 
 
 def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str = "", at_least: float = 0.6) -> Finding:
-    """Judge whether values by seed rise (or fall) with x, where ``values`` maps each x to them.
+    """Judge whether values by seed rise (or fall) with x; ``values`` maps each x to values by seed.
 
-    Holds if Kendall's tau between x and value, averaged over the seeds, is at least ``at_least`` in the claimed
-    direction, and a one-sided t test at 2.5 % over the seeds of the slope (of value over the rank of x) says so; it is
-    reversed if both are so in the other direction. Seeds that lack an x, or a finite value there, are left out.
+    The claim holds under two conditions. Kendall's tau between x and value, averaged over the seeds, is at least
+    ``at_least`` in the claimed direction. And a one-sided t test at 2.5 % over the seeds shows that the slope of value
+    over the rank of x has this direction. The claim is reversed if both are true in the other direction. Lamina leaves
+    out seeds that lack an x, or a finite value there.
     """
     xs = sorted(values)
     seeds = sorted(set.intersection(*({s for s, v in values[x].items() if math.isfinite(v)} for x in xs)))
@@ -120,10 +121,11 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
 
 
 def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: float = 0.6, name: str = "") -> Finding:
-    """Judge whether two mappings of arm to values by seed rank their arms alike: Kendall's tau of the means.
+    """Judge whether two mappings of arms to values by seed rank the arms in the same order, by Kendall's tau of the
+    means.
 
-    Holds if tau is shown to be at least ``at_least``, and is reversed if it is shown to be below, each at 2.5 %: from
-    the tau of means that are drawn from their t distributions. An arm without a value ranks last.
+    The claim holds if a test at 2.5 % shows that tau is at least ``at_least``, and is reversed if it shows that tau is
+    below. The test draws the means from their t distributions. An arm without a value ranks last.
     """
     arms = sorted(a.keys() & b.keys())
     seeds = min(len(set().union(*side.values())) for side in (a, b))
@@ -153,9 +155,9 @@ def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: fl
 
 
 def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: int = 0) -> Finding:
-    """Judge whether a share of cases (layers, pairs, steps) is at least ``at_least``; a count, without a test.
+    """Judge whether a share of cases (layers, pairs, steps) is at least ``at_least``. It is a count, without a test.
 
-    With fewer than 3 cases, inconclusive.
+    With fewer than 3 cases, the claim is inconclusive.
     """
     cases = [bool(flag) for flag in flags]
     if not cases:

@@ -1,4 +1,4 @@
-"""Drawings: figures as data, which a page and a paper render in their own ways."""
+"""Drawings: figures as data, which a page and a paper render differently."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Series:
     """A line with its spread over seeds.
 
     Attributes:
-        x, y: its points, sorted along x.
-        low, high: the ends of each point's spread; empty without one.
-        lost: x of the points at which no seed trained, and how those ended; drawn at the top edge.
+        x, y: the points of the line, sorted along x.
+        low, high: the ends of each point's spread; empty if there is no spread.
+        lost: x of the points at which no seed trained, and how these runs ended; they are drawn at the top edge.
     """
 
     label: str
@@ -35,7 +35,7 @@ class Series:
 
     @property
     def bars(self) -> tuple[list[float], list[float]]:
-        """How far the spread reaches below and above each point."""
+        """The distances from each point to the lower and upper end of its spread."""
         below = [y - low for low, y in zip(self.low, self.y, strict=True)]
         return below, [high - y for high, y in zip(self.high, self.y, strict=True)]
 
@@ -59,7 +59,7 @@ class Panel:
 
     @property
     def heading(self) -> str:
-        """The title, a long one on two lines."""
+        """The title; a long title has two lines."""
         breaks = [match.end() for match in re.finditer(", ", self.title)]
         if len(self.title) <= _LONG or not breaks:
             return self.title
@@ -68,7 +68,7 @@ class Panel:
 
 
 def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
-    """Return the places along x of a series' marks of failed points, shifted beside those of other series."""
+    """Return the positions along x of a series' marks for failed points, shifted beside other series' marks."""
     losing = [index for index, series in enumerate(panel.series) if series.lost]
     aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
     ends = [tick for tick in axis.ticks if isinstance(tick, float)]
@@ -79,7 +79,7 @@ def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis. ``ticks``: the values that have ticks; of an axis with categories, all of them."""
+    """An axis. ``ticks`` has the values with ticks; for an axis with categories, all values."""
 
     title: str
     log: bool = False
@@ -87,7 +87,7 @@ class Axis:
 
     @property
     def has_texts(self) -> bool:
-        """Whether its values are categories."""
+        """Whether the axis's values are categories."""
         return any(isinstance(tick, str) for tick in self.ticks)
 
 
@@ -98,9 +98,9 @@ class Drawing:
     Attributes:
         name: the stem of its files.
         x, y: the axes that all panels share.
-        panels: side by side, at most three in a row.
+        panels: the panels, at most three in a row.
         joined: whether the points of a series are joined by a line.
-        quantity: what the color of a map is of.
+        quantity: the quantity that a map's color shows.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Drawing:
 
     @property
     def has_legend(self) -> bool:
-        """Whether the lines' names say more than the ticks of x do."""
+        """Whether the figure needs a legend, because the ticks of x do not already name the lines."""
         names = {series.label for panel in self.panels for series in panel.series}
         return len(names) > 1 and not names <= set(self.x.ticks)
 
@@ -143,9 +143,9 @@ class Request:
     Attributes:
         kind: a name in ``lamina.lab.papers.pages.study_figures.KINDS``.
         x, y: columns; "" leaves them to the kind.
-        color: the axis that has the lines; "" for the placement, or the first axis that varies.
+        color: the axis whose values are the lines; "" for the placement, or the first axis that varies.
         measure: the table's file without its ending (``init-gradients``), for kinds that draw a measure.
-        more: what else the YAML says.
+        more: further entries of the YAML.
     """
 
     kind: str

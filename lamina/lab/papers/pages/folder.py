@@ -1,4 +1,4 @@
-"""Reading of a study's folder, or of its record, which has the same files."""
+"""Read a study's folder, or its record, which has the same files."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _OF_A_STAGE = (SCORE, "eval_reward", "eval_loss")
 
 @dataclass(frozen=True, kw_only=True)
 class StudyFolder:
-    """The folder of a study that was run at one scale.
+    """The folder of a study that ran at one scale.
 
     Attributes:
         header: study.yaml.
-        results: one row per trial: its key, its values on the axes, ``tuned``, and the columns of a result.
+        results: one row per trial, with its key, its values on the axes, ``tuned``, and the columns of a result.
     """
 
     folder: Path
@@ -43,7 +43,7 @@ class StudyFolder:
 
     @property
     def definition(self) -> Json:
-        """The study's YAML from the time when it ran."""
+        """The study's YAML as it was when the study ran."""
         return _mapping(self.header.get("definition"))
 
     @property
@@ -57,18 +57,18 @@ class StudyFolder:
 
     @property
     def definition_of_scale(self) -> Json:
-        """The part of the YAML that is of this scale."""
+        """The part of the YAML for this scale."""
         return _mapping(_mapping(self.definition.get("scales")).get(self.scale))
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the results, learning rate and seed included."""
+        """The axes of the results, including learning rate and seed."""
         axes = [*_mapping(self.definition_of_scale.get("axes")), STAGE]
         return tuple(axis for axis in axes if axis in self.results)
 
     @property
     def arm_axes(self) -> tuple[str, ...]:
-        """The axes that tell arms apart; the placement in a study without axes."""
+        """The axes that distinguish arms; the placement in a study without axes."""
         return tuple(axis for axis in self.axes if axis not in NO_ARM) or ("placement",)
 
     @cached_property
@@ -87,7 +87,7 @@ class StudyFolder:
 
     @property
     def first_stage(self) -> Frame:
-        """The trials that come before any other; all trials in a study without stages."""
+        """The trials of the first stage; all trials in a study without stages."""
         if STAGE not in self.results:
             return self.results
         later = set(_mapping(self.definition_of_scale.get("then")))
@@ -123,12 +123,12 @@ class StudyFolder:
 
     @cached_property
     def measured_axes(self) -> tuple[str, ...]:
-        """The axes that vary, and the learning rate if an arm was measured at several."""
+        """The axes that vary, and the learning rate if the study measured an arm at several rates."""
         rates = self.tuned.groupby(list(self.varied))["learning_rate"].nunique()
         return (*self.varied, *(("learning_rate",) if (rates > 1).any() else ()))
 
     def label(self, row: Mapping[str, object], without: Collection[str] = ()) -> str:
-        """Return the name of a row's arm: its values on the varying axes, without some of these."""
+        """Return the name of a row's arm: its values on the varying axes, without the axes in ``without``."""
         words = []
         for axis in (axis for axis in self.measured_axes if axis not in without and axis in row):
             value = row[axis]
@@ -139,7 +139,7 @@ class StudyFolder:
 
 
 def column_of(table: Frame, name: str) -> str:
-    """Return the name that a measure's column has in a table of ``StudyFolder.table``."""
+    """Return the name of a measure's column in a table of ``StudyFolder.table``."""
     return f"{_MEASURED}{name}" if f"{_MEASURED}{name}" in table else name
 
 
@@ -156,17 +156,19 @@ def read_folder(folder: Path) -> StudyFolder:
     except FileNotFoundError:
         raw = pd.DataFrame({"status": []})
     except (OSError, ValueError) as error:
-        raise UserError(f"{str(path)!r}: not readable as CSV ({error})") from None
+        raise UserError(
+            f"{str(path)!r}: Lamina cannot read this file as CSV ({error}). Restore the original file."
+        ) from None
     tuned = raw["tuned"].astype(str).eq("True") if "tuned" in raw else pd.Series(False, index=raw.index)
     results = complete(raw).assign(tuned=tuned)
     return StudyFolder(folder=folder, header=header, results=results, claims=read_claims(folder) or [])
 
 
 def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
-    """Return one row per group: mean, std and range of a column over the trained seeds, and all their statuses.
+    """Return one row per group: mean, std and range of a column over the trained seeds, and all statuses.
 
-    Returns the columns of ``by``, then mean, std (ddof 1), low, high, trained, trials, and ended ("5 finished",
-    "3 finished, 2 diverged"). A column that is no loss counts whatever the status.
+    Returns the columns of ``by``, then mean, std (ddof 1), low, high, trained, trials, and ended ("5 finished", "3
+    finished, 2 diverged"). For a column that is no loss, every status counts.
     """
     means = []
     for key, group in groups(rows, by):
@@ -189,7 +191,7 @@ def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
 
 
 def by_stage(rows: Frame) -> list[Frame]:
-    """Split the rows by stage, in the table's order; all together, in a study without stages."""
+    """Split the rows by stage, in the table's order; in a study without stages, there is one part."""
     return [rows] if STAGE not in rows else [part for _, part in rows.groupby(STAGE, sort=False)]
 
 
@@ -207,10 +209,11 @@ def measuring(rows: Frame, column: str) -> Frame:
 
 
 def arms(study: StudyFolder) -> Frame:
-    """Return one row per arm at its rate, in the study's order: label, placement, learning_rate, and ``over_seeds``.
+    """Return one row per arm at its learning rate, in the study's order: label, placement, learning_rate, and
+    ``over_seeds``.
 
-    In a study with stages, each stage shows its own value: a score, a reward, or a loss. Where several rates are left
-    (a sweep that a claim reads), the arm stands at the one with the lowest mean among those at which the most seeds
+    In a study with stages, each stage shows its own value: a score, a reward, or a loss. If several learning rates are
+    left (a sweep that a claim reads), the row has the rate with the lowest mean among the rates at which most seeds
     trained.
     """
     rows = study.tuned

@@ -45,12 +45,12 @@ def value_title(study: StudyFolder, column: str) -> str:
 
 
 def arms_title(study: StudyFolder) -> str:
-    """Return the title of the column of values in a study's table."""
+    """Return the title of the values' column in a study's table."""
     return "score, reward or loss" if STAGE in study.axes else value_title(study, study.value)
 
 
 def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
-    """Return the axis that has the colors: the one wanted, or the placement, or the first varying one besides x."""
+    """Return the axis that has the colors: the wanted axis, the placement, or the first varying axis other than x."""
     if wanted in study.results or wanted == "placement":
         return wanted
     free = [axis for axis in study.varied if axis != x]
@@ -58,9 +58,9 @@ def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
 
 
 def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
-    """Return the look of each value on an axis: its placement's look, or else one by its order.
+    """Return the look of each value on an axis: the placement's look, or else a look by the value's order.
 
-    Several values of one placement have its color, and differ in dash and marker.
+    Several values of one placement share its color, and differ in dash and marker.
     """
     if axis not in study.results:
         return {}
@@ -84,11 +84,11 @@ def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
 def panels(
     study: StudyFolder, rows: Frame, color: str, x: str, *, band: str = "std", numeric: bool = False, lost: bool = True
 ) -> tuple[Panel, ...]:
-    """Make panels of lines (``line``) from rows, a line for the rows of one color.
+    """Make panels of lines (``line``) from rows. The rows of one color are one line.
 
-    The axes that have neither the colors nor ``x`` tell panels apart; if there were too many, the lines' names. Lines
-    stand in the order of the axes that vary: numbers by size, texts as the study has them. ``lost``: points at which no
-    seed trained are marked as well.
+    All axes other than ``x`` and the colors' axis distinguish panels or, if there were too many panels, become part of
+    the lines' names. Lines have the order of the varying axes: numbers by size, texts as in the study. With ``lost``,
+    Lamina also marks points at which no seed trained.
     """
     if rows.empty:
         return ()
@@ -114,7 +114,7 @@ def panels(
 
 
 def axis(column: str, values: Iterable[object]) -> Axis:
-    """Return the axis of a column's values: numbers that span a wide range are on a logarithmic scale."""
+    """Return the axis of a column's values. Numbers over a wide range get a logarithmic scale."""
     ordered = ordered_values(values)
     numbers = [value for value in ordered if isinstance(value, float)]
     log = len(numbers) == len(ordered) > 2 and numbers[0] > 0 and numbers[-1] / numbers[0] >= _WIDE
@@ -127,7 +127,7 @@ def joined(values: Iterable[object]) -> bool:
 
 
 def ordered_values(values: Iterable[object]) -> list[Value]:
-    """Return the values of an axis, each once: numbers by size, texts as they come.
+    """Return the values of an axis, each once: numbers by size, texts in the study's order.
 
     Numbers that span decades from 0 are texts, as neither a linear nor a logarithmic axis can show them.
     """
@@ -148,10 +148,10 @@ def point(value: object) -> Value:
 
 
 def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std", numeric: bool = False) -> Series | None:
-    """Make a line through one row of ``over_seeds`` per point; None without points.
+    """Make a line through one row of ``over_seeds`` per point; None if there are no points.
 
-    ``band``: the spread is the standard deviation ("std") or the range ("range"). ``numeric``: x stays a number even
-    where it spans decades from 0, as training steps do.
+    ``band`` makes the spread the standard deviation ("std") or the range ("range"). With ``numeric``, x stays a number
+    even if it spans decades from 0, as training steps do.
     """
     points = rows[rows["mean"].notna()]
     values = sorted({float(value) for value in rows[x]}) if numeric else ordered_values(rows[x])

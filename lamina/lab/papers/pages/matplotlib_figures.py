@@ -1,4 +1,4 @@
-"""A drawing for a paper: SVG and PDF, by matplotlib (the extra ``figures``)."""
+"""Write a drawing for a paper as SVG and PDF with matplotlib (the extra ``figures``)."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ _WIDTH, _HEIGHT = 2.5, 2.1  # of a panel, in inches
 
 
 def write_all(folder: Path) -> list[Path]:
-    """Write a study's figures to ``folder/figures``, as SVG and PDF; returns the paths.
+    """Write a study's figures to ``folder/figures`` as SVG and PDF, and return the paths.
 
-    Raises UserError if the folder is no study with claims, or matplotlib is not installed.
+    Raises UserError if the folder holds no study with claims, or matplotlib is not installed.
     """
     if not has_claims(folder):
         raise UserError(f"figures: {str(folder)!r} holds no study with claims. Give the folder of `lamina study run`.")
@@ -70,7 +70,7 @@ def write_all(folder: Path) -> list[Path]:
 
 
 def write(drawing: Drawing, folder: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
-    """Write the drawing as ``folder/NAME.svg`` and ``.pdf``; returns the paths.
+    """Write the drawing as ``folder/NAME.svg`` and ``.pdf``, and return the paths.
 
     Raises UserError if matplotlib is not installed.
     """

@@ -25,7 +25,7 @@ _HEIGHT, _MAP = 330, 250  # of a row of panels, in pixels
 
 @drawing_of(Kind.CLAIMS)
 def write_figures(folder: Path) -> list[Path]:
-    """Write a study's figures as SVG and PDF. Raises UserError without matplotlib."""
+    """Write a study's figures as SVG and PDF. Raises UserError if matplotlib is not installed."""
     from lamina.lab.papers.pages.matplotlib_figures import write_all
 
     return write_all(folder)
@@ -131,7 +131,7 @@ def _lost(figure: Figure, series: Series, places: list[Value], top: float, *, ro
 
 @report_of(Kind.CLAIMS)
 def claims_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a study with claims. Raises UserError if a file of it is damaged."""
+    """Write ``folder/report.html`` of a study with claims. Raises UserError if a file of the study is damaged."""
     study = read_folder(folder)
     definition, header = study.definition, study.header
     recorded = {"Settings": header.get("settings"), "The study": definition or None}

@@ -20,7 +20,7 @@ from lamina.reports.records import Frame, rows_of
 
 logger = logging.getLogger(__name__)
 ONE_LINE = "none"
-"""A figure's color that makes one line of all arms."""
+"""The entry for a figure's color that makes one line of all arms."""
 _MOST = 6
 _FIELDS = ("kind", "x", "y", "color", "measure")
 _LOST = "Marks along the top edge show points at which no seed trained (diverged or stuck)."
@@ -66,7 +66,9 @@ _MAPPED = ("angular_distance",)  # drawn as a map unless the study says otherwis
 
 
 def chosen(study: StudyFolder) -> tuple[list[Drawing], list[Drawing]]:
-    """Return a study's figures, those of its YAML first, and those left out: by its axes, all but the first few."""
+    """Return a study's figures, with the figures of its YAML first, and the omitted figures: of those by axes, all
+    except the first few.
+    """
     written = _made(study, _written(study))
     made = list({**written, **_made(study, _default(study)), **written}.values())
     count = max(_MOST, len(written))
@@ -77,7 +79,9 @@ def _made(study: StudyFolder, requests: Iterable[Request]) -> dict[str, Drawing]
     made: dict[str, Drawing] = {}
     for request in requests:
         if request.kind not in KINDS:
-            logger.warning("%s: figure %r: left out (known: %s)", study.name, request.kind, ", ".join(KINDS))
+            logger.warning(
+                "%s: Lamina leaves out the figure %r (known: %s)", study.name, request.kind, ", ".join(KINDS)
+            )
         elif (drawing := KINDS[request.kind](study, request)) is not None:
             made.setdefault(drawing.name, drawing)
     return made
@@ -123,12 +127,12 @@ def probe_of(measure: str) -> str:
 
 
 def can_show(measure: str) -> bool:
-    """Return whether a measure has a figure that no study has to describe."""
+    """Return whether a measure has a figure without an entry in the study."""
     return probe_of(measure) in {*_SHOWN, *_MAPS}
 
 
 def sweep(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw the value against the learning rate, one line per arm."""
+    """Draw the value against the learning rate, with one line per arm."""
     rows = study.first_stage
     if not study.has_sweep or rows[_value(study, request)].isna().all():
         return None
@@ -142,7 +146,7 @@ def sweep(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw the value of each arm at its rate, against one axis; ``by_depth``: against the number of layers."""
+    """Draw the value of each arm at its learning rate against an axis; ``by_depth``: against the number of layers."""
     usual = next((a for a in study.varied if a != "placement"), study.varied[0])
     x, value = request.x or ("num_layers" if request.kind == "by_depth" else usual), _value(study, request)
     table = arms(study)
@@ -160,7 +164,7 @@ def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def curves(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw a training record against the steps: the mean over the seeds, and their range as a band."""
+    """Draw a training record against the steps, with the mean over the seeds as a line and their range as a band."""
     rows = study.table(request.measure or "records-metrics")
     x, y = request.x or "step", request.y or "loss"
     by_layer = {"metric", "value"} <= set(rows)
@@ -190,7 +194,7 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw a metric of a measure against the layer, one line per arm; before and after training are panels."""
+    """Draw a metric of a measure against the layer, with one line per arm and panels for before and after training."""
     probe = probe_of(request.measure or next(iter(study.measures), ""))
     shown = _SHOWN.get(probe, ShownMetric(metric=request.y, rows={}))
     metric, wanted = request.y or shown.metric, request.x or shown.x
@@ -234,7 +238,7 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def heatmap(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw a measure as maps, one per arm: its mean over the seeds by two columns."""
+    """Draw a measure as maps, one per arm, of the mean over the seeds by two columns."""
     measure = request.measure or next((m for m in study.measures if probe_of(m) in _MAPS), "")
     metric = str(request.more.get("metric") or _MAPS.get(probe_of(measure), ""))
     x, y = request.x or "start", request.y or "size"

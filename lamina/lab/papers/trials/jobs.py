@@ -1,4 +1,4 @@
-"""The jobs of trials, each with its settings and its function, imported when they are needed."""
+"""The jobs of trials. Each has settings and a function, which Lamina imports when it needs them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lamina.training import pretrain_row
 from lamina.training.settings import PretrainSettings
 
 SCORE = "score"
-"""The column of the average over the tasks, in percent; each task's is ``score_TASK``."""
+"""The column of the average over the tasks, in percent; each task's column is ``score_TASK``."""
 
 
 def columns_of(result: Json) -> Json:
@@ -54,7 +54,7 @@ def columns_of(result: Json) -> Json:
 
 
 def initialize(settings: PretrainSettings, *, resume: Resume = False, bar: bool = True) -> Json:
-    """Write the folder of a model that is not trained: its settings, its plan, and a result of 0 steps.
+    """Write the folder of an untrained model: its settings, its plan, and a result of 0 steps.
 
     Raises UserError for invalid settings and a folder in use.
     """
@@ -87,15 +87,15 @@ class TrialJob:
     """A kind of trial.
 
     Attributes:
-        name: as the YAML of a study says it.
-        settings: returns the class of its settings, which have ``output`` and ``seed``.
-        run: takes the settings, ``resume`` and ``bar``, and writes a run's folder.
-        trains: whether it leaves a trained model.
+        name: the name in the YAML of a study.
+        settings: a function that returns the class of the job's settings, which have ``output`` and ``seed``.
+        run: a function of the settings, ``resume`` and ``bar`` that writes a run's folder.
+        trains: whether the job leaves a trained model.
         inputs: the settings that take the folder of an earlier trial, the main one first; empty for a job that starts
             a chain, whose settings have ``placement``.
-        files: the settings that name data or code, which an identity has by its content.
+        files: the settings that name data or code; an identity contains a hash of their content.
         seeded: whether the job takes the seed of its chain.
-        numbers: from result.json to what a row has of it.
+        numbers: a function from result.json to the columns of a row.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Measures of a study's trials beyond their results: probes before and after training, and training records.
+"""Further measures of a study's trials: probes before and after training, and training records.
 
 A measure is "TIME/NAME": ``init/gradients``, ``end/angular_distance(tokens=all)``, ``records/layers``. Its table is a
-Parquet file in the trial's folder. For each measure, measures.json records whether it was measured, or why not.
+Parquet file in the trial's folder. For each measure, measures.json records success, or the reason for a failure.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def missing(folder: Path, measures: Iterable[str]) -> list[str]:
 
 
 def table(folder: Path, measure: str) -> pd.DataFrame | None:
-    """Read a measure's table; None if the trial has none. Raises UserError for a file that can't be read."""
+    """Read a measure's table; None if the trial has no such table. Raises UserError for a file that can't be read."""
     path = _file(folder, measure)
     return None if path is None else read_table(path)
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Read a Parquet file. Raises UserError that names it."""
+    """Read a Parquet file. Raises UserError that names the file."""
     import pandas as pd
 
     try:
@@ -72,7 +72,7 @@ def _file(folder: Path, measure: str) -> Path | None:
 
 
 def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -> None:
-    """Measure what a trial's folder lacks. A measure that does not apply is noted with its reason."""
+    """Measure everything that a trial's folder lacks. If a measure does not apply, note the reason."""
     wanted = missing(folder, measures)
     if not wanted:
         return

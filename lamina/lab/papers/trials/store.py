@@ -35,12 +35,12 @@ TABLES = "tables"
 
 
 class Records:
-    """The records in a folder, read when they are needed.
+    """The records in a folder. Lamina reads them when it needs them.
 
     Args:
-        folder: of the records; it need not exist.
-        own: the name of a study's own record. Where it and another have the same trial, it counts: a trial that was
-            trained again on another kind of machine has a slightly different loss.
+        folder: the folder of the records, which need not exist.
+        own: the name of a study's own record. If another record has the same trial, the own record counts, since a
+            trial that ran again on another kind of machine has a slightly different loss.
     """
 
     def __init__(self, folder: Path, own: str = ""):
@@ -49,7 +49,9 @@ class Records:
 
     @cached_property
     def rows(self) -> dict[str, Json]:
-        """The result of every recorded trial that ended, by its key. Raises UserError for an unreadable file."""
+        """The result of every recorded trial that ended, by the trial's key. Raises UserError for an unreadable
+        file.
+        """
         import pandas as pd
 
         tables, places, shared = [], set(), {"key", *columns.names()}
@@ -71,7 +73,9 @@ class Records:
         return rows
 
     def row(self, trial: StudyTrial) -> Json | None:
-        """Return the recorded result of a trial; None without one. Raises UserError if it is another trial's."""
+        """Return the recorded result of a trial; None if there is no result. Raises UserError if it belongs to another
+        trial.
+        """
         row = self.rows.get(trial.key)
         facts = {"seed": trial.seed, "learning_rate": trial.learning_rate, "placement": trial.placement}
         for name, value in facts.items():
@@ -80,7 +84,7 @@ class Records:
                 continue
             raise UserError(
                 f"records: {str(self.folder)!r}: the row of the trial {trial.key} has {name} {stored!r}, but the "
-                f"trial has {value!r}. Restore the original {RESULTS}"
+                f"trial has {value!r}. Restore the original {RESULTS}."
             )
         return row
 
@@ -104,7 +108,7 @@ class Records:
 
 
 def recorded_keys(record: Path) -> list[str]:
-    """Return the keys of the trials in one study's record; none without one."""
+    """Return the keys of the trials in a study's record; an empty set if there is no record."""
     import pandas as pd
 
     path = record / RESULTS
@@ -132,8 +136,8 @@ class StoredTask(Task):
     """A trial of the store, which several drivers and studies may share.
 
     Attributes:
-        measures: what is measured on the trial, as "TIME/NAME".
-        identity: all that decides its numbers.
+        measures: the measures of the trial, as "TIME/NAME".
+        identity: everything that decides the trial's numbers.
     """
 
     measures: tuple[str, ...] = ()
@@ -150,7 +154,7 @@ class StoredTask(Task):
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Hold the trial while it runs. Entering raises Busy if another driver runs it."""
+        """Lock the trial while it runs. Raises Busy if another driver runs it now."""
         with ExitStack() as held:
             try:
                 held.enter_context(lock(self.folder.parent / _CLAIMS / self.folder.name))
@@ -159,7 +163,7 @@ class StoredTask(Task):
             yield
 
     def run(self) -> Json:
-        """Run or resume the trial, then measure what it does not have yet; returns its result."""
+        """Run or resume the trial, add its missing measures, and return its result."""
         refuse_another(self.folder)
         # In the words of the trial's folder: its name is the hash of what they mean, so these only differ in how they
         # say it, such as a depth that is the backbone's own or given, or another path of the same text.
@@ -174,7 +178,7 @@ class StoredTask(Task):
 
 
 def refuse_another(folder: Path) -> None:
-    """Raise UserError if a folder of the store does not hold the trial of its name; it may be a copy."""
+    """Raise UserError if a folder of the store does not hold the trial that its name says, since it may be a copy."""
     path = folder / TRIAL
     status = (read_result(folder) or {}).get("status")
     if not path.is_file() and status not in ENDED and (status is None or not (folder / CONFIG).is_file()):
@@ -184,26 +188,26 @@ def refuse_another(folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise UserError(
             f"store: {str(path)!r} is not readable ({error}), so Lamina cannot tell which trial the folder holds. "
-            "Restore the original file, or delete the folder to run the trial again"
+            "Restore the original file, or delete the folder to run the trial again."
         ) from None
     if held != folder.name:
         raise UserError(
-            f"store: the folder {str(folder)!r} holds the trial {held}, according to its {TRIAL}. Rename the "
-            "folder to the trial's name, or delete it to run the trial again"
+            f"store: the folder {str(folder)!r} holds the trial {held}, according to its {TRIAL}. Rename the folder "
+            "to the trial's name, or delete it to run the trial again."
         )
 
 
 UNTRAINED = (Status.DIVERGED.value, Status.STUCK.value)
-"""How a model ended that no other trial starts from."""
+"""The statuses of a model from which no other trial can start."""
 
 
 class Store:
-    """The folders of trials, and what they computed.
+    """The folders of trials, with their results.
 
     Args:
-        folder: of the trials' folders.
-        records: of studies that were run before, perhaps elsewhere.
-        threads: of each trial; None leaves it to the trial's settings.
+        folder: the folder that holds the trials' folders.
+        records: the records of earlier studies, which may come from another machine.
+        threads: number of threads of each trial; None leaves it to the trial's settings.
         run_code: whether the trials may run task files.
     """
 
@@ -214,7 +218,7 @@ class Store:
         self._verified: set[str] = set()
 
     def place(self, key: str) -> Path:
-        """Return a trial's folder. Raises UserError if it holds another trial, or an unknown one."""
+        """Return a trial's folder. Raises UserError if the folder holds another or an unknown trial."""
         folder = self.folder / key
         if key not in self._verified and folder.is_dir():
             refuse_special("store", folder)
@@ -225,7 +229,9 @@ class Store:
         return folder
 
     def machines(self, keys: Iterable[str]) -> list[Json]:
-        """Return what the trials here were trained on, with counts: machine, torch, and revision, the most first."""
+        """Return the machines, torch versions and revisions of the trials here, with counts, the most frequent
+        first.
+        """
         counts = Counter[str]()
         for name in keys:
             if machine := (noted_there := noted(self.folder / name / ENVIRONMENT)).get("machine"):
@@ -251,7 +257,7 @@ class Store:
         )
 
     def result(self, trial: StudyTrial) -> Json | None:
-        """Return the result of a trial that has ended; None for any other."""
+        """Return the result of a trial that has ended; otherwise None."""
         if trial.key in self._ended:
             return self._ended[trial.key]
         result = self.outcome(trial)
@@ -261,22 +267,22 @@ class Store:
         return result
 
     def outcome(self, trial: StudyTrial) -> Json | None:
-        """Return the status in a trial's folder, failed and interrupted included; None if there is none."""
+        """Return the status in a trial's folder, including failed and interrupted; None if there is no status."""
         folder = self.place(trial.key)
         return read_result(folder) if folder.is_dir() else None
 
     def has_model(self, trial: StudyTrial) -> bool:
-        """Return whether other trials can start from a trial's model. Raises UserError if the model is cut short."""
+        """Return whether other trials can start from a trial's model. Raises UserError if the model is incomplete."""
         model = self.place(trial.key) / MODEL
         if (model / MANIFEST).is_file() and (broken := what_is_broken(model, content=False)) is not None:
             raise UserError(
                 f"store: {str(model)!r}: {broken}, and other trials start from it. Restore the original files, or "
-                "delete the trial's folder to train it again"
+                "delete the trial's folder to train it again."
             )
         return model.is_dir()
 
     def damage(self, trials: Iterable[StudyTrial]) -> list[str]:
-        """Return a line for each model and checkpoint of an ended trial that lacks a file or has a cut one."""
+        """Return a line for each model and checkpoint of an ended trial with a missing or incomplete file."""
         lines = []
         for name in dict.fromkeys(trial.key for trial in trials if self.result(trial) and trial.key in self._ended):
             folder = self.folder / name
@@ -294,7 +300,7 @@ class Store:
         return None
 
     def complete(self, trial: StudyTrial) -> Json | None:
-        """Return the result of a trial that has ended and has all its measures; None for any other."""
+        """Return the result of a trial that has ended and has all measures; otherwise None."""
         result, trial_id = self.result(trial), (trial.key, trial.measures)
         if result is None or not trial.measures or trial_id in self._complete or self._inherited(trial) is not None:
             return result
@@ -306,6 +312,6 @@ class Store:
         return result
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
-        """Read a measure's table of one trial; None if it has none or the file was altered."""
+        """Read a measure's table of one trial; None if there is no table, or if somebody has altered the file."""
         table = measures.table(self.place(key), measure)
         return table if table is not None else self.records.table(key, measure)

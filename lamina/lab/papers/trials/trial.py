@@ -1,7 +1,7 @@
 """A trial of a study, and its identity: everything that decides its numbers, hashed to a key.
 
-Two trials with the same key give the same numbers, bit for bit on the same machine. So a trial that several studies
-need is trained once, and a changed trial never replaces the old trial.
+Two trials with the same key give the same numbers, bit-identical on the same machine. So Lamina trains a trial that
+several studies need only once, and a changed trial never replaces the old trial.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def identity(job: str, settings: Settings) -> Json:
 def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Json:
     """Return everything that decides the numbers of a trial that starts from other trials.
 
-    ``inputs``: by setting, the key of the trial whose folder it takes. Raises UserError for data that can't be read.
+    ``inputs`` has, by setting, the key of the trial whose folder this setting takes. Raises UserError for data that
+    can't be read.
     """
     values, data = settings.to_dict(), {}
     for name in job.files:
@@ -151,7 +152,7 @@ def _plan(placement: str, num_layers: int) -> tuple[str, str]:
 
 
 def _changed(value: object) -> Json:
-    """Return a plan's fields that are not at their defaults, so that new fields change no older key."""
+    """Return a plan's fields that differ from their defaults, so that new fields change no older key."""
     assert is_dataclass(value)
     changed = {}
     for entry in fields(value):
@@ -197,13 +198,13 @@ class StudyTrial:
     """One trial, as a study needs it.
 
     Attributes:
-        job: a name in ``TRIAL_JOBS``.
-        values: its place on the study's axes: the label of each value.
-        settings: complete; the store says where the trial is.
-        measures: what is measured on it, as "TIME/NAME".
-        identity: all that decides its numbers.
-        inputs: by setting, the trial whose model it takes; empty for the first of a chain.
-        root: the first trial of the chain; None for that trial itself.
+        job: the job, a name in ``TRIAL_JOBS``.
+        values: the trial's values on the study's axes, as labels.
+        settings: the complete settings, except the folder, which the store decides.
+        measures: the measures of the trial, as "TIME/NAME".
+        identity: everything that decides the trial's numbers.
+        inputs: by setting, the trial whose model this setting takes; empty for the first trial of a chain.
+        root: the first trial of the chain; None for the first trial itself.
     """
 
     job: str
@@ -225,7 +226,7 @@ class StudyTrial:
 
     @property
     def learning_rate(self) -> float | None:
-        """The peak learning rate of the first trial; None for a job without one."""
+        """The peak learning rate of the first trial; None for a job without a learning rate."""
         return getattr(self.first.settings, "learning_rate", None)
 
     @property
@@ -240,7 +241,7 @@ class StudyTrial:
 
 
 def may_be(trial: StudyTrial, placement: str) -> bool:
-    """Return whether a placement's name means the first trial's plan, or can't be read here."""
+    """Return whether a placement's name stands for the first trial's plan, or Lamina cannot read the placement here."""
     try:
         settings = replace(trial.settings, placement=placement)
         return identity(trial.job, settings)["plan"] == trial.identity["plan"]
