@@ -275,8 +275,8 @@ class Sublayer:
         if self.read != "stream" and (self.streams or self.skip != "stream"):
             what = "several streams" if self.streams else f"skip {self.skip!r}"
             what += ": the memory holds the block's input" * (self.reads_memory and not self.streams)
-            fix = "Leave out streams" if self.streams else "Choose a skip from the 'stream'"
-            raise UserError(f"read: {self.read!r} does not go with {what}. {fix}, or set read to 'stream'.")
+            fix = "Leave out streams." if self.streams else "Choose a placement with skip 'stream', such as pre_ln."
+            raise UserError(f"read: {self.read!r} does not go with {what}. {fix}")
         if self.coupling != "none":
             self._check_coupling()
 

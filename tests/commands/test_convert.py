@@ -74,13 +74,13 @@ def test_logits_that_differ_are_refused(source, refused, tmp_path, monkeypatch):
 def test_a_source_that_cannot_be_converted(source, refused, tmp_path):
     out = tmp_path / "out"
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=61)).save_pretrained(tmp_path / "gpt2")
-    assert "model_type: 'gpt2' is not converted" in refused("convert", tmp_path / "gpt2", out)
+    assert "model_type: Lamina cannot convert 'gpt2'" in refused("convert", tmp_path / "gpt2", out)
     lamina.build(LlamaConfig(**SMALL), "keel").save_pretrained(tmp_path / "keel")
     assert "no architecture of transformers computes this variant of the placement 'keel'" in refused(
         "convert", tmp_path / "keel", out
     )
-    assert "is a transformers checkpoint already" in refused("convert", source, out, "--to", "transformers")
-    assert "is a lamina checkpoint already" in refused("convert", tmp_path / "keel", out, "--to", "lamina")
+    assert "is already a transformers checkpoint" in refused("convert", source, out, "--to", "transformers")
+    assert "is already a lamina checkpoint" in refused("convert", tmp_path / "keel", out, "--to", "lamina")
     assert "did you mean 'lamina'" in refused("convert", source, out, "--to", "lamin")
     assert "dtype: 'int8' (allowed: auto, " in refused("convert", source, out, "--dtype", "int8")
     assert "--placement: 'keel' without --from" in refused("convert", source, out, "--placement", "keel")

@@ -158,7 +158,7 @@ for folder in {folders}:
 def test_layers_that_return_more_than_the_stream_are_refused(tmp_path):
     config = AutoConfig.for_model("gptj", n_embd=16, n_layer=1, n_head=2, rotary_dim=4, vocab_size=VOCABULARY)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"^model_type: 'gptj' is not converted: its layers return more"):
+    with pytest.raises(UserError, match=r"^model_type: Lamina cannot convert 'gptj': its layers return more"):
         from_transformers(tmp_path)
 
 

@@ -124,10 +124,10 @@ def test_subln_is_bitnets_placement():
 
 def test_a_norm_inside_a_module_that_has_no_last_projection_is_refused():
     plan = Plan(placement="mine", layers=(Layer.of(Sublayer(pre_norm=Norm(), inner_norm=Norm())),) * 2)
-    with pytest.raises(UserError, match="inner_norm: .* has no last projection"):
+    with pytest.raises(UserError, match=r"inner_norm: .* has no last projection"):
         lamina.wire(nn.Identity(), nn.Linear(4, 4), plan.layers[0], 4)
     sizes = {**OF_TEXT, **TOKENS, **LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "head_dim": 8}
-    with pytest.raises(UserError, match="inner_norm: .* has no last projection"):
+    with pytest.raises(UserError, match=r"inner_norm: .* has no last projection"):
         lamina.build(DeepseekV3Config(**sizes), plan)
 
 

@@ -51,7 +51,7 @@ def test_text_that_spells_a_special_token_is_text(llama, tokenizer):
 
 
 def test_a_text_shorter_than_a_block(llama, tokenizer):
-    with pytest.raises(UserError, match=r"7 tokens are fewer than a block of 64.*--sequence-length of at most 7"):
+    with pytest.raises(UserError, match=r"7 tokens are fewer than a block of 64.*--sequence-length to at most 7"):
         batches_of("a short", llama, tokenizer, sequence_length=64)
 
 

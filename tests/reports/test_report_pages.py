@@ -162,7 +162,7 @@ def test_a_study_without_results_is_refused(tmp_path):
 
 def test_a_screenshot_without_a_browser_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="no browser on PATH"):
+    with pytest.raises(UserError, match="no browser is on PATH"):
         screenshot(tmp_path / "page.html", tmp_path / "page.png")
 
 
@@ -212,7 +212,7 @@ def test_a_folder_that_no_job_wrote_is_refused(tmp_path, content):
     for name, text in content.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(
-        UserError, match=r"holds no job.*\(allowed: a folder of: claims, coord-check, dpo, evaluation, "
+        UserError, match=r"holds no job.*Give a folder of one of these kinds: claims, coord-check, dpo, evaluation, "
     ):
         report(tmp_path)
 

@@ -274,7 +274,7 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
         ({"algorithm": "grpo", "kl_per": "sequence"}, "kl_per: 'sequence' has no effect here"),
         ({"max_answer": 128}, "max_answer: 128 leaves no room for a prompt in 128 tokens"),
         ({"reward_model": ..., "data": "no-such.jsonl"}, "reward_model: none is given"),  # before the data are read
-        ({"max_answer": 126}, "row 1: the prompt has 4 tokens and the answer up to 126, the context 128"),
+        ({"max_answer": 126}, "row 1: the prompt has 4 tokens and the answer up to 126, but the context has only 128"),
     ],
 )
 def test_bad_settings_are_one_line(policy, changed, message):

@@ -95,11 +95,11 @@ def test_prompts_are_those_of_the_answers_in_use():
         ("dpo", {"trainer": {"use_liger_kernel": "x"}}, "trainer.use_liger_kernel: 'x' (allowed: true, false)"),
         ("sft", {"trl": {"chat_template_path": "x"}}, "trl.chat_template_path: set by --template"),
         ("sft", {"trl": {"shuffle_dataset": False}}, "Lamina orders the rows, so that a run"),
-        ("sft", {"trl": {"padding_free": False}, "packing": True}, "trl.padding_free: set by --packing"),
+        ("sft", {"trl": {"padding_free": False}, "packing": True}, "trl.padding_free: --packing sets it"),
         ("rlhf", {"algorithm": "grpo", "trl": {"num_iterations": 0}}, "trl.num_iterations: 0"),
         ("rlhf", {"algorithm": "rloo", "trl": {"reward_clip_range": [-1, 1]}}, "set by --reward-clip"),
         ("rlhf", {"algorithm": "grpo", "trl": {"log_completions": True}}, "the records are in held_out.jsonl and"),
-        ("rlhf", {"algorithm": "grpo", "epsilon": 3e-4}, "epsilon: 0.0003 would be Adam's"),
+        ("rlhf", {"algorithm": "grpo", "epsilon": 3e-4}, "epsilon: 0.0003 is too large for Adam's epsilon"),
     ],
 )  # fmt: skip
 def test_what_is_refused_says_why(job, changed, message, base, tmp_path):
