@@ -82,8 +82,8 @@ COMMON: tuple[Option, ...] = (
         name="start",
         type=Literal["liger", "mean", "dlcl"] | None,
         default=None,
-        help="initial values: with wiring=mhc, Liger's (liger); with wiring=denseformer, weights of 1/(l+1) (mean), "
-        "or the same with normed states (dlcl)",
+        help="initial values: for wiring=mhc, liger (as in Liger's kernels); for wiring=denseformer, mean (all "
+        "weights 1/(l+1)) or dlcl (the same with normed states)",
     ),
     Option(
         name="collapse",

@@ -105,7 +105,7 @@ def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
 
 @wiring("identity_hc", equation="h = r S, S' = S + w b", source="HY-V4; transformers' hy_v4")
 def identity_hc(plan: Plan, size: int | None) -> Plan:
-    """Add streams that a sub-layer reads and writes with sigmoid weights of all streams, and never mixes."""
+    """Add streams that are never mixed. A sub-layer reads and writes them with sigmoid weights of all streams."""
     return _sigmoid(plan, size)
 
 

@@ -138,7 +138,7 @@ class Spectra(Probe):
         return False
 
     def points(self) -> Mapping[Key, Point]:
-        """Return the points of the covariances that fit the memory at once; other passes take the rest."""
+        """Return the points of the covariances that fit into memory together. Later passes gather the others."""
         return self._groups[0] if self._groups else {}
 
     def see(self, key: Key, value: torch.Tensor) -> None:

@@ -576,8 +576,8 @@ class Learned:
         )
 
     def odds(self, signs: Mapping[str, str]) -> dict[str, float]:
-        """Return each cause's probability, the most likely first. The signs of NOT_KNOWN are half as in the causes,
-        half uniform.
+        """Return each cause's probability, the most likely first. The signs of NOT_KNOWN follow half the causes'
+        average, half a uniform distribution.
 
         This is naive Bayes with equal priors, and with ``added`` runs spread equally over a sign's values. Most signs
         depend on each other, so Lamina divides their logarithms by ``temper``. An unknown sign is no evidence.

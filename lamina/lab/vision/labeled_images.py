@@ -189,7 +189,7 @@ class ImageFiles(LabeledImages):
             with Image.open(path) as picture:
                 yield picture
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            reason = f"can't be read ({_reason(error)}); fix or remove it"
+            reason = f"can't be read ({_reason(error)}). Fix or remove it."
             raise UserError(f"corpus: the image {str(path)!r} {reason}") from None
 
 
@@ -228,7 +228,7 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
     if strays:
         names = ", ".join(path.relative_to(root).as_posix() for path in strays[:3])
         logger.warning(
-            "%s: %d files skipped that are not images (%s%s; read are %s)",
+            "%s: Lamina skipped %d files that are no images (%s%s). It reads %s",
             *(root, len(strays), names, ", ..." * (len(strays) > 3), ", ".join(sorted(_SUFFIXES))),
         )
     first = len(paths) if len(splits) == 1 else sum(splits[0] in path.parents for path in paths)

@@ -159,8 +159,8 @@ def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
 
 
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Copy buffers that no checkpoint stores, such as rotary frequencies. A cast model has rounded buffers, a loaded
-    model exact ones.
+    """Copy buffers that no checkpoint stores, such as rotary frequencies. Casting a model rounds these buffers, but
+    loading it does not.
 
     ``names`` maps the target's names to the source's.
     """

@@ -1,4 +1,4 @@
-"""Admin: Post-LN with a learned vector on every skip, started from profiled variances."""
+"""Admin: Post-LN with a learned vector on every skip, which starts from profiled variances."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ class Context:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """Return a probe's limit (0: none). It is the probe's option, or else ``sample``; for the user's own inputs
-        there is none.
+        """Return a probe's limit (0: none): the probe's option, or else ``sample``. For the user's own inputs, the
+        default is no limit.
         """
         return option if option is not None else 0 if self.whole else sample
 

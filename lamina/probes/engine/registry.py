@@ -77,7 +77,7 @@ class Probe(ABC):
     over_steps: ClassVar[tuple[str, ...]] = ()
 
     def cost(self, context: Context) -> float:
-        """Return the cost of the probe's own work, in tokens' forward passes of the whole model.
+        """Return the cost of the probe's own work. The unit is one token's forward pass through the whole model.
 
         This is an estimate. Probes run in ascending order of cost, and Lamina estimates the remaining time from it.
         """

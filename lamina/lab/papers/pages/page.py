@@ -196,9 +196,9 @@ def _margin(row: Row) -> str:
 def _figures(study: StudyFolder) -> list[Section]:
     shown, left_out = chosen(study)
     html = "".join(figure(plot(drawing), drawing.caption, drawing.title) for drawing in shown)
-    note = "For a paper: <code>lamina report FOLDER --figures</code> writes them as SVG and PDF"
+    note = "For a paper, write the figures as SVG and PDF with <code>lamina report FOLDER --figures</code>"
     names = ", ".join(escape(drawing.title) for drawing in left_out)
-    note = f'<p class="source">{note}{f", and those not drawn here: {names}" if names else ""}.</p>'
+    note = f'<p class="source">{note}{f". It also writes {names}" if names else ""}.</p>'
     return [Section("Figures", "Figures", html + note)] if html else []
 
 
