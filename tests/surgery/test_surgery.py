@@ -161,7 +161,7 @@ def test_a_refusal_names_the_field_that_counts_layers(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "model")
     text = {"corpus": write(tmp_path), "tokenizer": "bytes", "sequences": 2, "sequence_length": 16}
     with pytest.raises(
-        UserError, match=r"layers: after the removal of 0.*by their index .*first_k_dense_replace: 1"
+        UserError, match=r"layers: the model does not load without 0: .*by their index .*first_k_dense_replace: 1"
     ) as error:
         lamina.prune(tmp_path / "model", tmp_path / "out", layers=[0], **text)
     assert ".out." not in str(error.value)

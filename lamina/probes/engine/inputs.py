@@ -144,8 +144,8 @@ def _pack(
     """
     if tokenizer is None:
         raise UserError(
-            f"tokenizer: the checkpoint has none, so Lamina cannot read {source}. Add --tokenizer FOLDER, or for a model of "
-            "bytes --tokenizer bytes."
+            f"tokenizer: the checkpoint has none, so Lamina cannot read {source}. Add --tokenizer FOLDER, or "
+            "--tokenizer bytes for a model of bytes."
         )
     prefix, suffix = _specials(tokenizer)
     body = length - len(prefix) - len(suffix)
