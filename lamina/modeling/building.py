@@ -48,9 +48,8 @@ def build(
     """Build a model from a backbone's attention and feed-forward modules, with the norms where the placement puts them.
 
     Args:
-        backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, a folder with a
-            configuration, or a model's name on the hub. Lamina does not load the model's weights; use `lamina convert`
-            to keep them.
+        backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration or its folder,
+            or a model's name on the hub. Lamina does not load this model's weights; `lamina convert` keeps them.
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
         num_layers: the number of blocks (default: the backbone's). ``hidden_size``, ``num_heads`` and ``vocab_size``
             likewise replace the backbone's sizes.

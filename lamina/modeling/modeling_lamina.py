@@ -214,9 +214,7 @@ def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     try:
         base = cast(type[PreTrainedModel], MODEL_MAPPING[type(config)])
     except KeyError:
-        raise ValueError(
-            f"backbone {config.model_type!r}: transformers has no base model for it. Choose another backbone."
-        ) from None
+        raise ValueError(f"backbone {config.model_type!r}: transformers has no base model. Choose another.") from None
     name = "Lamina" + base.__name__
     while name in globals() and base not in globals()[name].__mro__:  # another class of the name, or one of Lamina's
         name += "_"
@@ -278,18 +276,14 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
         _check_module(backbone, getattr(adapter, name), f"{kind}: {name}")
     layers = backbone.get_submodule(adapter.layers)
     if not isinstance(layers, nn.ModuleList):
-        raise ValueError(
-            f"{kind}: layers: {adapter.layers!r} is a {type(layers).__name__}. Give the name of a ModuleList."
-        )
+        raise ValueError(f"{kind}: layers: {adapter.layers!r} is a {type(layers).__name__}. Name a ModuleList.")
     for index, layer in enumerate(layers):
         for name, path in zip(HALVES, adapter.halves(layer), strict=True):
             _check_module(backbone, f"{adapter.layers}.{index}.{path}", f"{kind}: {name}")
             if isinstance(layer.get_submodule(path), nn.ModuleList):
                 raise ValueError(f"{kind}: {name}: {path!r} is a ModuleList. Give the name of one module.")
     if adapter.dropout and not hasattr(backbone.config, adapter.dropout):
-        raise ValueError(
-            f"{kind}: dropout: the configuration has no field {adapter.dropout!r}. Give the name of a field."
-        )
+        raise ValueError(f"{kind}: dropout: the configuration has no field {adapter.dropout!r}. Name a field.")
     known = backbone.config.model_type in ADAPTERS  # there a branch's factor is the placement's, as the norms are
     halves = [layer[half] for layer in plan["layers"] for half in HALVES]
     scaled = all("out_scale" in half or "out_scale_learned" in half for half in halves)  # left out where it is 1
@@ -381,9 +375,7 @@ class LaminaModel(LaminaPreTrainedModel):
         self.backbone.set_input_embeddings(value)
 
     def _check_whole(self) -> None:
-        """Raise ValueError if an engine has cut the model at a point where the plan needs all of it. Engines call this
-        first.
-        """
+        """Raise ValueError if an engine has cut the model where the plan needs all of it. Engines call it first."""
         if not (self._pp_plan or all(isinstance(layer, Block) for layer in self.layers)):
             raise ValueError(
                 "plan: it scales or norms the embedding, or its blocks pass on more than one stream, so it cannot "

@@ -227,8 +227,7 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
         tensor: the number of processes that share each layer's matrices.
 
     Raises:
-        UserError: for more processes than GPUs, a device that only one process can use, or processes that cannot
-            connect.
+        UserError: for more processes than GPUs, a device for only one process, or processes that cannot connect.
         OSError: another process ended while this process waited for it; the other process has reported why.
     """
     rank, size, local_rank, local_size = launched()
@@ -251,10 +250,8 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
     if device == "cuda":
         gpus = torch.cuda.device_count()
         if local_size > gpus:
-            raise UserError(
-                f"WORLD_SIZE: {local_size} processes on this host are more than the host's {gpus} GPUs. Start at "
-                f"most {gpus}, or add --device cpu."
-            )
+            fix = f"Start at most {gpus}, or add --device cpu."
+            raise UserError(f"WORLD_SIZE: this host has {local_size} processes, but only {gpus} GPUs. {fix}")
         torch.cuda.set_device(local_rank)
     ours = not distributed.is_initialized()
     atexit.unregister(_settle)
@@ -263,10 +260,8 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
         try:
             distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
         except (RuntimeError, ValueError) as error:
-            raise UserError(
-                f"WORLD_SIZE: {size} processes did not connect ({' '.join(str(error).split())}). Check MASTER_ADDR "
-                "and MASTER_PORT."
-            ) from error
+            why = " ".join(str(error).split())
+            raise UserError(f"WORLD_SIZE: {size} processes did not connect ({why}). Check MASTER_ADDR.") from error
     group = distributed.new_group(backend="gloo", timeout=PATIENCE) if device == "cuda" else None
     failed = True
     try:

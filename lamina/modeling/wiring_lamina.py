@@ -627,9 +627,7 @@ def norm_projections(
     """
     last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), _LINEAR)), None)
     if inner and (last is None or hasattr(attention, "inner_norm")):
-        raise ValueError(
-            f"inner_norm: {type(attention).__name__} has no last projection without a norm. Leave inner_norm out"
-        )
+        raise ValueError(f"inner_norm: {type(attention).__name__} has no last projection for it. Leave inner_norm out")
     scopes = {"q": plan["qk_norm"], "k": plan["qk_norm"], "v": plan["v_norm"]}
     scopes = {part: scope for part, scope in scopes.items() if scope != "off"}
     module: Any = attention
@@ -655,8 +653,7 @@ def norm_projections(
     absent = [f"{part}_proj" for part in _PARTS if not isinstance(getattr(module, f"{part}_proj", None), nn.Linear)]
     if ways and absent:
         raise ValueError(
-            f"sources: multiway does not apply, because {type(module).__name__} has no projection {absent[0]!r}. "
-            "Choose another wiring or backbone"
+            f"sources: multiway needs {absent[0]!r}, which {type(module).__name__} lacks. Choose another wiring"
         )
     if not dims and not inner and not ways:
         return

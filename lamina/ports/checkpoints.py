@@ -82,9 +82,7 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
         ("block_overrides", model.get("block_overrides"), None),
     ):
         if value != allowed:
-            raise UserError(
-                f"config.json: model.{name} is {value!r}, and Lamina reads only {allowed!r}. Choose another checkpoint."
-            )
+            raise UserError(f"config.json: model.{name} is {value!r}. Choose a checkpoint with {allowed!r}.")
     heads, eps = mixer["n_heads"], float(norm.get("eps") or 1e-5)
     connections = depthbench.Connections(block, eps)
     config = LlamaConfig(

@@ -94,16 +94,12 @@ def prune(
     context.warn_of_unread()
     count = context.structure.num_layers
     if any(getattr(site.module, "has_memory", False) for site in context.structure.layers):
-        raise UserError(
-            f"model: {source!r} reads earlier layers' states by their index. Choose a model in which each layer "
-            "reads only the layer before it."
-        )
+        raise UserError(f"model: {source!r} reads earlier layers' states by their index. Choose another model.")
     with evaluating(context.model):
         gone, measured = (refuse_twice(layers), {}) if by is None else chosen_layers(context, by, drop)
         if not gone or gone[-1] >= count or len(gone) >= count:
             raise UserError(
-                f"layers: {ranges(gone)} of {count} layers cannot be removed. Choose some of 0-{count - 1}, but not "
-                "all."
+                f"layers: {ranges(gone)} of {count} cannot be removed. Choose some of 0-{count - 1}, not all."
             )
         before, tokens = mean_loss(context)
         few = context.on_device(context.batches[0], 1)
@@ -118,9 +114,7 @@ def prune(
             again = saved(model, draft, stored, dtype=torch.float32)
         except UserError as error:
             why = by_index() or str(error).replace(str(draft), str(output))
-            raise UserError(
-                f"layers: the model does not load without {ranges(gone)}: {why}. Choose other layers."
-            ) from error
+            raise UserError(f"layers: the model does not load without {ranges(gone)}: {why}. Choose others.") from error
         context.model = context.base = nn.Module.to(again, context.device)
         difference = _difference(context, few, expected, gone, by_index)
         record: Pruning = {

@@ -89,7 +89,7 @@ def test_the_configuration_may_name_its_modules_itself(tmp_path):
     [
         ({"attention": "tlak"}, r"'talk': attention: there is no module 'tower.turns.0.tlak' \('tower.turns.0' has: "),
         ({"layers": "turns"}, r"'talk': layers: there is no module 'turns' \(it has: words, tower, last, rotary\)"),
-        ({"layers": "words"}, r"layers: 'words' is a Embedding\. Give the name of a ModuleList\."),
+        ({"layers": "words"}, r"layers: 'words' is a Embedding\. Name a ModuleList\."),
         ({"norm": "ln_f"}, r"norm: there is no module 'ln_f' \(it has: words, tower, last, rotary\)"),
         ({"dropout": "p"}, "dropout: the configuration has no field 'p'"),
         ({"atention": "talk"}, r"adapter: unknown field 'atention' \(allowed: layers, attention, "),

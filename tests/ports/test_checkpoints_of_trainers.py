@@ -167,7 +167,7 @@ def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, capsys):
     config["model"]["lm_head"]["bias"] = True
     (tmp_path / "olmo" / "config.json").write_text(json.dumps(config), "utf-8")
     assert main([*words, "--placement", "fusenorm"]) == 2
-    assert "config.json: model.lm_head.bias is True, and Lamina reads only False." in capsys.readouterr().err
+    assert "config.json: model.lm_head.bias is True. Choose a checkpoint with False." in capsys.readouterr().err
 
 
 def test_a_folder_for_mlx_has_code_configuration_and_weights(tmp_path):

@@ -144,7 +144,7 @@ def test_figures_beyond_the_first_few_are_named_and_written_for_a_paper(tmp_path
     assert [drawing.name for drawing in (*shown, *left_out)] == everything
     assert len(shown) == max(1, len(study_figures._written(study)))
     [section] = _figures(study)
-    assert all(drawing.title in section.html.split("not drawn here:")[1] for drawing in left_out)
+    assert all(drawing.title in section.html.split("This also draws:")[1] for drawing in left_out)
     assert {path.stem for path in matplotlib_figures.write_all(folder)} == set(everything)
 
 

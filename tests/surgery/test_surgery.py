@@ -245,7 +245,7 @@ def test_layers_are_read_as_they_are_typed():
         (["prune", "{run}"], "layers: none given. Give layers, or by and drop"),
         (
             ["prune", "{run}", "--layers", "9"],
-            "layers: 9 of 4 layers cannot be removed. Choose some of 0-3, but not all.",
+            "layers: 9 of 4 cannot be removed. Choose some of 0-3, not all.",
         ),
         (["prune", "{run}", "--by", "angle", "--drop", "1"], "unknown probe 'angle'"),
         (["prune", "{run}", "--by", "all", "--drop", "1"], "by: 'all' names more than one probe"),

@@ -198,7 +198,7 @@ def _figures(study: StudyFolder) -> list[Section]:
     html = "".join(figure(plot(drawing), drawing.caption, drawing.title) for drawing in shown)
     note = "For a paper, write the figures as SVG and PDF with <code>lamina report FOLDER --figures</code>"
     names = ", ".join(escape(drawing.title) for drawing in left_out)
-    note = f'<p class="source">{note}{f". It also writes {names}" if names else ""}.</p>'
+    note = f'<p class="source">{note}{f". This also draws: {names}" if names else ""}.</p>'
     return [Section("Figures", "Figures", html + note)] if html else []
 
 
