@@ -317,9 +317,7 @@ def _check_module(backbone: nn.Module, path: str | None, subject: str) -> None:
         children = dict(module.named_children())
         if part not in children:
             beginning = f"{'.'.join(before)!r} has" if before else "it has"
-            raise ValueError(
-                f"{subject}: there is no module {path!r} ({beginning} {', '.join(children) or 'no modules'})"
-            )
+            raise ValueError(f"{subject}: there is no module {path!r} ({beginning}: {', '.join(children) or 'none'})")
         module, before = children[part], [*before, part]
 
 
