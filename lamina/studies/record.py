@@ -32,14 +32,14 @@ def read_record(folder: Path) -> Json:
     """Return the record of the study in a folder. Raises UserError if study.yaml is missing or incomplete."""
     if not has_study(folder):
         raise UserError(
-            f"output: {str(folder)!r} holds no study to resume: {STUDY} is missing. Give the study's folder."
+            f"output: {str(folder)!r} holds no study to resume: {STUDY} is missing", "Give the study's folder."
         )
     try:
         study = read_sealed(folder / STUDY)
     except UserError as error:
         raise UserError(error.problem, "Restore the original file, or begin again with --overwrite.") from None
     if not isinstance(study.get("settings"), dict):
-        raise UserError(f"{str(folder / STUDY)!r}: the field 'settings' is missing. Restore the original file.")
+        raise UserError(f"{str(folder / STUDY)!r}: the field 'settings' is missing", "Restore the original file.")
     return study
 
 

@@ -154,9 +154,9 @@ def _of_text(data: bytes, name: str) -> Columns:
         raise whole
     forms = ", ".join(form.name for form in FORMS if form not in GENERAL)
     raise UserError(
-        f"{_not_a_table(text)}neither JSON, nor a table with a header, nor lines with a loss or a gradient norm "
-        "(allowed: a run of Lamina's, trainer_state.json, a history as CSV or JSON, files of TensorBoard, W&B or "
-        f'trackio, or a log: {forms}, or lines such as "step 10 loss 2.3 grad_norm 0.5")'
+        f"{_not_a_table(text)}neither JSON, nor a table with a header, nor lines with a loss or a gradient norm",
+        "Give a run's folder, trainer_state.json, a CSV or JSON history, files of TensorBoard, W&B or trackio, a log "
+        f'({forms}), or lines such as "step 10 loss 2.3 grad_norm 0.5".',
     )
 
 
