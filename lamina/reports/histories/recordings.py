@@ -79,7 +79,7 @@ class Columns:
 
 
 class _Column:
-    """A column that grows line by line: its numbers, texts that distinguish runs, numbers with a comma, and an odd text.
+    """A column that grows line by line: its numbers, texts that tell runs apart, numbers with a comma, and an odd text.
 
     Attributes:
         plain: whether every number is a value; else it is a step, such as "601/2161", or the name of a run.
