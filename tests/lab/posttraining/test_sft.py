@@ -170,7 +170,7 @@ def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
         ({"preset": "limo"}, "preset 'limo'; did you mean 'lima'"),
         ({"trl": {"los_type": "dft"}}, "unknown trl argument 'los_type'; did you mean 'loss_type'"),
         ({"trl": {"max_length": 9}}, "trl.max_length: set by --sequence-length. Use that flag."),
-        ({"trl": {"learning_rate": 9}}, "trl.learning_rate: set by --learning-rate. Use that flag."),
+        ({"trl": {"learning_rate": 9}}, "trl.learning_rate: --learning-rate sets it. Use --learning-rate."),
         ({"trl": {"neftune_noise_alpha": 5}}, "set by --trainer.neftune_noise_alpha. Use that flag."),
         ({"trl": {"activation_offloading": True}, "device": "cpu"}, "works only on a GPU"),
         ({"trainer": {"use_liger_kernel": True}}, "trainer.use_liger_kernel: Liger has no layers for Lamina's models"),
