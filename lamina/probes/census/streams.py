@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lamina.placements.matching import resolved, with_options
+from lamina.placements.matching import UNSEEN, resolved, with_options
 from lamina.placements.plan import SUBLAYERS, Sublayer
 from lamina.placements.wirings import WIRINGS
 from lamina.probes.census.equations import (
@@ -73,7 +73,7 @@ class StreamSum:
         total = f"{self.skip_scale}{'' if self.mix == 'identity' else 'M '}S + w {f'{b}({made})' if b else made}"
         of = f" on {' and '.join(str(i + 1) for i, on in enumerate(self.normed) if on)}" if self.normed else ""
         more = f"; S is normed ({', '.join(map(str, self.own))})" if any(self.own) else ""
-        more += f"; S of the {self.skip}" if self.skip != STREAM else ""
+        more += f"; S of the {self.skip}" if self.skip not in (STREAM, UNSEEN) else ""
         mix = self.mix or "not measured, because the streams are equal"
         return f"S' = {f'{c}{of}({total})' if c else total}; r {self.read}, w {self.write}, M {mix}{more}"
 
@@ -290,6 +290,9 @@ class StreamLayers:
             some = () if all(normed) or not any(normed) else tuple(normed)
             sizes = torch.linalg.svdvals(source)
             alike = bool((sizes[:, -1] < _SAME * sizes[:, 0]).any())
+            if alike and not torch.equal(sources[STREAM], sources[BLOCK_INPUT]):
+                others = [torch.cat([other, branch], dim=1) for name, other in sources.items() if name != skip]
+                skip = UNSEEN if any(by_token(total, terms)[1] <= ROUNDING for terms in others) else skip
             mix, path = "" if alike else "free", module.path
             stream_sum = StreamSum(
                 path=path, norms=norms, pre_scale=pre_scale, skip=skip, mix=mix, own=own, normed=some, error=error
@@ -340,7 +343,8 @@ def _read(
 def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights]) -> StreamSum:
     """Return a sum with its weights classified: those of single tokens differ, and learned ones have moved."""
     one, (read, write, mix) = after
-    skip = one.skip if before[0].skip == STREAM else before[0].skip  # streams apart may span the block's input
+    earlier = before[0].skip  # streams apart may span the block's input
+    skip = earlier if one.skip == UNSEEN or earlier not in (STREAM, UNSEEN) else one.skip
     result = replace(one, skip=skip, write=_moves(before[1][1], write), error=max(one.error, before[0].error))
     if result.write == CONSTANT:
         result = replace(result, writes=tuple(write.median(0).values.tolist()))
