@@ -13,7 +13,7 @@ from transformers import T5ForConditionalGeneration as T5
 
 import lamina
 from lamina.errors import UserError
-from lamina.training.monitor.check import CHECKS
+from lamina.training.monitor.mistakes import CHECKS
 
 IDS = Tokens(items=2).ids
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -62,6 +62,37 @@ def detached(path):
     model = llama(layers=4)
     model.get_submodule(path).register_forward_hook(lambda m, args, output: output.detach())
     return model
+
+
+class Bidirectional(NanoGpt):
+    """A GPT whose causal mask was forgotten."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2))
+
+
+def steps_of(rate, part=""):
+    """AdamW with a rate of its own for the parameters whose names hold a part."""
+
+    def optimizer(model):
+        named = list(model.named_parameters())
+        groups = [{"params": [p for n, p in named if part in n], "lr": rate}]
+        groups += [{"params": [p for n, p in named if part not in n]}] if part else []
+        return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0)
+
+    return optimizer
+
+
+def padded(mask=None, labels=None):
+    """Rows that end in padding, which neither the mask nor the labels count."""
+    ids, there = IDS.clone(), torch.ones_like(IDS)
+    ids[ids == 0], ids[:, -5:], there[:, -5:] = 1, 0, 0
+    return {
+        "input_ids": ids,
+        "attention_mask": there if mask is None else mask(there),
+        "labels": torch.where(there == 1, ids, -100) if labels is None else ids,
+    }
 
 
 class Plain(nn.Module):
@@ -137,6 +168,17 @@ FAULTS = {
     "weight_scales: narrow": lambda: (changed(llama(), scaled("_proj", 0.02)), None, {}),
     "weight_scales: one layer": lambda: (changed(llama(layers=6), scaled("layers.3.", 12.0)), None, {}),
     "float16_gradients": lambda: (llama().half(), None, {}),
+    "idle_groups": lambda: (m := llama(), steps_of(0.0, "layers.1.")(m), {}),
+    "rate_of_adam": lambda: (m := llama(), steps_of(0.5)(m), {}),
+    "mask_and_labels": lambda: (llama(), None, {"batch": padded(labels="all")}),
+    "mask_and_labels: inverted": lambda: (llama(pad_token_id=0), None, {"batch": padded(mask=lambda m: 1 - m)}),
+    "sees_next_token": lambda: (Bidirectional(), None, {"batch": nano_batch()}),
+    "stuck_at_zero": lambda: (changed(lora(llama()), scaled("lora_A", 0.0)), None, {"batch": BATCH}),
+    "stuck_at_zero: gated": lambda: (
+        changed(llama(), lambda m: [f(m) for f in (scaled("up_proj", 0.0), scaled("down_proj", 0.0))]),
+        None,
+        {"batch": BATCH},
+    ),
 }
 
 
@@ -227,6 +269,12 @@ SOUND = {
     "depth-scaled": lambda: (changed(llama(layers=12), depth_scaled), BATCH),
     "zero output projections": lambda: (changed(llama(), scaled("o_proj", 0.0)), BATCH),
     "a zero head": lambda: (changed(llama(), scaled("lm_head", 0.0)), BATCH),
+    "a zero head and zero branches": lambda: (
+        changed(llama(), lambda m: [scaled(part, 0.0)(m) for part in ("lm_head", "o_proj", "down_proj")]),
+        BATCH,
+    ),
+    "zero queries": lambda: (changed(llama(), scaled("q_proj", 0.0)), BATCH),
+    "padding that does not count": lambda: (llama(pad_token_id=0), padded()),
     "learned zero scales": lambda: (Residuals(), {"x": IDS[:, :-1], "targets": IDS[:, 1:]}),
     "an own loop": lambda: (NanoGpt(), nano_batch()),
     "bidirectional": lambda: (masked_words(), BATCH),
@@ -255,6 +303,24 @@ def test_a_small_decay_a_head_alone_and_a_scaled_loss_are_no_mistakes():
     with torch.autocast("cpu", torch.float16):
         assert names(model, scaler=torch.amp.GradScaler("cpu")) == []
         assert names(model) == ["float16_gradients"]
+
+
+def test_a_schedule_that_starts_at_zero_is_no_mistake():
+    model = llama()
+    optimizer = adamw(model)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 100))
+    assert {group["lr"] for group in optimizer.param_groups} == {0.0}
+    assert names(model, optimizer) == []
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 1e-3})
+    assert names(model, optimizer) == []
+
+
+def test_zeros_are_zeros_again_after_the_passes():
+    model = changed(llama(), lambda m: [scaled(part, 0.0)(m) for part in ("lm_head", "o_proj", "down_proj")])
+    before = copy.deepcopy(model.state_dict())
+    assert names(model, batch=BATCH) == []
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_the_model_stays_as_it_is_and_so_do_the_random_states():

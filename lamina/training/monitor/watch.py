@@ -37,10 +37,10 @@ from lamina.jobs.status import Status
 from lamina.modeling.processes import Processes
 from lamina.training.monitor.alarms import Alarms, events
 from lamina.training.monitor.batches import BatchRecords, Tokenizer
-from lamina.training.monitor.check import BeforeTraining, findings
 from lamina.training.monitor.followed import Inputs
 from lamina.training.monitor.gain_measures import tables_of
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
+from lamina.training.monitor.mistakes import BeforeTraining, findings
 from lamina.training.monitor.monitor import Monitor, OnAlarm, Writers
 from lamina.training.monitor.policy_signs import logged
 from lamina.training.monitor.stages import processes_of
