@@ -60,7 +60,7 @@ class Argument:
             value.
         metavar: the placeholder of the value in the help, if the type does not decide.
         is_setting: whether the option is a field of the command's settings record.
-        is_needed: whether the command needs this word that stands alone.
+        is_needed: for a word that stands alone, whether the command requires it.
         is_list: whether all words up to the next flag are its values.
         adds: whether each use of the flag adds a value to the earlier values.
         files: for a mapping, the files that declare which of another library's options are text.

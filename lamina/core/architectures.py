@@ -22,8 +22,8 @@ class Conversion:
     Args:
         placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
         norms: the position in Lamina's block of each norm and learned scale of a layer, by transformers' name.
-        options: the placement's options that are fields of the checkpoint's configuration. ``wiring`` is "parallel" if
-            its field is true.
+        options: the placement's options that are fields of the checkpoint's configuration. The option ``wiring``
+            becomes "parallel" if the configuration's field for it is true.
         one_norm: whether parallel branches share one norm, the attention's.
         gain_offset: the number to add to a stored gain: Gemma stores w and multiplies by 1 + w.
         rounds: where transformers rounds and Lamina does not, as a clause for messages. In float32 the logits agree up

@@ -307,7 +307,7 @@ unspoiled = without("no-such-file")
         (without("tokenizer*"), {}, r"tokenizer: .* holds no tokenizer"),
         (with_scores, {}, "LaminaForSequenceClassification, which returns scores"),
         (unspoiled, {"tokenizer": "no/such/tokenizer"}, "tokenizer: .*no/such/tokenizer"),
-        (unspoiled, {"chat_template": True}, "chat_template: the tokenizer of .* has none"),
+        (unspoiled, {"chat_template": True}, "chat_template: the tokenizer of .* has no chat template"),
         (unspoiled, {"corpus": "{folder}/rows.jsonl"}, "text"),
         (unspoiled, {"corpus": "{folder}/words.txt:0.9,embedded:0.1"}, "is a mix"),
     ],

@@ -315,9 +315,9 @@ class Samples:
 
     In most trainings, only the optimizers change weights and moments, so the rule needs no fitted limit. Metrics:
     ``written_ratio`` is the norm of these changes to the weights since the last record, divided by the weights' norm.
-    ``moved_ratio`` is the distance that the weights had moved before, since the previous such change or the first step,
-    in the same unit. ``forgotten_share`` is the largest loss of magnitude in one of the optimizer's tensors, divided by
-    the tensor's norm; it is 1 if the tensor is lost.
+    ``moved_ratio`` is how far training had moved the weights before such a change, also divided by their norm; it
+    counts from the previous such change, or from the first step. ``forgotten_share`` is the largest loss of magnitude
+    in one of the optimizer's tensors, divided by the tensor's norm; it is 1 if the tensor is lost.
 
     Only ``rows`` waits for the device. A resumed run begins with a new sample, so its first step is not compared.
 
