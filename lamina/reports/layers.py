@@ -15,7 +15,7 @@ from lamina.reports.metrics import METRICS, SECTIONS, Metric
 from lamina.reports.page import Section, details, figure, sentence, words
 from lamina.reports.plotting import Figure
 from lamina.reports.records import Frame, Trial, whole_of
-from lamina.reports.style import Shown
+from lamina.reports.style import Shown, single
 
 _OPEN = ("Gradients", "Variances")  # sections whose first chart starts open
 _POINTS = 350  # of a line over the steps
@@ -125,7 +125,7 @@ def _outside(items: Sequence[Shown], metric: Metric) -> Figure | None:
             ends = ends.agg({"step": "first", "min": "min", "max": "max"})
             several = bool((ends["min"] < ends["max"]).any())
             name = ", ".join([item.label] * (len(items) > 1 or role == "all") + [words(str(role))] * (role != "all"))
-            at, low, high = ends["step"].to_numpy(), *(ends[end].to_numpy(dtype=np.float32) for end in ("min", "max"))
+            at, low, high = ends["step"].to_numpy(), *(single(ends[end]) for end in ("min", "max"))
             lines.append(
                 charts.line_of(
                     item,

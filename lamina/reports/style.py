@@ -258,6 +258,12 @@ def _uncover(figure: Figure) -> bool:
     return hidden
 
 
+def single(values: object) -> np.ndarray:
+    """Return values as float32, which a page needs no more of; those beyond its range are infinite."""
+    with np.errstate(over="ignore"):
+        return np.asarray(values, dtype=float).astype(np.float32)
+
+
 def _color(trace: Json) -> object:
     return trace.get("line", {}).get("color")
 
@@ -266,7 +272,8 @@ def _heights(values: object, *, log: bool) -> np.ndarray:
     """Return the positions of values on their axis; NaN for those off the axis."""
     heights = np.asarray(() if values is None else values, dtype=float)
     with np.errstate(all="ignore"):
-        return np.log10(heights) if log else heights
+        heights = np.log10(heights) if log else heights
+    return np.where(np.isfinite(heights), heights, np.nan)
 
 
 def thin(columns: Sequence[np.ndarray], count: int) -> list[np.ndarray]:

@@ -7,9 +7,11 @@ import gzip
 import json
 import math
 import random
+import warnings
 
 import pytest
 
+import lamina
 from lamina.errors import UserError
 from lamina.reports.diagnosis import gather
 from lamina.reports.histories import import_history, read_history
@@ -185,3 +187,26 @@ def test_a_setting_is_no_parameter(tmp_path, name):
     path = tmp_path / "h.jsonl"
     path.write_text("".join(json.dumps({**row, name: 1.0}) + "\n" for row in rows()))
     assert "parameters" not in str(read_history(path))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e308])
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "learning_rate", "gradients/h.1.mlp.up_proj.weight"])
+def test_an_infinite_value_is_drawn_without_a_warning(tmp_path, name, value):
+    path, draw = tmp_path / "h.jsonl", random.Random(0)
+    names = [f"gradients/h.{layer}.{part}.weight" for layer in range(4) for part in ("attn.q_proj", "mlp.up_proj")]
+    lines = [
+        {**row, "learning_rate": 1e-3, **{n: draw.uniform(0.9, 1.1) for n in ("grad_norm", *names)}} for row in rows()
+    ]
+    path.write_text("".join(json.dumps(line | ({name: value} if line["step"] >= 30 else {})) + "\n" for line in lines))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lamina.diagnose(path)
+        lamina.report(tmp_path / "h.jsonl-lamina")
+
+
+def test_large_json_lines_are_read_one_after_another(tmp_path, monkeypatch):
+    path = tmp_path / "h.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    monkeypatch.setattr("lamina.reports.histories.sources._LARGE", 10)
+    monkeypatch.setattr("pathlib.Path.read_bytes", lambda path: pytest.fail("reads the whole file"))
+    assert losses(path) == pytest.approx(course())

@@ -214,8 +214,9 @@ def _summed(metric: str, own: Mapping[str, Series], places: Places, *, has_total
             steps = reduce(np.intersect1d, (one for one, _ in several))
             several = [(steps, values[np.searchsorted(one, steps)]) for one, values in several]
         squares = np.zeros(len(steps))
-        for _, values in several:
-            squares += np.square(values)
+        with np.errstate(over="ignore"):  # a norm beyond the largest number is infinite
+            for _, values in several:
+                squares += np.square(values)
         if len(steps):
             summed[owner, NORM if owner == _MODEL else metric] = (steps, np.sqrt(squares))
     return summed

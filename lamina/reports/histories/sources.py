@@ -51,7 +51,7 @@ _FILES = (
 """Files in the folders of trainers, the first one that is there is read."""
 _TRACKED = ("*.wandb", "events.out.tfevents.*")
 _SAID = 5.0  # seconds after which a reader says how far it is
-_LARGE = 2**20  # bytes from which a table is read in pieces
+_LARGE, _LONGEST = 2**20, 2**26  # bytes from which a file is read in pieces, and of a line
 
 
 def recorded_in(folder: Path) -> Path | None:
@@ -89,9 +89,14 @@ def read_runs(path: Path) -> dict[str, Recording]:
             return runs_of(of_lines(_wandb(path), "W&B's offline run"))
         if "tfevents" in path.name:
             return {"1": of_points(_tensorboard(path), "TensorBoard's event file")}
-        if path.suffix == ".db" or path.read_bytes()[:15] == b"SQLite format 3":
+        with path.open("rb") as file:
+            start = file.read(15)
+        if path.suffix == ".db" or start == b"SQLite format 3":
             return runs_of(of_lines(_trackio(path), "trackio's database"))
-        large = path.suffix.lower() in (".csv", ".tsv") and path.stat().st_size > _LARGE
+        large = path.stat().st_size > _LARGE
+        if large and (columns := _long(path)) is not None:
+            return runs_of(columns)
+        large = large and path.suffix.lower() in (".csv", ".tsv")
         return runs_of(_wide(path) if large and find_spec("pandas") else _of_text(path.read_bytes(), path.stem))
     except ModuleNotFoundError as error:
         name = "wandb" if str(error.name).startswith(("wandb", "google")) else "tensorboard"
@@ -138,7 +143,7 @@ def _of_text(data: bytes, name: str) -> Columns:
         try:
             return of_lines(_records(json.loads(text), name), "JSON")
         except json.JSONDecodeError as error:
-            columns = of_lines(_json_lines(_parts_of(text, "\n"), _Reading(name, len(text))), "JSON lines")
+            columns = of_lines(_json_lines(_Reading(name, len(text)).over(_parts_of(text, "\n"))), "JSON lines")
             if columns.rows and columns.rows >= text.count("\n") / 2:
                 return columns
             whole = error
@@ -160,6 +165,18 @@ def _of_text(data: bytes, name: str) -> Columns:
     )
 
 
+def _long(path: Path) -> Columns | None:
+    """Read a large file of JSON lines one after another; None if it is something else."""
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        first = file.readline(_LONGEST)
+        if not first.startswith("{") or not first.endswith("}\n") or next(_json_lines([first]), None) is None:
+            return None
+        file.seek(0)
+        told = _Reading(path.name, path.stat().st_size)
+        columns = of_lines(_json_lines(told.over(file)), "JSON lines")
+        return columns if columns.rows >= told.lines / 2 else None
+
+
 def _parts_of(text: str, separator: str) -> Iterator[str]:
     """Yield the parts of a text one after another, which takes no memory for all of them."""
     at = 0
@@ -170,8 +187,8 @@ def _parts_of(text: str, separator: str) -> Iterator[str]:
         at = end + 1
 
 
-def _json_lines(lines: Iterable[str], told: _Reading) -> Iterator[Mapping[str, object]]:
-    for line in told.over(lines):
+def _json_lines(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
+    for line in lines:
         if line.strip():
             try:
                 record = json.loads(line)
@@ -362,6 +379,7 @@ class _Reading:
 
     def __init__(self, name: str, size: int):
         self.name, self.size, self.last = name, size, os.times().elapsed
+        self.lines = 0
 
     def say(self, done: int) -> None:
         if (now := os.times().elapsed) > self.last + _SAID:
@@ -371,8 +389,8 @@ class _Reading:
     def over(self, lines: Iterable[str]) -> Iterator[str]:
         """Yield lines, and say how far they are."""
         done = 0
-        for number, line in enumerate(lines):
-            if number % 1000 == 0:
+        for self.lines, line in enumerate(lines, start=1):
+            if self.lines % 1000 == 0:
                 self.say(done)
             done += len(line)
             yield line

@@ -18,7 +18,7 @@ from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, details, figure, prose, sentence, words, write_page
 from lamina.reports.plotting import Figure
 from lamina.reports.side_by_side import Place, SideBySide
-from lamina.reports.style import polish
+from lamina.reports.style import polish, single
 from lamina.training.monitor.alarms import Alarm, describe, events, in_words
 from lamina.training.monitor.batches import beginning_of
 from lamina.training.monitor.writers import LOSS
@@ -178,7 +178,7 @@ def _lines(lines: Sequence[Drawn], quantity: str, marks: Sequence[tuple[int, str
     for name, color, steps, values in lines:
         Line(
             x=np.asarray(steps),
-            y=np.asarray(values, dtype=np.float32),
+            y=single(values),
             color=color,
             width=1.6,
             name=name,
