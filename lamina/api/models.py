@@ -297,7 +297,7 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
         model: a transformers or Lamina model; a folder (of a run, or with config.json); or a configuration, a
             transformers model type or a name on the hub, from which Lamina builds a model with random weights. From the
             hub, Lamina downloads only config.json. It runs no code from a checkpoint's folder.
-        layers: the path of the list of layers, if Lamina finds the wrong list.
+        layers: the module path of the list of layers (such as ``model.layers``), if Lamina finds the wrong list.
 
     Returns: The placement and the evidence for it. ``placement`` is a name with options that
         ``lamina.placements.resolve`` takes. ``match`` lists the model's differences from this placement. ``unknown`` is

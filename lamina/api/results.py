@@ -21,7 +21,7 @@ _SHOWN = ("placement", "learning_rate", "seed", "status", "eval_loss", "max_lear
 
 
 class _HasPage:
-    """The base of results of a job that wrote a page into its ``folder``."""
+    """The base class for results of a job that wrote a page into its ``folder``."""
 
     folder: Path
 

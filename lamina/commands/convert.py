@@ -21,7 +21,7 @@ def parser() -> Parser:
     flags = Parser(
         "convert",
         "Convert a transformers checkpoint to Lamina, or a Lamina model to transformers. The logits stay the\n"
-        "same. A Lamina model converts if transformers has an architecture with its placement.\n\n"
+        "same. You can convert a Lamina model if transformers has an architecture with its placement.\n\n"
         f"Lamina converts {convertible()}.",
         EXAMPLES,
         "SOURCE OUTPUT ",

@@ -41,7 +41,9 @@ def parser() -> Parser:
     about = "identify this model's placement, with evidence: a folder, a name on the hub, or a transformers model type"
     flags.add_flag("--of", about, metavar="MODEL")
     flags.add_flag(
-        "--layers", "with --of, the path of the list of layers, if Lamina finds the wrong list", metavar="PATH"
+        "--layers",
+        "with --of, the module path of the list of layers (such as model.layers), if Lamina finds the wrong list",
+        metavar="PATH",
     )
     flags.add_flag("--json", "with --of, print the placement and the evidence as JSON", False)
     return flags

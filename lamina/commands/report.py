@@ -26,9 +26,7 @@ def parser() -> Parser:
     about = "rewrite the page whenever new records arrive, until the run or study has ended"
     flags.add_flag("--follow", about, False)
     flags.add_flag("--every", "with --follow, seconds between two reads of the folder", 10.0, "X")
-    about = (
-        "also save the figures: for a study with claims as SVG and PDF (needs matplotlib), for `lamina probe` as PNG"
-    )
+    about = "also save the figures: SVG and PDF for a study with claims (needs matplotlib), PNG for `lamina probe`"
     flags.add_flag("--figures", about, False)
     return flags
 

@@ -83,7 +83,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     tasks: str = setting(
         "",
         "comma-separated: tasks, groups or tags of lm-evaluation-harness (TASK@5: with five examples), a "
-        "paper's set (fusenorm, peri_ln, mix_ln, keel), or generated",
+        "paper's set (fusenorm, peri_ln, mix_ln, keel), or generated (Lamina's own tasks, no download)",
         comma_separated,
         decides=False,
     )

@@ -89,7 +89,7 @@ def not_below(low: float) -> Check:
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The base of all settings records.
+    """The base class of all settings records.
 
     ``command_name`` is the record's ``lamina`` command. ``without`` names inherited fields that the record does not
     offer. These fields keep their defaults, and have no flag and no key. ``order`` names the fields that come first in

@@ -322,7 +322,7 @@ def _check_module(backbone: nn.Module, path: str | None, subject: str) -> None:
 
 
 class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
-    """The base of all Lamina models, with the flags that transformers reads."""
+    """The base class of all Lamina models, with the flags that transformers reads."""
 
     config_class = LaminaConfig
     base_model_prefix = "model"
@@ -437,7 +437,7 @@ class LaminaModel(LaminaPreTrainedModel):
 
 
 class LaminaWithHead(LaminaPreTrainedModel):
-    """The base of models with a head. Raises ValueError if the head does not fit the backbone."""
+    """The base class of models with a head. Raises ValueError if the head does not fit the backbone."""
 
     kind: str  # the head's name in HEADS
 

@@ -25,8 +25,9 @@ class State(NamedTuple):
 
 
 class LaminaWiring(nn.Module, ABC):
-    """The base of learned wiring other than norms and scales. Initializers do not draw it, it has no weight decay, and
-    it computes in float32.
+    """The base class of wiring with learned weights, except norms and scales.
+
+    Initializers do not draw these weights, the weights have no weight decay, and the wiring computes in float32.
 
     ``begin`` registers one parameter for each entry of ``starts``. If the plan learns only gains, it keeps the values
     as constants.

@@ -38,7 +38,7 @@ class Record(dict):
 
 
 class LaminaNorm(nn.Module):
-    """The base of all norms, with a gain [hidden_size] (None if it is not learned) and an epsilon.
+    """The base class of all norms, with a gain [hidden_size] (None if it is not learned) and an epsilon.
 
     With ``zero_centered``, the weight is the gain minus 1. A user's norm is a subclass with a ``forward``. ``more``
     names further parameters, which start at ``starts``.

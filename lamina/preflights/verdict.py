@@ -179,7 +179,7 @@ class PreflightVerdict:
     """A verdict, its reason, and what to change.
 
     ``chance``: the fitted probability that the run gets clearly below the loss of a constant prediction;
-    ``deciding_steps``: for an undecided run, the burn-in steps that should decide; else 0.
+    ``deciding_steps``: for an undecided run, the burn-in steps that should show whether it trains; else 0.
     """
 
     verdict: VerdictWord

@@ -138,7 +138,7 @@ class Spectra(Probe):
         return False
 
     def points(self) -> Mapping[Key, Point]:
-        """Return the points of the covariances that fit into memory together. Later passes gather the others."""
+        """Return the points of the covariances that fit into memory together. Later passes gather the rest."""
         return self._groups[0] if self._groups else {}
 
     def see(self, key: Key, value: torch.Tensor) -> None:
@@ -160,8 +160,9 @@ class Spectra(Probe):
         return math.inf if self._groups and self._tokens < enough * max(self._widths.values()) else None
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """Diagonalize the gathered covariances, read the text again for the others, and compute the weights'
-        spectra.
+        """Compute the weights' spectra, and the activations' ranks from their covariances.
+
+        If memory cannot hold all covariances at once, Lamina reads the text again for each further group.
         """
         rows = embedding_rows(context)
         for site in context.structure.layers:
@@ -308,8 +309,8 @@ def condition_rows(site: LayerSite) -> list[Row]:
 class Covariance:
     """The centered covariance [channels, channels] of samples [n, channels] that come batch by batch.
 
-    Lamina subtracts the first batch's mean and multiplies in at least float32, so a channel with a massive mean costs
-    the others no digits. The sum is in float64.
+    Lamina subtracts the first batch's mean and multiplies in at least float32, so a channel with a massive mean
+    does not lower the precision of other channels. The sum is in float64.
     """
 
     def __init__(self) -> None:

@@ -100,7 +100,7 @@ def with_spread(value: str, std: object, form: str) -> str:
 
 
 def swatch(color: str) -> str:
-    """Return the dot in a placement's color before its name."""
+    """Return the HTML of the colored dot that precedes a placement's name."""
     return f'<span class="swatch" style="background:{color}"></span>'
 
 

@@ -350,7 +350,7 @@ class Branches(TrainerCallback):
             return
         if run.processes.size > 1:
             raise UserError(
-                f"branches: {settings.branches!r} in {run.processes.size} processes. Run it in one process."
+                f"branches: {settings.branches!r} does not work in {run.processes.size} processes. Run one process."
             )
         if find_routers(run.model):
             raise UserError(f"branches: {settings.branches!r} with experts. Choose a dense backbone.")

@@ -219,7 +219,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
         # accelerate has no loss scaler on the CPU and would silently train in float32
         raise UserError("precision: 'fp16' needs a GPU and its loss scaler (allowed on the CPU: auto, fp32, bf16)")
     if settings.cuda_graphs and processes > 1:
-        raise UserError(f"cuda_graphs: true in {processes} processes. Leave it out, or run one process.")
+        raise UserError(f"cuda_graphs: true does not work in {processes} processes. Leave it out, or run one process.")
     if settings.compile == "on" and (missing := missing_compiler(arguments.device)):
         raise UserError(f"compile: 'on', but {missing} (allowed here: auto, off)")
     return arguments

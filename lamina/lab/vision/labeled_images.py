@@ -181,7 +181,7 @@ class ImageFiles(LabeledImages):
 
     @contextmanager
     def _open(self, number: int) -> Iterator[Image]:
-        """Open an image file; any error, also later in the context, becomes a UserError naming the file."""
+        """Open an image file. Any error, also later in the context, becomes a UserError that names the file."""
         from PIL import Image
 
         path = self.paths[number]

@@ -233,7 +233,7 @@ def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool
 
 
 def refuse_fetched(data: Mapping[str, object], source: str) -> None:
-    """Raise UserError naming the field, at any depth, of config.json or adapter_config.json that asks for code."""
+    """Raise UserError if config.json or adapter_config.json asks for code at any depth, and name the field."""
     for path, value in _texts(data):
         if _CHOOSING.search(path) is None:
             continue

@@ -63,7 +63,7 @@ class Recording:
 
 @dataclass(kw_only=True)
 class Columns:
-    """The columns of a table or of lines. Each has the numbers of its lines, and its values.
+    """The columns read from a table or from a log's lines. Each column holds its values and their line numbers.
 
     Attributes:
         rows: the number of lines.

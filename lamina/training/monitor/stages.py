@@ -30,7 +30,7 @@ def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, 
     folders = dict.fromkeys(folder for folder, _ in every)
     if len(set(every)) > len(folders):
         raise UserError(
-            f"output: {settings.output!r} is the folder of processes that train different layers. Give each "
+            f"output: {settings.output!r} is shared by processes that train different layers. Give each "
             "pipeline stage its own "
             'folder: output=f"runs/mine/stage-{stage}"'
         )

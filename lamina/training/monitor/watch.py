@@ -535,7 +535,7 @@ def was_killed(settings: WatchSettings) -> bool:
 
 
 class WatchCallback:
-    """The base of the callbacks for Trainer and Lightning. It holds the arguments of ``lamina.watch`` and a monitor."""
+    """The base class of the callbacks for Trainer and Lightning, with ``lamina.watch``'s arguments and a monitor."""
 
     def __init__(
         self,

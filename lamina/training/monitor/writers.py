@@ -363,7 +363,9 @@ class WatchSettings(Settings):
 
     output: str = setting("runs/watched", "folder for the records and the page", path)
     every: int = setting(20, "steps between two records; losses and gradients are kept for every step", at_least(1))
-    layers: str | None = setting(None, "path of the list of layers, if Lamina cannot find it (model.layers)")
+    layers: str | None = setting(
+        None, "module path of the list of layers (such as model.layers), if Lamina cannot find it"
+    )
     first_layer: int | None = setting(
         None,
         "index of the first layer in the whole model, for a pipeline stage whose module names do not contain it",

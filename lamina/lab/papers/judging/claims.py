@@ -157,7 +157,7 @@ class Claim:
 
     Attributes:
         name: the study's id, or the id, a slash and the part's name ("mix-ppl/post-fails").
-        check: the function that judges trials; the others are the arguments of ``claim``.
+        check: the function that judges trials. ``claim`` documents the other attributes.
     """
 
     name: str
