@@ -266,8 +266,10 @@ def named(placement, wiring, trained):
     if found.match is None:
         return "not known"
     told = [one for one in found.match.here if any(one in note for note in found.notes)]
-    same = [one for one in (found.placement, *found.match.others, *told) if one and same_wiring(one, spec)]
-    assert same, found.verdict
+    names = (found.placement, *found.match.others, *told)
+    if any("cannot tell whether the sub-layers run side by side" in note for note in found.notes):
+        spec = spec.replace("(wiring=parallel)", "")
+    assert any(one and same_wiring(one, spec) for one in names), found.verdict
     return "yes"
 
 

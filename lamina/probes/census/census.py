@@ -27,6 +27,7 @@ from lamina.placements.plan import SUBLAYERS
 from lamina.probes.census.equations import (
     BLOCK_INPUT,
     NORMED,
+    ROUNDING,
     STREAM,
     BranchTerm,
     Factor,
@@ -509,6 +510,11 @@ def _shape_notes(groups: Sequence[LayerGroup]) -> list[str]:
         if len(terms) != 2:
             kinds = ", ".join(branch.kind.replace("_", "-") for branch in terms)
             notes.append(f"layer {ranges(group.layers)} has {len(terms)} sub-layer{'s' * (len(terms) != 1)}: {kinds}")
+        elif all(branch.scale is not None and abs(branch.scale.value) < ROUNDING for branch in terms):
+            notes.append(
+                f"layer {ranges(group.layers)} multiplies its branches by 0, so Lamina cannot tell whether the "
+                "sub-layers run side by side"
+            )
     return notes
 
 
