@@ -237,7 +237,7 @@ def test_a_backbone_with_norms_of_its_own_on_queries_and_keys_gets_no_second_one
 
 @pytest.mark.parametrize("option", ["qk_norm", "v_norm"])
 def test_a_backbone_without_such_projections_refuses_norms_on_them(option):
-    with pytest.raises(UserError, match=rf"{option}: 'head' does not apply, .* has no"):
+    with pytest.raises(UserError, match=rf"{option}: 'head' does not apply, because .* has "):
         lamina.build(configuration("deepseek_v3"), "pre_ln", **{option: "head"})
 
 

@@ -189,7 +189,7 @@ def test_the_users_choice_of_attention_kernel_is_kept():
 
 def test_a_plan_of_another_depth_or_with_options_is_refused():
     plan = lamina.placements.resolve("keel", 3)
-    with pytest.raises(UserError, match=r"3 layers, .*num_layers 2"):
+    with pytest.raises(UserError, match=r"3 layers, .* Set num_layers to 3"):
         lamina.build(llama(2), plan)
     with pytest.raises(UserError, match="final_norm"):
         lamina.build(llama(3), plan, final_norm=True)

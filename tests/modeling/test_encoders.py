@@ -215,7 +215,7 @@ def test_an_encoder_carries_a_sequence_classifier(num_labels, tmp_path):
             (one, {"head": head}, rf"head: '{head}' does not go with the backbone '{one}' \(allowed: ")
             for one, head in zip(("vit", "vit", "modernbert"), ("causal_lm", "masked_lm", "causal_lm"), strict=True)
         ),
-        ("vit", {"vocab_size": 100}, "vocab_size: the backbone 'vit' has none"),
+        ("vit", {"vocab_size": 100}, "vocab_size: the backbone 'vit' reads no tokens"),
         ("llama", {"head": "masked_lm"}, "masked_lm"),
         ("llama", {"head": "causal"}, "did you mean 'causal_lm'"),
         ("llama", {"num_labels": 2}, "num_labels"),

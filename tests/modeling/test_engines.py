@@ -169,7 +169,7 @@ def test_the_factor_on_the_logits_is_where_engines_read_it(name, tmp_path):
 def test_norms_of_all_channels_refuse_to_be_served_in_shards(placement, option, whole, rules, tmp_path):
     model = model_of(placement, option, None)
     if whole:
-        with pytest.raises(ValueError, match=r"plan: a norm over all heads.*Set the tensor parallel size to 1$"):
+        with pytest.raises(ValueError, match=r"plan: a norm over all heads.*Set the tensor parallel size to 1.$"):
             check(model, tmp_path, rules, tp_size=2)
     else:
         check(model, tmp_path, rules, tp_size=2)
@@ -187,7 +187,7 @@ def test_what_can_not_be_staged_refuses_to_be_served_in_stages(placement, wiring
     body.layers[0] = nn.Identity()  # in the place of a layer that is on another device
     if whole:
         with pytest.raises(
-            ValueError, match=r"plan: .* cannot be split into pipeline stages. Set the pipeline parallel size to 1$"
+            ValueError, match=r"plan: .* cannot be split into pipeline stages. Set the pipeline parallel size to 1.$"
         ):
             body(input_ids=token_ids(batch=1))
     else:

@@ -121,4 +121,6 @@ def test_keels_third_ablation_is_keel():
     ids = torch.randint(0, config.vocab_size, (2, 9))
     torch.testing.assert_close(ablation(ids).logits, keel(ids).logits, rtol=0, atol=1e-6)
     assert sum(p.numel() for p in ablation.parameters()) == sum(p.numel() for p in keel.parameters())
-    assert "is Keel itself" in " ".join(option.help for option in lamina.placements.get("keel").options)
+    assert "computes the same function as Keel" in " ".join(
+        option.help for option in lamina.placements.get("keel").options
+    )

@@ -264,7 +264,7 @@ def test_short_inputs_are_the_first_real_tokens():
 def test_a_text_of_one_token_is_refused():
     context = context_of(lamina_model("pre_ln"))
     context.batches = [{"input_ids": torch.tensor([[5]])}]
-    with pytest.raises(UserError, match="one has 1 token"):
+    with pytest.raises(UserError, match="a text has 1 token"):
         short_inputs(context, 1, 8)
 
 

@@ -121,7 +121,7 @@ def test_a_linear_layer_costs_nothing_and_too_few_tokens_are_refused():
     assert set(frame.sequences) == {6}
     with pytest.raises(UserError, match="linear_loss_increase: 20 tokens"):
         measured(LayerUse(metric="linear_loss_increase"), context_of(model, sequences=1, tokens=20))
-    with pytest.raises(UserError, match="linear_loss_increase: 10 tokens for 16 channels"):
+    with pytest.raises(UserError, match="linear_loss_increase: 10 tokens are too few for 16 channels"):
         measured(LayerUse(metric="linear_loss_increase"), context_of(model, sequences=4, tokens=5))
 
 

@@ -160,7 +160,7 @@ def test_a_hierarchy_of_stages_needs_to_be_told_which_stage():
     config = SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=2)
     model = SwinForImageClassification(config).eval()
     pixels = {"pixel_values": torch.randn(1, 3, 32, 32)}
-    with pytest.raises(UserError, match=r"a chain of 4 .* chains of 2, 1, 2 .*swin.encoder.layers.0.blocks"):
+    with pytest.raises(UserError, match=r"a chain of 4 .* chains of 2, 1, 2.*swin.encoder.layers.0.blocks"):
         find_structure(model, pixels)
     second = find_structure(model, pixels, layers="swin.encoder.layers.1.blocks")
     assert second.hidden_size == 16

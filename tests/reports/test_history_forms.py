@@ -198,7 +198,7 @@ def test_trackios_database_is_read_and_its_runs_are_told_apart(tmp_path):
         read_history(path)
     lamina.diagnose(path, which="spike")
     assert gather(tmp_path / "project.db-lamina").rose == ROSE
-    with pytest.raises(UserError, match="'other' is not in"):
+    with pytest.raises(UserError, match="holds no run 'other'"):
         lamina.diagnose(path, which="other")
 
 

@@ -246,7 +246,7 @@ BAD = {
     "text for a classifier": ({"corpus": "embedded"}, "corpus: 'embedded' is text"),
     "a tokenizer for images": ({"tokenizer": "bpe:300"}, "tokenizer: 'bpe:300' has no effect"),
     "a mask for images": ({"mask_ratio": 0.2}, "mask_ratio: 0.2 has no effect .*masked_lm"),
-    "patches that do not fit": ({"patch_size": 3}, "patch_size: 3 does not divide image_size = 8 .*1, 2, 4, 8"),
+    "patches that do not fit": ({"patch_size": 3}, "patch_size: 3 does not divide image_size = 8. .*1, 2, 4, 8"),
     "smoothing by the Trainer": ({"trainer": {"label_smoothing_factor": 0.1}}, "set by --label-smoothing"),
 }
 

@@ -468,14 +468,16 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
         )
 
 
+def _rate_of(groups: Iterable[Mapping[str, Output]]) -> float:
+    """Return the highest rate of groups, before a schedule lowered it; infinity if an optimizer sets its own."""
+    rates = [group.get(name, 0.0) for group in groups for name in ("lr", "initial_lr")]
+    return max(math.inf if rate is None else float(rate) for rate in rates)
+
+
 @checks
 def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find parameters whose learning rate is 0 while others have one; a schedule that starts at 0 is no mistake."""
-    rates = {
-        id(p): max(float(group.get(name, 0.0)) for group in setup.groups[id(p)] for name in ("lr", "initial_lr"))
-        for p in setup.trained
-        if id(p) in setup.groups
-    }
+    rates = {id(p): _rate_of(setup.groups[id(p)]) for p in setup.trained if id(p) in setup.groups}
     idle = [p for p in setup.trained if rates.get(id(p)) == 0]
     if idle and any(rates.values()):
         yield Mistake(
@@ -489,7 +491,7 @@ def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
 def rate_of_adam(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find an Adam that changes most layers' weights by more than their size in a single step."""
     adam = {
-        id(p): max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
+        id(p): _rate_of([group])
         for optimizer in setup.optimizers
         if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.NAdam | torch.optim.RAdam)
         for group in optimizer.param_groups

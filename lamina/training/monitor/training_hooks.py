@@ -629,7 +629,8 @@ class Instruments:
                 )
             if (resting := self._updates.resting) and not self._told_resting:
                 self._told_resting = True
-                self.note(f"step {step}: these parameters have a learning rate of 0: {named(self.model, resting)}")
+                if step > 1:  # at the first step, `lamina.check` has said so
+                    self.note(f"step {step}: these parameters have a learning rate of 0: {named(self.model, resting)}")
             if silent := self._updates.silent:
                 self.note(
                     "these parameters get no gradient, although the same parameters of most other layers do: "

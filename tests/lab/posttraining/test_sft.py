@@ -152,7 +152,7 @@ def test_rows_that_are_not_evaluated_are_trained_on():
 
 def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
     bad = write_rows(tmp_path / "bad.jsonl", [*sorting(6), {"instruction": "no answer"}, {"other": 1}])
-    with pytest.raises(UserError, match=r"data: '.*bad.jsonl', row 7: the field 'completion' is missing .*--skip-bad"):
+    with pytest.raises(UserError, match=r"data: '.*bad.jsonl', row 7: the field 'completion' is missing.*--skip-bad"):
         tuned(data=str(bad))
     _, result = tuned(data=str(bad), skip_bad=True, steps=1)
     assert result["skipped"] == 2
@@ -169,9 +169,9 @@ def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
         ({"lora_alpha": 3.0}, "lora_alpha: 3.0 has no effect without LoRA"),
         ({"preset": "limo"}, "preset 'limo'; did you mean 'lima'"),
         ({"trl": {"los_type": "dft"}}, "unknown trl argument 'los_type'; did you mean 'loss_type'"),
-        ({"trl": {"max_length": 9}}, "trl.max_length: set by --sequence-length. Use that flag."),
+        ({"trl": {"max_length": 9}}, "trl.max_length: --sequence-length sets it"),
         ({"trl": {"learning_rate": 9}}, "trl.learning_rate: --learning-rate sets it. Use --learning-rate."),
-        ({"trl": {"neftune_noise_alpha": 5}}, "set by --trainer.neftune_noise_alpha. Use that flag."),
+        ({"trl": {"neftune_noise_alpha": 5}}, "--trainer.neftune_noise_alpha sets it"),
         ({"trl": {"activation_offloading": True}, "device": "cpu"}, "works only on a GPU"),
         ({"trainer": {"use_liger_kernel": True}}, "trainer.use_liger_kernel: Liger has no layers for Lamina's models"),
         ({"trainer": {"eval_strategy": "epoch"}}, "'epoch', but Lamina's records need 'steps'"),
@@ -198,7 +198,7 @@ def test_bad_settings_are_one_line(tuned, changed, message, tmp_path):
     [
         ({"lora_rank": 2, "lora_targets": "no_proj"}, "lora: NoMatchingPeftModuleError: No modules were targeted"),
         ({"lora_rank": 2, "lora_targets": "q_proj,vproj"}, "lora_targets: the model has no linear layer 'vproj'"),
-        ({"attn_implementation": "flash_attention_2"}, "attn_implementation: 'flash_attention_2': "),
+        ({"attn_implementation": "flash_attention_2"}, "attn_implementation: 'flash_attention_2' does not work"),
     ],
 )
 def test_what_only_the_model_can_refuse_leaves_the_folder_free(tuned, changed, message):
