@@ -39,10 +39,10 @@ Each placement is at its best learning rate.
 <!-- front-page -->
 <!-- /front-page -->
 
-A standard deviation of 0.09 suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). 0.02 is
-4.5 times too small (`scaled`), and one of FuseNorm's runs got stuck with it. So tune the placement and the
-initializer together. The table shows how fast these models start to learn. After 20 tokens per parameter, in
-shallower models, the order is different ([evidence](results/ours.md#ladder))."""
+A standard deviation of 0.09 suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). A
+standard deviation of 0.02 (`scaled`) is 4.5 times too small, and one of FuseNorm's runs got stuck with it. So tune the
+placement and the initializer together. The table shows how fast these models start to learn. After 20 tokens per
+parameter, in shallower models, the placements have a different order ([evidence](results/ours.md#ladder))."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 
 
