@@ -112,6 +112,7 @@ def is_the_same(key, result):
     return result["difference"] < 1e-6 if "SequenceClassification" in key else result["equal"]
 
 
+@pytest.mark.slow
 def test_a_fresh_process_with_the_package_computes_the_same_logits(saved, tmp_path):
     results = fresh_process(WITH_PACKAGE, saved, tmp_path)
     assert {key.split()[0] for key in results} == {folder.name for folder in saved.iterdir()}

@@ -158,6 +158,7 @@ def test_the_python_files_option_reaches_the_model():
     assert torch.isfinite(model(input_ids=torch.arange(8)[None]).logits).all()
 
 
+@pytest.mark.slow
 def test_a_packages_placements_are_listed_with_the_others(folder, tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
     source = blocks("python")[0].replace('"mine", title="Mine"', '"theirs", title="From a package"')

@@ -172,6 +172,7 @@ def test_the_gradient_of_all_streams_is_autograds(name):
         assert found == pytest.approx(float(gradient.norm()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_only_the_logit_lens_refuses_several_streams():
     frames = probe(lamina_model(MORE[0]), "all", torch.randint(3, 40, (8, 9)))
     assert set(registry.names()) - set(frames) == {"logit_lens", "weight_change"}  # the latter needs a reference

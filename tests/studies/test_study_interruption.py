@@ -66,6 +66,7 @@ def running(command, tmp_path):
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished_writes_the_page_and_resumes(running, command):
     process, folder = running()
     below = descendants(process.pid)

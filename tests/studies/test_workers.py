@@ -85,6 +85,7 @@ def test_a_trial_alone_in_its_interpreter_does_the_same_and_stops(corpus, tmp_pa
     assert read_result(tmp_path / "run")["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_lost_server_is_a_failed_trial_and_the_next_one_gets_another(corpus, tmp_path):
     if sys.platform != "linux":
         pytest.skip("no server elsewhere")

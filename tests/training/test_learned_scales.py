@@ -166,6 +166,7 @@ def told(corpus, tmp_path_factory):
     return code, folder / "run", dict(zip(placements, types, strict=True))
 
 
+@pytest.mark.slow
 def test_a_learned_scale_leaves_the_rest_of_its_block_gathered_in_bf16(told):
     for placement, types in told[-1].items():
         in_blocks = {name: kind for name, kind in types.items() if ".layers." in name}

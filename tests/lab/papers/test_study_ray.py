@@ -67,6 +67,7 @@ def process_of(folder: Path) -> int | None:
     return None
 
 
+@pytest.mark.slow
 def test_a_trial_on_ray_has_the_numbers_of_this_process(tmp_path, corpus):
     axes = {"placement": ["keel"], "learning_rate": [3e-3], "seed": 1}
     file = write_study(tmp_path / "files", corpus=corpus, axes=axes, claims="")
