@@ -448,7 +448,7 @@ def test_two_processes_score_as_one_does_and_one_of_them_writes(model, written, 
         items = pd.read_parquet(tmp_path / "two" / path.relative_to(tmp_path / "one"))
         pd.testing.assert_frame_equal(items, pd.read_parquet(path))
     (written / "tasks/written.yaml").write_text(yaml.safe_dump({**WRITTEN, "generation_kwargs": {"max_gen_toks": 300}}))
-    failed = torchrun("-m", "lamina", *given[:2], "--tasks", "written", *given[4:8], "--output", tmp_path / "three")
+    failed = torchrun("-m", "lamina", *given[:2], "--tasks", "written", *given[4:9], "--output", tmp_path / "three")
     assert failed.returncode != 0
     assert failed.stderr.count("lamina: tasks: written: ") == 1
 

@@ -303,5 +303,6 @@ def save_adapter(tuner: PeftModel, folder: Path) -> None:
     """Save the LoRA matrices and all other trained weights in peft's format."""
     config: Passed = tuner.peft_config["default"]
     for name in ("target_modules", "exclude_modules"):  # sets, whose order changes by the process
-        setattr(config, name, sorted(getattr(config, name)))
+        if (modules := getattr(config, name)) is not None:
+            setattr(config, name, sorted(modules))
     tuner.save_pretrained(str(folder), save_embedding_layers=False)

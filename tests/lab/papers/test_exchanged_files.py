@@ -75,7 +75,7 @@ def refused(argv, capsys, *words):
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert all(word in lines[0] for word in words), lines[0]
-    assert "Restore the original file" in lines[0]
+    assert "Restore the" in lines[0]
 
 
 @pytest.mark.parametrize("name", ["result.json", "metrics.jsonl", "layers/part-00000.parquet"])
