@@ -121,8 +121,10 @@ def _stuck(model: nn.Module, loss_of: Callable[[], torch.Tensor | None]) -> froz
         if loss is not None:
             loss.backward()
 
+    still = without_gradient(zeros)
+    if not still:
+        return frozenset()
     try:
-        still = without_gradient(zeros)
         moving = [p for p in zeros if all(p is not other for other in still)]
         while still and moving:
             after_moving(moving)

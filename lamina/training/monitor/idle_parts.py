@@ -81,12 +81,15 @@ class IdleParts:
     ) -> Iterator[Part]:
         """Yield the parts whose share of the usual value has been far below their past share for long enough."""
         usual = statistics.median(row[6] for row in members) if len(members) > 2 else 0.0
-        for row in members:
+        past: list[float] = []  # each member's median, computed only if a member is small
+        before = 0.0
+        for at, row in enumerate(members):
             idle = 0 < row[6] < usual / 2
             if idle:
-                past = {each: recent.get((*each[1:4], each[5])) or [0.0] for each in members}
-                before = statistics.median(map(statistics.median, past.values()))
-                idle = row[6] * before * BEHIND < statistics.median(past[row]) * usual
+                if not past:
+                    past = [statistics.median(recent.get((*each[1:4], each[5])) or [0.0]) for each in members]
+                    before = statistics.median(past)
+                idle = row[6] * before * BEHIND < past[at] * usual
             if self._lasts(row, idle) >= LASTS[row[5]]:
                 yield row[1], row[2], row[4], row[5]
 

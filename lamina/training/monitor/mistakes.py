@@ -279,7 +279,7 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
 def untied(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find an embedding and an output head that should be one tensor but are two."""
     model: Output = setup.model
-    with suppress(AttributeError, NotImplementedError, TypeError):
+    with suppress(AttributeError, NotImplementedError, TypeError):  # no model of transformers, or one without a head
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         config = model.config.get_text_config()
         wanted = bool(config.tie_word_embeddings) and bool(getattr(model, "_tied_weights_keys", None))

@@ -50,10 +50,8 @@ KEPT = 0.1  # share of a gradient that earlier steps left in it
 RECENT, SAME_WAY = 10, 5  # a course is judged by so many records, so many of which must go the same way
 FORGOTTEN = 0.5  # share of an optimizer's moments that is lost when it counts as reset
 GROWS = 1.1  # an optimizer's own estimate of its rate still grows if it does by this factor between two records
-RAISED, LEVEL = (
-    4.0,
-    32,
-)  # multiple of a schedule's highest rate, which it has reached after so many steps without a rise
+RAISED = 4.0  # multiple of a schedule's highest rate,
+LEVEL = 32  # which the schedule has reached after so many steps without a rise
 HIGHER = 16.0  # multiple of the others' rate; LoRA+ (arXiv 2402.12354) uses up to this on purpose
 MATCH, NO_MATCH = 0.99, 0.95  # share of labels that equal the batch's tokens: while they fit, and once they do not
 REPEATS = 6  # steps with the same batch that are too many: GRPO and PPO take fewer

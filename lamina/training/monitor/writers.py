@@ -178,7 +178,7 @@ def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | 
     try:
         table = pq.read_table(part.absolute(), columns=list(LAYER_COLUMNS), filters=wanted or None)
         table = table.cast(pa.schema([pa.field(name, pa.type_for_alias(kind)) for name, kind in _TYPES.items()]))
-    except (NotImplementedError, TypeError) as error:  # a list or a date cannot be a number
+    except NotImplementedError as error:  # pyarrow's, for a list or a date in place of a number
         raise ValueError(str(error)) from error
     if missing := [name for name in LAYER_COLUMNS[:-1] if table.column(name).null_count]:
         raise ValueError(f"{missing[0]}: missing in a row")
