@@ -11,7 +11,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
@@ -84,6 +84,11 @@ class Evidence(Signs):
     def holds(self, metric: str) -> bool:
         """Return whether the run recorded a metric; another tool's record may lack it."""
         return self.imported or bool(self.rows([metric]))
+
+    @cached_property
+    def spikes(self) -> Mapping[int, tuple[float, int | None]]:
+        """The short rises of a loss that did not stay up (``spikes_of``); empty if the loss rose and stayed up."""
+        return spikes_of(self.losses) if self.rose is None else {}
 
     @property
     def lead(self) -> int | None:
@@ -340,7 +345,7 @@ def headline(evidence: Evidence) -> str:
     """Return the finding in a line: the cause (called likely unless the record proves it), or the first anomaly."""
     first = evidence.first
     if first is None and evidence.rose is None:
-        spike = next(iter(spikes_of(evidence.losses)), None)
+        spike = next(iter(evidence.spikes), None)
         return "No problem found" if spike is None else f"The loss spiked at step {spike} and did not stay up"
     if first is None:
         return f"The loss rose at step {evidence.rose}"
@@ -354,8 +359,7 @@ def headline(evidence: Evidence) -> str:
 
 def answer(evidence: Evidence) -> Answer:
     """Return the diagnosis of a run from the evidence in its records."""
-    first, rose = evidence.first, evidence.rose
-    spikes = spikes_of(evidence.losses) if rose is None else {}
+    first, rose, spikes = evidence.first, evidence.rose, evidence.spikes
     course = [*_back(evidence, spikes), _course(evidence)] if spikes else [_course(evidence), *_back(evidence, {})]
     course += [*_falls(evidence), *_notable(evidence, spikes)]
     if first is None:
