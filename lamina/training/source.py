@@ -149,11 +149,8 @@ def _read(folder: str) -> _Read:
 @lru_cache(maxsize=4)
 def _read_once(folder: str, changed: int | None) -> _Read:
     """Read the plan and the configuration, once for each ``changed``, the time of the last change."""
-    try:
-        with local_when_unreachable():
-            config: Any = conversion.read_config(folder)
-    except UserError as error:
-        raise UserError(str(error).replace("source", "from", 1)) from error
+    with local_when_unreachable():
+        config: Any = conversion.read_config(folder, field="from")
     if isinstance(config, LaminaConfig):
         if config.plan is None:
             raise UserError(f"from: {folder!r} has no plan in its config.json. Choose a whole Lamina checkpoint.")

@@ -23,13 +23,17 @@ ALLOWED = "hf:NAME[:CONFIG][@SPLIT]"
 
 @dataclass(frozen=True, kw_only=True)
 class HubSource:
-    """The parts of ``hf:NAME[:CONFIG][@SPLIT]``; ``folder`` is set if NAME is a local folder."""
+    """The parts of ``hf:NAME[:CONFIG][@SPLIT]``; ``folder`` is set if NAME is a local folder.
+
+    ``field`` is the setting that names the source; every message begins with it.
+    """
 
     spec: str
     name: str
     config: str | None
     split: str | None
     folder: Path | None
+    field: str = "corpus"
 
 
 def is_hub(corpus: str) -> bool:
@@ -37,20 +41,19 @@ def is_hub(corpus: str) -> bool:
     return corpus.startswith(PREFIX)
 
 
-def parse(corpus: str) -> HubSource:
+def parse(spec: str, field: str = "corpus") -> HubSource:
     """Split ``hf:NAME[:CONFIG][@SPLIT]`` into its parts. Raises UserError if the name is missing."""
-    name, config, split = corpus.removeprefix(PREFIX), "", ""
+    name, config, split = spec.removeprefix(PREFIX), "", ""
     # the name of a folder may contain ':' or '@', so the name of an existing folder is not split
     if not Path(name).expanduser().is_dir() and "@" in name:
         name, _, split = name.rpartition("@")
     if not Path(name).expanduser().is_dir() and ":" in name:
         name, _, config = name.rpartition(":")
     if not name:
-        raise UserError(f"corpus: {corpus!r} names no data set. Write {ALLOWED}.")
+        raise UserError(f"{field}: {spec!r} names no data set. Write {ALLOWED}.")
     folder = Path(name).expanduser()
-    return HubSource(
-        spec=corpus, name=name, config=config or None, split=split or None, folder=folder if folder.is_dir() else None
-    )
+    known = folder if folder.is_dir() else None
+    return HubSource(spec=spec, name=name, config=config or None, split=split or None, folder=known, field=field)
 
 
 def load(source: HubSource) -> Dataset:
@@ -105,7 +108,7 @@ def _loaded(source: HubSource, *, streaming: bool = False) -> Loaded:
     try:
         import datasets
     except ImportError:
-        raise UserError(f"corpus: {source.spec!r} needs the datasets library. Run: {install('hub')}") from None
+        raise UserError(f"{source.field}: {source.spec!r} needs the datasets library. Run: {install('hub')}") from None
     reachable = True
     try:
         if source.folder is None:
@@ -118,7 +121,7 @@ def _loaded(source: HubSource, *, streaming: bool = False) -> Loaded:
     except Exception as error:
         reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
         raise UserError(
-            f"corpus: {source.spec!r} could not be loaded ({reason}). Check the name ({ALLOWED}) and the "
+            f"{source.field}: {source.spec!r} could not be loaded ({reason}). Check the name ({ALLOWED}) and the "
             "network, or give a local file."
         ) from error
 
@@ -130,12 +133,14 @@ def _was_saved_to_disk(folder: Path) -> bool:
 def _one_split(source: HubSource, loaded: Loaded) -> OneSplit:
     if not isinstance(loaded, dict):
         if source.split and str(loaded.split) not in (source.split, "None", source.split.partition("[")[0]):
-            raise unknown(f"split of the corpus {source.spec!r}:", source.split, [str(loaded.split)])
+            raise unknown(f"split of the {source.field} {source.spec!r}:", source.split, [str(loaded.split)])
         return loaded
     splits = cast("dict[str, OneSplit]", loaded)
     name = source.split or ("train" if "train" in splits else next(iter(splits)))
     if name not in splits:
-        raise unknown(f"split of the corpus {source.spec!r}:", name, splits)
+        raise unknown(f"split of the {source.field} {source.spec!r}:", name, splits)
     if source.split is None and name != "train" and len(splits) > 1:
-        raise UserError(f"corpus: {source.spec!r} has several splits. Append @ and one of {', '.join(sorted(splits))}.")
+        raise UserError(
+            f"{source.field}: {source.spec!r} has several splits. Append @ and one of {', '.join(sorted(splits))}."
+        )
     return splits[name]

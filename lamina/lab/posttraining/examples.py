@@ -71,28 +71,25 @@ def load(name: str, source: str) -> Dataset:
     if source.startswith(GENERATED):
         return datasets.Dataset.from_list(list(generated_rows(name, source)))
     path = home(name, source)
-    reader = READERS.get(inner_suffix(path))
-    try:
-        if hub_datasets.is_hub(source) or of_hub(source) or path.is_dir():
-            rows = hub_datasets.load(hub_datasets.parse(source if hub_datasets.is_hub(source) else f"hf:{source}"))
-        elif reader is None or not path.is_file():
-            ending = inner_suffix(path) or "nothing"
-            why = "no such file" if reader else f"it ends in {ending}"
-            raise UserError(f"{name}: {source!r}: {why} (allowed: {ALLOWED})")
-        else:
-            files = glob.escape(str(path.resolve()))
+    reader, hub = READERS.get(inner_suffix(path)), hub_datasets.is_hub(source)
+    why = "it has no rows"
+    if hub or of_hub(source) or path.is_dir():
+        rows = hub_datasets.load(hub_datasets.parse(source if hub else f"hf:{source}", name))
+    elif reader is None or not path.is_file():
+        why = "no such file" if reader else f"it ends in {inner_suffix(path) or 'nothing'}"
+        raise UserError(f"{name}: {source!r}: {why} (allowed: {ALLOWED})")
+    else:
+        files = glob.escape(str(path.resolve()))
+        try:
             loaded = datasets.load_dataset(reader, data_files=files, split="train", **_options(reader, path))
             rows = cast("Dataset", loaded)
-        if not len(rows):
-            raise ValueError("it has no rows")
-    except UserError as error:  # the reader of corpora says it of a corpus
-        raise UserError(str(error).replace("corpus:", f"{name}:", 1)) from None
-    except Exception as error:  # of pyarrow, of pandas, of the library
-        if disk_full(error):
-            raise
-        cause = error.__cause__ or error
-        why = "it has no rows" if isinstance(cause, StopIteration) else one_line(cause)
-        raise UserError(f"{name}: Lamina cannot read {source!r}: {why}. Give another source.") from None
+        except Exception as error:  # of pyarrow, of pandas, of the library
+            if disk_full(error):
+                raise
+            cause = error.__cause__ or error
+            rows, why = (), why if isinstance(cause, StopIteration) else one_line(cause)
+    if not rows:
+        raise UserError(f"{name}: Lamina cannot read {source!r}: {why}. Give another source.")
     return rows
 
 

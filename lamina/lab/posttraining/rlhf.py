@@ -190,8 +190,8 @@ class PolicyTrainer(TunedTrainer, _Online):
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
         parts = self.rewards.parts(rows, answers, texts)
         after, answered = padded(answers, tokenizer.pad_token_id, device)
-        sequence, attended = torch.cat([ids, after], 1), torch.cat([mask, answered], 1)
-        ours, theirs = (self.token_logps(m, sequence, attended, after.shape[1]) for m in (model, self.ref_model))
+        sequence = torch.cat([ids, after], 1), torch.cat([mask, answered], 1), after.shape[1]
+        ours, theirs = (self._get_per_token_logps_and_entropies(m, *sequence)[0] for m in (model, self.ref_model))
         kl = ((ours - theirs) * answered).sum(1).cpu()
         every = zip(self.rewards.total(parts), kl, answers, strict=True)
         measured: list[Json] = [
@@ -202,14 +202,6 @@ class PolicyTrainer(TunedTrainer, _Online):
             for one, value in zip(measured, values, strict=True):
                 one[f"reward_{name}"] = value
         return measured
-
-    def token_logps(self, model: Passed, ids: torch.Tensor, mask: torch.Tensor, answer: int) -> torch.Tensor:
-        """Return the log-probabilities of the last ``answer`` tokens, [sequences, answer]; 0 where masked."""
-        labels = ids.masked_fill(mask == 0, -100)
-        labels[:, :-answer] = -100
-        with self.accelerator.autocast():
-            outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-        return outputs.log_probs[:, -answer:]
 
 
 class RlooTrainer(PolicyTrainer, RLOOTrainer):
@@ -247,21 +239,18 @@ class ReMaxTrainer(RlooTrainer):
         with patched(self, beta=0.0):  # TRL would charge the KL to the baseline, too
             output = super()._generate_and_score_completions(inputs)
         output = {name: value[0::2] for name, value in output.items()}  # the greedy answers were the baseline
-        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-        answer = output["completion_ids"].shape[1]
         with torch.no_grad():
-            output["reference"] = self.token_logps(self.ref_model, ids, mask, answer)
+            output["reference"] = self._logps(self.ref_model, output)
         return output
 
+    def _logps(self, model: Passed, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the log-probabilities of the answers' tokens, [answers, tokens]; 0 where masked."""
+        ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+        return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
+
     def _compute_loss(self, model: Passed, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        answers = inputs["completion_mask"]
-        logps = self.token_logps(model, ids, mask, answers.shape[1])
-        reference = inputs["reference"]
-        settings = {"beta": self.beta, "kl_per": self.kl_per}
-        weight = remax_weights(inputs["advantages"], logps, reference, answers, **settings)
+        logps, answers, reference = self._logps(model, inputs), inputs["completion_mask"], inputs["reference"]
+        weight = remax_weights(inputs["advantages"], logps, reference, answers, beta=self.beta, kl_per=self.kl_per)
         kl = ((logps.detach() - reference) * answers).sum()
         sums = torch.stack([kl.float(), answers.sum().float(), torch.tensor(float(len(answers)), device=kl.device)])
         kl, tokens, count = self.accelerator.reduce(sums, reduction="sum")

@@ -142,22 +142,22 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
     refuse_as_output(str(settings.output), path)
     folder = model_folder(path)
     checkpoint = folder if folder.is_dir() else path
+    with local_when_unreachable():
+        outer = read_config(checkpoint, "from")
+    refuse_scores(outer, f"from: {path!r}")
+    plan, config = None, outer
+    if outer.model_type in _PLACED:
+        plan, config = source.stored_plan(path), source.config_of(path)
+    _check_writes(config, plan, path, head)
     try:
-        with local_when_unreachable():
-            outer = read_config(checkpoint, "from")
-        refuse_scores(outer, f"from: {path!r}")
-        plan, config = None, outer
-        if outer.model_type in _PLACED:
-            plan, config = source.stored_plan(path), source.config_of(path)
-        _check_writes(config, plan, path, head)
         tokenizer = load_tokenizer(str(checkpoint))
-        if (end := settings.trl.get("eos_token")) is not None:
-            if not isinstance(end, str) or end not in tokenizer.get_vocab():
-                raise UserError(f"trl.eos_token: {end!r} is not in the tokenizer. Give a token of the tokenizer.")
-            tokenizer.eos_token = end
         source.check_vocabulary(config.get_text_config(), vocab_size_of(tokenizer), path)
     except UserError as error:
-        raise UserError(f"from: {error}" if str(error).startswith(("tokenizer", "model")) else str(error)) from None
+        raise UserError(f"from: {error}") from None
+    if (end := settings.trl.get("eos_token")) is not None:
+        if not isinstance(end, str) or end not in tokenizer.get_vocab():
+            raise UserError(f"trl.eos_token: {end!r} is not in the tokenizer. Give a token of the tokenizer.")
+        tokenizer.eos_token = end
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     limit = min(PACKED, positions or PACKED) if getattr(settings, "packing", False) else positions or PACKED
     longest = settings.sequence_length or int(limit)

@@ -396,26 +396,25 @@ class TuningStage(TrainingStage[S]):
         loaded, turns = load(name, source), settings.template not in ("auto", "none")
         try:
             rows, form = self.conform(loaded, turns=turns)
-            texts, tokens = type(rows.features[form[-1]]).__name__ == "Value", form[-1].endswith("_ids")
-            if not tokens and (turns or not texts):
-                self._choose_template(loaded)
         except ValueError as error:
-            raise UserError(str(error) if str(error).startswith("template") else f"{where}: {error}") from None
+            raise UserError(f"{where}: {error}") from None
+        texts, tokens = type(rows.features[form[-1]]).__name__ == "Value", form[-1].endswith("_ids")
+        if not tokens and (turns or not texts):
+            self._choose_template(where, loaded)
         self.config.dataset_num_proc = settings.trl.get("dataset_num_proc", processes_for(rows))
         prepared = partial(self.by_trl, form=form)
         encoded, skipped = prepare(where, rows, form, prepared, self.wrong, skip_bad=settings.skip_bad)
         return encoded.select_columns([name for name in self.columns if name in encoded.column_names]), skipped
 
-    def _choose_template(self, rows: Dataset) -> None:
+    def _choose_template(self, where: str, rows: Dataset) -> None:
         """Give the tokenizer the template of the settings; the first data with turns decide what ``auto`` is."""
-        default = (
-            ("alpaca" if "instruction" in rows.column_names else "chat")
-            if self.settings.command_name == "sft"
-            else None
-        )
+        default = "alpaca" if "instruction" in rows.column_names else "chat"
+        default = default if self.settings.command_name == "sft" else None
         template = read_template(self.settings.template, self.start.tokenizer, default=default)
         if template is None:
-            raise UserError("conversations need a chat template. Give --template, or prompts and answers as texts.")
+            raise UserError(
+                f"{where}: conversations need a chat template. Give --template, or prompts and answers as texts."
+            )
         self.start.tokenizer.chat_template, self.templated = template, True
 
     def reference(self) -> PreTrainedModel | NoReference:
