@@ -3,11 +3,11 @@
 import functools
 import json
 
-import pandas as pd
 import pytest
 import torch
 from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_rows
 from torch.nn import functional
+from training.tiny_runs import layers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lamina.cli import main
@@ -23,7 +23,8 @@ trl = pytest.importorskip("trl")
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 256}
-KINDS = ("helium", "nemotron", "persimmon")  # which lamina convert does not take
+# Types that lamina convert does not take
+KINDS = ("helium", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("nemotron", "persimmon")))
 
 
 def write_foreign(folder, kind):
@@ -40,10 +41,6 @@ def write_foreign(folder, kind):
 @pytest.fixture
 def model(tmp_path):
     return functools.partial(write_foreign, tmp_path)
-
-
-def layers(folder):
-    return pd.concat(map(pd.read_parquet, sorted((folder / "layers").glob("*.parquet"))))
 
 
 def value(rows, **where):
@@ -103,7 +100,7 @@ def test_the_recorded_stream_is_the_models_own(model, tmp_path):
         assert seen == pytest.approx(float(state.var(correction=0)), rel=1e-5)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_every_job_takes_it_and_resumes(rank, model, tmp_path):
     base, data = model("helium"), write_rows(tmp_path / "p.jsonl", preferences(12))
     usual = {**common(base, data, tmp_path), "lora_rank": rank}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from lab.posttraining.tiny import preferences, write_rows
+from lab.posttraining.tiny import preferences
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lamina
@@ -74,12 +74,6 @@ def test_after_sft_the_templates_own_end_has_joined(ends, tmp_path):
 
 
 @pytest.mark.slow
-def test_after_sft_with_lora_too(chat, tmp_path):
-    lamina.sft(from_model=chat, data=ROWS, output=tmp_path / "run", lora_rank=2, **TUNED)
-    assert ends_of(tmp_path / "run" / "model") == ([256, END], PAD)
-
-
-@pytest.mark.slow
 def test_texts_without_a_template_leave_one_end(tmp_path):
     model = write_chat_model(tmp_path / "model", 256)
     rows = [{"prompt": "a", "completion": "b"}] * 6
@@ -88,19 +82,12 @@ def test_texts_without_a_template_leave_one_end(tmp_path):
 
 
 @pytest.mark.slow
-def test_after_dpo(chat, tmp_path):
-    data = write_rows(tmp_path / "pairs.jsonl", preferences(6))
-    lamina.dpo(from_model=chat, data=data, output=tmp_path / "run", **TUNED)
-    assert ends_of(tmp_path / "run" / "model") == ([256, END], PAD)
-
-
-@pytest.mark.slow
-def test_after_rlhf_whose_answers_end_at_either(chat, tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text("def score(prompt, answer, row):\n    return float(len(answer))\n")
-    data = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i}?"} for i in range(6)])
-    settings = {**TUNED, "max_answer": 4, "reward_function": f"{reward}:score"}
-    lamina.rlhf(from_model=chat, data=data, output=tmp_path / "run", **settings)
+@pytest.mark.parametrize("job", ["sft with LoRA", "dpo", "rlhf"])
+def test_after_every_job_both_ends_are_left(job, chat, tmp_path):
+    (tmp_path / "reward.py").write_text("def score(prompt, answer, row):\n    return float(len(answer))\n")
+    data, more = (ROWS, {"lora_rank": 2}) if "sft" in job else (preferences(6), {})
+    more |= {"max_answer": 4, "reward_function": f"{tmp_path / 'reward.py'}:score"} if job == "rlhf" else {}
+    getattr(lamina, job.split()[0])(from_model=chat, data=data, output=tmp_path / "run", **more, **TUNED)
     assert ends_of(tmp_path / "run" / "model") == ([256, END], PAD)
 
 

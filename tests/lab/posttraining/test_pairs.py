@@ -2,10 +2,10 @@
 
 import math
 
-import pandas as pd
 import pytest
 import torch
 from lab.posttraining.tiny import common, preferences, records, same_weights, sorting, write_model, write_rows
+from training.tiny_runs import layers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -72,14 +72,6 @@ def test_the_processes_parts_are_one_evaluation(job, base, pairs, seven, tmp_pat
     assert {name: measured[name] for name in last} == pytest.approx(last, abs=1e-5)
 
 
-def test_the_lowest_and_the_highest_reward_are_of_all_pairs(base, pairs, seven, tmp_path):
-    by_batch = []
-    for size in (2, 8):
-        reward(given(base, pairs, seven, tmp_path / str(size), batch_size=size, learning_rate=1e-9), bar=False)
-        by_batch.append(evaluations(tmp_path / str(size))[0])
-    assert by_batch[0] == pytest.approx(by_batch[1], abs=1e-5)
-
-
 def answer_logp(model, tokenizer, row, name):
     """The log probability of an answer and the end after it, given the prompt, token by token."""
     prompt = tokenizer(row["prompt"])["input_ids"]
@@ -141,7 +133,7 @@ def test_the_adapter_of_a_reward_model_has_its_score_as_peft_reads_it(base, tmp_
     assert wrapped.peft_config["default"].task_type == "SEQ_CLS"
 
 
-@pytest.mark.parametrize("job", list(JOBS))
+@pytest.mark.parametrize("job", ["reward", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_the_models_own_dropout_is_off_as_in_trl_unless_asked_for(job, tmp_path):
     tokenizer = load_tokenizer("bytes")
     drops = {"attn_pdrop": 0.3, "resid_pdrop": 0.3, "embd_pdrop": 0.3}
@@ -161,14 +153,14 @@ def test_the_models_own_dropout_is_off_as_in_trl_unless_asked_for(job, tmp_path)
     assert first[False] > 1e-4
 
 
-@pytest.mark.parametrize(("train", "rows"), [(sft, sorting(24)), (dpo, preferences(24)), (reward, preferences(24))])
-def test_every_steps_recorded_loss_is_the_one_that_is_trained(tmp_path, train, rows):
+@pytest.mark.parametrize("train", [dpo, *(pytest.param(job, marks=pytest.mark.slow) for job in (sft, reward))])
+def test_every_steps_recorded_loss_is_the_one_that_is_trained(tmp_path, train):
     base = write_model(tmp_path / "base", positions=512)
-    data = write_rows(tmp_path / "rows.jsonl", rows)
+    data = write_rows(tmp_path / "rows.jsonl", sorting(24) if train is sft else preferences(24))
     more = {"batch_size": 2, "gradient_accumulation": 2, "logging_steps": 2}
     train({**common(base, data, tmp_path / "run"), **more}, bar=False)
-    layers = pd.concat(map(pd.read_parquet, sorted((tmp_path / "run" / "layers").glob("*.parquet"))))
-    losses = layers[layers["metric"] == "step_loss"].set_index("step")["value"]
+    rows = layers(tmp_path / "run")
+    losses = rows[rows["metric"] == "step_loss"].set_index("step")["value"]
     logged = {line["step"]: line["loss"] for line in records(tmp_path / "run") if "loss" in line}
     assert logged == pytest.approx({1: losses[1], 2: losses[2], 4: (losses[3] + losses[4]) / 2}, rel=1e-5)
     if train is dpo:

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import trl
 from accelerate import Accelerator
 from lab.posttraining.tiny import common, preferences, records, same_weights, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -24,6 +23,8 @@ from lamina.lab.posttraining.rlhf import ReMaxTrainer, rlhf, write_held_out
 from lamina.lab.posttraining.settings import RlhfSettings
 from lamina.reports import report
 from lamina.training.monitor.writers import read_rows
+
+ALGORITHMS = ["remax", pytest.param("rloo", marks=pytest.mark.slow), "grpo"]
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +95,9 @@ def test_the_score_is_read_at_the_last_token_though_it_also_pads(judge):
     torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, expected)
 
 
-def test_dpo_prefers_the_better_answers_and_resumes(base, pairs, tmp_path):
-    given = {**common(base, pairs, tmp_path / "whole"), "learning_rate": 1e-2, "steps": 6}
-    result = dpo(given, bar=False)
-    assert result["status"] == "finished"
-    assert result["eval_rewards_accuracies"] > 0.9
-    part = {**given, "output": str(tmp_path / "part")}
-    assert dpo({**part, "pause_step": 3}, bar=False)["status"] == "interrupted"
-    dpo({"output": part["output"], "pause_step": None}, resume=True, bar=False)
-    assert same_weights(tmp_path / "whole", tmp_path / "part")
+def test_dpo_prefers_the_better_answers(base, pairs, tmp_path):
+    result = dpo({**common(base, pairs, tmp_path / "run"), "learning_rate": 1e-2, "steps": 6}, bar=False)
+    assert (result["status"], result["eval_rewards_accuracies"] > 0.9) == ("finished", True)
 
 
 @pytest.mark.parametrize(("algorithm", "prompts", "answers"), [("remax", 3, 1), ("rloo", 2, 3)])
@@ -125,7 +120,7 @@ def test_another_reward_is_named_and_leaves_no_folder(policy, judge, tmp_path, m
         policy("run", resume=True)
 
 
-@pytest.mark.parametrize("algorithm", ["remax", "rloo", "grpo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_steps_recorded_loss_is_the_one_whose_gradient_is_taken(policy, algorithm, monkeypatch):
     shares, backward = [], Accelerator.backward
 
@@ -143,7 +138,7 @@ def test_every_steps_recorded_loss_is_the_one_whose_gradient_is_taken(policy, al
     assert algorithm == "rloo" or max(map(abs, losses.values())) > 1e-4  # its first pass over answers has a loss of 0
 
 
-@pytest.mark.parametrize("algorithm", ["remax", "rloo", "grpo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_policy_resumes_as_if_nothing_had_happened(policy, algorithm):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -216,68 +211,49 @@ def test_a_verifiable_reward_is_learned(policy, tmp_path):
     assert result["eval_kl"] > 0.1, "without a penalty the KL is measured all the same"
 
 
-def test_a_reward_may_be_a_number_of_numpy_or_torch(policy, tmp_path):
-    file, numbers = tmp_path / "rewards.py", "np.float32(0.5), np.int64(1), np.bool_(1), torch.tensor(0.5)"
-    every = f"import itertools, numpy as np, torch\nEVERY = itertools.cycle([{numbers}])\n"
-    file.write_text(every + "def any(prompt, answer, row):\n    return next(EVERY)\n")
-    _, result = policy(reward_model=..., reward_function=f"{file}:any", steps=1)
-    assert 0.5 < result["eval_reward"] < 1.0
+def reward_of(folder, code, **row):
+    """The reward of an answer by the function ``own`` of this code; the answer is a field of the row, too."""
+    (folder / "own.py").write_text(code)
+    row = {"prompt": "p", "answer": "a", **row}
+    rewards = make_rewards(RlhfSettings(reward_function=f"{folder / 'own.py'}:own"), None)
+    asked = {"prompt": row["prompt"], "text": "rendered", "row": json.dumps(row)}
+    return rewards.total(rewards.parts([asked], [[5, 6]], [row["answer"]]))[0]
+
+
+@pytest.mark.parametrize("number", ["np.float32(0.5)", "np.int64(1)", "np.bool_(1)", "torch.tensor(0.5)"])
+def test_a_reward_may_be_a_number_of_numpy_or_torch(tmp_path, number):
+    code = f"import numpy as np, torch\ndef own(prompt, answer, row):\n    return {number}\n"
+    assert reward_of(tmp_path, code) == (0.5 if "0.5" in number else 1.0)
 
 
 @pytest.mark.parametrize(
-    ("returned", "shown"),
+    ("returned", "said"),
     [
-        ("None", "a NoneType"),
-        ("10**5000", "a int"),
-        ("float('nan')", "a float"),
-        ("'1'", "a str"),
-        ("1 / 0", ""),
+        ("None", "returned a NoneType"),
+        ("10**5000", "returned a int"),
+        ("float('nan')", "returned a float"),
+        ("'1'", "returned a str"),
+        ("1 / 0", "raised ZeroDivisionError"),
     ],
 )
-def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(policy, tmp_path, capsys, returned, shown):
-    file = tmp_path / "rewards.py"
-    file.write_text(f"def any(prompt, answer, row):\n    return {returned}\n")
-    with pytest.raises(
-        UserError, match=f"^reward_function:? '.*any' (returned {shown}|raised ZeroDivisionError)"
-    ) as error:
-        policy(reward_model=..., reward_function=f"{file}:any")
+def test_a_reward_that_is_no_number_is_one_line(tmp_path, returned, said):
+    with pytest.raises(UserError, match=f"^reward_function:? '.*own' {said}") as error:
+        reward_of(tmp_path, f"def own(prompt, answer, row):\n    return {returned}\n")
     assert "\n" not in str(error.value)
-    file.write_text("def any(prompt, answer, row):\n    return 1\n")
-    assert policy(reward_model=..., reward_function=f"{file}:any", steps=1)[1]["status"] == "finished"
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"reward_model": ...}, "reward_model: none is given"),
+        ({"reward_model": ..., "data": "no-such.jsonl"}, "reward_model: none is given"),  # before the data are read
         ({"reward_model": "no-such"}, "reward_model: 'no-such': no such folder"),
         ({"reward_model": ..., "reward_function": "f.py:f"}, "reward_function: 'f.py': no such file"),
-        (
-            {"reward_function": "f.py:f", "reward_weights": "1"},
-            "reward_weights: '1' does not fit. Give a number for each reward, 2 here.",
-        ),
-        ({"reward_weights": "1,x"}, "reward_weights: '1,x'. Give comma-separated numbers"),
-        ({"reward_timeout": 1.0}, "reward_timeout: 1.0 has no effect here"),
         ({"algorithm": "grpo", "trl": {"use_vllm": True}}, "trl: ImportError: vLLM is not"),
-        ({"eval_tasks": "nope"}, "eval_tasks: unknown task 'nope'"),
-        ({"eval_corpus": "nope.txt"}, "eval_corpus: 'nope.txt'"),
-        ({"algorithm": "ppo"}, "algorithm: 'ppo'"),
-        (
-            {"trl": {"epsilon": 0.1}},
-            "trl.epsilon: it has no effect on remax (allowed: chat_template_kwargs, min_p,",
-        ),
-        (
-            {"algorithm": "rloo", "trl": {"num_generations_eval": 2}},
-            "trl.num_generations_eval: an evaluation samples one answer per",
-        ),
-        ({"num_generations": 4}, "num_generations: 4 does not go with remax"),
-        ({"algorithm": "grpo", "kl_per": "sequence"}, "kl_per: 'sequence' has no effect here"),
         ({"max_answer": 128}, "max_answer: 128 leaves no room for a prompt in 128 tokens"),
-        ({"reward_model": ..., "data": "no-such.jsonl"}, "reward_model: none is given"),  # before the data are read
         ({"max_answer": 126}, "row 1: the prompt has 4 tokens and the answer up to 126, but the context has only 128"),
     ],
 )
-def test_bad_settings_are_one_line(policy, changed, message):
+def test_what_does_not_fit_the_model_is_one_line(policy, changed, message):
     with pytest.raises(UserError) as error:
         policy(**changed)
     assert message in str(error.value)
@@ -302,9 +278,7 @@ def more_tokens(folder):
     ("spoil", "message"),
     [
         (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
-        (lambda f: (f / "config.json").write_text("[]"), "config.json holds a list"),
         (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"0" * 99), r"is cut short or altered \(SafetensorError"),
         (lambda f: [p.unlink() for p in f.glob("token*")], "reward_model: tokenizer: .* could not be loaded"),
         (lambda f: change_config(f, max_position_embeddings=64), r"reads 64 tokens.*Set --sequence-length 64"),
         (more_tokens, "has another vocabulary than the model"),
@@ -361,29 +335,21 @@ def test_several_rewards_are_summed_by_their_weights_and_recorded_apart(policy, 
 
 
 OF_TRLS_FORM = """
-from trl.rewards import think_format_reward
-
-def letters(completions, solution, completion_ids, **rest):
+def own(completions, solution, completion_ids, **rest):
     every = zip(completions, solution, completion_ids, strict=True)
     return [None if wanted == "" else len(set(text)) + len(wanted) / 10 + len(ids) / 100 for text, wanted, ids in every]
 """
 
 
 def test_functions_of_trls_form_are_asked_as_trl_asks(tmp_path):
-    (tmp_path / "own.py").write_text(OF_TRLS_FORM)
-
-    def asked(name, prompt, text, **fields):
-        settings = RlhfSettings(reward_function=f"{tmp_path / 'own.py'}:{name}")
-        row = {"prompt": prompt, "text": "rendered", "row": json.dumps({"prompt": prompt, **fields})}
-        rewards = make_rewards(settings, None)
-        return rewards.total(rewards.parts([row], [[5, 6]], [text]))
-
-    assert asked("letters", "p", "aab", solution="xyz") == [2.32]
-    assert asked("letters", "p", "aab", solution="") == [0.0]
+    assert reward_of(tmp_path, OF_TRLS_FORM, answer="aab", solution="xyz") == 2.32
+    assert reward_of(tmp_path, OF_TRLS_FORM, answer="aab", solution="") == 0.0
+    with pytest.raises(UserError, match=r"^reward_function '.*own' raised TypeError: .*'solution'"):
+        reward_of(tmp_path, OF_TRLS_FORM, answer="aab")
+    theirs = "from trl.rewards import think_format_reward as own"
     turns = [{"role": "user", "content": "p"}]
-    assert [asked("think_format_reward", turns, text) for text in ("<think>a</think>b", "b")] == [[1.0], [0.0]]
-    with pytest.raises(UserError, match=r"^reward_function '.*letters' raised TypeError: .*'solution'"):
-        asked("letters", "p", "aab")
+    answers = {"<think>a</think>b": 1.0, "b": 0.0}
+    assert {text: reward_of(tmp_path, theirs, prompt=turns, answer=text) for text in answers} == answers
 
 
 def test_a_reward_function_that_takes_too_long_gives_nothing(policy, tmp_path, caplog):
@@ -397,8 +363,7 @@ def test_a_reward_function_that_takes_too_long_gives_nothing(policy, tmp_path, c
     assert "answers took more than 0.05 s and got the reward 0" in caplog.text
 
 
-@pytest.mark.parametrize("seconds", [1e-6, 0.02])
-def test_the_alarm_that_another_library_has_set_stands_again(seconds):
+def test_the_alarm_that_another_library_has_set_stands_again():
     def mine(number, frame):
         raise AssertionError
 
@@ -410,7 +375,7 @@ def test_the_alarm_that_another_library_has_set_stands_again(seconds):
 
     before = signal.signal(signal.SIGALRM, mine)
     try:
-        assert [in_time(endless, seconds) for _ in range(20)] == [None] * 20
+        assert [in_time(endless, seconds) for seconds in (1e-6, 0.02) for _ in range(9)] == [None] * 18
         assert in_time(lambda: 3.0, 60.0) == 3.0
         with pytest.raises(UserError):
             in_time(functools.partial(_number, "f.py:f", "no number"), 60.0)
@@ -418,28 +383,9 @@ def test_the_alarm_that_another_library_has_set_stands_again(seconds):
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
     finally:
         signal.signal(signal.SIGALRM, before)
-    settings = RlhfSettings(reward_function="f.py:f", reward_timeout=seconds)
+    settings = RlhfSettings(reward_function="f.py:f", reward_timeout=0.02)
     with ThreadPoolExecutor() as pool, pytest.raises(UserError, match="works only in a process's main thread"):
         pool.submit(make_rewards, settings, None).result()
-
-
-def test_the_likeliest_token_alone_is_sampled_if_trl_is_told_so(policy, monkeypatch):
-    """With top-k 1 all answers to a prompt are the same, so that none is better than the others."""
-    seen = []
-    for kind in (trl.RLOOTrainer, trl.GRPOTrainer):
-        compute = kind._compute_loss
-
-        def seeing(self, model, inputs, compute=compute):
-            seen.append(inputs)
-            return compute(self, model, inputs)
-
-        monkeypatch.setattr(kind, "_compute_loss", seeing)
-    policy("all", algorithm="rloo", steps=1)
-    policy("one", algorithm="rloo", steps=1, trl={"top_k": 1})
-    policy("nucleus", algorithm="grpo", steps=1, trl={"top_p": 1e-6})
-    spread = [float(inputs["advantages"].abs().max()) for inputs in seen]
-    assert spread[0] > 1e-3
-    assert spread[1:] == [0.0, 0.0]
 
 
 def test_a_damaged_line_of_the_held_out_answers_is_named(tmp_path, caplog):

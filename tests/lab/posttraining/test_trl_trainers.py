@@ -41,17 +41,11 @@ def trained(trainer):
     return losses
 
 
-def pairs():
-    rows = [{"prompt": f"{word} ", "chosen": "is level", "rejected": "grows"} for word in WORDS]
-    return datasets.Dataset.from_list(rows)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["keel", "fusenorm", "peri_ln"])
-def test_sft(placement, tmp_path):
+def test_sft(tmp_path):
     texts = datasets.Dataset.from_dict({"text": [f"the {word} is level" for word in WORDS]})
     args = arguments(trl.SFTConfig, tmp_path, max_length=24)
-    trained(trl.SFTTrainer(fresh(placement), args, train_dataset=texts, processing_class=load_tokenizer("bytes")))
+    trained(trl.SFTTrainer(fresh("fusenorm"), args, train_dataset=texts, processing_class=load_tokenizer("bytes")))
 
 
 @pytest.mark.slow
@@ -61,7 +55,8 @@ def test_dpo(adapter, tmp_path):
     model = fresh()
     given = {"peft_config": peft.LoraConfig(r=2)} if adapter else {"ref_model": copy.deepcopy(model)}
     args = arguments(trl.DPOConfig, tmp_path, max_length=32)
-    given |= {"train_dataset": pairs(), "processing_class": load_tokenizer("bytes")}
+    pairs = [{"prompt": f"{word} ", "chosen": "is level", "rejected": "grows"} for word in WORDS]
+    given |= {"train_dataset": datasets.Dataset.from_list(pairs), "processing_class": load_tokenizer("bytes")}
     trainer = trl.DPOTrainer(model, args=args, **given)
     assert trained(trainer)[0] == pytest.approx(math.log(2), abs=1e-3)  # the two are equal at the first step
 

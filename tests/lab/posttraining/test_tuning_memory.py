@@ -29,7 +29,7 @@ def rows(tmp_path_factory):
 
 
 def test_weights_in_bfloat16_and_another_kernel_by_flags(base, rows, tmp_path, capsys):
-    flags = ["sft", "--from", str(base), "--data", str(rows), "--steps", "2", "--batch-size", "4"]
+    flags = ["sft", "--from", str(base), "--data", str(rows), "--steps", "1", "--batch-size", "4"]
     for name, more in (("usual", []), ("half", ["--weights", "bf16"]), ("eager", ["--attn-implementation", "eager"])):
         assert main([*flags, "--output", str(tmp_path / name), *more]) == 0
     losses = {name: records(tmp_path / name)[0]["eval_loss"] for name in ("usual", "half", "eager")}
@@ -41,7 +41,7 @@ def test_weights_in_bfloat16_and_another_kernel_by_flags(base, rows, tmp_path, c
     assert "attn_implementation: 'sdp' does not work" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("job", ["dpo", "remax", "rloo"])
+@pytest.mark.parametrize("job", ["dpo", "remax", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_with_lora_the_policy_without_its_matrices_is_the_reference(job, base, tmp_path, monkeypatch):
     """One model is loaded, and every recorded number is that of a run with a second one."""
     rewards = tmp_path / "rewards.py"
@@ -71,9 +71,7 @@ def test_with_lora_the_policy_without_its_matrices_is_the_reference(job, base, t
     monkeypatch.setattr(part, "without_adapters", apart)
     run({**given, "output": str(tmp_path / "two")}, bar=False)
     assert asked
-    timed = ("tokens_per_second",)
-    both = [[{k: v for k, v in r.items() if k not in timed} for r in records(tmp_path / n)] for n in ("one", "two")]
-    assert both[0] == both[1]
+    assert records(tmp_path / "one") == records(tmp_path / "two")
     assert same_weights(tmp_path / "one", tmp_path / "two")
 
 
@@ -122,13 +120,6 @@ def test_a_pair_is_as_long_as_its_prompt_and_answers(base, tmp_path):
     assert max(lengths) > min(lengths) + 20
 
 
-def test_a_pass_is_sorted_once(monkeypatch):
-    sorts, made = [], TrainOrder._sorted_by_length
-    monkeypatch.setattr(TrainOrder, "_sorted_by_length", lambda *given: sorts.append(given[1]) or made(*given))
-    list(TrainOrder(10, steps=9, batch_size=3, lengths=range(10)))
-    assert sorts == [0, 1, 2]
-
-
 def test_batches_by_length_hold_every_item_once_a_pass_and_little_padding():
     lengths = torch.randint(1, 100, (203,), generator=torch.Generator().manual_seed(0)).tolist()
     options = {"steps": 140, "batch_size": 4, "gradient_accumulation": 2, "seed": 3}
@@ -155,7 +146,3 @@ def test_a_job_trains_on_batches_by_length(base, tmp_path):
     given = {**common(base, data, tmp_path / "run"), "group_by_length": True, "epochs": 2.0, "steps": 0}
     result = sft(given, bar=False)
     assert (result["status"], result["steps"]) == ("finished", 9)
-    again = {**given, "output": str(tmp_path / "again")}
-    assert sft({**again, "pause_step": 4}, bar=False)["status"] == "interrupted"
-    sft(again, resume=True, bar=False)
-    assert same_weights(tmp_path / "run", tmp_path / "again")

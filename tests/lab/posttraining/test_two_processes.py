@@ -7,12 +7,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from lab.posttraining.test_any_model import layers, write_foreign
+from lab.posttraining.test_any_model import write_foreign
 from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_rows
 from lab.posttraining.two_stages import JOBS
 from safetensors.torch import load_file
 from training.test_distributed import DOCS, free_port, scripts, torchrun
-from training.tiny_runs import SMALL, TIMING, flags
+from training.tiny_runs import SMALL, flags, layers, records
 
 from lamina.training.pretrain import pretrain
 
@@ -79,10 +79,6 @@ def runs(base, pairs, tmp_path_factory):
     return folder, json.loads((folder / "plan.said").read_text())
 
 
-def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("name", [name for name, (*_, alike) in RUNS.items() if alike])
 def test_two_processes_take_the_same_steps(name, runs):
     folder, said = runs
@@ -145,10 +141,7 @@ def test_accelerate_launch_divides_the_batches_writes_each_record_once_and_resum
     launch(*flags(**usual, output=tmp_path / "part", pause_step=2), ends=1)  # the launcher's, of Lamina's 130
     launch("--resume", *flags(output=tmp_path / "part", pause_step="null"))
     assert len(list((tmp_path / "whole").glob("checkpoints/*/rng_state_*.pth"))) in (0, 2)
-    whole, part = (
-        [{k: v for k, v in line.items() if k not in TIMING} for line in records(tmp_path / run)]
-        for run in ("whole", "part")
-    )
+    whole, part = (records(tmp_path / run) for run in ("whole", "part"))
     assert whole == part
     given = {
         ("from_model" if name == "from" else name): v if isinstance(v, int | float) else str(v)

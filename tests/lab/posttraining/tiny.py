@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import torch
+from training.tiny_runs import records as records
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lamina
@@ -75,7 +76,3 @@ def common(base, data, folder):
 def same_weights(one, other):
     first, second = (AutoModelForCausalLM.from_pretrained(f / "model").state_dict() for f in (one, other))
     return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
