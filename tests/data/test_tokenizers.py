@@ -10,8 +10,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 from lamina.data.corpus import Corpus
 from lamina.data.encoding import TextEncoder, ids_are_bytes
 from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
-from lamina.data.tokenizers import load_tokenizer, validate_spec
-from lamina.errors import UserError
+from lamina.data.tokenizers import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
 ENCODERS = [TextEncoder(BYTES), TextEncoder(BYTES)]
@@ -32,7 +31,7 @@ def test_the_byte_tokenizer_has_the_bytes_as_ids_and_the_end_of_text_at_256():
     assert BYTES.encode("a<|endoftext|>b") == [97, 256, 98]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.text())
 def test_any_text_survives_the_byte_tokenizer(text):
     ids = ENCODERS[1].encode([text])[0].tolist()
@@ -40,7 +39,7 @@ def test_any_text_survives_the_byte_tokenizer(text):
     assert BYTES.decode(ids) == text
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(st.text() | st.just("a <|endoftext|> b"), max_size=4))
 def test_the_short_cut_for_bytes_equals_the_tokenizer_itself(texts):
     fast, slow = (encoder.encode(texts) for encoder in ENCODERS)
@@ -62,6 +61,7 @@ def test_the_short_cut_is_taken_by_what_a_tokenizer_is():
         assert not ids_are_bytes({**serialised, **change})
 
 
+@pytest.mark.slow
 def test_a_saved_byte_tokenizer_loads_in_a_process_without_lamina(tmp_path):
     BYTES.save_pretrained(tmp_path / "saved")
     script = (
@@ -119,22 +119,6 @@ def test_a_corpus_too_small_for_the_bpe_gives_a_smaller_one_and_says_so(tmp_path
     tokenizer = load_tokenizer("bpe:5000", corpus=Corpus.parse(str(tmp_path / "small.txt")))
     assert 257 <= len(tokenizer) < 5000
     assert "not 5000" in caplog.text
-
-
-@pytest.mark.parametrize("spec", ["bpe", "bpe:", "bpe:256", "bpe:-1", "bpe:1e3", "bpe:many", ""])
-def test_a_bpe_without_a_proper_size_is_refused(spec):
-    with pytest.raises(UserError, match="tokenizer: ") as caught:
-        validate_spec(spec)
-    assert "257" in str(caught.value)
-
-
-@pytest.mark.parametrize("spec", ["./nowhere", "/nowhere/at/all", "nowhere/tokenizer.json", "a folder without one"])
-def test_a_path_without_a_tokenizer_is_refused_in_one_line(spec, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a folder without one").mkdir()
-    with pytest.raises(UserError, match="holds no tokenizer" if "one" in spec else "no such file or folder") as caught:
-        load_tokenizer(spec)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_tokenizer_of_transformers_loads_by_folder_and_by_file(tmp_path):

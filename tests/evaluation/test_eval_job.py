@@ -23,7 +23,6 @@ from lamina.evaluation.candidates import candidates_of
 from lamina.jobs.environment import environment
 from lamina.jobs.folder import has_result
 from lamina.jobs.kinds import Kind, kind_of
-from lamina.lab.papers.trials import trial
 from lamina.reports import report
 from lamina.reports.pages.evaluation import headline
 from lamina.studies.evaluated import runs_of
@@ -39,6 +38,12 @@ def text(tmp_path):
     return path
 
 
+@pytest.fixture
+def quiz(data_dir):
+    """The settings of an evaluation on one task."""
+    return {"tasks": "quiz", "data_dir": str(data_dir), "run_code": True, "bar": False}
+
+
 def write_study(folder, rows, kind):
     """What candidates are found by."""
     pd.DataFrame(rows).to_csv(folder / "results.csv", index=False)
@@ -49,19 +54,8 @@ def write_study(folder, rows, kind):
 def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys):
     other = saved_model(tmp_path / "pre_ln", "pre_ln")
     out = tmp_path / "out"
-    argv = [
-        "eval",
-        str(model),
-        str(other),
-        "--tasks",
-        "quiz,quiz@2",
-        "--data-dir",
-        str(data_dir),
-        "--run-code",
-        "--limit",
-        "8",
-    ]
-    assert main([*argv, "--corpus", str(text), "--output", str(out)]) == 0
+    argv = ["eval", str(model), str(other), "--tasks", "quiz,quiz@2", "--data-dir", str(data_dir), "--run-code"]
+    assert main([*argv, "--limit", "8", "--corpus", str(text), "--output", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "| model | ppl | quiz | quiz@2 | Avg. |" in printed
     assert kind_of(out) == Kind.EVALUATION
@@ -87,9 +81,9 @@ def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys
     assert main(["report", str(out)]) == 0
 
 
-def test_a_killed_evaluation_resumes_with_what_is_missing(model, data_dir, text, tmp_path, monkeypatch):
+def test_a_killed_evaluation_resumes_with_what_is_missing(model, quiz, text, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    given = {"models": [str(model)], "corpus": str(text), "output": str(out), "bar": False}
+    given = {**quiz, "models": [str(model)], "corpus": str(text), "output": str(out)}
     score = job.Evaluation._score
     asked = []
 
@@ -101,11 +95,11 @@ def test_a_killed_evaluation_resumes_with_what_is_missing(model, data_dir, text,
 
     monkeypatch.setattr(job.Evaluation, "_score", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        lamina.evaluate(**given, tasks="quiz", data_dir=str(data_dir), run_code=True)
+        lamina.evaluate(**given)
     assert result(out)["status"] == "interrupted"
     assert (out / "report.html").is_file()
     with pytest.raises(UserError, match="in use"):
-        lamina.evaluate(**given, tasks="quiz", data_dir=str(data_dir), run_code=True)
+        lamina.evaluate(**given)
     assert lamina.evaluate(output=str(out), resume=True, bar=False)["status"] == "finished"
     assert asked == ["perplexity", "quiz", "quiz"]
     assert lamina.evaluate(output=str(out), tasks="quiz,quiz@1", resume=True, bar=False)["status"] == "finished"
@@ -180,37 +174,18 @@ def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path
     ("given", "says"),
     [
         ({"tasks": "quizz"}, "unknown task 'quizz'; did you mean 'quiz'"),
-        ({"tasks": ""}, "tasks: none given"),
-        ({"models": ""}, "models: none given"),
-        ({"models": "no/such/model"}, "models: .*no/such/model"),
         ({"models": "{model},no/such/model"}, "models: .*no/such/model"),
-        ({"corpus": "no-such.txt"}, "corpus: 'no-such.txt': no such file"),
         ({"data_dir": "no-such"}, "data_dir: 'no-such' is not a folder"),
-        ({"window": 10, "stride": 11, "tasks": ""}, "stride: 11 skips tokens"),
         ({"window": 999, "corpus": "embedded", "tasks": ""}, "window: 999 is longer than the model's context"),
-        ({"dtype": "int8"}, "dtype: 'int8'"),
-        ({"device": "tpu9"}, "device: 'tpu9'"),
-        (
-            {"system": "Be brief."},
-            r"system: 'Be brief\.' has no effect here\. Give it with --chat-template, or leave it out",
-        ),
         ({"generation": {"temprature": 1}}, "unknown generation argument 'temprature'; did you mean 'temperature'"),
         ({"generation": {"temperature": 1}}, "generation.temperature: has no effect, because no task"),
-        ({"batch_size": "some"}, r"batch_size: 'some'\. Give a whole number of at least 1, or auto\."),
-        ({"batch_size": 0}, "batch_size: 0"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_is_evaluated(model, data_dir, tmp_path, given, says):
-    base = {
-        "models": str(model),
-        "tasks": "quiz",
-        "data_dir": str(data_dir),
-        "run_code": True,
-        "output": str(tmp_path / "out"),
-    }
+def test_bad_input_is_one_line_before_anything_is_evaluated(model, quiz, tmp_path, given, says):
+    base = {**quiz, "models": str(model), "output": str(tmp_path / "out")}
     given = given | ({"models": given["models"].format(model=model)} if "models" in given else {})
     with pytest.raises(UserError, match=says) as raised:
-        lamina.evaluate(**{**base, **given}, bar=False)
+        lamina.evaluate(**{**base, **given})
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
 
@@ -223,47 +198,31 @@ def test_a_diverged_run_alone_has_nothing_to_evaluate(tmp_path, text):
         lamina.evaluate(models=str(run), corpus=str(text), output=str(tmp_path / "out"), bar=False)
 
 
-@pytest.mark.parametrize("changed", ["nothing", "model", "text", "data"])
-def test_a_score_is_computed_again_once_what_it_rests_on_has_changed(data_dir, text, tmp_path, changed):
+@pytest.mark.parametrize("changed", ["model", "text", pytest.param("data", marks=pytest.mark.slow)])
+def test_a_score_is_computed_again_once_what_it_rests_on_has_changed(data_dir, quiz, text, tmp_path, changed):
     place = saved_model(tmp_path / "one")
-    given = {
-        "models": str(place),
-        "corpus": str(text),
-        "tasks": "quiz",
-        "data_dir": str(data_dir),
-        "run_code": True,
-        "limit": 4,
-    }
-    before = lamina.evaluate(**given, output=str(tmp_path / "out"), bar=False)["units"]
+    given = {**quiz, "models": str(place), "corpus": str(text), "limit": 4}
+    before = lamina.evaluate(**given, output=str(tmp_path / "out"))["units"]
     if changed == "model":
         shutil.rmtree(place)
         saved_model(place, "pre_ln")
     elif changed == "text":
         text.write_text("a deep model of norms.\n" * 9)
-    elif changed == "data":
+    else:
         file = data_dir / "toy/quiz/default/test.jsonl"
         file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
     after = lamina.evaluate(output=str(tmp_path / "out"), resume=True, bar=False)["units"]
     again = {new["unit"] for old, new in zip(before, after, strict=True) if old != new}
-    assert again == {"model": {"perplexity", "quiz"}, "text": {"perplexity"}, "data": {"quiz"}}.get(changed, set())
-    fresh = lamina.evaluate(**given, output=str(tmp_path / "new"), bar=False)["units"]
+    assert again == {"model": {"perplexity", "quiz"}, "text": {"perplexity"}, "data": {"quiz"}}[changed]
+    fresh = lamina.evaluate(**given, output=str(tmp_path / "new"))["units"]
     assert [unit["scores"] for unit in after] == [unit["scores"] for unit in fresh]
 
 
-@pytest.mark.parametrize("damage", ["zeroed", "cut", "deleted", "edited"])
-def test_damaged_items_are_made_again(model, data_dir, tmp_path, damage):
+@pytest.mark.parametrize("damage", ["cut", "deleted", "edited"])
+def test_damaged_items_are_made_again(model, quiz, tmp_path, damage):
     out = tmp_path / "out"
-    given = {
-        "models": str(model),
-        "tasks": "quiz",
-        "data_dir": str(data_dir),
-        "run_code": True,
-        "output": str(out),
-        "bar": False,
-    }
-    before = lamina.evaluate(**given)["units"][0]["scores"]
+    before = lamina.evaluate(**quiz, models=str(model), output=str(out))["units"][0]["scores"]
     (file,) = out.glob("items/*/quiz.parquet")
-    whole = file.read_bytes()
     if damage == "deleted":
         file.unlink()
     elif damage == "edited":
@@ -272,7 +231,7 @@ def test_damaged_items_are_made_again(model, data_dir, tmp_path, damage):
         record["scores"][0]["value"] = 0.123
         scores.write_text(json.dumps(record))
     else:
-        file.write_bytes(bytes(len(whole)) if damage == "zeroed" else whole[:100])
+        file.write_bytes(file.read_bytes()[:100])
     assert lamina.evaluate(output=str(out), resume=True, bar=False)["units"][0]["scores"] == before
     assert len(pd.read_parquet(file)) == 20
 
@@ -302,38 +261,30 @@ unspoiled = without("no-such-file")
 @pytest.mark.parametrize(
     ("spoil", "given", "says"),
     [
-        (without("model.safetensors"), {}, "models: .* has no weights"),
         (cut_short, {}, "models: .*: model.safetensors is cut short or altered"),
         (without("tokenizer*"), {}, r"tokenizer: .* holds no tokenizer"),
         (with_scores, {}, "LaminaForSequenceClassification, which returns scores"),
         (unspoiled, {"tokenizer": "no/such/tokenizer"}, "tokenizer: .*no/such/tokenizer"),
         (unspoiled, {"chat_template": True}, "chat_template: the tokenizer of .* has no chat template"),
         (unspoiled, {"corpus": "{folder}/rows.jsonl"}, "text"),
-        (unspoiled, {"corpus": "{folder}/words.txt:0.9,embedded:0.1"}, "is a mix"),
+        (unspoiled, {"corpus": "{folder}/rows.jsonl:0.9,embedded:0.1"}, "is a mix"),
     ],
 )
-def test_what_a_model_or_text_lacks_is_said_before_the_folder_is_touched(model, data_dir, tmp_path, spoil, given, says):
+def test_what_a_model_or_text_lacks_is_said_before_the_folder_is_touched(model, quiz, tmp_path, spoil, given, says):
     place, out = tmp_path / "model", tmp_path / "out"
     shutil.copytree(model, place, ignore=shutil.ignore_patterns("manifest.json"))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
-    (tmp_path / "words.txt").write_text("words\n")
     spoil(place)
     given = {name: value.format(folder=tmp_path) if name == "corpus" else value for name, value in given.items()}
     with pytest.raises(UserError, match=says):
-        lamina.evaluate(
-            models=str(place), tasks="quiz", data_dir=str(data_dir), run_code=True, output=str(out), bar=False, **given
-        )
+        lamina.evaluate(**{**quiz, "models": str(place), "output": str(out), **given})
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
     ("vocab_size", "spoil", "says"),
     [
-        (
-            257,
-            without_readout,
-            "Lamina drew random weights for tensors that the checkpoint lacks: lm_head.weight",
-        ),  # it would be drawn, and score noise
+        (257, without_readout, "Lamina drew random weights for tensors that the checkpoint lacks: lm_head.weight"),
         (200, unspoiled, r"tokenizer: it has 257 tokens, but the model .* has 200"),
     ],
 )
@@ -378,19 +329,8 @@ def test_answers_are_written_as_the_user_says_after_the_system_s_turn(written, t
         return generate(self, input_ids, **options)
 
     monkeypatch.setattr(GenerationMixin, "generate", seen)
-    words = [
-        "eval",
-        str(folder),
-        "--tasks",
-        "written",
-        "--data-dir",
-        str(written),
-        "--run-code",
-        "--limit",
-        "4",
-        "--batch-size",
-        "1",
-    ]
+    words = ["eval", str(folder), "--tasks", "written", "--data-dir", str(written), "--run-code"]
+    words += ["--limit", "4", "--batch-size", "1"]
     assert main([*words, "--output", str(tmp_path / "plain")]) == 0
     more = ["--chat-template", "--system", "Be brief.", "--generation.temperature", "0.5"]
     more += ["--generation.max_gen_toks", "9"]  # a temperature samples, though the task says do_sample: False
@@ -402,16 +342,9 @@ def test_answers_are_written_as_the_user_says_after_the_system_s_turn(written, t
     assert not any("<system>" in text for text, _ in asked[:4])
 
 
-def test_auto_takes_as_many_as_fit(model, data_dir, text, tmp_path, monkeypatch):
-    given = {
-        "models": str(model),
-        "corpus": str(text),
-        "tasks": "quiz",
-        "data_dir": str(data_dir),
-        "run_code": True,
-        "limit": 6,
-    }
-    plain = lamina.evaluate(**given, output=str(tmp_path / "plain"), bar=False)
+def test_auto_takes_as_many_as_fit(model, quiz, text, tmp_path, monkeypatch):
+    given = {**quiz, "models": str(model), "corpus": str(text), "limit": 6}
+    plain = lamina.evaluate(**given, output=str(tmp_path / "plain"))
     tried = []
     perplexity = job.perplexity
 
@@ -422,7 +355,7 @@ def test_auto_takes_as_many_as_fit(model, data_dir, text, tmp_path, monkeypatch)
         return perplexity(*args, batch_size=batch_size, **options)
 
     monkeypatch.setattr(job, "perplexity", small)
-    fitted = lamina.evaluate(**given, output=str(tmp_path / "auto"), batch_size="auto", bar=False)
+    fitted = lamina.evaluate(**given, output=str(tmp_path / "auto"), batch_size="auto")
     assert tried[0] == 8 > tried[-1]
     for one, other in zip(plain["units"], fitted["units"], strict=True):
         values = [[score["value"] for score in unit["scores"]] for unit in (one, other)]
@@ -453,7 +386,7 @@ def test_two_processes_score_as_one_does_and_one_of_them_writes(model, written, 
     assert failed.stderr.count("lamina: tasks: written: ") == 1
 
 
-def test_the_scores_are_the_saved_model_s_and_the_training_is_undisturbed(tmp_path, data_dir):
+def test_the_scores_are_the_saved_model_s_and_the_training_is_undisturbed(tmp_path, data_dir, quiz):
     corpus = write_corpus(tmp_path / "words.txt")
     given = {"steps": 4, "eval_steps": 2, "precision": "fp32", "compile": "off", "sequence_length": 128}
     tasks = {"eval_tasks": "quiz,quiz@1", "eval_data_dir": str(data_dir), "run_code": True, "eval_task_limit": 12}
@@ -468,42 +401,17 @@ def test_the_scores_are_the_saved_model_s_and_the_training_is_undisturbed(tmp_pa
     assert evaluated[-1]["tasks"] == scored["tasks"]
     assert "On tasks" in report(tmp_path / "scored").read_text()
     assert "On tasks" not in report(tmp_path / "plain").read_text()
-    found = lamina.evaluate(
-        models=str(tmp_path / "scored"), tasks="quiz,quiz@1", data_dir=str(data_dir), run_code=True, limit=12,
-        output=str(tmp_path / "out"), bar=False,
-    )  # fmt: skip
+    given = {**quiz, "models": str(tmp_path / "scored"), "tasks": "quiz,quiz@1", "limit": 12}
+    found = lamina.evaluate(**given, output=str(tmp_path / "out"))
     values = {unit["unit"]: unit["scores"][0]["value"] for unit in found["units"]}
     assert scored["tasks"] == pytest.approx(values)
 
 
 def test_an_unknown_task_is_refused_before_the_folder_is_touched(tmp_path, data_dir):
-    run = settings(
-        write_corpus(tmp_path / "words.txt"),
-        tmp_path / "run",
-        eval_tasks="quizz",
-        eval_data_dir=str(data_dir),
-        run_code=True,
-    )
+    scored = {"eval_tasks": "quizz", "eval_data_dir": str(data_dir), "run_code": True}
+    run = settings(write_corpus(tmp_path / "words.txt"), tmp_path / "run", **scored)
     with pytest.raises(UserError, match=r"eval_tasks: unknown task 'quizz'; did you mean 'quiz'"):
         pretrain(run, bar=False)
-    assert not (tmp_path / "run").exists()
-
-
-def test_tasks_change_a_trial_s_key_and_their_absence_does_not(tmp_path):
-    from lamina.training.settings import PretrainSettings
-
-    plain = trial.identity("pretrain", PretrainSettings())
-    assert "eval_tasks" not in plain["settings"]
-    assert "eval_task_limit" not in plain["settings"]
-    other = trial.identity("pretrain", PretrainSettings(eval_tasks="quiz"))
-    assert trial.key(plain) != trial.key(other)
-
-
-def test_an_objective_that_writes_no_text_has_no_tasks(tmp_path):
-    with pytest.raises(UserError, match=r"eval_tasks: 'quiz' has no effect on the objective 'image_classification'"):
-        pretrain(
-            settings(tmp_path, tmp_path / "run", backbone="vit-tiny", num_heads=None, eval_tasks="quiz"), bar=False
-        )
     assert not (tmp_path / "run").exists()
 
 
