@@ -51,22 +51,17 @@ def test_what_the_residual_carries_is_said_and_drawn(wiring, said, lines, square
     assert [box["width"] for box in boxes].count("8") == squares
 
 
-def test_a_parallel_feed_forward_reads_what_the_block_reads():
-    layer = resolve("pre_ln", 4, wiring="parallel").layers[0]
-    assert equations([layer]) == ("y  = x + A( LN x )", "x' = y + F( LN x )")
-
-
-def test_keels_equations_are_the_papers():
-    first, rest = (kind for kind, _ in resolve("keel", 32).kinds())
-    assert equations([first]) == ("y  = x + A( LN x )", "x' = LN( y + F( LN y ) )")
-    assert equations([rest]) == ("y  = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y ) )")
-    assert "├─ block 0\n" in text(resolve("keel", 32))
-    assert "├─ blocks 1-31\n" in text(resolve("keel", 32))
-
-
-def test_fusenorms_feed_forward_skip_carries_the_blocks_input():
-    rest = resolve("fusenorm", 4).layers[1]
-    assert equations([rest]) == ("y  = LN( x + A( x ) )", "x' = LN( x + F( y ) )")
+@pytest.mark.parametrize(
+    ("spec", "layer", "lines"),
+    [
+        ("pre_ln(wiring=parallel)", 0, ("y  = x + A( LN x )", "x' = y + F( LN x )")),
+        ("keel", 0, ("y  = x + A( LN x )", "x' = LN( y + F( LN y ) )")),
+        ("keel", 1, ("y  = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y ) )")),
+        ("fusenorm", 1, ("y  = LN( x + A( x ) )", "x' = LN( x + F( y ) )")),
+    ],
+)
+def test_a_layers_equations_are_the_papers(spec, layer, lines):
+    assert equations([resolve(spec, 32).layers[layer]]) == lines
 
 
 @pytest.mark.parametrize(

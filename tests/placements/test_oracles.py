@@ -70,7 +70,7 @@ def size(module):
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 5])
+@pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_norms_have_as_many_parameters_as_the_paper_says(name, num_layers):
     bare = size(LlamaForCausalLM(llama(num_layers))) - (2 * num_layers + 1) * d

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.tiny_runs import cut_at
+from training.tiny_runs import SMALL, cut_at
 from transformers import LlamaConfig
 
 import lamina
@@ -87,13 +87,12 @@ def test_the_wiring_of_the_page_goes_around_any_norms():
     assert sources[-1].weight.tolist() == [1.0, 1.0]
 
 
-def test_a_spec_may_name_the_wirings_file_so_that_a_trials_process_reads_it(folder):
+def test_a_spec_may_name_the_wirings_file_so_that_a_trials_process_reads_it(folder, capsys):
     spec = "keel(wiring=mine.py,norm=clipped)"
     assert spec in PAGE
     listed = set(WIRINGS.names())
-    shown = run("placements", spec, "--num-layers", "3", cwd=folder)
-    assert shown.returncode == 0, shown.stderr
-    assert "1 in the last" in shown.stdout
+    assert main(["placements", spec, "--num-layers", "3"]) == 0
+    assert "1 in the last" in capsys.readouterr().out
     block = lamina.build(llama(), spec).model.layers[-1]
     assert block.sources.weight.tolist() == [1.0, 1.0]
     assert type(block.attention.post_norm).__name__ == "ClippedNorm"
@@ -128,21 +127,19 @@ def test_the_yaml_file_means_what_the_page_says():
     assert pre.feed_forward.skip_scale == pytest.approx(2**0.5)
 
 
-@pytest.mark.parametrize("placement", ["mine.yaml", "mine.py", "mine.py(alpha=0.9)"])
+@pytest.mark.parametrize("placement", ["mine.yaml", "mine.py(alpha=0.9)"])
 def test_a_placement_of_the_page_trains(folder, placement):
-    sizes = {"num_layers": 5, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2}
-    settings = PretrainSettings(placement=placement, corpus="words.txt", output="run", steps=2, eval_blocks=4, **sizes)
-    result = pretrain(settings, bar=False)
+    sizes = {**SMALL, "num_layers": 5, "steps": 2}
+    result = pretrain(PretrainSettings(placement=placement, corpus="words.txt", output="run", **sizes), bar=False)
     assert result["status"] in ("finished", "short", "stuck")
     assert result["steps"] == 2
     model = type(lamina.build(llama(), placement)).from_pretrained(folder / "run" / "model")
-    assert len(model.model.layers) == 5
+    skip_scale = 0.9 if "alpha" in placement else 2**0.5
+    assert model.model.layers[4].feed_forward.skip_scale == pytest.approx(skip_scale)
 
 
-@pytest.mark.parametrize("placement", ["mine.py(norm=clipped)", "mine.py(wiring=again)"])
-def test_a_run_with_the_pages_norm_or_wiring_resumes_in_a_process_that_has_not_read_the_file(folder, placement):
-    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2, "threads": 1}
-    given = {"placement": placement, "corpus": "words.txt", "steps": 4, "save_steps": 2, "eval_blocks": 4, **sizes}
+def test_a_run_with_the_pages_norm_and_wiring_resumes_in_a_process_that_has_not_read_the_file(folder):
+    given = {"placement": "mine.py(norm=clipped,wiring=again)", "corpus": "words.txt", **SMALL, "save_steps": 2}
     pretrain(PretrainSettings(output="whole", **given), bar=False)
     with cut_at(3):
         pretrain(PretrainSettings(output="cut", **given), bar=False)
@@ -150,12 +147,6 @@ def test_a_run_with_the_pages_norm_or_wiring_resumes_in_a_process_that_has_not_r
     assert done.returncode == 0, done.stderr
     whole, cut = (folder / name / "model" / "model.safetensors" for name in ("whole", "cut"))
     assert whole.read_bytes() == cut.read_bytes()
-
-
-def test_the_python_files_option_reaches_the_model():
-    model = lamina.build(llama(), "mine.py", alpha=0.9)
-    assert model.model.layers[0].attention.skip_scale == 0.9
-    assert torch.isfinite(model(input_ids=torch.arange(8)[None]).logits).all()
 
 
 @pytest.mark.slow

@@ -9,10 +9,11 @@ from lamina.errors import UserError
 from lamina.placements import Layer, Norm, Plan, Sublayer, get, names, resolve
 
 COMMON = [
-    {}, {"final_norm": True}, {"final_norm": False}, {"embedding_norm": True},
-    {"embedding_scale": "sqrt_hidden_size"}, {"embedding_scale": 2.5}, {"norm": "layer"},
-    {"norm": "group", "groups": 4}, {"qk_norm": "head", "v_norm": "full"},
-]  # fmt: skip
+    {},
+    {"final_norm": True, "embedding_scale": "sqrt_hidden_size", "norm": "layer"},
+    {"final_norm": False, "embedding_norm": True, "embedding_scale": 2.5},
+    {"norm": "group", "groups": 4, "qk_norm": "head", "v_norm": "full"},
+]
 
 
 def back_from_json(plan):
