@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,8 @@ from lamina.preflights.verdict import (
     verdict_of,
 )
 from lamina.training.settings import PretrainSettings
-from tools.calibration import preflight_calibration, preflight_fit
+from tools.calibration import preflight_calibration as calibrating
+from tools.calibration import preflight_fit as fitting
 
 FINE = Features(
     step=32, finite=1.0, excess=-0.30, excess_error=0.02, context=0.32, similarity=0.49, jacobian=-0.05,
@@ -167,24 +167,14 @@ def test_every_direction_makes_sense():
         assert chance(replace(middle, **better), calibration()) >= chance(middle, calibration()), better
 
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    return preflight_calibration, preflight_fit
-
-
-def test_the_pages_tables_are_those_of_the_records(scripts):
-    calibrating, fitting = scripts
+def test_the_pages_tables_are_those_of_the_records():
     runs, measured = calibrating.read("runs.jsonl"), calibrating.read("measurements.jsonl")
     made = fitting.judged(runs, measured, calibration())
     assert made == json.loads(fitting.JUDGED.read_text())
     assert fitting.tables(made) in fitting.PAGE.read_text()
 
 
-def test_nothing_is_judged_on_what_it_was_fitted_on(scripts):
-    calibrating, fitting = scripts
+def test_nothing_is_judged_on_what_it_was_fitted_on():
     sets = {}
     for run in calibrating.read("runs.jsonl"):
         sets.setdefault(run["set"], set()).add(calibrating.key_of(run["case"]))
@@ -194,8 +184,7 @@ def test_nothing_is_judged_on_what_it_was_fitted_on(scripts):
     assert sum(name in sets for name in fitting.JUDGED_ON) >= 4
 
 
-def test_the_grid_is_every_placement_depth_initializer_and_rate(scripts):
-    calibrating, _ = scripts
+def test_the_grid_is_every_placement_depth_initializer_and_rate():
     grid = list(calibrating.cases("grid"))
     assert len(grid) == len({calibrating.key_of(c) for c in grid}) == 17 * 3 * 2 * 2 == calibrating.SETS["grid"]
     assert {c["num_layers"] for c in grid} == {12, 24, 48}
@@ -212,14 +201,14 @@ def test_the_grid_is_every_placement_depth_initializer_and_rate(scripts):
         ({"losses": [[4, 3.0], [8, 3.6], [12, 2.5]]}, "trained badly"),
     ],
 )
-def test_what_a_run_came_to(scripts, changed, expected):
+def test_what_a_run_came_to(changed, expected):
     result = {
         "status": "finished",
         "unigram_entropy": 3.0,
         "losses": [[4, 5.5], [8, 3.1], [12, 2.5]],
         "eval_losses": [[40, 2.7], [80, 2.5]],
     }
-    assert scripts[1].outcome({**result, **changed}) == expected
+    assert fitting.outcome({**result, **changed}) == expected
 
 
 def run_of(placement: str, rate: float, outcome: str):
@@ -235,21 +224,20 @@ KNOWN = [
 ]
 
 
-def test_the_trivial_rules_are_the_best_interval_of_rates_and_the_share_by_name(scripts):
-    _, trivial = scripts
-    assert trivial.rate_bounds(KNOWN) == (1e-3, 1e-2)  # four of five; 1e-2 alone gets four, too, and comes later
-    assert trivial.shares_by_name(KNOWN) == {"keel": 2 / 3, "post_ln": 0.0}
+def test_the_trivial_rules_are_the_best_interval_of_rates_and_the_share_by_name():
+    assert fitting.rate_bounds(KNOWN) == (1e-3, 1e-2)  # four of five; 1e-2 alone gets four, too, and comes later
+    assert fitting.shares_by_name(KNOWN) == {"keel": 2 / 3, "post_ln": 0.0}
 
 
-def test_the_preflight_is_compared_on_the_runs_that_it_decides(scripts):
+def test_the_preflight_is_compared_on_the_runs_that_it_decides():
     verdicts = {1e-3: "undecided", 1e-2: "fine", 1e-4: "will not train", 1e-1: "fine"}
-    made = scripts[1].compared(KNOWN, KNOWN, lambda r: verdicts[r.case["learning_rate"]])
+    made = fitting.compared(KNOWN, KNOWN, lambda r: verdicts[r.case["learning_rate"]])
     assert (made["runs"], made["decided"], made["preflight"]) == (5, 3, 2)
     assert made["rules"]["rate"] == {"of all": 4, "of the decided": 3}
     assert made["rules"]["name"] == {"of all": 4, "of the decided": 2}
 
 
-def test_a_studys_trials_become_runs_one_per_setting(scripts, tmp_path):
+def test_a_studys_trials_become_runs_one_per_setting(tmp_path):
     for number, (seed, kind, status, changes) in enumerate(
         (
             (1, "pretrain", "finished", {}),
@@ -267,7 +255,7 @@ def test_a_studys_trials_become_runs_one_per_setting(scripts, tmp_path):
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
         (folder / "result.json").write_text(json.dumps({"status": status, "eval_loss": 2.0, "unigram_entropy": 3.0}))
         (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 60, "eval_loss": 2.0}\n')
-    runs = list(scripts[0].trial_runs(tmp_path))
+    runs = list(calibrating.trial_runs(tmp_path))
     seen = {(r["set"], r["case"]["num_layers"], r["case"]["seed"], r["result"]["status"]) for r in runs}
     assert seen == {("trials", 12, 0, "stuck"), ("other depths", 6, 0, "finished")}
     deep = next(r for r in runs if r["set"] == "other depths")
