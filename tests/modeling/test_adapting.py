@@ -132,10 +132,9 @@ def test_a_placement_loses_what_a_llama_loses(placement, method, llamas_error, t
     torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("placement", spread(names()))
+@pytest.mark.parametrize("placement", spread(names(), ("fusenorm", "hybridnorm")))
 def test_an_adapter_is_trained_on_quantized_weights(placement, method, tmp_path):
     """As QLoRA does it; what was trained is loaded again on top of the weights as they are quantized anew."""
-    peft = pytest.importorskip("peft")
     built(placement).save_pretrained(tmp_path / "model")
     tuned = peft.get_peft_model(quantized(tmp_path / "model", method), peft.LoraConfig(r=4))
     trained = [p for p in tuned.parameters() if p.requires_grad]

@@ -7,9 +7,11 @@ from tiny import LATENT, OF_EXPERTS, OF_TEXT, SIZES, TOKENS, VOCABULARY, token_i
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lamina
+from lamina.core.architectures import ROLES
 from lamina.errors import UserError
+from lamina.modeling.initialization import weights
 from lamina.modeling.parts import decaying
-from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
+from lamina.placements import names, resolve
 
 PRE_LN = {"input_layernorm": "attention.pre_norm", "post_attention_layernorm": "feed_forward.pre_norm"}
 PERI_LN = {
@@ -19,48 +21,8 @@ PERI_LN = {
     "post_feedforward_layernorm": "feed_forward.out_norm",
 }
 OUT_LN = {"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"}
-NUM_LAYERS = 3
-
-
-def peri_ln():
-    return resolve("peri_ln", NUM_LAYERS, embedding_norm=False)
-
-
-def out_ln():
-    sublayer = Sublayer(out_norm=Norm())
-    return Plan(
-        placement="mine", layers=(Layer(attention=sublayer, feed_forward=sublayer),) * NUM_LAYERS, final_norm=Norm()
-    )
-
-
-def pre_ln():
-    return resolve("pre_ln", NUM_LAYERS)
-
-
-def parallel():
-    return resolve("pre_ln", NUM_LAYERS, wiring="parallel")
-
-
-def sandwich():
-    return resolve("sandwich_ln", NUM_LAYERS)
-
-
-def doge():
-    return resolve("doge", NUM_LAYERS)
-
-
-def scaled():
-    return resolve("granite", NUM_LAYERS, multiplier=0.3)
-
-
-def scaled_and_normed():
-    return resolve("granite", NUM_LAYERS, multiplier=0.3, out_norm=True)
-
-
-def scaled_by_depth():
-    return resolve("minicpm", NUM_LAYERS)
-
-
+NUM_LAYERS = 2
+KNOWN_ROLES = {*ROLES.values(), "embedding", "readout", "vector", "bias", "wiring"}
 APERTUS = {"attention_layernorm": "attention.pre_norm", "feedforward_layernorm": "feed_forward.pre_norm"}
 GLM4 = {
     "input_layernorm": "attention.pre_norm",
@@ -69,58 +31,50 @@ GLM4 = {
     "post_mlp_layernorm": "feed_forward.out_norm",
 }
 HYPERCLOVA = {**PRE_LN, "post_norm1": "attention.out_norm", "post_norm2": "feed_forward.out_norm"}
-MUP = {"embedding_multiplier": 3.0, "logits_scaling": 0.7, "attention_multiplier": 0.2}
+MUP = {"embedding_multiplier": 3.0, "logits_scaling": 0.7, "attention_multiplier": 0.2, "residual_multiplier": 0.3}
 MLA = {**LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "head_dim": 8}
-GEMMA3 = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
-GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+ALTERNATING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
 BACKBONES = {
-    "llama": (pre_ln, PRE_LN, {}),
-    "apertus": (pre_ln, APERTUS, {}),
-    "ernie4_5": (pre_ln, PRE_LN, {}),
-    "exaone4": (out_ln, OUT_LN, {"sliding_window": 4, "sliding_window_pattern": 2}),
-    "gemma": (pre_ln, PRE_LN, {"head_dim": 16}),
-    "glm4": (sandwich, GLM4, {"head_dim": 8}),
-    "phi3": (pre_ln, PRE_LN, {"resid_pdrop": 0.0}),
-    "seed_oss": (pre_ln, PRE_LN, {"head_dim": 8}),
-    "starcoder2": (pre_ln, PRE_LN, {"sliding_window": 4}),
-    "mistral": (pre_ln, PRE_LN, {"sliding_window": 4}),
-    "qwen2": (pre_ln, PRE_LN, {}),
-    "qwen3": (pre_ln, PRE_LN, {"head_dim": 16}),
-    "deepseek_v3": (pre_ln, PRE_LN, MLA),
-    "deepseek_v2": (pre_ln, PRE_LN, MLA),
-    "gemma3_text": (peri_ln, PERI_LN, GEMMA3),
-    "gemma2": (peri_ln, PERI_LN, {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
-    "olmo2": (out_ln, OUT_LN, {}),
-    "olmo3": (
-        out_ln,
-        OUT_LN,
-        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
-    "smollm3": (pre_ln, PRE_LN, {"no_rope_layers": [1, 0, 1]}),
-    "granite": (scaled, PRE_LN, {**MUP, "residual_multiplier": 0.3}),
-    "hyperclovax": (scaled_and_normed, HYPERCLOVA, {**MUP, "residual_multiplier": 0.3, "use_post_norm": True}),
-    "gpt_neox": (parallel, PRE_LN, {"num_key_value_heads": 4}),
-    "stablelm": (parallel, PRE_LN, {"use_parallel_residual": True}),
-    "cohere": (parallel, PRE_LN, {"logit_scale": 0.5, "use_qk_norm": True}),
-    "cohere2": (
-        parallel,
-        PRE_LN,
-        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
-    "phi": (parallel, PRE_LN, {}),
-    "minicpm3": (scaled_by_depth, PRE_LN, {**MLA, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 8}),
+    "llama": ("pre_ln", PRE_LN, {}),
+    "apertus": ("pre_ln", APERTUS, {}),
+    "ernie4_5": ("pre_ln", PRE_LN, {}),
+    "exaone4": ("out_ln", OUT_LN, {"sliding_window": 4, "sliding_window_pattern": 2}),
+    "gemma": ("pre_ln", PRE_LN, {"head_dim": 16}),
+    "glm4": ("sandwich_ln", GLM4, {"head_dim": 8}),
+    "phi3": ("pre_ln", PRE_LN, {"resid_pdrop": 0.0}),
+    "seed_oss": ("pre_ln", PRE_LN, {"head_dim": 8}),
+    "starcoder2": ("pre_ln", PRE_LN, {"sliding_window": 4}),
+    "mistral": ("pre_ln", PRE_LN, {"sliding_window": 4}),
+    "qwen2": ("pre_ln", PRE_LN, {}),
+    "qwen3": ("pre_ln", PRE_LN, {"head_dim": 16}),
+    "deepseek_v3": ("pre_ln", PRE_LN, MLA),
+    "deepseek_v2": ("pre_ln", PRE_LN, MLA),
+    "gemma3_text": ("peri_ln(embedding_norm=false)", PERI_LN, {**GEMMA, **ALTERNATING}),
+    "gemma2": ("peri_ln(embedding_norm=false)", PERI_LN, GEMMA),
+    "olmo2": ("out_ln", OUT_LN, {}),
+    "olmo3": ("out_ln", OUT_LN, ALTERNATING),
+    "smollm3": ("pre_ln", PRE_LN, {"no_rope_layers": [1, 0]}),
+    "granite": ("granite(multiplier=0.3)", PRE_LN, MUP),
+    "hyperclovax": ("granite(multiplier=0.3,out_norm=true)", HYPERCLOVA, {**MUP, "use_post_norm": True}),
+    "gpt_neox": ("pre_ln(wiring=parallel)", PRE_LN, {"num_key_value_heads": 4}),
+    "stablelm": ("pre_ln(wiring=parallel)", PRE_LN, {"use_parallel_residual": True}),
+    "cohere": ("pre_ln(wiring=parallel)", PRE_LN, {"logit_scale": 0.5, "use_qk_norm": True}),
+    "cohere2": ("pre_ln(wiring=parallel)", PRE_LN, ALTERNATING),
+    "phi": ("pre_ln(wiring=parallel)", PRE_LN, {}),
+    "minicpm3": ("minicpm", PRE_LN, {**MLA, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 8}),
 }
 # Layers of those above, but for experts, an activation, or norms inside their modules.
 ALIKE = {
-    **dict.fromkeys(("arcee", "bitnet", "glm", "jais2", "ministral3"), (pre_ln, PRE_LN, {"head_dim": 8})),
-    "cwm": (pre_ln, PRE_LN, {"head_dim": 8, "sliding_window": 4}),
+    **dict.fromkeys(("arcee", "bitnet", "glm", "jais2", "ministral3"), ("pre_ln", PRE_LN, {"head_dim": 8})),
+    "cwm": ("pre_ln", PRE_LN, {"head_dim": 8, "sliding_window": 4}),
     **dict.fromkeys(
         ("glm4_moe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open"),
-        (pre_ln, PRE_LN, OF_EXPERTS),
+        ("pre_ln", PRE_LN, OF_EXPERTS),
     ),
-    "exaone_moe": (pre_ln, PRE_LN, {**OF_EXPERTS, "sliding_window": 4, "sliding_window_pattern": 2}),
-    "doge": (doge, PRE_LN, {}),
-    "granitemoe": (scaled, PRE_LN, {**OF_EXPERTS, **MUP, "residual_multiplier": 0.3}),
+    "exaone_moe": ("pre_ln", PRE_LN, {**OF_EXPERTS, "sliding_window": 4, "sliding_window_pattern": 2}),
+    "doge": ("doge", PRE_LN, {}),
+    "granitemoe": ("granite(multiplier=0.3)", PRE_LN, {**OF_EXPERTS, **MUP}),
 }
 
 
@@ -175,25 +129,24 @@ def copy_weights(theirs, ours, renamed, plus_one):
 @pytest.fixture(params=[*BACKBONES, *ALIKE])
 def pair(request):
     torch.manual_seed(0)
-    make_plan, renamed, _ = {**BACKBONES, **ALIKE}[request.param]
+    placement, renamed, _ = {**BACKBONES, **ALIKE}[request.param]
     config = configuration(request.param)
     theirs = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    ours = lamina.build(config, make_plan()).eval()
+    ours = lamina.build(config, placement).eval()
     copy_weights(theirs, ours, renamed, plus_one=request.param in PLUS_ONE)
     return theirs, ours
 
 
-@pytest.mark.parametrize("padding", [0, 3])
 @torch.no_grad()
-def test_logits_loss_and_every_state_are_those_of_transformers(pair, padding):
+def test_padded_logits_loss_and_every_state_are_those_of_transformers(pair):
     ids = token_ids()
     mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
+    mask[0, :3] = 0
     given = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "output_hidden_states": True}
-    theirs, ours = (model(**given, attention_mask=mask if padding else None) for model in pair)
+    theirs, ours = (model(**given, attention_mask=mask) for model in pair)
     kept = mask == 1
     close = 1e-5 if pair[0].config.model_type in LAST_BITS else 0
     torch.testing.assert_close(ours.logits[kept], theirs.logits[kept], rtol=0, atol=close)
@@ -212,7 +165,7 @@ def test_generation_with_a_cache_gives_the_tokens_of_transformers(pair):
 
 
 @pytest.mark.parametrize(("model_type", "name"), rotated(BACKBONES, names()))
-def test_every_placement_trains_on_every_backbone(model_type, name):
+def test_every_placement_trains_on_every_backbone_and_every_weight_has_a_role(model_type, name):
     config = configuration(model_type)
     no_last = name == "subln" and model_type in ("deepseek_v2", "deepseek_v3")  # experts
     if no_last or (resolve(name, NUM_LAYERS).qk_norm != "off" and model_type in NO_MORE_NORMS):
@@ -226,19 +179,27 @@ def test_every_placement_trains_on_every_backbone(model_type, name):
     assert not [key for key in decaying(model) if "norm" in key]  # Cohere's gains on queries are matrices
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None or "experts" in key, key
+    covered = list(weights(model))
+    assert [weight.name for weight in covered] == [key for key, _ in model.named_parameters()]
+    for weight in covered:
+        assert weight.role in KNOWN_ROLES, weight.name
+        assert (weight.layer >= 0) == (".layers." in weight.name)
+        if weight.layer >= 0:
+            assert weight.sublayer == weight.name.split(".layers.")[1].split(".")[1]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "olmo2"])
-@pytest.mark.parametrize("scope", ["head", "full"])
-def test_a_backbone_with_norms_of_its_own_on_queries_and_keys_gets_no_second_ones(model_type, scope):
-    with pytest.raises(UserError, match=r"qk_norm: .* already has a norm"):
-        lamina.build(configuration(model_type), "pre_ln", qk_norm=scope)
-
-
-@pytest.mark.parametrize("option", ["qk_norm", "v_norm"])
-def test_a_backbone_without_such_projections_refuses_norms_on_them(option):
-    with pytest.raises(UserError, match=rf"{option}: 'head' does not apply, because .* has "):
-        lamina.build(configuration("deepseek_v3"), "pre_ln", **{option: "head"})
+@pytest.mark.parametrize(
+    ("model_type", "option", "why"),
+    [
+        ("qwen3", "qk_norm", ".* already has a norm"),
+        ("olmo2", "qk_norm", ".* already has a norm"),
+        ("deepseek_v3", "qk_norm", "'head' does not apply, because .* has "),
+        ("deepseek_v3", "v_norm", "'head' does not apply, because .* has "),
+    ],
+)
+def test_norms_on_projections_that_are_not_there_or_are_normed_are_refused(model_type, option, why):
+    with pytest.raises(UserError, match=f"{option}: {why}"):
+        lamina.build(configuration(model_type), "pre_ln", **{option: "head"})
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gptj", "t5", "bert"])  # small by the names that each has for its sizes

@@ -67,22 +67,19 @@ def test_every_preset_of_a_paper_is_checked_here():
 
 
 @pytest.mark.parametrize("preset", PAPER)
-def test_a_preset_has_the_papers_number_of_parameters(preset):
-    expected, count = PAPER[preset]
-    parameters = on_meta(preset, backbones.preset_config(preset)).named_parameters()
-    found = sum(p.numel() for key, p in parameters if count == "all" or ".layers." in key)
-    assert found / 1e6 == pytest.approx(expected, rel=0.05)
-
-
-@pytest.mark.parametrize("preset", PAPER)
-def test_the_parameters_of_the_list_are_those_of_the_whole_model(preset):
+def test_a_preset_has_the_papers_number_of_parameters_and_the_list_those_of_the_whole_model(preset):
     """The list's are transformers' own, counted from two depths."""
-    config = backbones.preset_config(preset)
-    if config.num_hidden_layers > 64:
-        config = resolve_backbone(preset, num_layers=9)
+    depth = backbones.preset_config(preset).num_hidden_layers
+    built = 16 if depth % 16 == 0 else depth  # blocks are alike but in the mixture, of 27
+    config = resolve_backbone(preset, num_layers=built)
     model = on_meta(preset, config)
     model.tie_weights()
-    assert backbones.count_parameters(config).total == sum(p.numel() for p in model.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    assert backbones.count_parameters(config).total == total
+    blocks = sum(p.numel() for key, p in model.named_parameters() if ".layers." in key)
+    expected, count = PAPER[preset]
+    outside = total - blocks if count == "all" else 0
+    assert (outside + depth / built * blocks) / 1e6 == pytest.approx(expected, rel=0.05)
 
 
 def test_active_parameters_leave_out_the_experts_that_a_token_does_not_take():
@@ -141,12 +138,8 @@ def test_another_size_keeps_the_width_of_the_heads_and_their_sharing(backbone, s
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("num_layers", v) for v in (0, -1, 2.5, True)],
-        *[("hidden_size", v) for v in (0, -8, 33)],
-        *[("num_heads", v) for v in (0, 5, 48)],
-        *[("vocab_size", v) for v in (0, -1, 2.5)],
-        *[("max_position_embeddings", v) for v in (0, -1)],
-        *[(field, 99999999999) for field in ("num_layers", "hidden_size", "num_heads", "vocab_size")],
+        *(("num_layers", 2.5), ("num_layers", True), ("hidden_size", 33), ("num_heads", 5)),
+        *(("vocab_size", 0), ("vocab_size", 99999999999), ("max_position_embeddings", 0)),
     ],
 )
 def test_a_size_with_no_meaning_or_beyond_all_bounds_is_refused_by_its_field(field, value):
@@ -162,17 +155,13 @@ def test_sizes_that_a_multi_latent_attention_derives_are_right(size):
     assert model(input_ids=torch.arange(3, 12)[None]).logits.isfinite().all()
 
 
-def test_a_folder_with_a_configuration_is_a_backbone(tmp_path):
-    configuration("qwen3").save_pretrained(tmp_path)
-    model = lamina.build(tmp_path, "pre_ln", num_layers=2)
-    assert backbone_of(model.config).model_type == "qwen3"
-    assert len(model.model.layers) == 2
-
-
-def test_a_lamina_checkpoint_gives_its_backbone(tmp_path):
-    lamina.build(llama(2), "keel").save_pretrained(tmp_path)
-    model = lamina.build(tmp_path, "pre_ln")
-    assert backbone_of(model.config).model_type == "llama"
+def test_a_folder_with_a_configuration_or_a_lamina_checkpoint_is_a_backbone(tmp_path):
+    configuration("qwen3").save_pretrained(tmp_path / "config")
+    lamina.build(configuration("qwen3"), "keel").save_pretrained(tmp_path / "model")
+    for folder in ("config", "model"):
+        model = lamina.build(tmp_path / folder, "pre_ln", num_layers=2)
+        assert backbone_of(model.config).model_type == "qwen3"
+        assert len(model.model.layers) == 2
 
 
 def test_a_folder_that_is_called_like_a_preset_does_not_hide_it(tmp_path, monkeypatch):
@@ -206,7 +195,7 @@ def test_a_backbone_that_builds_and_then_fails_is_refused():
         lamina.build(config, "pre_ln")
 
 
-@pytest.mark.parametrize("factor", [0.5, 1, 2, 4])
+@pytest.mark.parametrize("factor", [0.5, 4])
 def test_heads_of_latent_attention_keep_their_width(factor):
     """DeepSeek's head_dim is only the part of a head that is rotated."""
     own = resolve_backbone("16b-a2.4b")
@@ -274,6 +263,7 @@ def test_a_run_that_does_not_fit_is_refused(a_gigabyte, sizes, field):
     with pytest.raises(UserError, match=field) as error:
         resolve_run(PretrainSettings(**{**TINY, **sizes}))
     assert "this machine has 1.0 GiB free" in str(error.value)
+    resolve_run(PretrainSettings(**{**TINY, **sizes}), trained=False)  # another run stands in for it
 
 
 def test_the_states_of_the_optimizer_count(a_gigabyte):
@@ -281,13 +271,6 @@ def test_the_states_of_the_optimizer_count(a_gigabyte):
     with pytest.raises(UserError, match="hidden_size"):
         resolve_run(PretrainSettings(**sizes))
     resolve_run(PretrainSettings(**sizes, trainer={"optim": "sgd"}))
-
-
-def test_a_run_that_another_stands_in_for_is_not_measured(a_gigabyte):
-    settings = PretrainSettings(**{**TINY, "hidden_size": 2**12, "num_heads": 32})
-    resolve_run(settings, trained=False)
-    with pytest.raises(UserError, match="GiB free"):
-        resolve_run(settings)
 
 
 def test_a_model_that_does_not_fit_is_refused_unless_it_has_no_memory(a_gigabyte):
@@ -328,16 +311,8 @@ def test_a_name_on_the_hub_has_a_placement():
     assert lamina.placement_of(NAME).placement == "pre_ln"
     with pytest.raises(UserError, match=r"model: 'a/b/c': no such folder\. Give a folder"):
         lamina.placement_of("a/b/c")
-
-
-@pytest.mark.usefixtures("cached")
-def test_a_model_that_is_not_there_is_one_line(capsys, tmp_path):
     with pytest.raises(UserError, match=r"backbone: 'nobody/nothing' is neither a folder nor a model on the hub"):
         lamina.build("nobody/nothing", "keel")
-    command = ["pretrain", "--backbone", "nobody/nothing", "--output", str(tmp_path / "run"), "--steps", "1"]
-    assert main(command) == 2
-    assert "backbone: 'nobody/nothing'" in capsys.readouterr().err
-    assert not (tmp_path / "run" / "result.json").exists()
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "granitemoe"])

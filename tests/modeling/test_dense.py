@@ -13,8 +13,6 @@ from lamina.errors import UserError
 from lamina.placements import Layer, Plan, Sublayer, resolve
 from lamina.placements.plan import Sources
 from lamina.training.monitor.gain_measures import gain_rows
-from lamina.training.monitor.stream_measures import hidden_state_rows
-from lamina.training.resolve import wiring_multiplications
 
 WAYS = {"dynamic_dense": 1, "mudd": 4}
 
@@ -102,26 +100,6 @@ def test_under_autocast_its_weights_are_those_of_float32():
     sums = sources(states[0], (states[1],))
     with torch.autocast("cpu", torch.bfloat16):
         assert all(map(torch.equal, sources(states[0], (states[1],)), sums))
-
-
-def test_flops_the_monitor_and_probes_count_it_as_earlier_states():
-    model, ids, states = wired("mudd", "fusenorm"), token_ids(), []
-    assert wiring_multiplications(resolve("pre_ln", 4, wiring="mudd")) == 4 * (2 + 3 + 4)
-    for block in model.model.layers:
-        block.register_forward_hook(lambda block, args, state: states.append(state.stream))
-    found = {row[1:6]: row[6] for row in hidden_state_rows(model, ids, 0)}
-    frame = lamina.probe(model, "hidden_states", ids)["hidden_states"]
-    frame = frame.set_index(["role", "metric", "layer", "index"])["value"]
-    with torch.no_grad():
-        states.clear()
-        model(ids)
-    for layer, state in enumerate(states):
-        variance = state.var(correction=0).item()
-        assert found[layer, "feed_forward", "all", 0, "hidden_variance"] == pytest.approx(variance, rel=1e-4)
-        rms = state.square().mean().sqrt().item()
-        assert frame["state", "rms", layer + 1, 0] == pytest.approx(rms, rel=1e-4)
-    with pytest.raises(UserError, match="logit_lens: follows one stream"):
-        lamina.probe(model, "logit_lens", ids)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from spread import rotated
 from tiny import SIZES, TOKENS, VOCABULARY, llama, opened, shake, token_ids
 from transformers import (
     AutoConfig,
@@ -133,8 +134,7 @@ def test_dropout_between_module_and_add_is_that_of_transformers(model_type):
     assert not torch.equal(logits[1], model(**inputs(model_type)).logits)
 
 
-@over_both
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("model_type", "name"), rotated(AUTO, names(), every=2))
 def test_every_placement_gives_every_parameter_a_gradient(model_type, name):
     model = opened(lamina.build(configuration(model_type, num_hidden_layers=2), name).train())
     assert type(model) is {"modernbert": LaminaForMaskedLM, "vit": LaminaForImageClassification}[model_type]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from modeling.engines import STYLES, Engine, attention
-from modeling.tiny import LATENT, OF_TEXT, built, llama, opened, shake, token_ids
+from modeling.tiny import LATENT, OF_TEXT, OTHER_BACKBONES, built, llama, opened, shake, token_ids
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lamina
@@ -84,22 +84,14 @@ def test_so_it_does_for_every_placement_option_and_wiring(placement, tmp_path):
     assert met >= len(OPTIONS) * 8
 
 
-BACKBONES = {
-    "qwen3": Qwen3Config(**OF_TEXT, head_dim=8),
-    "deepseek_v3": DeepseekV3Config(**{**OF_TEXT, **LATENT, "num_key_value_heads": 4, "q_lora_rank": 16}),
-}
+OTHERS = [{"placement": "olmo2", "norm": kind} for kind in ("layer", "group", "l2", "dyt")]
+OTHERS += [{"placement": "keel", "config": config} for config in OTHER_BACKBONES.values()]
 
 
 @pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("kind", ["layer", "group", "l2", "dyt"])
-def test_other_norms_stay_as_they_are(kind, rules, tmp_path):
-    check(built("olmo2", 2, norm=kind), tmp_path, rules)
-
-
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("name", BACKBONES)
-def test_so_do_other_backbones(name, rules, tmp_path):
-    check(built("keel", config=BACKBONES[name]), tmp_path, rules)
+@pytest.mark.parametrize("options", OTHERS)
+def test_other_norms_and_backbones_stay_as_they_are(options, rules, tmp_path):
+    check(built(**options), tmp_path, rules)
 
 
 @pytest.mark.parametrize("first", range(5))
@@ -198,7 +190,7 @@ def test_what_can_not_be_staged_refuses_to_be_served_in_stages(placement, wiring
 def test_styles_are_those_that_both_engines_know(placement):
     model = model_of(placement, "qk_full", None)
     assert set(model.tp_plan.values()) <= STYLES
-    assert set(lamina.build(Qwen3Config(**OF_TEXT, head_dim=8), "keel").tp_plan.values()) <= STYLES
+    assert set(lamina.build(OTHER_BACKBONES["qwen3"], "keel").tp_plan.values()) <= STYLES
 
 
 @pytest.fixture(scope="module")

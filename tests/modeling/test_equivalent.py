@@ -101,6 +101,7 @@ def test_a_placement_that_no_architecture_has_is_refused_in_one_line(placement):
         (llama(4), {"final_norm": False}, "no architecture of transformers computes"),
         (llama(4), {"v_norm": "head"}, "no architecture of transformers computes"),
         (llama(4), {"qk_norm": "full"}, "no architecture of transformers computes"),
+        *((llama(4), {"wiring": w}, "no architecture of transformers computes") for w in ("mhc", "x0", "parallel")),
         (llama(4, hidden_act="gelu"), {"qk_norm": "head"}, "another activation"),
         (llama(4, mlp_bias=True), {"qk_norm": "head"}, "biases outside"),
         (Gemma2Config(**SIZES, head_dim=8), {}, "on the backbone 'gemma2'"),

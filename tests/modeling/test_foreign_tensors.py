@@ -13,10 +13,8 @@ import lamina
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.jobs.manifest import seal
-from lamina.modeling.backbones.loading import load_weights
 from lamina.modeling.backbones.stored import refuse_foreign
 from lamina.modeling.checkpoint import load
-from lamina.modeling.generation import Speaker
 from lamina.training import source
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -107,22 +105,10 @@ def test_a_tensor_that_the_model_has_no_place_for_is_named(key, folder):
         load(folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
 def test_a_header_of_whole_numbers_for_floats_is_named(dtype, folder):
     changed(folder, lambda tensors: tensors.update({GATE: tensors[GATE].to(dtype)}))
-    with pytest.raises(UserError, match=rf"tensor '{GATE}' is stored as (I32|I8|BOOL), but the model needs floats"):
-        load(folder)
-
-
-def test_a_header_that_says_another_type_of_the_same_size_is_named(folder):
-    file = folder / "model.safetensors"
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    header[GATE]["dtype"] = "I32"
-    text = json.dumps(header).encode().ljust(length)
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    with pytest.raises(UserError, match=rf"tensor '{GATE}' is stored as I32"):
+    with pytest.raises(UserError, match=rf"tensor '{GATE}' is stored as (I32|BOOL), but the model needs floats"):
         load(folder)
 
 
@@ -218,8 +204,6 @@ def test_one_function_of_lamina_reads_weights():
         "modeling/backbones/loading.py",
         "training/checkpointing/saved_model.py",  # a line of a model card
     }
-    assert load_weights.__module__ == "lamina.modeling.backbones.loading"
-    assert Speaker.__module__ == "lamina.modeling.generation"
 
 
 @pytest.mark.parametrize("key", ["projector.weight", "model.layers.0.extra_norm.weight", f"{GATE}.lora_A.weight"])
@@ -238,32 +222,25 @@ def test_a_quantized_model_has_no_place_for_other_weights_either(key):
 LORA = "base_model.model.model.layers.{}.{}.lora_A.weight"
 
 
-@pytest.mark.parametrize("base", [None, ""])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("layer", "module", "tensor", "base", "said"),
     [
-        (lambda t: t.update({LORA.format(0, "mlp.gate_proj"): torch.ones(2, 16)}), r"extra tensor .*gate_proj\.lora_A"),
-        (lambda t: t.update({LORA.format(7, "self_attn.q_proj"): torch.ones(2, 16)}), "a layer that config.json does"),
-        (
-            lambda t: t.update({LORA.format(0, "self_attn.q_proj"): torch.ones(3, 16)}),
-            r"its shape is \[3, 16\], but the co",
-        ),
-        (
-            lambda t: t.pop(LORA.format(0, "self_attn.q_proj")),
-            r"missing tensor .*q_proj\.lora_A.*not in the checkpoint",
-        ),
+        (0, "mlp.gate_proj", torch.ones(2, 16), None, r"extra tensor .*gate_proj\.lora_A"),
+        (7, "self_attn.q_proj", torch.ones(2, 16), "", "a layer that config.json does"),
+        (0, "self_attn.q_proj", torch.ones(3, 16), None, r"its shape is \[3, 16\], but the co"),
+        (0, "self_attn.q_proj", None, "", r"missing tensor .*q_proj\.lora_A.*not in the checkpoint"),
     ],
     ids=["extra", "layer", "shape", "missing"],
 )
-def test_an_adapter_beside_its_base_has_the_models_tensors_or_is_refused(change, said, base, folder):
+def test_an_adapter_beside_its_base_has_the_models_tensors_or_is_refused(layer, module, tensor, base, said, folder):
     peft = pytest.importorskip("peft")
     tuned = peft.get_peft_model(load(folder).model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     tuned.save_pretrained(folder)
     about = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**about, "base_model_name_or_path": base}))
     assert any("lora_A" in name for name in load(folder).model.state_dict())
-    tensors = load_file(folder / "adapter_model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    tensors = load_file(folder / "adapter_model.safetensors") | {LORA.format(layer, module): tensor}
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=said):
         load(folder)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from spread import rotated
-from test_backbone_parity import ALIKE, BACKBONES, NO_MORE_NORMS, configuration
+from spread import KINDS
+from test_backbone_parity import ALIKE, KNOWN_ROLES, configuration
 from tiny import OF_EXPERTS, OF_TEXT, llama, token_ids
 from transformers import AutoConfig, Starcoder2Config
 
@@ -96,7 +96,7 @@ def test_the_recommended_initializer_is_the_schemes(name):
         assert torch.equal(one, other), key
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", KINDS)
 def test_the_seed_decides_the_weights(name):
     def drawn(seed):
         torch.manual_seed(seed)
@@ -118,30 +118,11 @@ def test_placements_with_the_same_parameters_start_from_the_same_weights_at_the_
     assert all(torch.equal(a, b) for other in drawn[1:] for a, b in zip(drawn[0], other, strict=True))
 
 
-@pytest.mark.parametrize(("model_type", "name"), rotated(BACKBONES, names()))
-def test_every_parameter_is_covered_once_and_has_a_role(name, model_type):
-    inside = name == "subln" and model_type.startswith("deepseek")  # experts have no last projection of their own
-    if inside or (resolve(name, 2).qk_norm != "off" and model_type in NO_MORE_NORMS):
-        pytest.skip("refused: see test_backbone_parity.py")
-    model = lamina.build(configuration(model_type), name)
-    covered = list(weights(model))
-    assert [w.name for w in covered] == [key for key, _ in model.named_parameters()]
-    assert len({id(w.parameter) for w in covered}) == len(covered)
-    known = {*architectures.ROLES.values(), "embedding", "readout", "vector", "bias", "wiring"}
-    for weight in covered:
-        assert weight.role in known, weight.name
-        assert (weight.layer >= 0) == (".layers." in weight.name)
-        assert weight.sublayer == (
-            weight.name.split(".layers.")[1].split(".")[1] if weight.layer >= 0 else weight.sublayer
-        )
-
-
 @pytest.mark.parametrize(
     "model_type", [name for name in ALIKE if "router" in architectures.ARCHITECTURES[name].roles.values()]
 )
 def test_the_weights_of_experts_have_roles(model_type):
-    known = {*architectures.ROLES.values(), "embedding", "readout", "vector", "bias"}
-    assert {weight.role for weight in weights(lamina.build(configuration(model_type), "peri_ln"))} <= known
+    assert {weight.role for weight in weights(lamina.build(configuration(model_type), "peri_ln"))} <= KNOWN_ROLES
 
 
 @pytest.mark.parametrize(

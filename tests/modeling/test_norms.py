@@ -295,13 +295,6 @@ def test_a_normed_attention_is_unpickled_in_a_fresh_process(tmp_path):
     assert done.stdout.decode().strip() == "LaminaRMSNorm", done.stderr.decode()
 
 
-def test_norms_built_on_the_meta_device_are_there():
-    with torch.device("meta"):
-        model = lamina.build(llama(2), "hybridnorm")
-    assert len(inner_norms(model)) == 6
-    assert all(p.is_meta for p in model.parameters())
-
-
 @pytest.mark.parametrize("name", ["hybridnorm", "olmo2"])
 def test_the_kind_of_norm_reaches_queries_keys_and_values(name):
     def kinds(**options):

@@ -127,6 +127,7 @@ def test_an_adapter_that_is_none_is_refused_by_a_command_in_one_line(tmp_path, c
     assert "adapter: ['talk'] is no mapping. Give a mapping" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_installed_package_registers_its_model_type_and_its_checkpoints_are_read(tmp_path):
     """In a process where nobody has imported it, nor named its modules: it is found by its entry point."""
     (tmp_path / "talk-1.0.dist-info").mkdir()

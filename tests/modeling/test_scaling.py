@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from spread import rotated
+from spread import KINDS, rotated
 from tiny import LATENT, OF_TEXT, token_ids
 from training.tiny_runs import llama_of
 from transformers import (
@@ -82,13 +82,6 @@ def test_every_weight_has_its_roles_factor(placement, scheme):
         assert scaled.std == pytest.approx(std)
 
 
-def test_the_papers_example_divides_hidden_and_readout_by_four():
-    with torch.device("meta"):
-        model = lamina.build("llama-5b", "fusenorm", num_layers=1, init="normal")
-    factors = {s.kind: s.factors.rate for s in scaled_weights(model, Scaling(width="standard", base_width=640))}
-    assert factors == {"embedding": 1.0, "vector": 1.0, "hidden": 1 / 4, "readout": 1 / 4}
-
-
 def test_constants_are_each_kinds_own_and_not_the_vectors():
     model = lamina.build(llama_of(32), "keel", init="normal")
     scaling = Scaling(width="standard", base_width=16, k_embedding=3.0, k_hidden=5.0, k_readout=7.0)
@@ -139,7 +132,7 @@ def test_weights_start_as_at_the_base_and_then_fall_by_their_fan_in(init):
         assert ours.parameter.std().item() == pytest.approx(wanted, rel=slack), ours.name
 
 
-@pytest.mark.parametrize("placement", names())
+@pytest.mark.parametrize("placement", [*KINDS, "admin"])
 def test_at_the_base_width_every_weight_starts_bit_for_bit_as_without(placement):
     torch.manual_seed(3)
     plain = lamina.build(llama_of(32), placement, profile_ids=token_ids())
@@ -158,10 +151,6 @@ def test_what_cannot_be_scaled_is_one_line():
     grouped = lamina.build(llama_of(32), "group_ln", groups=8)
     with pytest.raises(UserError, match="base_width: 4 cannot be"):
         list(scaled_weights(grouped, Scaling(width="standard", base_width=4)))
-    with pytest.raises(UserError, match=r"base_width: 0\. Give a whole number of at least 1"):
-        Scaling(width="standard", base_width=0)
-    with pytest.raises(UserError, match="did you mean 'mup'"):
-        Scaling(width="mupp", base_width=16)
 
 
 def test_only_the_last_matrix_of_a_masked_language_model_is_a_readout():
@@ -334,10 +323,5 @@ def test_at_the_base_depth_every_weight_starts_bit_for_bit_as_without(scheme):
 def test_rates_without_the_multiplier_are_refused():
     with pytest.raises(UserError, match="depth_scaling: 'completep', but the placement does not scale its branches"):
         lamina.build(llama_of(32), resolve("pre_ln", 2), scaling=Scaling(depth="completep", base_depth=1))
-    for options in ({"depth_scaling": "completep"}, {"base_depth": 2}):
-        with pytest.raises(UserError, match="'depth_scaling' and 'base_depth' need each other"):
-            resolve("pre_ln", 2, **options)
     with pytest.raises(UserError, match=r"base_depth: 0\. Give a whole number"):
         resolve("pre_ln", 2, depth_scaling="completep", base_depth=0)
-    with pytest.raises(UserError, match="did you mean 'completep'"):
-        Scaling(depth="complete", base_depth=2)

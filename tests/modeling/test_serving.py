@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from modeling.tiny import LATENT, OF_TEXT, SIZES, built, llama, token_ids
+from modeling.tiny import OTHER_BACKBONES, SIZES, built, llama, token_ids
 from training.test_distributed import torchrun
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    DeepseekV3Config,
     Olmo2Config,
     PreTrainedConfig,
-    Qwen3Config,
     ViTConfig,
 )
 
@@ -86,12 +84,6 @@ def test_the_table_of_equal_architectures_names_placements_and_architectures():
     assert {placement.partition("(")[0] for placement, _ in rows} <= set(names())
 
 
-BACKBONES = {
-    "qwen3": Qwen3Config(**OF_TEXT, head_dim=8),
-    "deepseek_v3": DeepseekV3Config(**{**OF_TEXT, **LATENT, "num_key_value_heads": 4, "q_lora_rank": 16}),
-}
-
-
 def matching(model, key):
     """The names of modules and parameters that an entry of a plan is about."""
     pattern = re.compile(key.replace(".", r"\.").replace("*", r"\d+"))
@@ -107,9 +99,9 @@ def test_every_projection_is_sharded_and_every_entry_names_something(placement):
     assert all(matching(model, key) for key in model.tp_plan)
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", OTHER_BACKBONES)
 def test_other_backbones_plans_follow(name):
-    config = BACKBONES[name]
+    config = OTHER_BACKBONES[name]
     model, peer = lamina.build(config, "keel"), config.base_model_tp_plan
     inside = [key for key in peer if re.search(r"\.(self_attn|mlp)\.", key)]
     named = [key for key in model.tp_plan if re.search(r"\.(attention|feed_forward)\.module\.", key)]
@@ -149,7 +141,7 @@ def test_two_processes_compute_what_one_does(tmp_path):
 
 FLATTENED = {
     "llama": llama(),
-    "qwen3": Qwen3Config(**OF_TEXT, head_dim=8),
+    "qwen3": OTHER_BACKBONES["qwen3"],
     "vit": ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=3),
 }
 

@@ -1,7 +1,7 @@
 """The tiny models that these tests build, and what they compare them on."""
 
 import torch
-from transformers import LlamaConfig
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
 import lamina
 
@@ -14,6 +14,10 @@ EXPERTS |= {"first_k_dense_replace": 1}
 OF_EXPERTS = {**EXPERTS, "num_experts": 4, "num_local_experts": 4, "n_shared_experts": 1, "head_dim": 8}
 OF_EXPERTS |= {"shared_expert_intermediate_size": 16}
 LATENT = {**EXPERTS, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+OTHER_BACKBONES = {
+    "qwen3": Qwen3Config(**OF_TEXT, head_dim=8),
+    "deepseek_v3": DeepseekV3Config(**{**OF_TEXT, **LATENT, "num_key_value_heads": 4, "q_lora_rank": 16}),
+}
 
 
 def llama(num_layers=2, **changes):
