@@ -155,16 +155,20 @@ def test_rows_of_the_map_are_cut_to_percentiles_and_scaled_each_by_itself():
     assert scaled[50] == 0
 
 
-def test_one_layer_and_many():
-    for count in (1, 40):
-        config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_attention_heads=1)
-        config.num_hidden_layers = count
-        model = LlamaForCausalLM(config).eval()
-        inputs = {"input_ids": torch.arange(12).view(2, 6)}
-        made = AngularDistance()
-        frame = run(context_of(model, [inputs]), [made])["angular_distance"]
-        assert_same(measured(frame), naive(model, inputs, [5, 5]))
-        assert list(made.sentences(frame))
+@pytest.mark.parametrize("layers", [1, 40])
+def test_one_layer_and_more_than_a_tile_of_the_product(layers):
+    config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+    config.num_hidden_layers = layers
+    model = LlamaForCausalLM(config).eval()
+    inputs = {"input_ids": torch.arange(12).view(2, 6)}
+    made = AngularDistance()
+    frames = run(context_of(model, [inputs]), [made, Similarity()])
+    assert_same(measured(frames["angular_distance"]), naive(model, inputs, [5, 5]))
+    assert list(made.sentences(frames["angular_distance"]))
+    _, wanted = naive_cosines(model, inputs)
+    pairs = of(frames["similarity"], "cosine")
+    assert len(pairs) == layers * (layers + 1) // 2
+    assert all(value == pytest.approx(wanted[i, i + k], abs=1e-6) for (i, k), value in pairs.items())
 
 
 def test_a_token_of_zeros_has_no_direction_and_breaks_nothing():
@@ -282,19 +286,6 @@ def test_a_huge_token_weighs_no_more_than_another():
     made.end_batch(context.batches[0], None)
     wanted = torch.nn.functional.cosine_similarity(x.double(), y.double(), dim=-1).mean()
     assert of(made.finish(context), "cosine")[0, 1] == pytest.approx(float(wanted), abs=1e-6)
-
-
-@pytest.mark.parametrize("layers", [7, 33, 40])
-def test_more_layers_than_a_tile_of_the_product(layers):
-    config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_attention_heads=1)
-    config.num_hidden_layers = layers
-    model = LlamaForCausalLM(config).eval()
-    inputs = {"input_ids": torch.arange(12).view(2, 6)}
-    frame = run(context_of(model, [inputs]), [Similarity()])["similarity"]
-    _, wanted = naive_cosines(model, inputs)
-    pairs = of(frame, "cosine")
-    assert len(pairs) == layers * (layers + 1) // 2
-    assert all(value == pytest.approx(wanted[i, i + k], abs=1e-6) for (i, k), value in pairs.items())
 
 
 def test_both_probes_in_one_pass_give_what_each_gives_alone():

@@ -87,18 +87,18 @@ def test_each_layer_of_every_placement_against_deleting_it(placement):
     )
 
 
-def test_runs_of_layers_at_every_start():
-    for placement in ("layernorm_scaling", "keel", "fusenorm"):
-        model = built(placement, num_layers=5)
-        ids = torch.randint(3, 40, (3, 8))
-        frame = probe(model, "layer_drop(block=3)", ids)["layer_drop"]
-        found, whole = table(frame), float(causal_loss(model, ids).detach())
-        assert set(frame.loc[frame["layer"] >= 0, "size"]) == {3}
-        assert {layer for layer, _ in found} == {0, 1, 2}
-        for start in range(3):
-            gone = range(start, start + 3)
-            assert found[start, "remove"] == pytest.approx(loss_without(model, ids, gone) - whole, abs=2e-5)
-            assert found[start, "branch"] == pytest.approx(loss_of_bare(model, ids, gone) - whole, abs=2e-5)
+@pytest.mark.parametrize("placement", ["layernorm_scaling", "keel"])
+def test_runs_of_layers_at_every_start(placement):
+    model = built(placement, num_layers=4)
+    ids = torch.randint(3, 40, (3, 8))
+    frame = probe(model, "layer_drop(block=2)", ids)["layer_drop"]
+    found, whole = table(frame), float(causal_loss(model, ids).detach())
+    assert set(frame.loc[frame["layer"] >= 0, "size"]) == {2}
+    assert {layer for layer, _ in found} == {0, 1, 2}
+    for start in range(3):
+        gone = range(start, start + 2)
+        assert found[start, "remove"] == pytest.approx(loss_without(model, ids, gone) - whole, abs=2e-5)
+        assert found[start, "branch"] == pytest.approx(loss_of_bare(model, ids, gone) - whole, abs=2e-5)
 
 
 def test_albert_loses_one_call_of_its_one_layer():
@@ -115,7 +115,9 @@ def test_albert_loses_one_call_of_its_one_layer():
     assert len({round(found[layer, "branch"], 6) for layer in range(3)}) == 3  # norms stay, so places differ
 
 
-@pytest.mark.parametrize("name", CAUSAL + MASKED)
+@pytest.mark.parametrize(
+    "name", spread(CAUSAL + MASKED, ("llama", "gemma2", "qwen3_moe", "bloom", "falcon", "bert", "albert"))
+)
 def test_suffixes_are_what_whole_passes_without_the_layers_are(name):
     """The layers before the dropped one are not run again; the other way is hooks that leave all of them to run."""
     model = small_model(name)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from naive_states import states
+from spread import spread
 from test_gradients import Masks, causal_loss
 from tiny_contexts import context_of, lamina_model, measured, transformers_model, value
 
@@ -72,7 +73,9 @@ def test_a_permutation_score_is_the_loss_with_two_layers_exchanged(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*PLAIN, *STREAMS, "peri_ln(wiring=denseformer)"])
+@pytest.mark.parametrize(
+    "name", spread([*PLAIN, *STREAMS, "peri_ln(wiring=denseformer)"], ["keel", "pre_ln(wiring=mhc,size=2)"])
+)
 def test_a_linear_layer_is_the_least_squares_map_of_the_other_half(name):
     model = built(name)
     context = context_of(model, sequences=12, tokens=20, batch_size=5)

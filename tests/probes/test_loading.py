@@ -133,11 +133,14 @@ AVERAGED = {
 LARGEST = {"attention": "max_logit", "hidden_states": "abs_max", "low_precision": "max_error"}
 
 
-def table(model, name, ids):
-    frame = lamina.probe(model, OPTIONS.get(name, name), ids)[name]
+def means(frame, name):
     if name == "bounds":  # neither the worst token nor what is fitted over all sequences is a mean
         return frame[~frame["role"].str.endswith("_token") & (frame["role"] != "fusenorm_eq_9") & (frame["layer"] >= 0)]
     return frame
+
+
+def table(model, name, ids):
+    return means(lamina.probe(model, OPTIONS.get(name, name), ids)[name], name)
 
 
 def values(frame, metric):
@@ -158,23 +161,17 @@ def inputs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", names())
-def test_all_sequences_of_a_user_are_measured_and_the_table_counts_them(name, inputs):
+def test_all_sequences_of_a_user_are_measured_counted_in_the_table_and_drawn(name, inputs):
     model, ids = inputs
     ids = ids[: SEARCHED.get(name, SEQUENCES)]
-    frame = table(model, name, ids)
-    read = frame[frame["sequences"] > 0]
+    made = make(OPTIONS.get(name, name))
+    frame = lamina.probe(model, [made], ids)[name]
+    read = means(frame[frame["sequences"] > 0], name)
     assert set(read["sequences"]) == (set() if name in WEIGHTS else {len(ids)})
     tokens = len(ids) if name == "angular_distance" else ids.numel()  # each one's last, by its default
     assert set(read["tokens"]) == (set() if name in WEIGHTS else {tokens})
     if name == "spectra":
         assert set(read["role"]) == {"pre", "post"}
-
-
-@pytest.mark.parametrize("name", names())
-def test_figures_and_sentences_are_made_of_any_result(name, inputs):
-    model, ids = inputs
-    made = make(OPTIONS.get(name, name))
-    frame = lamina.probe(model, [made], ids[:4])[name]
     drawn = list(made.figures(frame))
     assert drawn
     assert all(caption and figure.data for figure, caption in drawn)
@@ -185,7 +182,7 @@ def test_figures_and_sentences_are_made_of_any_result(name, inputs):
 @pytest.mark.parametrize("name", spread(AVERAGED, ("angular_distance", "hidden_states", "layer_drop", "logit_lens")))
 def test_what_is_measured_is_the_mean_of_what_single_sequences_give(name, inputs):
     model, ids = inputs
-    ids = ids[: SEARCHED.get(name, 20)]
+    ids = ids[: SEARCHED.get(name, 9)]
     whole, first = table(model, name, ids), table(model, name, ids[:4])
     each = [table(model, name, row[None]) for row in ids]
     metrics = AVERAGED[name]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from small_models import IMAGE, MODELS, SIZES, TEXT, small_inputs, small_model, stir
+from spread import rotated
 from torch import nn
 from transformers import LlamaConfig, SwinConfig, SwinForImageClassification, ViTConfig
 
@@ -102,9 +103,8 @@ def test_what_goes_into_the_nonlinearity_and_out_of_it(name: str):
     assert len(parts.up) == (2 if name in ("llama", "gemma2") else 1)
 
 
-@pytest.mark.parametrize("name", lamina.placements.names())
-@pytest.mark.parametrize("backbone", ["llama", "vit"])
-def test_norms_of_a_placement_are_those_of_its_plan(name: str, backbone: str):
+@pytest.mark.parametrize(("backbone", "name"), rotated(("llama", "vit"), lamina.placements.names(), every=2))
+def test_norms_of_a_placement_are_those_of_its_plan(backbone: str, name: str):
     if backbone == "vit":
         config = ViTConfig(**SIZES, image_size=16, patch_size=8)
     else:
