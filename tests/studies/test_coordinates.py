@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+from spread import spread
 from training.tiny_runs import flags
 
 from lamina.cli import main
@@ -24,7 +25,7 @@ def of_size(found):
     return found[found["metric"] == "size"].set_index(["module", "step"])
 
 
-@pytest.mark.parametrize("placement", ["pre_ln", "fusenorm", "keel"])
+@pytest.mark.parametrize("placement", spread(["pre_ln", "fusenorm", "keel"], ["fusenorm"]))
 def test_full_alignment_is_flat_where_no_scaling_is_not(corpus, tmp_path, placement):
     given = {"placement": placement, "widths": "32,64,128", "learning_rate": 3e-3}
     right = coord_check(settings(corpus, tmp_path / "right", **given), bar=False)
@@ -39,7 +40,7 @@ def test_full_alignment_is_flat_where_no_scaling_is_not(corpus, tmp_path, placem
     assert (plain.verdict["feed_forward.module", 3], plain.verdict["lm_head", 3]) == ("grows", "grows")
 
 
-@pytest.mark.parametrize("placement", ["pre_ln", "peri_ln"])
+@pytest.mark.parametrize("placement", spread(["pre_ln", "peri_ln"], ["peri_ln"]))
 def test_over_depth_completep_is_flat_where_no_scaling_is_not(corpus, tmp_path, placement):
     over = {
         "num_layers": CoordCheckSettings.num_layers,

@@ -43,6 +43,14 @@ def write_study(
     return file
 
 
+def exchange(one: Path, other: Path) -> None:
+    """Exchange two files or folders."""
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
 def run_here(trials, *, workers, ended, tick):
     """An executor that runs its trials in this process."""
     for name, task in trials.items():

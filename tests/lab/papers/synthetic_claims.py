@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from lamina.core.yaml_files import read_mapping
 from lamina.lab.papers.judging import Judged, Trials, Verdict, judge, load_claims
@@ -99,8 +100,21 @@ def agrees(verdict: Verdict, expected: Verdict | str) -> bool:
     return verdict.failed if expected == "failed" else verdict == expected
 
 
-def judged(study: str, claim: str, trials: Trials) -> Judged:
-    return judge([claims_of(study)[claim]], trials)[0]
+def judged(claim: str, trials: Trials) -> Judged:
+    return judge([claims_of(study_of(claim))[claim]], trials)[0]
+
+
+def study_of(claim: str) -> str:
+    return claim.partition("/")[0]
+
+
+def at_scales(claims):
+    """Each claim at each scale of its study; all but the first are slow."""
+    return [
+        pytest.param(claim, scale, marks=[pytest.mark.slow] * (number > 0))
+        for claim in claims
+        for number, scale in enumerate(["paper"] if claim == "mix-7b" else scales_of(study_of(claim)))
+    ]
 
 
 def rows(metric, by_layer, sublayer="block", role="all", layer="layer", **more):

@@ -4,7 +4,17 @@ import random
 
 import pandas as pd
 import pytest
-from lab.papers.synthetic_claims import STUDIES, agrees, arms_of, claims_of, judged, rows, scales_of, trials_of
+from lab.papers.synthetic_claims import (
+    STUDIES,
+    agrees,
+    arms_of,
+    at_scales,
+    claims_of,
+    judged,
+    rows,
+    study_of,
+    trials_of,
+)
 
 from lamina.core.yaml_files import read_mapping
 from lamina.lab.papers.judging import Trials, Verdict
@@ -250,50 +260,47 @@ TABLES = {
     "mix-sigma": sigmas,
     "mix-gradients": slopes,
 }
-MEASURED = [(study, claim) for study in TABLES for claim in claims_of(study)]
+MEASURED = [claim for study in TABLES for claim in claims_of(study)]
 STAGED = ("mix-sft", "mix-rlhf", "mix-vit")  # below
 
 
-@pytest.mark.parametrize("claim", LOSSES)
-def test_a_claim_about_losses_holds_and_fails(claim):
-    study = claim.split("/")[0]
-    for scale in ["paper"] if claim == "mix-7b" else scales_of(study):
-        good, bad = (judged(study, claim, trials_of(study, scale, outcome)) for outcome in LOSSES[claim])
-        assert good.verdict == Verdict.HOLDS, (scale, good)
-        if (claim, scale) != ("mix-ppl/post-fails", "paper"):
-            assert bad.verdict.failed, (scale, bad)
+@pytest.mark.parametrize(("claim", "scale"), at_scales(LOSSES))
+def test_a_claim_about_losses_holds_and_fails(claim, scale):
+    good, bad = (judged(claim, trials_of(study_of(claim), scale, outcome)) for outcome in LOSSES[claim])
+    assert good.verdict == Verdict.HOLDS, good
+    if (claim, scale) != ("mix-ppl/post-fails", "paper"):
+        assert bad.verdict.failed, bad
 
 
 @pytest.mark.parametrize("scale", ["cpu", "gpu"])
 def test_a_claim_about_7b_is_not_decided_by_small_models_and_says_what_they_show(scale):
-    found = judged("mix-7b", "mix-7b", trials_of("mix-7b", scale, by_placement(mix_ln=2.0, pre_ln=2.1)))
+    found = judged("mix-7b", trials_of("mix-7b", scale, by_placement(mix_ln=2.0, pre_ln=2.1)))
     assert (found.verdict, found.p) == (Verdict.NEEDS_SCALE, None)
     assert found.note.startswith("decided at scale paper: these models are far below 7B; in them, mix_ln 2.0")
 
 
-@pytest.mark.parametrize(("study", "claim"), MEASURED)
-def test_a_claim_about_layers_holds_and_fails(study, claim):
-    for scale in scales_of(study):
-        for right in (True, False) if scale == "cpu" or study.startswith("mix") else (True,):
-            judgment = judged(study, claim, trials_of(study, scale, tables=TABLES[study](right)))
-            assert agrees(judgment.verdict, Verdict.HOLDS if right else "failed"), (scale, judgment)
+@pytest.mark.parametrize(("claim", "scale"), at_scales(MEASURED))
+def test_a_claim_about_layers_holds_and_fails(claim, scale):
+    study = study_of(claim)
+    for right in (True, False) if scale == "cpu" or study.startswith("mix") else (True,):
+        judgment = judged(claim, trials_of(study, scale, tables=TABLES[study](right)))
+        assert agrees(judgment.verdict, Verdict.HOLDS if right else "failed"), judgment
 
 
-@pytest.mark.parametrize("claim", RECORDED)
-def test_a_claim_about_gradients_in_training_holds_and_fails(claim):
-    study = claim.split("/")[0]
+@pytest.mark.parametrize(("claim", "scale"), at_scales(RECORDED))
+def test_a_claim_about_gradients_in_training_holds_and_fails(claim, scale):
+    study = study_of(claim)
     outcome = collapse if study == "fuse-init" else by_placement(fusenorm=2.0, post_ln="stuck")
-    for scale in scales_of(study):
-        for right, verdict in ((True, Verdict.HOLDS), (False, "failed")):
-            judgment = judged(study, claim, trials_of(study, scale, outcome, layers_record(right)))
-            assert agrees(judgment.verdict, verdict), (scale, judgment)
+    for right, verdict in ((True, Verdict.HOLDS), (False, "failed")):
+        judgment = judged(claim, trials_of(study, scale, outcome, layers_record(right)))
+        assert agrees(judgment.verdict, verdict), judgment
 
 
 def test_the_rate_that_width_scaling_carries_over():
     claim = "fuse-ws/transfer"
-    assert judged("fuse-ws", claim, trials_of("fuse-ws", "cpu", scaled(0.0))).verdict == Verdict.HOLDS
-    assert judged("fuse-ws", claim, trials_of("fuse-ws", "cpu", scaled(0.0, shift=2))).verdict.failed
-    assert judged("fuse-ws", claim, trials_of("fuse-ws", "paper", scaled(0.0))).verdict == Verdict.NEEDS_SCALE
+    assert judged(claim, trials_of("fuse-ws", "cpu", scaled(0.0))).verdict == Verdict.HOLDS
+    assert judged(claim, trials_of("fuse-ws", "cpu", scaled(0.0, shift=2))).verdict.failed
+    assert judged(claim, trials_of("fuse-ws", "paper", scaled(0.0))).verdict == Verdict.NEEDS_SCALE
 
 
 @pytest.mark.parametrize("scale", ["cpu", "gpu"])
@@ -307,7 +314,7 @@ def test_the_rate_that_holds_at_eight_times_the_depth(scale, claim, scaling):
             moved = places if arm["scaling"] == scaling and arm["num_layers"] == 64 else 0
             return 2.0 + 0.01 * (arm["place"] - 3 + moved) ** 2
 
-        return judged("depth-rates", claim, trials_of("depth-rates", scale, outcome, spread=1e-3)).verdict
+        return judged(claim, trials_of("depth-rates", scale, outcome, spread=1e-3)).verdict
 
     stays, moves = verdict(0), verdict(2)
     assert (moves if scaling == "none" else stays) == Verdict.HOLDS
@@ -316,26 +323,26 @@ def test_the_rate_that_holds_at_eight_times_the_depth(scale, claim, scaling):
 
 
 def test_a_sweep_without_a_border_decides_nothing_about_stability():
-    assert judged("fuse-width", "fuse-width", trials_of("fuse-width", "cpu")).verdict == Verdict.INCONCLUSIVE
+    assert judged("fuse-width", trials_of("fuse-width", "cpu")).verdict == Verdict.INCONCLUSIVE
 
 
 @pytest.mark.parametrize("study", ["mix-angular", "mix-drop", "mix-sigma"])
 def test_layers_of_a_model_that_got_stuck_are_not_judged(study):
     stuck = trials_of(study, "cpu", by_placement(pre_ln=2.0, mix_ln=2.0, post_ln="stuck"), TABLES[study](True))
     post = f"{study}/post"
-    assert judged(study, post, stuck).verdict == Verdict.INCONCLUSIVE
+    assert judged(post, stuck).verdict == Verdict.INCONCLUSIVE
 
 
 def test_a_sweep_that_was_widened_is_compared_at_the_nearest_rate():
     trials = trials_of("mix-alpha", "cpu", U_SHAPE)
     trials.table.loc[(trials.table["alpha"] == "0 %") & trials.table["tuned"], "learning_rate"] = 6.3e-4
-    found = judged("mix-alpha", "mix-alpha/all", trials)
+    found = judged("mix-alpha/all", trials)
     assert "3 of 3 seeds did not train" in found.ours, "only the sweep has that rate"
 
 
 def test_no_claim_is_left_out():
     studies = {path.stem for kind in ("fuse", "mix") for path in STUDIES.glob(f"{kind}-*.yaml")} - set(STAGED)
-    tried = {*LOSSES, *(claim for _, claim in MEASURED), *RECORDED, *OTHERS}
+    tried = {*LOSSES, *MEASURED, *RECORDED, *OTHERS}
     assert {claim for study in studies for claim in claims_of(study)} == tried
 
 
@@ -405,46 +412,41 @@ CONTROLLED = {
     "keel-tasks": KEEL,
     "keel-tasks/mean": KEEL,
 }
+
+
+def both(good, bad):
+    return ((good, Verdict.HOLDS), (bad, FAILS))
+
+
 PLAIN = {
-    "mix-sft/budget": (MIXED["good"], by_arm(mix_ln=40.0, pre_ln=30.0, longer=20.0)),
-    "mix-rlhf/final": (MIXED["good"], MIXED["bad"]),
-    "mix-vit": tuple(by_arm(mix_ln=mix, pre_ln=0.9) for mix in (0.95, 0.8)),
-    "mix-vit/tiny": tuple(by_arm(mix_ln=mix, pre_ln=0.9) for mix in (0.9, 0.95)),
-    "peri-scores/tasks": (PERI["good"], PERI["bad"]),
-    "fuse-dense/tasks": tuple(by_arm(fusenorm=fuse, pre_ln=30.0) for fuse in (40.0, 20.0)),
+    "mix-sft/budget": both(MIXED["good"], by_arm(mix_ln=40.0, pre_ln=30.0, longer=20.0)),
+    "mix-rlhf/final": both(MIXED["good"], MIXED["bad"]),
+    "mix-vit": both(*(by_arm(mix_ln=mix, pre_ln=0.9) for mix in (0.95, 0.8))),
+    "mix-vit/tiny": both(*(by_arm(mix_ln=mix, pre_ln=0.9) for mix in (0.9, 0.95))),
+    "peri-scores/tasks": both(PERI["good"], PERI["bad"]),
+    "fuse-dense/tasks": both(*(by_arm(fusenorm=fuse, pre_ln=30.0) for fuse in (40.0, 20.0))),
+    "peri-sft": (*both(PERI["good"], PERI["bad"]), (PERI["same"], EXPLAINED)),  # as strong as its weaker half
 }
-JOINT = {"peri-sft": PERI}
 
 
 def has_control(study, scale):
     return "budget" in read_mapping(STUDIES / f"{study}.yaml")["scales"][scale]["axes"]
 
 
-@pytest.mark.parametrize("claim", CONTROLLED)
-def test_a_claim_with_a_control_holds_is_explained_and_fails(claim):
-    study = claim.split("/")[0]
-    for scale in scales_of(study):
-        expected = (HELD, EXPLAINED, FAILS) if has_control(study, scale) else (Verdict.HOLDS, Verdict.HOLDS, FAILS)
-        for name, verdict in zip(("good", "same", "bad"), expected, strict=True):
-            found = judged(study, claim, made(study, scale, CONTROLLED[claim][name]))
-            assert agrees(found.verdict, verdict), (scale, name, found)
+@pytest.mark.parametrize(("claim", "scale"), at_scales(CONTROLLED))
+def test_a_claim_with_a_control_holds_is_explained_and_fails(claim, scale):
+    controlled = has_control(study_of(claim), scale)
+    expected = (HELD, EXPLAINED, FAILS) if controlled else (Verdict.HOLDS, Verdict.HOLDS, FAILS)
+    for name, verdict in zip(("good", "same", "bad"), expected, strict=True):
+        found = judged(claim, made(study_of(claim), scale, CONTROLLED[claim][name]))
+        assert agrees(found.verdict, verdict), (name, found)
 
 
-@pytest.mark.parametrize("claim", PLAIN)
-def test_a_claim_without_one_holds_and_fails(claim):
-    study = claim.split("/")[0]
-    for scale in scales_of(study):
-        for value, verdict in zip(PLAIN[claim], (Verdict.HOLDS, FAILS), strict=True):
-            found = judged(study, claim, made(study, scale, value))
-            assert agrees(found.verdict, verdict), (scale, found)
-
-
-def test_an_order_of_three_is_as_strong_as_its_weaker_half():
-    for scale in scales_of("peri-sft"):
-        expected = {"good": Verdict.HOLDS, "same": EXPLAINED, "bad": FAILS}
-        for name, verdict in expected.items():
-            found = judged("peri-sft", "peri-sft", made("peri-sft", scale, PERI[name]))
-            assert agrees(found.verdict, verdict), (scale, name, found)
+@pytest.mark.parametrize(("claim", "scale"), at_scales(PLAIN))
+def test_a_claim_without_one_holds_and_fails(claim, scale):
+    for value, verdict in PLAIN[claim]:
+        found = judged(claim, made(study_of(claim), scale, value))
+        assert agrees(found.verdict, verdict), found
 
 
 def test_a_lower_loss_does_not_count_against_the_arm_that_has_the_higher_one():
@@ -452,7 +454,7 @@ def test_a_lower_loss_does_not_count_against_the_arm_that_has_the_higher_one():
     worse = made(
         "mix-sft", "cpu", MIXED["good"], loss=lambda arm: 2.5 if arm["placement"] == "mix_ln" else usual_loss(arm)
     )
-    found = judged("mix-sft", "mix-sft", worse)
+    found = judged("mix-sft", worse)
     assert found.verdict == HELD
     assert found.margin == pytest.approx(10.0, abs=0.01)
 
@@ -468,12 +470,12 @@ def test_policies_are_compared_at_equal_kl_not_at_equal_steps():
         return table.assign(kl=table["kl"] * 2) if key in fast else table
 
     apart = Trials(trials.table, axes=trials.axes, measures=measures)
-    assert judged("mix-rlhf", "mix-rlhf", apart).verdict == HELD
-    assert judged("mix-rlhf", "mix-rlhf/final", apart).verdict.failed
-    assert "at a KL of 2.4 to 2.4 nats" in judged("mix-rlhf", "mix-rlhf", apart).note
+    assert judged("mix-rlhf", apart).verdict == HELD
+    assert judged("mix-rlhf/final", apart).verdict.failed
+    assert "at a KL of 2.4 to 2.4 nats" in judged("mix-rlhf", apart).note
 
 
 def test_no_claim_about_stages_is_left_out():
     staged = ("mix-sft", "mix-rlhf", "mix-vit", "peri-sft", "keel-tasks")
-    tried = {*CONTROLLED, *PLAIN, *JOINT}
+    tried = {*CONTROLLED, *PLAIN}
     assert {claim for study in staged for claim in claims_of(study)} <= tried

@@ -6,10 +6,9 @@ import shutil
 
 import pandas as pd
 import pytest
-from lab.papers.study_files import write_study
+from lab.papers.study_files import exchange
 from training.tiny_runs import SMALL
 
-from lamina.api import study as run_study
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import read_config, write_yaml
@@ -30,18 +29,6 @@ def compared(tmp_path_factory, corpus):
     return folder
 
 
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory, corpus):
-    """A store of two trials with their measures."""
-    where = tmp_path_factory.mktemp("stored")
-    measured = {"end": ["gains"], "records": ["layers"]}
-    axes = {"placement": ["pre_ln", "keel"], "learning_rate": [3e-3]}
-    file = write_study(where, corpus=corpus, axes=axes, measures=measured)
-    places = {"store": str(where / "trials"), "records": str(where / "records"), "output": str(where / "out")}
-    run_study(study=str(file), bar=False, **places)
-    return where
-
-
 @pytest.fixture
 def folder(compared, tmp_path):
     return shutil.copytree(compared, tmp_path / "study")
@@ -49,13 +36,6 @@ def folder(compared, tmp_path):
 
 def trials_of(folder):
     return sorted((folder / "trials").glob("*/"))
-
-
-def exchange(one, other):
-    aside = one.with_name("aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
 
 
 def edit(path):
@@ -118,8 +98,8 @@ def test_an_exchanged_model_is_named_by_its_readers_and_its_trial_runs_again(fol
     "name",
     ["result.json", "metrics.jsonl", "measures/end-gains.parquet", "measures/records-layers.parquet", "measures.json"],
 )
-def test_a_store_names_a_file_of_another_trial_or_an_edited_one(stored, tmp_path, name, harm):
-    where = shutil.copytree(stored, tmp_path / "stored")
+def test_a_store_names_a_file_of_another_trial_or_an_edited_one(ended, tmp_path, name, harm):
+    where = shutil.copytree(ended, tmp_path / "stored")
     plan = StudyPlan(read_study(where / "mine.yaml").scale("cpu"))
     trials = {trial.placement: trial for trial in plan.wanted(lambda trial: None)}
     one, other = (where / "trials" / trial.key for trial in trials.values())
@@ -181,8 +161,8 @@ def test_an_edited_table_of_a_comparison_is_named_and_written_again(folder, corp
 
 
 @pytest.mark.parametrize("name", ["results.csv", "claims.json", "tables/end-gains.parquet"])
-def test_a_studys_tables_are_sealed_in_its_folder_and_among_the_records(stored, tmp_path, capsys, name):
-    folder = shutil.copytree(stored / "out", tmp_path / "out")
+def test_a_studys_tables_are_sealed_in_its_folder_and_among_the_records(ended, tmp_path, capsys, name):
+    folder = shutil.copytree(ended / "out", tmp_path / "out")
     if name == "claims.json":
         (folder / name).write_text('[{"verdict": "holds"}]')
     else:

@@ -64,11 +64,8 @@ def test_equal_arms_are_not_lower_and_are_equivalent():
     assert lower(both, "keel", than="pre_ln").verdict == "excluded"  # a difference of .01 is
     assert lower(both, "keel", than="pre_ln", by=0.0001).verdict == "inconclusive"
     assert equivalent(both, "keel", "pre_ln", within=0.02).verdict == "holds"
-
-
-def test_a_large_difference_is_not_equivalent():
-    both = trials(rows("keel", shifted(-0.1)), rows("pre_ln", BASE))
-    assert equivalent(both, "keel", "pre_ln", within=0.02).verdict == "fails"
+    apart = trials(rows("keel", shifted(-0.1)), rows("pre_ln", BASE))
+    assert equivalent(apart, "keel", "pre_ln", within=0.02).verdict == "fails"
 
 
 def test_level_or_lower_is_no_worse():
@@ -83,13 +80,6 @@ def test_pairs_are_by_seed_whatever_the_rows_order():
     both = trials(rows("keel", shifted(-0.02)), rows("pre_ln", BASE))
     mixed = Trials(both.table.sample(frac=1, random_state=1), axes=both.axes)
     assert lower(mixed, "keel", than="pre_ln").margin == pytest.approx(-0.02)
-
-
-def test_two_seeds_are_too_few():
-    both = trials(rows("keel", [2.0, 2.0]), rows("pre_ln", [3.0, 3.1]))
-    found = lower(both, "keel", than="pre_ln")
-    assert (found.verdict, found.seeds) == ("inconclusive", 2)
-    assert "fewer than 3" in found.note
 
 
 def test_a_difference_below_the_smallest_that_counts_does_not_hold():
@@ -284,7 +274,7 @@ def test_the_interval_and_the_test_are_students():
     expected = stats.t.interval(0.95, 4, np.mean(DIFFERENCES), stats.sem(DIFFERENCES))
     assert t_interval(DIFFERENCES) == pytest.approx(expected)
     assert statistics.p_above([-d for d in DIFFERENCES]) == pytest.approx(stats.ttest_1samp(DIFFERENCES, 0).pvalue)
-    assert statistics.p_above(DIFFERENCES) == 1.0
+    assert statistics.p_above(DIFFERENCES) == statistics.p_above([0.0] * 3) == 1.0
 
 
 @pytest.mark.parametrize("failed", [0, 1, 3])
@@ -299,11 +289,6 @@ def test_ranks_have_the_exact_distribution_of_all_signs(failed):
     assert statistics._signed_ranks(values) == pytest.approx(share)
     if failed:
         assert statistics.p_above(values) == pytest.approx(min(1.0, 2 * share))
-
-
-def test_equal_values_have_the_sign_test():
-    assert statistics.p_above([0.5, 0.5, 0.5]) == pytest.approx(0.25)
-    assert statistics.p_above([0.0, 0.0, 0.0]) == statistics.p_above([-1.0] * 3) == 1.0
 
 
 def test_shares_of_runs_have_exact_intervals_and_tests():
@@ -438,12 +423,12 @@ def test_the_trend_s_interval_covers_the_slope_as_often_as_it_says():
     generator, covered = np.random.default_rng(1), 0
     trials = drawn(ratios=(10,))
     ours = trials["arm"] == "keel"
-    for _ in range(400):
+    for _ in range(200):
         noisy = trials.assign(eval_loss=generator.normal(0, 0.02, len(trials)))
         noisy.loc[ours, "eval_loss"] += -0.1 + 0.05 * np.log10(noisy.loc[ours, "flops"])
         low, high = ladder.gap_trend(noisy, "keel", "pre_ln").interval
         covered += low <= 0.05 <= high
-    assert 0.92 < covered / 400 < 0.98
+    assert 0.91 < covered / 200 < 0.985
 
 
 def test_a_run_s_branches_are_no_pairs_of_their_own():

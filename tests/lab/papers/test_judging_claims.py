@@ -379,8 +379,8 @@ SETUPS = {
 }
 
 
-OFTEN = [("three planned looks at one claim", 150)]
-ALL = [("plain", 150), *OFTEN, *((setup, 4000) for setup in SETUPS)]
+OFTEN = [("three planned looks at one claim", 80)]
+ALL = [*OFTEN, *((setup, 4000) for setup in SETUPS)]
 
 
 @pytest.mark.parametrize(("setup", "studies"), spread(ALL, OFTEN))
@@ -402,28 +402,8 @@ def test_a_single_comparison_without_an_effect_is_wrong_in_at_most_one_of_twenty
         assert stats.binomtest(wrong, 2000, 0.05, alternative="greater").pvalue > 0.01, (share, wrong)
 
 
-@pytest.mark.parametrize("pairs", [5, 8, 12])
-def test_the_interval_covers_what_it_says(pairs):
-    random = np.random.default_rng(pairs)
-    zero, covered = dict.fromkeys(range(pairs), 0.0), 0
-    for _ in range(3000):
-        found = compare_values(dict(enumerate(random.normal(1.0, 1.0, pairs))), zero, by=0.01)
-        covered += found.interval[0] <= 1.0 <= found.interval[1]
-    assert 0.935 <= covered / 3000 <= 0.965
-
-
 def test_eight_pairs_show_an_effect_of_two_paired_standard_deviations():
     random = np.random.default_rng(8)
     paired = SPREAD * math.sqrt(2)
-    seen = [verdicts(simulated(random, range(8), effect=-2 * paired))[0] == "holds" for _ in range(60)]
-    assert sum(seen) >= 0.9 * 60
-
-
-def test_a_difference_of_half_the_smallest_that_counts_hardly_ever_holds_and_is_excluded_with_little_noise():
-    random = np.random.default_rng(9)
-    zero = dict.fromkeys(range(8), 0.0)
-    found = [
-        compare_values(dict(enumerate(random.normal(-0.005, 0.002, 8))), zero, by=0.01).verdict for _ in range(500)
-    ]
-    assert found.count("holds") == 0
-    assert found.count("excluded") > 450
+    seen = [verdicts(simulated(random, range(8), effect=-2 * paired))[0] == "holds" for _ in range(30)]
+    assert sum(seen) >= 0.9 * 30

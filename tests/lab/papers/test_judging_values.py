@@ -355,9 +355,3 @@ def test_the_smallest_difference_may_be_a_share_of_the_quantity():
     assert compare_values(wider, base, by=0.01, lower=False).verdict == "excluded"  # a quarter of the quantity
     assert compare_values(wider, base, share=0.1, lower=False).verdict == "holds"
     assert compare_values(wider, base, share=0.3, lower=False).verdict == "excluded"
-
-
-def test_levelness_has_no_opposite():
-    base = {seed: 1.0 + 0.01 * seed for seed in range(6)}
-    apart = {seed: value + 0.5 + 0.001 * seed for seed, value in base.items()}
-    assert equivalent_values(apart, base, within=0.1).verdict == "fails"

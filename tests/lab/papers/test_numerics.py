@@ -44,9 +44,10 @@ def test_a_placement_by_another_name_is_the_same_trial(placement):
 
 
 CHANGES = [("seed", 1), ("learning_rate", 1e-2), ("steps", 7), ("init", "scaled"), ("num_layers", 5)]
+CHANGES += [("eval_tasks", "quiz"), ("placement", "keel(alpha=3)")]
 
 
-@pytest.mark.parametrize(("name", "value"), [*CHANGES, ("placement", "keel(alpha=3)")])
+@pytest.mark.parametrize(("name", "value"), CHANGES)
 def test_whatever_changes_the_numbers_changes_the_key(name, value):
     assert key_of(**{"placement": "keel", name: value}) != key_of(placement="keel")
 

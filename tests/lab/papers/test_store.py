@@ -5,32 +5,18 @@ import shutil
 
 import pandas as pd
 import pytest
-from lab.papers.study_files import write_study
+from lab.papers.study_files import exchange
 
-from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.lab.papers.engine.plan import StudyPlan
 from lamina.lab.papers.engine.study_run import runnable
 from lamina.lab.papers.engine.verdicts import all_verdicts
 from lamina.lab.papers.study_catalog import read_study
-from lamina.lab.papers.trials import measures
 from lamina.lab.papers.trials.store import Records, Store, write_results, write_table
 from lamina.studies.task import task_of
 
 GAINS = "end/gains"
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory, corpus):
-    """A study of two trials that has ended, with its store."""
-    where = tmp_path_factory.mktemp("ended")
-    axes = {"placement": ["pre_ln", "keel"], "learning_rate": [3e-3]}
-    measured = {"end": ["gains"], "records": ["metrics"]}
-    file = write_study(where, corpus=corpus, axes=axes, measures=measured)
-    places = {"store": str(where / "trials"), "records": str(where / "records"), "output": str(where / "out")}
-    study(study=str(file), workers=2, bar=False, **places)
-    return where
 
 
 @pytest.fixture
@@ -51,13 +37,6 @@ def store_of(where):
 
 def folder_of(where, placement="keel"):
     return where / "trials" / wanted(where)[placement].key
-
-
-def exchange(one, other):
-    aside = one.with_name("aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
 
 
 def rerun(where):
@@ -119,14 +98,6 @@ def test_a_process_refuses_to_run_a_trial_in_the_folder_of_another(copy):
     assert (task.folder / "trial.json").read_bytes() == identity
 
 
-def test_a_measure_that_is_no_parquet_is_one_line(copy):
-    path = folder_of(copy) / "measures" / measures.file_name(GAINS)
-    path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(UserError, match=r"altered after measures\.json was written") as error:
-        store_of(copy).table(wanted(copy)["keel"].key, GAINS)
-    assert str(path) in str(error.value)
-
-
 def test_a_record_that_is_no_parquet_is_one_line(tmp_path):
     write_table(tmp_path / "a-cpu", "probe", pd.DataFrame([{"key": "k", "value": 1.0}]))
     (file,) = tmp_path.glob("a-cpu/tables/*.parquet")
@@ -185,14 +156,11 @@ def two(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("swap", [False, True])
-def test_what_one_record_lacks_another_fills(two, swap):
-    old, new = {"eval_loss": 2.5}, {"eval_loss": 2.5, "loss_surges": 3.0}
-    assert two(*((new, old) if swap else (old, new)))["loss_surges"] == 3
-
-
-def test_an_empty_value_is_filled_too(two):
-    assert two({"eval_loss": 2.5, "loss_surges": 3.0}, {"eval_loss": 2.5, "loss_surges": None})["loss_surges"] == 3
+@pytest.mark.parametrize("swap", [1, -1])
+@pytest.mark.parametrize("lacks", [{}, {"loss_surges": None}])
+def test_what_one_record_lacks_another_fills(two, swap, lacks):
+    both = {"eval_loss": 2.5, **lacks}, {"eval_loss": 2.5, "loss_surges": 3.0}
+    assert two(*both[::swap])["loss_surges"] == 3
 
 
 def test_a_trial_trained_again_elsewhere_is_not_mixed_with_the_older_one(two):

@@ -192,20 +192,6 @@ def test_a_misspelled_placement_is_one_line_before_the_folder_is_made(run, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_a_claim_over_something_unmeasured_is_one_line(tmp_path, corpus, capsys):
-    claims = (
-        "from lamina.lab.papers.judging import claim\n\n"
-        '@claim(says="x")\ndef mine(trials):\n    return trials.measure("layer_drop", at="end")\n'
-    )
-    file = write_study(tmp_path / "files", corpus=corpus, claims=claims)
-    argv = ["--output", str(tmp_path / "out"), "--store", str(tmp_path / "t"), "--records", str(tmp_path / "r")]
-    assert main(["study", "run", str(file), *argv]) == 2
-    err = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "mine" in err
-    assert "layer_drop" in err
-    assert (tmp_path / "out" / "results.csv").is_file()
-
-
 def test_a_trial_is_found_and_measured_under_other_words_for_the_same_settings(run, tmp_path, corpus):
     run(write_study(tmp_path / "files", corpus=corpus))
     before = times(tmp_path)
