@@ -22,14 +22,14 @@ JOBS.update({row.name: row for row in ROWS})
 GROUPS: dict[str, dict[str, str]] = {
     "watch and diagnose": {
         "diagnose": "find out why a run went wrong: the likely cause, its step and layer, and what to change",
-        "report": "rewrite the page of a folder, whichever command wrote the folder",
+        "report": "rewrite the page of a folder that any command wrote",
     },
     "look inside": {
         "probe": JOBS["probe"].summary,
         "placements": "list the placements, or show one: equation, diagram, options, source",
         "eval": JOBS["eval"].summary,
         "generate": "continue a text with a trained model",
-        "prune": "remove layers from a trained model: the ones you name, or the ones a probe finds least needed",
+        "prune": "remove layers from a trained model: layers that you name, or layers that a probe finds least needed",
         "graft": "put another placement on a trained model, and fit its norms so that the loss changes little",
         "convert": "convert a transformers checkpoint to Lamina with the same logits, or back",
     },

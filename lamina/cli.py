@@ -1,5 +1,6 @@
-"""`lamina COMMAND`: parse the command line and call the command. Nothing heavy is imported before the command is
-known.
+"""`lamina COMMAND`: parse the command line and call the command.
+
+Lamina imports no heavy package before it knows the command.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class UserError(ValueError):
     notebook shows the message without a traceback. Lamina escapes control characters in the message.
 
     Args:
-        problem: the message; with ``fix``, its beginning.
-        fix: what to do, a sentence at the message's end.
+        problem: the message; with ``fix``, the beginning of the message.
+        fix: a sentence at the message's end that says what to do.
 
     Attributes:
         problem: the message without ``fix``, for a caller that repairs the problem itself.
@@ -67,7 +67,7 @@ class TrialsFailed(UserError):
 
 
 def nearest_name(name: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the allowed name that is nearest to a misspelled name; None if no name is as similar as ``cutoff``."""
+    """Return the allowed name nearest to a misspelled name; None if no allowed name has a similarity of ``cutoff``."""
     if len(name) > 100:
         return None  # no misspelled name, and the search takes the square of its length
     names, plain = list(allowed), name.lower().replace("-", "_")  # Peri-LN
@@ -80,7 +80,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def nearest_file(name: str, files: Iterable[str]) -> str:
-    """Return the hint for a misspelled file name; compares the names without their suffixes."""
+    """Return the hint for a misspelled file name. Lamina compares the names without their suffixes."""
     whole = {file.partition(".")[0]: file for file in files}
     return did_you_mean(whole.get(nearest_name(name.partition(".")[0], whole) or ""))
 
@@ -90,16 +90,21 @@ def did_you_mean(name: str | None) -> str:
     return f"; did you mean {name!r}?" if name else ""
 
 
-def unknown(field: str, value: str, allowed: Iterable[str]) -> UserError:
-    """Return the error for an unknown name; the message lists the allowed names and suggests the nearest."""
+def unknown(field: str, value: str, allowed: Iterable[str], owner: str = "") -> UserError:
+    """Return the error for an unknown name.
+
+    The message lists the allowed names and suggests the nearest one. It begins with ``owner``, to which the names
+    belong, if you give one.
+    """
     names = sorted(allowed)
     listed = ", ".join(names) if len(names) <= 40 else f"one of {len(names)} names, {names[0]} to {names[-1]}"
     shown = shortened(repr(value), 200)
-    return UserError(f"unknown {field} {shown}{nearest(str(value), names)} (allowed: {listed})")
+    begin = f"{owner}: " if owner else ""
+    return UserError(f"{begin}unknown {field} {shown}{nearest(str(value), names)} (allowed: {listed})")
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return the text, with its middle left out if it is longer than ``longest`` characters."""
+    """Return the text. If the text is longer than ``longest`` characters, Lamina leaves out the middle."""
     if len(text) <= longest:
         return text
     head = longest * 2 // 3

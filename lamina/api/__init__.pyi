@@ -164,8 +164,8 @@ def preflight(
     """Check a run before you start it. Lamina trains its first steps at full depth, measures the layers, and reports
     whether the run will train, why, and what to change.
 
-    The keywords are the settings of `lamina preflight`. Returns one row per planned run: its verdict, the reason,
-    what to change, and the numbers behind them (docs/evidence/preflight.md). With ``output``, it also writes a
+    The keywords are the settings of `lamina preflight`. Returns one row per planned run: the verdict, the reason,
+    what to change, and the measured numbers (docs/evidence/preflight.md). With ``output``, it also writes a
     folder: preflight.csv, layers.parquet, preflight.json (from which `lamina report` makes the page) and
     report.html.
 
@@ -610,7 +610,7 @@ def coord_check(
     bar: bool = True,
 ) -> Comparison:
     """Check whether a module's output grows with the model's width or depth. Lamina trains several sizes for a few
-    steps on one batch and prints the exponent e of mean |x| ~ size^e. It should be 0. If e is above 0, the output
+    steps on one batch and prints the exponent e of mean |x| ~ size^e. e should be 0. If e is above 0, the output
     of a large model will blow up.
 
     The keywords are the settings of `lamina coord-check`. Returns the rows of slopes.csv and the page;

@@ -171,7 +171,7 @@ def _refuse_splits(name: str, value: object) -> None:
     if isinstance(splits := getattr(value, "column_names", None), Mapping):
         names = [str(split) for split in splits]
         allowed = f"one split, as in data[{names[0]!r}]" if names else "a datasets.Dataset"
-        raise UserError(f"{name}: a DatasetDict of {', '.join(names) or 'no splits'}. Give {allowed}.")
+        raise UserError(f"{name}: a DatasetDict holds several splits ({', '.join(names) or 'none'}). Give {allowed}.")
 
 
 def _corpus(name: str, value: object, field: str) -> str:

@@ -122,8 +122,8 @@ def convert(
         source: a folder with config.json and safetensors, a run's folder, or a name on the hub.
         output: a new or empty folder.
         to: "lamina", "transformers", or a trainer: "megatron", "mlx", "nanogpt", "olmo-core" or "torchtitan". By
-            default, a transformers checkpoint becomes a Lamina checkpoint, and a Lamina checkpoint a transformers
-            checkpoint.
+            default, a transformers checkpoint becomes a Lamina checkpoint, and a Lamina checkpoint becomes a
+            transformers checkpoint.
         came_from: the trainer that wrote the source, if it is neither Lamina nor transformers.
         placement: the placement, if the trainer's checkpoint does not name it.
         dtype: the dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
@@ -136,7 +136,7 @@ def convert(
     model, folder = path("source", source), path("output", output)
     one_of("dtype", dtype, DTYPES)
     if placement is not None and came_from is None:
-        raise UserError(f"--placement: {placement!r} without --from. Name the checkpoint with --from.")
+        raise UserError(f"--placement: {placement!r} has no effect without --from. Name the checkpoint with --from.")
     trainers = [name for name in (to, came_from) if name is not None and name not in get_args(Target)]
     if trainers or came_from is not None:
         from lamina.ports import checkpoints
@@ -146,7 +146,9 @@ def convert(
         if came_from is not None:
             one_of("from", came_from, [name for name, (read, _) in checkpoints.FORMATS.items() if read is not None])
         if to is not None and came_from is not None and to != "lamina":
-            raise UserError(f"--to: {to!r} beside --from {came_from}. Convert to lamina first.")
+            raise UserError(
+                f"--to: Lamina does not convert from {came_from} to {to!r} in one step. Convert to lamina first."
+            )
         trainer = str(came_from or to)
         reads = came_from is not None
         return checkpoints.convert(model, Path(folder), trainer, placement, reads=reads, overwrite=overwrite)
@@ -183,7 +185,9 @@ def emit(
     spec, target = text("placement", placement), text("to", to)
     whole_number("num_layers", num_layers)
     if with_test and output is None:
-        raise UserError("with_test: Lamina writes the test beside the placement's file. Add --output NAME.py.")
+        raise UserError(
+            "with_test: Lamina writes the test into the folder of the placement's file. Add --output NAME.py."
+        )
     from lamina.ports import emit as run
 
     file = None if output is None else Path(path("output", output))
@@ -193,7 +197,7 @@ def emit(
             "in NAME."
         )
     if file is not None and (iskeyword(file.stem) or file.stem == "torch"):
-        raise UserError(f"output: the name {file.name!r} is taken, by Python or torch. Choose another name.")
+        raise UserError(f"output: Python or torch has a module of the name {file.name!r}. Choose another name.")
     emitted = run(spec, target, num_layers, module=file.stem if file else "")
     if file is not None:
         written = {file: emitted.code} | ({file.with_name(f"test_{file.name}"): emitted.test} if with_test else {})
@@ -219,13 +223,13 @@ def prune(
     """Remove layers from a trained decoder, as `lamina prune` does, and measure the loss before and after.
 
     Args:
-        model: a folder with a saved model, Lamina's or transformers', or a run's folder.
+        model: a folder with a saved model of Lamina or transformers, or a run's folder.
         output: a new or empty folder.
         layers: the layers to remove, counted from 0: a list, or a text such as "3,5-7".
         by: instead of ``layers``, the measure by which Lamina chooses ``drop`` layers. "angular_distance" chooses the
             contiguous block of layers that changes the hidden states' direction least (Gromov et al. 2024).
             "layer_drop" chooses the layers whose single removal raises the loss least. PROBE.METRIC chooses the layers
-            with the lowest values.
+            with the lowest values of any other metric.
         drop: the number of layers to remove.
         overwrite: first delete the files that Lamina wrote into ``output``.
         text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
@@ -344,7 +348,9 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
         folder = whole.with_name(f"{whole.name}-lamina")
         read = [f"Read from {source}: {import_history(source, folder, which)}."]
     elif which:
-        raise UserError(f"which: {which!r} names no run in {str(folder)!r}, which is itself one run. Leave which out.")
+        raise UserError(
+            f"which: {which!r} names no run in {str(folder)!r}, which is the folder of a single run. Leave which out."
+        )
     evidence = gather(folder)
     texts = [*sentences(evidence), *read]
     try:

@@ -54,7 +54,7 @@ class Argument:
 
     Attributes:
         name: the name of the setting or option.
-        kind: the type of the value; a mapping takes one entry at a time, ``KEY=VALUE``.
+        kind: the type of the value; for a mapping, each use of the flag adds one entry, ``KEY=VALUE``.
         flags: the option's flags; empty for words that stand alone.
         default: the default that the help names, and an option's value without a flag; a setting without a flag gets no
             value.
@@ -225,7 +225,7 @@ class Parser:
 
         Args:
             metavar: the placeholder of the value in the help, if the type does not decide.
-            name: the option's name, if it differs from the flag's.
+            name: the option's name, if it differs from the flag's name.
             kind: the type of the value, if there is no default.
         """
         flags = (flag, f"--no-{flag[2:]}") if default is True else (flag,)

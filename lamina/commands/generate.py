@@ -26,7 +26,9 @@ def parser() -> Parser:
     )
     flags.add_flag("--max-new-tokens", "maximum number of new tokens", 120)
     flags.add_flag("--temperature", "sampling temperature; 0 always takes the likeliest token", 0.8)
-    flags.add_flag("--top-p", "share of the likeliest tokens to sample from", kind=float)
+    flags.add_flag(
+        "--top-p", "total probability of the likeliest tokens to sample from, above 0 and at most 1", kind=float
+    )
     flags.add_flag("--stop", "end the answer at this text (repeat the flag for more)", [])
     flags.add_flag("--system", "with --chat, the system message")
     flags.add_flag("--seed", "seed of the sampling", 0)

@@ -38,9 +38,15 @@ def run(argv: list[str]) -> int:
         raise UserError(f"--placement: not given. Run: {command}")
     record = graft(options.pop("model"), output, **options)
     show(f"{record['placement_before']} -> {record['placement']}")
-    show(f"norms fitted: {len(record['fitted'])}, modules that took a factor: {len(record['folded'])}")
+    show(
+        f"norms with fitted gains: {len(record['fitted'])}, modules whose weights absorbed a factor: "
+        f"{len(record['folded'])}"
+    )
     if record["lost"]:
-        show(f"tensors without a place: {', '.join(record['lost'][:4])}{' ...' if len(record['lost']) > 4 else ''}")
+        show(
+            "tensors that the new model does not have: "
+            f"{', '.join(record['lost'][:4])}{' ...' if len(record['lost']) > 4 else ''}"
+        )
     gap = record["loss"] - record["loss_before"]
     losses = f"{record['loss_before']:.4f} -> {record['loss']:.4f}"
     show(f"loss on {record['tokens']:,} tokens of the other half: {losses} ({gap:+.4f}) nats")

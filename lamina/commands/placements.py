@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
             raise UserError(f"{name}: {value!r} has no effect here. Give it {allowed} --of, or leave it out.")
     if options.of is not None:
         if options.name is not None:
-            raise UserError(f"--of: {options.of!r} beside the placement {options.name!r}. Give one of them.")
+            raise UserError(f"--of: {options.of!r} contradicts the placement {options.name!r}. Give one of them.")
         census = placement_of(options.of, layers=options.layers)
         show(json.dumps(census.to_dict(), indent=1) if options.json else census.text())
         return 0

@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
         show(_HELP)
         raise SystemExit(0)
     if argv[0] not in commands:
-        raise unknown("command of `lamina study`", argv[0], commands)
+        raise unknown("command", argv[0], commands, "lamina study")
     return commands[argv[0]](argv[1:])
 
 
@@ -138,7 +138,7 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int
 
 
 def _worker(argv: list[str]) -> int:
-    flags = _parser("worker", "Train a share of a study's trials; other workers share the store.")
+    flags = _parser("worker", "Train a share of a study's trials, together with other workers on the same store.")
     from lamina.jobs.status import ENDED
     from lamina.lab.papers.engine.study_run import work
 

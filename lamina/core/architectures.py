@@ -1,4 +1,4 @@
-"""The model types of transformers that Lamina knows, one row each; loads no torch.
+"""The model types of transformers that Lamina knows, one row each. This module does not load torch.
 
 A row lists the roles of the type's weights, for initialization, and the type's placement, for conversion of its
 checkpoints. Tests check each type: with the same weights and placement, Lamina's logits equal transformers' logits. A
@@ -17,14 +17,14 @@ Target = Literal["lamina", "transformers"]  # what a checkpoint is converted to
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """The conversion of a model type's checkpoints to Lamina's.
+    """The conversion of a model type's checkpoints to Lamina checkpoints.
 
     Args:
         placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
         norms: the position in Lamina's block of each norm and learned scale of a layer, by transformers' name.
         options: the placement's options that are fields of the checkpoint's configuration. The option ``wiring``
             becomes "parallel" if the configuration's field for it is true.
-        one_norm: whether parallel branches share one norm, the attention's.
+        one_norm: whether parallel branches share one norm, which is the attention's norm.
         gain_offset: the number to add to a stored gain: Gemma stores w and multiplies by 1 + w.
         rounds: where transformers rounds and Lamina does not, as a clause for messages. In float32 the logits agree up
             to the last bits.
@@ -45,7 +45,7 @@ class Architecture:
     """The facts about a model type.
 
     Args:
-        title: its name in prose.
+        title: the model type's name in prose.
         roles: the role of each weight, by the attribute name of its module. If the name means different things in
             different sub-layers, the sub-layer's name precedes it ("attention.Wo").
     """
@@ -114,7 +114,7 @@ _COHERE = Conversion(
     norms=_PRE_LN.norms,
     one_norm=True,
     rounds="computes its LayerNorms in several operations, whereas Lamina uses one operation",
-    note="its norm for both branches twice",
+    note="the norm of both branches twice",
 )
 _PHI = replace(_COHERE, rounds=_ADDS)
 # Why other types are neither wired nor converted.

@@ -1,4 +1,4 @@
-"""Presets: a model type of transformers with the fields that a paper states. Loads no heavy library."""
+"""Presets: a model type of transformers with the fields that a paper states. This module loads no heavy library."""
 
 from __future__ import annotations
 

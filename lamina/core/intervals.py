@@ -1,4 +1,7 @@
-"""Statistics of paired numbers, for all packages; scipy is imported late because its import is slow."""
+"""Statistics of paired numbers, for all packages.
+
+The functions import scipy themselves, because this import is slow.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def holm(ps: Sequence[float]) -> list[float]:
     """Adjust p values by Holm's step-down method; the result keeps the input's order.
 
-    The i-th smallest p becomes p * (n - i + 1), at least as large as the one before and at most 1. A NaN counts as 1.
+    The i-th smallest p becomes p * (n - i + 1), but at least the adjusted value before it and at most 1. A NaN counts
+    as 1.
     """
     ps = [1.0 if math.isnan(p) else p for p in ps]
     adjusted, largest = [0.0] * len(ps), 0.0

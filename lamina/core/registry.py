@@ -43,7 +43,7 @@ class Registry(Generic[Entry]):
         self._failure: UserError | None = None
 
     def add(self, name: str, entry: Entry, owner: str) -> None:
-        """Register an entry of the module ``owner``; loads nothing, so decorators can call it.
+        """Register an entry of the module ``owner``. Decorators can call this method, because it loads no module.
 
         Raises UserError if another module has registered the name (``refuse_namesake``).
         """
@@ -51,7 +51,10 @@ class Registry(Generic[Entry]):
         self._entries[name] = entry, owner
 
     def registered(self, name: str) -> Entry | None:
-        """Return the entry registered under a name so far, or None; loads nothing, so decorators can call it."""
+        """Return the entry registered under a name so far, or None.
+
+        Decorators can call this method, because it loads no module.
+        """
         return self._entries[name][0] if name in self._entries else None
 
     def names(self) -> list[str]:
@@ -78,7 +81,8 @@ class Registry(Generic[Entry]):
             new = [entry[0] for name, entry in self._entries.items() if before.get(name) is not entry]
         if len(new) != 1:
             raise UserError(
-                f"{self.kind} {str(path)!r}: registers {len(new)} {self.kind}s with @{self.kind}. Register one."
+                f"{self.kind} {str(path)!r}: this file registers {len(new)} {self.kind}s with @{self.kind}. Register "
+                "one."
             )
         return new[0]
 

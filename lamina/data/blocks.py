@@ -89,7 +89,7 @@ class ItemSource(Dataset[T], Generic[T], ABC):
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
         """Continue from a ``state_dict``; None starts from the beginning.
 
-        ``verbose`` logs each time when the corpus ends and is read again.
+        With ``verbose``, Lamina logs each time that the corpus ends and reading begins again.
         """
 
 
@@ -235,7 +235,7 @@ def shuffled(items: int, seed: int) -> torch.Tensor:
 
 
 def spread(available: int, wanted: int) -> list[int]:
-    """Return up to ``wanted`` evenly spread indices below ``available``, the same in every run."""
+    """Return up to ``wanted`` evenly spread indices below ``available``. They are the same in every run."""
     wanted = min(wanted, available)
     return [i * available // wanted for i in range(wanted)]
 
@@ -369,8 +369,8 @@ class MixedBlocks(BlockSource):
     """Blocks of several corpora in one order: item ``i`` is the i-th block that a run trains on.
 
     After any n blocks, each part has contributed its share of n, to within one block. With a ``seed``, each epoch of a
-    part shuffles the part's blocks anew; without a seed, they keep the part's order. The order depends on nothing else,
-    so a run that resumes at block i sees the same blocks.
+    part shuffles the part's blocks again. Without a seed, the blocks keep the part's order. The order depends on
+    nothing else, so a run that resumes at block i sees the same blocks.
     """
 
     in_order = True

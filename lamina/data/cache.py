@@ -39,7 +39,7 @@ def cache_root(cache_dir: Path | str | None = None) -> Path:
 def is_whole(folder: Path) -> bool:
     """Return whether a folder is unchanged since it was published, judging by the digests of its files.
 
-    Logs a damaged folder. Each process reads the files once, and again if they change.
+    Logs a damaged folder. Each process reads the files once, and reads them again if they change.
     """
     if not folder.exists():
         return False
@@ -60,7 +60,8 @@ def is_whole(folder: Path) -> bool:
 
 
 def publish(folder: Path, write: Callable[[Path], object]) -> None:
-    """Create ``folder`` unless it is whole: ``write`` fills a draft, which is then sealed and renamed in one step.
+    """Create ``folder`` unless it is complete. ``write`` fills a draft, to which Lamina adds a manifest before it
+    renames the draft in one step.
 
     Several processes may do this at once: the first to finish publishes the folder for all. An error in ``write``
     leaves nothing behind. ``publish`` replaces a damaged folder, and deletes drafts of killed processes. Raises

@@ -400,7 +400,7 @@ def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
 
 
 def check_corpus(spec: str) -> None:
-    """Raise UserError for a missing corpus or a missing part of a mix; loads nothing."""
+    """Raise UserError for a missing corpus or a missing part of a mix, without loading any text."""
     for part in parse_mix(spec) or [spec]:
         if part not in (EMBEDDED, "mnist", "noise"):  # data sets of images, which have names of their own
             single_corpus(part)

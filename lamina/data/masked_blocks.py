@@ -14,8 +14,8 @@ REPLACED, RANDOM = 0.8, 0.1  # of the chosen tokens: BERT's shares; the rest sta
 class MaskedBlocks(DrawnItems[TokenBlock]):
     """Token blocks in which a share of the tokens is masked for prediction, as in BERT; transformers masks them.
 
-    Of the chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. ``labels`` are -100 for tokens
-    that were not chosen. Special tokens are never chosen.
+    80 % of the chosen tokens become the mask token, 10 % become a random token, and 10 % stay. ``labels`` are -100 for
+    tokens that were not chosen. Special tokens are never chosen.
 
     Args:
         source: blocks of text.

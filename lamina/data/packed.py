@@ -193,7 +193,7 @@ class _Packing:
             packed, fraction = self._pack(draft, corpus, eval_fraction)
             if fraction != eval_fraction:
                 small = "%s is small, so Lamina holds out the share %g instead of %g, to fill a block%s"
-                seen = "; Lamina trained the BPE tokenizer on a part of this share" if trained else ""
+                seen = "; Lamina trained the BPE tokenizer partly on held-out text" if trained else ""
                 logger.warning(small, corpus.spec, fraction, eval_fraction, seen)
             train, held_out = self._open(draft)
             if isinstance(train, PaddedBlocks):
@@ -272,8 +272,8 @@ class SplitFile:
         self.tokens += int(np.count_nonzero(ids < self.joiner.encoder.vocab_size))
 
     def finish(self, sequence_length: int) -> int:
-        """Cut the file to whole blocks and return the number of tokens before; reduces ``tokens`` and ``bytes`` in
-        proportion.
+        """Cut the file to whole blocks, reduce ``tokens`` and ``bytes`` in proportion, and return the number of tokens
+        before.
         """
         self.flush()
         every = self.tokens

@@ -43,8 +43,8 @@ def piece_chars(total_chars: int) -> int:
     """Return the length of a piece: 1 to 64 thousand characters, or fewer in a text with less than about 20 such
     pieces.
 
-    Many pieces make the held-out text representative, and long pieces keep its context whole. A few hundred pieces do
-    both.
+    Many pieces make the held-out text representative, and long pieces keep its context whole. A few hundred pieces have
+    both advantages.
     """
     size = min(max(total_chars // _PIECES_WANTED, _SMALLEST_PIECE), _LARGEST_PIECE)
     return max(1, min(size, total_chars // _PIECES_AT_LEAST))
@@ -64,7 +64,7 @@ class Splitter:
 
     Attributes:
         piece: the number of the piece that is being filled.
-        filled: the characters in it so far.
+        filled: the number of characters in this piece so far.
         document: the number of the last document.
         position: the number of characters of that document that have been cut.
     """
@@ -112,7 +112,10 @@ def split_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
 
 
 def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
-    """Yield each document whole, as a segment of the piece in which it begins; of a long file, only the first part."""
+    """Yield each document whole, as a segment of the piece in which the document begins.
+
+    A long file gives only its first part.
+    """
     splitter = Splitter()
     for document in documents:
         first, *_ = splitter.cut(document, chars)

@@ -65,9 +65,9 @@ def stream_blocks(
     """Return blocks of a corpus without preparing them first; ``train`` is an endless :class:`StreamedBlocks`.
 
     The held-out pieces come from the beginnings of up to 64 files, spread over 64 million characters, and fill
-    ``eval_blocks``. Lamina never trains on them. The unigram entropy is the pieces' cross-entropy under the frequencies
-    of the text between them, twice as much text. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are unknown,
-    and so 0.
+    ``eval_blocks``. Lamina never trains on them. The unigram entropy is the cross-entropy of these pieces under the
+    token frequencies of the text between them, which is twice as much text. ``stats.train_tokens``, ``train_bytes`` and
+    ``documents`` are 0, because Lamina does not know them.
 
     For arguments and errors, see :func:`lamina.data.packed.prepare_blocks`, except for:
 
@@ -150,7 +150,7 @@ class Division:
         chars: characters per piece.
         fraction: the share of the scanned pieces that is held out.
         held_out: the text to evaluate on.
-        known: some of the text to train on, from between the held-out pieces.
+        known: a part of the text to train on, from between the held-out pieces.
         limits: for each shard with held-out pieces, the number of its pieces that were scanned.
     """
 

@@ -32,8 +32,8 @@ class Candidate:
         path: the model's path or name, which the loader takes.
         arm: the label of the model's line in the table: a checkpoint's name, or the setting that a study varies.
         seed: the seed of its run, if known.
-        status: the status of its run. Unless the status is finished or short, Lamina does not evaluate the model, but
-            counts it.
+        status: the status of its run. If the status is neither finished nor short, Lamina counts the model but does not
+            evaluate it.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Candidate:
 
 
 def stamp(paths: Iterable[Path], about: str = "") -> str:
-    """Hash a text and the names, sizes and times of files; ignores paths that are not files."""
+    """Hash a text and the names, sizes and times of files. Lamina ignores paths that are not files."""
     digest = hashlib.sha256(about.encode())
     for path in sorted(paths):
         if path.is_file():
@@ -110,7 +110,10 @@ def _single(path: str) -> Candidate:
 
 
 def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
-    """Return a checkpoint's configuration; loads no weights. Raises UserError if weights or tokenizer are missing."""
+    """Return a checkpoint's configuration without loading the weights.
+
+    Raises UserError if weights or tokenizer are missing.
+    """
     with _about_models():
         folder = str(model_folder(path))
         config, tokenizer_folder = config_of(folder), tokenizer_of(folder)

@@ -37,7 +37,7 @@ class Passages:
     """The sentences from which items are drawn.
 
     Attributes:
-        books: each book's sentences, in its order.
+        books: each book's sentences, in the book's order.
         sentences: the sentences of all books.
         words: every word of at least four lower-case letters, listed as often as it occurs.
     """
@@ -236,8 +236,9 @@ def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]
 def write(folder: Path, *, train: int = TRAIN, test: int = TEST, path: Path | None = None) -> None:
     """Write NAME/train.jsonl, NAME/test.jsonl and NAME.yaml for every task.
 
-    A row has ``question``, ``choices``, ``answer`` (an index), and for fine-tuning ``instruction``, ``input`` and
-    ``output``. ``path`` is the folder's later path, which the task files name; by default its present path.
+    A row has the fields ``question``, ``choices`` and ``answer`` (an index), and the fields ``instruction``, ``input``
+    and ``output`` for fine-tuning. ``path`` is the path that the task files name for this folder, if you will move the
+    folder (default: the present path).
     """
     metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     for task in NAMES:

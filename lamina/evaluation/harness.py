@@ -128,9 +128,7 @@ class Runner:
         )
         zero = sorted(str(name) for name, shots in results.get("n-shot", {}).items() if shots == 0)
         if num_fewshot and zero:
-            notes.append(
-                f"{', '.join(zero)}: scored without examples, as the task's file states, and not with {num_fewshot}"
-            )
+            notes.append(f"{', '.join(zero)}: the task's file sets 0 examples, so Lamina does not use {num_fewshot}")
         return results, notes
 
     def _prepare(self, built: TaskDict, num_fewshot: int | None) -> None:

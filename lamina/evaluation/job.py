@@ -163,7 +163,7 @@ class Evaluation:
         self.records: dict[tuple[str, str], Json] = {}
 
     def check(self) -> None:
-        """Check every model and read every task's data. Raises UserError before the folder is touched."""
+        """Check every model and read every task's data. Raises UserError before Lamina changes the folder."""
         self.processes.first_per_host(self._check)
 
     def _check(self) -> None:
@@ -189,7 +189,7 @@ class Evaluation:
             check_generation(self.settings.generation, writes)
 
     def run(self, folder: Path) -> Json:
-        """Evaluate, write, and return the content of result.json; raises as ``evaluate`` does."""
+        """Evaluate, write, and return the content of result.json. The errors are as in ``evaluate``."""
         self.folder = folder
         self.records = self.processes.by_first(self._finished) if self.earlier is None else self.earlier.records
         self._write(Status.INTERRUPTED, RUNNING)

@@ -31,13 +31,12 @@ CHOICES = ("acc", "acc_norm")
 class Paired:
     """The difference between a model and the first model on the items of a column; shares from 0 to 1.
 
-    Attributes: low, high: the 95 % interval of the difference, Student's over the items' differences. won, lost: the
-        number of items that only this model has right, and that only the first model has right; None for numbers other
-        than right and wrong.
-        p: the two-sided p value of McNemar's exact test for right and wrong, otherwise of the paired t test.
-        p_holm: ``p`` adjusted by Holm's method over the model's columns.
-        smallest: the difference that this number of items would detect in four of five cases, given how often the two
-            models disagree.
+    Attributes: low, high: the 95 % interval of the difference (Student's t interval over the items' differences). won,
+        lost: the number of items that only this model has right, and that only the first model has right; None for
+        numbers other than right and wrong. p: the two-sided p value of McNemar's exact test for right and wrong,
+        otherwise of the paired t test. p_holm: ``p`` adjusted by Holm's method over the model's columns. smallest: the
+        smallest difference that this number of items would detect in four of five cases, given how often the two models
+        disagree.
     """
 
     model: str
@@ -64,7 +63,7 @@ def chance(items: Frame, metric: str) -> float | None:
 
 
 def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
-    """Add to each score its level of chance; for a group, the mean over all its items."""
+    """Add to each score the share that guessing gets right; for a group, the mean of this share over all items."""
     scored = []
     for score in scores:
         task_items = items[items["task"] == score.task]
@@ -73,7 +72,7 @@ def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
 
 
 def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
-    """Return each item's part in a metric, by task and item number; None if the metric is not one number per item."""
+    """Return each item's part of a metric, by task and item number; None if the metric has no number per item."""
     rows = items[items["filter"] == chosen] if (items["filter"] == chosen).any() else items
     parts = rows["metrics"].map(lambda text: json.loads(text).get(metric))
     if metric not in SHARES or not len(rows) or not parts.map(lambda part: isinstance(part, int | float)).all():
@@ -91,8 +90,8 @@ def refuse_other_items(one: Frame, other: Frame, names: tuple[str, str], column:
         return
     apart = len(rows[0] ^ rows[1])
     raise UserError(
-        f"compare: {names[0]} and {names[1]} have different items of {column}: {apart} items are in only one "
-        "of them. Evaluate both models again, with the same data and --limit."
+        f"compare: {names[0]} and {names[1]} have different items of {column}: {apart} items are in only one of the "
+        "two evaluations. Evaluate both models again, with the same data and --limit."
     )
 
 
@@ -126,7 +125,7 @@ def compared(
     numbers: dict[tuple[str, Wanted], Score],
     items: dict[tuple[str, str], Frame],
 ) -> list[Paired]:
-    """Compare each model with the first on every column of shares that both have.
+    """Compare each model with the first model, on every column of shares that both models have.
 
     ``items`` has the tables of items by model and unit. Raises UserError if two tables have different items.
     """

@@ -43,7 +43,7 @@ class Perplexity:
     documents: int
 
     def numbers(self) -> dict[str, float]:
-        """Return exp(nll / count) for tokens, words and bytes, the loss in nats per token, and the bits per byte."""
+        """Return exp(nll / count) per token, word and byte, the loss in nats per token, and the bits per byte."""
         return {
             "token_perplexity": exp(self.nll / self.tokens),
             "word_perplexity": exp(self.nll / self.words),
@@ -94,7 +94,8 @@ def perplexity(
         window: tokens that the model reads at once.
         stride: tokens by which the window moves.
         batch_size: windows per forward pass.
-        share: the number of windows that each process takes in turn, the same in all processes (default: a batch).
+        share: the number of windows that each process takes in turn; give the same number in all processes (default: a
+            batch).
         processes: the processes that share the text; they sum the losses in the windows' order, as one process does.
         progress: called with the number of newly scored tokens.
 

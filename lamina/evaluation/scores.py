@@ -124,7 +124,7 @@ def is_of(task: str, name: str) -> bool:
 
 
 def lower_is_better(name: str) -> bool:
-    """Return whether a lower value is better, for a score's name in a record's ``tasks``."""
+    """Return whether lower values are better for a score, given the score's name in a record's ``tasks``."""
     return name.partition(":")[2].endswith(("perplexity", "bits_per_byte", "loss"))
 
 
@@ -191,7 +191,7 @@ class ScoreLine:
         return f"{self.arm} ({reasons})" if reasons else self.arm
 
     def texts(self, plus_minus: str = "±", dash: str = "–") -> list[str]:
-        """Return the scores as printed: ``41.34 ± 0.52``, a dash for a missing one."""
+        """Return the scores as texts such as ``41.34 ± 0.52``, with a dash for a missing score."""
         if not self.runs:
             return [FAILED, *[dash] * (len(self.means) - 1)]
         stds = [f" {plus_minus} {std:.2f}" if math.isfinite(std) else "" for std in self.stds]
@@ -203,9 +203,9 @@ class ScoreTable:
     """A table of scores. If several columns are shares, the last column is their average.
 
     Attributes:
-        best: for each column, the lines with the best number, compared as printed.
+        best: for each column, the lines with the best number. Lamina compares the numbers as they are printed.
         chance: for each column, the score of guessing in percent; NaN without choices.
-        shares: for each column, whether it is a share, which is printed in percent.
+        shares: for each column, whether its numbers are shares, which Lamina prints in percent.
     """
 
     headings: tuple[str, ...]

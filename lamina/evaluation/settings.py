@@ -91,7 +91,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         None, "examples before each question (default: the set's number, otherwise the task's)", at_least(0)
     )
     compare: bool = setting(
-        False, "compare earlier evaluations item by item; then give the folders of evaluations as MODEL", decides=False
+        False, "compare earlier evaluations item by item: give their folders as MODEL", decides=False
     )
     limit: int | None = setting(
         None, "maximum number of items per task, and of documents of the corpus (default: all)", at_least(1)

@@ -67,7 +67,7 @@ def _words(text: str) -> list[str]:
 
 
 def f1_scores(model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: list[Question]) -> list[float]:
-    """Return each question's F1, the best over its right answers, from 0 to 1."""
+    """Return each question's F1 from 0 to 1. If a question has several right answers, the best F1 counts."""
     found = (answer(model, tokenizer, question) for question in questions)
     return [max(f1(text, truth) for truth in q.answers) for text, q in zip(found, questions, strict=True)]
 

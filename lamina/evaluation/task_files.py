@@ -85,13 +85,13 @@ class Tasks:
         return Tasks(added=added, folders=users, data=data, run_code=run_code)
 
     def entry(self, name: str) -> Entry | None:
-        """Return the harness's entry for a task, group or tag; only a tag has no ``yaml_path``."""
+        """Return the harness's entry for a task, group or tag. An entry without ``yaml_path`` is a tag."""
         return self.added.task_index.get(name) or _shipped().task_index.get(name)
 
     def require(self, names: Iterable[str], *, source: str, others: Sequence[str] = ()) -> None:
         """Raise UserError for an unknown task, group or tag; the message suggests the nearest name.
 
-        ``source`` is the text in the message about the user's files; ``others`` are further allowed names.
+        ``source`` is the message's text about the user's files, and ``others`` are further allowed names.
         """
         for name in names:
             if self.entry(name) is not None:
@@ -190,7 +190,7 @@ class Tasks:
             return f"tasks: {name!r}: its data{folder} can't be read: {one_line(cause)}"
         data = f"its data{f' ({where})' if where else ''}"
         return (
-            f"tasks: {name!r}: {data} is not on this machine, and the hub cannot be reached. Connect to a "
+            f"tasks: {name!r}: {data} is not on this machine, and Lamina cannot reach the hub. Connect to a "
             "network, or give a folder with the data by --data-dir (`make eval-data` builds such a folder)."
         )
 

@@ -19,7 +19,7 @@ class Wanted:
     Attributes:
         task: the name of a task of lm-evaluation-harness, or of a generated task.
         num_fewshot: examples before each question; None for the task's default.
-        metric: the metric that the table prints; None for the task's main one.
+        metric: the metric that the table prints; None for the task's main metric.
         heading: the column's heading; "" for the task's name.
     """
 
@@ -101,7 +101,7 @@ SETS: dict[str, TaskSet] = {
 
 
 def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wanted]:
-    """Convert a user's names to columns; a set becomes its columns, and ``TASK@5`` a column with five examples.
+    """Convert a user's names to columns. A set becomes its columns, and ``TASK@5`` becomes a column with five examples.
 
     ``num_fewshot`` replaces every number of examples. No column is repeated. Raises UserError for a malformed number.
     """

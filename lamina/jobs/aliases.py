@@ -52,7 +52,7 @@ generation: gen_kwargs; data_dir: include_path
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
     """Return the first offered setting with the meaning of another library's name; None without such a setting.
 
-    ``near`` also accepts a setting of roughly that meaning.
+    With ``near``, a setting of roughly the same meaning counts, too.
     """
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
@@ -113,6 +113,6 @@ def in_our_words(given: Mapping[str, object], offered: Collection[str], where: s
     for name, value in given.items():
         setting = meaning(name, offered) or name
         if setting in ours:
-            raise UserError(f"{where}{setting}: given by two names. Keep one of them.")
+            raise UserError(f"{where}{setting}: you give this setting under two names. Keep one of them.")
         ours[setting] = value
     return ours

@@ -16,8 +16,8 @@ class Column:
     """A number or text that each trial has.
 
     Attributes:
-        name: its key in result.json and its column in results.csv.
-        title: its heading on the pages.
+        name: the key in result.json, and the name of the column in results.csv.
+        title: the column's heading on the pages.
         format: how the pages print the number; None for a text.
         aggregate: how the ranking combines a placement's seeds: by mean, by maximum, as the first seed's text, or as a
             value that ``lamina.reports.ranking`` computes ("own"); None leaves the column out of the ranking.
@@ -108,7 +108,7 @@ def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:
 
 
 def aggregated(aggregate: str) -> tuple[str, ...]:
-    """Name the columns that the ranking aggregates in this way."""
+    """Return the names of the columns that the ranking aggregates in this way."""
     return names(column for column in RESULT_COLUMNS if column.aggregate == aggregate)
 
 
@@ -127,7 +127,7 @@ def checked(result: dict[str, object]) -> dict[str, object]:
     missing, extra = measured - set(result), set(result) - {*names(), *BESIDES}
     if missing or extra:
         raise KeyError(
-            f"result.json: no value for {sorted(missing)} and no column for {sorted(extra)} "
+            f"result.json: {sorted(missing)} have no value, and {sorted(extra)} have no column "
             "(lamina/jobs/columns.py and lamina/training/pretrain.py must agree)"
         )
     return result

@@ -1,5 +1,6 @@
-"""Reading and writing of the files in a job's folder. A file is synced and then renamed, so it is never half
-written.
+"""Reading and writing of the files in a job's folder.
+
+Lamina syncs a temporary file to disk and then renames it, so that no file is half written.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SEAL = "seal"  # of result.json, see seals.py
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; at the end sync its content to disk and rename it to ``path``.
+    """Yield a temporary path. At the end, sync the temporary file to disk and rename it to ``path``.
 
     A job writes every file this way. If the body fails, the temporary file is deleted and ``path`` stays as it was.
     Raises OSError.
@@ -116,7 +117,7 @@ def _digest_of_read(data: object) -> str:
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a Parquet table or an .npz is whole, judging by its end.
+    """Return whether a Parquet table or an .npz file is complete, which its last bytes show.
 
     Raises UserError for a Parquet table without pyarrow.
     """
@@ -143,7 +144,7 @@ def finite(data: Any) -> Any:
 
 
 def as_json(data: Mapping[str, object]) -> Json:
-    """Return the data after a round trip through JSON."""
+    """Return the data as they are after writing them to JSON and reading them again."""
     return json.loads(json.dumps(finite(data)))
 
 
@@ -162,7 +163,7 @@ def read_result(folder: Path) -> Json | None:
 def read_seal(path: Path, data: Json) -> Json | None:
     """Return the seal in a file's data, without its digest; None for an older version's file or for empty data.
 
-    Raises UserError if the data were altered after they were sealed.
+    Raises UserError if somebody altered the data after Lamina hashed them.
     """
     seal = data.get(SEAL)
     if not data or (seal is None and not _is_sealed(path.parent)):

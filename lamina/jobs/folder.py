@@ -61,7 +61,7 @@ def _is_environment(path: Path) -> bool:
 
 
 def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True) -> None:
-    """Raise UserError if ``hold`` would, but change nothing; ``resumes``: whether the job has --resume."""
+    """Raise UserError if ``hold`` would raise it, but change nothing; ``resumes``: whether the job has --resume."""
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
     if resume and overwrite:
@@ -87,7 +87,9 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
 
     old = old_content(folder)
     if overwrite and os.path.lexists(old) and not (folder / REPLACES).is_file():
-        raise UserError(f"output: {str(old)!r} is in the way of --overwrite. Move it, or choose another folder.")
+        raise UserError(
+            f"output: --overwrite needs the name {str(old)!r}, which exists. Move it, or choose another folder."
+        )
     if overwrite and Path.cwd().is_relative_to(real_path(folder)):
         raise UserError(f"output: {str(folder)!r} holds the current folder. Run the command from outside of it.")
 
@@ -108,8 +110,8 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
     ``drop_old``) or result. If the work ends without a checkpoint or result, NAME.old stays, and the log says so.
 
     Raises UserError if the path is not a folder, if another process holds the folder, or if Lamina did not write its
-    content. Also raises it if the folder has content and neither ``resume`` nor ``overwrite`` is set, or if ``resume``
-    finds nothing to resume.
+    content. Also raises UserError if the folder has content and neither ``resume`` nor ``overwrite`` is set, or if
+    ``resume`` finds nothing to resume.
     """
     if overwrite and in_use(folder):
         with lock(folder, wait=wait):

@@ -31,7 +31,7 @@ class ResumePolicy:
     Attributes:
         what: the noun for the job in messages: "run", "study".
         free: the settings that may change.
-        compared: settings whose content the job itself compares: files and folders that may have moved.
+        compared: settings that name files and folders, which may have moved; the job itself compares their content.
     """
 
     what: str
@@ -122,7 +122,10 @@ def open_job(
     stored: Stored | None = None,
     wait: float = 0.0,
 ) -> Job[S]:
-    """Open a job: check its folder now, but change it only in ``with``, so that slow or failing work can come first.
+    """Open a job.
+
+    Lamina checks the job's folder at once but changes the folder only in ``with``, so slow or failing work can come
+    first.
 
     Further checks of --resume are in training/checkpointing/resuming.py for a run, in studies/record.py for a study.
 

@@ -140,11 +140,11 @@ def _of_another_run(folder: Path) -> str | None:
         return None
     digest = sealed.get(f"{folder.name}/{MANIFEST}")
     another = digest is not None and digest != sha256(folder / MANIFEST)
-    return f"not the run's model, according to {RESULT} beside it" if another else None
+    return f"not the run's model, according to {RESULT} in the same folder" if another else None
 
 
 def model_folder(path: str | Path) -> Path:
-    """Return the folder of a saved model: model/ in a run's folder, or the folder itself."""
+    """Return the folder of a saved model: the subfolder model/ of a run's folder, or otherwise the given folder."""
     inner = Path(path) / MODEL
     return inner if any((inner / name).is_file() for name in ("config.json", MANIFEST)) else Path(path)
 

@@ -40,8 +40,9 @@ class Switch:
 
     Attributes:
         prints: whether the flag selects another text at the end, which ``ending_of(kind, switch=name)`` registers.
-        draws: whether the flag also saves the page's figures as pictures; the Python function then has the switch.
-        passed: whether the job's function takes the switch; the Python function then has the switch.
+        draws: whether the flag also saves the page's figures as pictures; if so, the Python function has the switch
+            too.
+        passed: whether the job's function takes the switch; if so, the Python function has the switch too.
         fails: decides from the result whether the exit code is 1.
     """
 
@@ -64,14 +65,15 @@ class JobRow:
         summary: a line for ``lamina --help``.
         about: the description for the command's help; the Python function's docstring has only its first paragraph.
         settings: returns the class of its settings.
-        run: does the work; takes the settings by name, resume, overwrite, bar and the passed switches.
+        run: the function that runs the job. Its arguments are the settings by name, resume, overwrite, bar and the
+            passed switches.
         returns: one or two sentences about the Python function's result.
         outcome: the type of the result, a class of ``lamina.api.results``, or "pd.DataFrame".
         raises: the errors, for the Python function's documentation.
         resumes: the help text of --resume; empty for a job that does not resume.
         positional: the names of the settings without a flag; a name that ends in "..." takes any number of words.
         listing: returns the list that the help and --list print.
-        inputs: the settings that name models to start from, the main one first.
+        inputs: the settings that name models to start from, the main model's setting first.
         files: the settings that name data or code.
         fails: decides from the result whether the exit code is 1.
         folder: returns the output folder for the settings, if the folder's default depends on other settings.
@@ -125,7 +127,7 @@ JOBS: dict[str, JobRow] = {}
 def refuse_other_kind(folder: Path, row: JobRow) -> None:
     """Raise UserError if the folder to resume was written by another kind of job.
 
-    If environment.json is damaged, the job's files decide, and it is written again.
+    If environment.json is damaged, Lamina decides by the job's files, and writes environment.json again.
     """
     kind = kind_of(folder)
     if kind in (row.kind, None):

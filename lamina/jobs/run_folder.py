@@ -1,4 +1,4 @@
-"""Reading of a run's folder, even while its records grow or if some of them are damaged."""
+"""Reading of a run's folder, even while the run writes records, or if some records are damaged."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ class RunFolder:
 def parse_lines(path: Path) -> tuple[list[Json], str | None]:
     """Parse a growing file of JSON records, each with a step; return them and the file's first fault.
 
-    A line without a step is a fault, and its record is left out. A step that goes back is a fault, except in the
-    records of rollbacks. A last line that a kill cut short is no fault. A missing file holds no records.
+    A line without a step is a fault, and Lamina leaves out the record in this line. A step that goes back is a fault,
+    except in the records of rollbacks. An incomplete last line, which a killed run leaves, is no fault. A missing file
+    holds no records.
     """
     records: list[Json] = []
     fault, last = None, -1

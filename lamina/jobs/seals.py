@@ -71,14 +71,20 @@ def write_result(folder: Path, result: Mapping[str, object]) -> None:
 
 
 def write_with_seal(folder: Path, name: str, data: Mapping[str, object], patterns: Iterable[str]) -> None:
-    """Write a JSON file that seals itself and the files of the folder that match ``patterns``. Raises OSError."""
+    """Write a JSON file with its own digest and the hashes of the folder's files that match ``patterns``.
+
+    Raises OSError.
+    """
     data = {key: value for key, value in as_json(data).items() if key != SEAL}
     seal = {"trial": _trial(folder), "files": hashes(folder, patterns)}
     write_json(folder / name, {**data, SEAL: {DIGEST: digest_of_json({**data, SEAL: seal}), **seal}})
 
 
 def seal_tables(folder: Path) -> None:
-    """Write seal.json, which seals the tables that a job computed from its trials, if there are any. Raises OSError."""
+    """Write seal.json with the hashes of the tables that a job computed from its trials, if there are such tables.
+
+    Raises OSError.
+    """
     if hashes(folder, _TABLES):
         write_with_seal(folder, SEALED, {}, _TABLES)
 
@@ -103,7 +109,10 @@ def lift_seal(folder: Path) -> bool:
 
 
 def refuse_tables(folder: Path) -> None:
-    """Raise UserError if a job's table was altered after it was sealed. A folder without seal.json passes."""
+    """Raise UserError if somebody altered a job's table after Lamina wrote seal.json.
+
+    A folder without seal.json passes.
+    """
     refuse_altered(folder, SEALED, missing=False)
 
 
@@ -123,14 +132,15 @@ def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
 def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str, str]:
     """Describe the faults of the records that the file ``by`` seals, by the records' paths; empty without a seal.
 
-    The model is not checked here, because its manifest seals it. A missing file is a fault only with ``missing``.
+    The function does not check the model, because the model's own manifest has the hashes of its files. A missing file
+    counts as a fault only if ``missing`` is true.
 
     Raises UserError if the file itself was altered.
     """
     seal = read_seal(folder / by, noted(folder / by)) or {}
     faults = {}
     if seal and seal["trial"] != _trial(folder):
-        faults[by] = f"of another trial than {TRIAL} names"
+        faults[by] = f"of a trial that {TRIAL} does not name"
     for name, digest in seal.get("files", {}).items():
         if name == f"{MODEL}/{MANIFEST}":
             continue
@@ -138,17 +148,17 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
         if not path.is_file():
             faults |= {name: _MISSING} if missing else {}
         elif sha256(path) != digest and name == CONFIG:  # which has a digest of its own
-            faults[by] = f"not from the run of the {CONFIG} beside it, or one of the two is altered"
+            faults[by] = f"not from the same run as the {CONFIG} in this folder, or one of the two files is altered"
         elif sha256(path) != digest and not (name == STUDY and _is_cut(path)):
-            faults[name] = f"altered after {by} was written, or from another run"
+            faults[name] = f"altered since Lamina wrote {by}, or from another run"
     if seal and by == RESULT:
         there = {path.relative_to(folder).as_posix() for pattern in GROWING for path in folder.glob(pattern)}
-        faults |= dict.fromkeys(sorted(there - seal["files"].keys()), f"not one of the records that {RESULT} lists")
+        faults |= dict.fromkeys(sorted(there - seal["files"].keys()), f"not among the records that {RESULT} lists")
     return faults
 
 
 def refuse_altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> None:
-    """Raise UserError for the first record that was altered after it was sealed (see ``altered``)."""
+    """Raise UserError for the first record that somebody altered after Lamina hashed it (see ``altered``)."""
     _refuse(folder, by, altered(folder, by, missing=missing))
 
 
@@ -228,7 +238,11 @@ def _is_cut(path: Path) -> bool:
 
 @lru_cache(maxsize=2**16)
 def hash_of(path: Path, *state: int) -> str:
-    """Hash a file; cached by its size, time and inode, because each result of a job hashes the job's records again."""
+    """Hash a file.
+
+    Lamina caches the hash by the file's size, time and inode, because each result of a job hashes the job's records
+    again.
+    """
     return sha256(path)
 
 

@@ -7,9 +7,9 @@ in YAML and in config.yaml, the check of a value, and the command line that repr
         steps: int = setting(100, "optimizer steps", at_least(1))
         precision: Literal["auto", "fp32"] = setting("auto", "of the computation")
 
-Each record is a frozen, keyword-only dataclass, without a decorator. Records are composed from smaller ones by
-inheritance. A record overrides an inherited default or help text with ``changed``. In ``without``, it lists the
-inherited fields that it drops.
+Each record is a frozen, keyword-only dataclass, without a decorator. A record can inherit the fields of smaller
+records. A record overrides an inherited default or help text with ``changed``. In ``without``, it lists the inherited
+fields that it drops.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def setting(default: T, help: str, check: Check | None = None, *, decides: bool 
 
 
 def changed(default: T, *, help: str | None = None, check: Check | None = None, decides: bool | None = None) -> T:
-    """Change an inherited field's default; help, check and ``decides`` stay unless given."""
+    """Change an inherited field's default, and the help, the check or ``decides`` if you give them."""
     given = {"help": help, "check": check, "decides": decides, "changed": True}
     return _field(default, {key: value for key, value in given.items() if value is not None})
 
@@ -93,10 +93,11 @@ class Settings:
 
     ``command_name`` is the record's ``lamina`` command. ``without`` names inherited fields that the record does not
     offer. These fields keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
-    files and help texts. The other fields follow base by base, the record's own fields last. ``group``, given beside
-    the bases, is the heading of a group's flags in ``--help all``; a command's own record has no group. ``main`` names
-    the ten settings that ``--help`` shows. ``needed`` names the settings without which the job can't begin. ``outside``
-    maps a setting that holds another library's options to these options, or to the files that declare them.
+    files and help texts. The other fields follow base by base, the record's own fields last. ``group``, a keyword of
+    the class statement, is the heading of a group's flags in ``--help all``. A command's own record has no group.
+    ``main`` names the ten settings that ``--help`` shows. ``needed`` names the settings without which the job can't
+    begin. ``outside`` maps a setting that holds another library's options to these options, or to the files that
+    declare them.
     """
 
     command_name: ClassVar[str] = ""
@@ -129,10 +130,11 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Raise UserError for contradictory values; a group adds its checks after ``super().check()``."""
+        """Raise UserError if values contradict each other; a group adds its checks after ``super().check()``."""
 
     def check_names(self) -> None:
-        """Raise UserError for a missing file or an unknown name; a group adds its checks after super's.
+        """Raise UserError for a missing file or an unknown name; a group adds its checks after
+        ``super().check_names()``.
 
         Lamina calls it once, before a job begins, and only for settings that the user gives now: a record that was read
         from a folder may name files that have moved. Loads no torch.
@@ -151,7 +153,7 @@ class Settings:
 
     @classmethod
     def default(cls, name: str) -> Any:
-        """Return a field's default; a fresh copy of a mapping."""
+        """Return a field's default. If it is a mapping, return a copy."""
         entry = cls.__dataclass_fields__[name]
         return entry.default if entry.default_factory is MISSING else entry.default_factory()
 
@@ -189,7 +191,7 @@ class Settings:
 
     @classmethod
     def group_of(cls, name: str) -> str:
-        """Return the heading over a field's flag in the help; "" for a field of the command's own record."""
+        """Return the heading under which the help lists a field's flag; "" for a field of the command's own record."""
         declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
         return declaring[-1].group
 

@@ -62,7 +62,7 @@ _parent: int | None = None
 
 
 def watch_parent(parent: int | None) -> None:
-    """Let ``orphaned`` return True once this process's parent is not ``parent`` (-1: at once, None: never)."""
+    """Let ``orphaned`` return True once this process has another parent than ``parent`` (-1: at once, None: never)."""
     global _parent
     _parent = parent
 

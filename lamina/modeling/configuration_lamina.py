@@ -75,8 +75,8 @@ class LaminaConfig(PreTrainedConfig):
     setting them acts on the backbone. ``to_dict`` and config.json also hold copies of the fields in ``FLAT``; loading
     raises ValueError if a copy differs from the backbone's field. ``logit_scale`` is the total factor on the head's
     output, because serving engines read only this field. ``get_text_config`` returns the configuration itself, because
-    serving engines would take another text part for a multimodal model's. ``backbone_of`` returns the backbone's
-    configuration.
+    serving engines would take a separate text part as the sign of a multimodal model. ``backbone_of`` returns the
+    backbone's configuration.
     """
 
     model_type = "lamina"

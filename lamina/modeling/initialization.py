@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Weight(Facts):
-    """A parameter and the facts that an initializer may need. An initializer draws no parameter of the role "wiring",
-    and weight decay leaves it out.
+    """A parameter and the facts that an initializer may need. Initializers do not draw a parameter of the role
+    "wiring", and weight decay does not apply to it.
 
     ``sublayer`` is "attention", "feed_forward", "embedding" or "readout". ``rows`` is the number of output channels of
     each part, if there is more than one matrix. ``transposed`` says that the first axis holds the input channels, as in

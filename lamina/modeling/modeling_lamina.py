@@ -154,7 +154,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def adapter_of(config: PreTrainedConfig) -> Adapter:
-    """Return a configuration's adapter: its ``lamina_adapter``, its model type's, or the default for decoders."""
+    """Return a configuration's ``lamina_adapter``, else its model type's adapter, else the default for decoders."""
     names = getattr(config, "lamina_adapter", None)
     return ADAPTERS.get(config.model_type, DECODER) if names is None else Adapter.of(names)
 
@@ -376,8 +376,8 @@ class LaminaModel(LaminaPreTrainedModel):
         """Raise ValueError if an engine has cut the model where the plan needs all of it. Engines call it first."""
         if not (self._pp_plan or all(isinstance(layer, Block) for layer in self.layers)):
             raise ValueError(
-                "plan: it scales or norms the embedding, or its blocks pass on more than one stream, so it cannot "
-                "be split into pipeline stages. Set the pipeline parallel size to 1."
+                "plan: a model cannot be split into pipeline stages if the plan scales or norms the embedding, or "
+                "has several streams. Set the pipeline parallel size to 1."
             )
         plan = self.config.plan or {}
         inner = any(layer[half].get("inner_norm") for layer in plan["layers"] for half in HALVES)
@@ -447,7 +447,7 @@ class LaminaWithHead(LaminaPreTrainedModel):
         if self.kind not in heads:
             model_type = backbone_of(config).model_type
             raise ValueError(
-                f"head: {self.kind!r} does not go with the backbone {model_type!r} (allowed: {', '.join(heads)})"
+                f"head: {self.kind!r} does not work with the backbone {model_type!r} (allowed: {', '.join(heads)})"
             )
         self.model = LaminaModel(config)
 

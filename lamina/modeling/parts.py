@@ -110,8 +110,8 @@ def drop_branches(model: PreTrainedModel, rate: float) -> None:
     layers.
 
     Layer l of N (from 0) has the probability rate * l / (N - 1), as in DeiT and ConvNeXt; Lamina divides a branch that
-    stays by 1 - probability. It drops a normed branch after its norm. The model gets no new weights, and evaluation
-    does not change.
+    stays by 1 - probability. If the branch has an output norm, Lamina drops the norm's output. The model gets no new
+    weights, and evaluation does not change.
     """
     body = body_of(model, "drop_path")
     last = max(1, len(body.layers) - 1)

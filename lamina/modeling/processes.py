@@ -234,7 +234,7 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
     device, parallel = reported_once(lambda: (device_of(device), parallel_of(parallel)))
     if tensor > 1 and (size % tensor or parallel != "fsdp2"):
         raise UserError(
-            f"tensor_parallel: {tensor} does not go with {size} processes by {parallel}. Give a divisor of {size}, "
+            f"tensor_parallel: {tensor} does not work with {size} processes by {parallel}. Give a divisor of {size}, "
             "and set --parallel fsdp2."
         )
     if size == 1:

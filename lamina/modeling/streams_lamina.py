@@ -211,7 +211,8 @@ def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[to
 class StateSources(LaminaWiring):
     """Computes stream * x + a weighted sum of earlier states, which ``slots`` selects from the memory.
 
-    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6). With four ways, the fourth is for the stream.
+    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6). With four ways (separate sums for queries,
+    keys, values and the stream), the fourth way is for the stream.
     """
 
     def __init__(self, spec: dict, width: int, slots: Sequence[int], eps: float):
@@ -221,7 +222,11 @@ class StateSources(LaminaWiring):
         self.begin(learned=spec["learned"] != "no")
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """Return the initial weights: [1 + states]; [1 + states, width] for vectors; [4, 1 + states] for four ways."""
+        """Return the initial weights [1 + states].
+
+        The shape is [1 + states, width] if each weight is a vector, and [4, 1 + states] if queries, keys, values and
+        stream have separate sums.
+        """
         states = [weight for _, weight in self.spec["states"]]
         weights = torch.tensor([self.spec["stream"], *states], dtype=torch.float32)
         vectors = weights[:, None].repeat(1, self.width)

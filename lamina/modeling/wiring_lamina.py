@@ -322,7 +322,7 @@ T = TypeVar("T", torch.Tensor, float)
 def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
     """Return s, a sub-layer's input x ("stream"), its block's input ("block_input") or their sum ("both").
 
-    If no block's input is given, as for attention, x is the block's input, and s is x.
+    If the caller gives no block's input, as for attention, x is the block's input, and s is x.
     """
     if block_input is None or skip == "stream":
         return x
@@ -648,7 +648,7 @@ def norm_projections(
         if why:
             option = "v_norm" if part == "v" else "qk_norm"
             raise ValueError(
-                f"{option}: {scope!r} does not apply, because {type(module).__name__} {why}. Set {option} to 'off'"
+                f"{option}: {scope!r} does not work, because {type(module).__name__} {why}. Set {option} to 'off'"
             )
     absent = [f"{part}_proj" for part in _PARTS if not isinstance(getattr(module, f"{part}_proj", None), nn.Linear)]
     if ways and absent:

@@ -47,7 +47,11 @@ class Match:
     def notes(self) -> list[str]:
         """The note on other placements that match this model."""
         told = "are equal here, but differ at other depths or after training"
-        return [f"{self.placement} and {', '.join(self.here)} {told}; Lamina names the simplest"] if self.here else []
+        return (
+            [f"{self.placement} and {', '.join(self.here)} {told}; Lamina names the simplest placement"]
+            if self.here
+            else []
+        )
 
 
 def norm_fact(norm: Norm | None) -> str:

@@ -87,7 +87,7 @@ class Norm:
     equal parts of each token's channels separately, so it is causal. "l2" divides by the length. "dyt" and "derf" have
     no statistics: they apply tanh or erf to the input times a learned factor, which starts at ``alpha``. With
     ``zero_centered``, the parameter is the gain's difference from 1, as in Gemma. ``eps`` is the epsilon; 0 means the
-    backbone's.
+    backbone's epsilon.
     """
 
     kind: NormKind = "backbone"
@@ -135,8 +135,9 @@ class Streams:
     projection of each normed stream (Hyper-Connections); as the "sigmoid" of a projection of all streams, times
     ``magnitude`` for writing (mHC); or as Qwen's "gate", a share of each channel from a projection of rank ``rank``.
     ``mix`` is the "identity", a "free" matrix or a doubly stochastic matrix ("sinkhorn"). ``normed`` names the streams
-    that the post_norm normalizes; if it is empty, all. ``norms`` gives each stream an RMSNorm: "stream" normalizes the
-    stream itself, "read" only the values that the sub-layer reads; if it is empty, there are none.
+    that the post_norm normalizes; if it is empty, the post_norm normalizes all streams. ``norms`` gives each stream an
+    RMSNorm: "stream" normalizes the stream itself, "read" only the values that the sub-layer reads; if it is empty,
+    there are none.
 
     mHC starts with ``diagonal`` times the identity before Sinkhorn's iterations, and with projections N(0, noise^2).
     With ``transposed``, mix_ij is the weight of stream j in stream i. ``eps`` is the epsilon of mHC's RMS and of
@@ -180,7 +181,9 @@ class Streams:
                 raise UserError(f"{name}: a sigmoid cannot start at {value!r}. Give a number between 0 and {top:g}.")
         fits = {"identity": get_args(Weights), "free": ("learned", "tanh"), "sinkhorn": ("sigmoid",)}[self.mix]
         if self.weights not in fits:
-            raise UserError(f"mix: {self.mix!r} does not go with weights {self.weights!r} (allowed: {', '.join(fits)})")
+            raise UserError(
+                f"mix: {self.mix!r} does not work with weights {self.weights!r} (allowed: {', '.join(fits)})"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +225,7 @@ class Sources:
                 raise UserError(f"{name}: {value!r} has no effect without {other}. Set {other}, or leave {name} out.")
         if (self.dynamic or self.multiway) and self.learned != "scalar":
             raise UserError(
-                f"learned: {self.learned!r} does not go with dynamic or multiway weights. Set learned to 'scalar'."
+                f"learned: {self.learned!r} does not work with dynamic or multiway weights. Set learned to 'scalar'."
             )
 
 
@@ -232,9 +235,9 @@ class Sublayer:
 
     ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes the factor 1 - b, "variance" sqrt(1 - b^2). A
     learned b is then the sigmoid of a parameter divided by ``gate_temperature``. ``read`` names the input: a
-    feed-forward may read the "block_input", in parallel with its attention (GPT-J); "depth" reads a softmax over the
-    memory's states and the stream, "memory" a softmax over the memory's states alone (Attention Residuals).
-    ``inner_norm`` is inside the module, before its last projection (SubLN).
+    feed-forward may read the "block_input", in parallel with its attention (GPT-J); "depth" reads a softmax-weighted
+    sum of the memory's states and the stream, and "memory" a softmax-weighted sum of the memory's states alone
+    (Attention Residuals). ``inner_norm`` is inside the module, before its last projection (SubLN).
 
     ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
     output projections; ``gate_gain`` is the same factor for a gated feed-forward's gate. The forward pass uses neither.
@@ -274,9 +277,9 @@ class Sublayer:
             raise UserError("streams.write: no weights are given. Give as many as in read.")
         if self.read != "stream" and (self.streams or self.skip != "stream"):
             what = "several streams" if self.streams else f"skip {self.skip!r}"
-            what += ": the memory holds the block's input" * (self.reads_memory and not self.streams)
+            what += ", because the memory holds the block's input" * (self.reads_memory and not self.streams)
             fix = "Leave out streams." if self.streams else "Choose a placement with skip 'stream', such as pre_ln."
-            raise UserError(f"read: {self.read!r} does not go with {what}. {fix}")
+            raise UserError(f"read: {self.read!r} does not work with {what}. {fix}")
         if self.coupling != "none":
             self._check_coupling()
 
@@ -288,7 +291,7 @@ class Sublayer:
             )
         if not (0 <= self.out_scale <= 1 and (self.out_scale_learned == "no" or 0 < self.out_scale < 1)):
             raise UserError(
-                f"out_scale: {self.out_scale!r} does not go with coupling {self.coupling!r}. Give a number from 0 "
+                f"out_scale: {self.out_scale!r} does not work with coupling {self.coupling!r}. Give a number from 0 "
                 "to 1; if it is learned, neither 0 nor 1."
             )
         if self.gate_temperature <= 0:
@@ -337,8 +340,8 @@ class Layer:
         for name, value in (("skip", self.attention.skip), ("read", self.attention.read)):
             if value != "stream" and (name == "skip" or value == "block_input"):
                 raise UserError(
-                    f"attention.{name}: {value!r} is the stream itself, since the attention comes first in its "
-                    f"block. Set {name} to 'stream'."
+                    f"attention.{name}: {value!r} equals the stream, because the attention is the first sub-layer of "
+                    f"its block. Set {name} to 'stream'."
                 )
         if self.sources and self.sources.multiway and self.attention.read != "stream":
             raise UserError(
@@ -407,7 +410,7 @@ class Plan:
             )
         if self.readout and (self.readout.write or self.readout.mix != "identity"):
             raise UserError(
-                "readout: it writes or mixes, but after the last block it can only read. Leave out write and mix."
+                "readout: after the last block, the plan can only read the streams. Leave out write and mix."
             )
         if self.streams > 1 and self.has_memory:
             raise UserError(
@@ -423,8 +426,8 @@ class Plan:
                     )
         if any(sources for _, sources in ends) and any(layer.inner_boundary for layer in self.layers):
             raise UserError(
-                "inner_boundary: it does not go with sources, which count whole blocks. Leave out inner_boundary "
-                "or sources."
+                "inner_boundary: this field does not work with sources, which count whole blocks. Leave out "
+                "inner_boundary or sources."
             )
         if self.final_sources and self.final_sources.multiway:
             raise UserError("final_sources.multiway: no attention reads final_sources. Set multiway to false.")

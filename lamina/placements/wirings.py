@@ -52,7 +52,7 @@ Make = TypeVar("Make", bound=Callable[..., Plan])
 
 
 def named_wiring(name: str) -> PlanWiring:
-    """Return a wiring by its name, or the one that a user's Python file registers. The file runs as code."""
+    """Return a wiring by its name, or the wiring that a user's Python file registers. The file runs as code."""
     return WIRINGS.from_file(Path(name)) if name.endswith(".py") else WIRINGS.get(name)
 
 
@@ -175,9 +175,7 @@ def _check_sums(plan: Plan, reason: str, *, post_norms: bool) -> None:
 @wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
 def residual(plan: Plan) -> Plan:
     """Add a second stream to Post-LN, which no norm changes before the end."""
-    _check_sums(
-        plan, "this wiring needs a normed stream, to which it adds the plain sum of the branches", post_norms=True
-    )
+    _check_sums(plan, "this wiring adds the plain sum of the branches to a normed stream", post_norms=True)
     if plan.options.get("final_norm") is False:
         raise UserError("final_norm: False leaves the second stream without a final norm. Set final_norm to true.")
     plan = replace(plan, final_norm=plan.final_norm or plan.layers[-1].feed_forward.post_norm)

@@ -94,7 +94,7 @@ class Connections:
         return plan
 
     def split(self, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Split the weights into the other weights and the connections' weights, the latter by Lamina's names."""
+        """Split the weights into the connections' weights, by Lamina's names, and all other weights."""
         rest, own = dict[str, torch.Tensor](), dict[str, dict[str, torch.Tensor]]()
         for name, tensor in weights.items():
             plain = re.sub(r"\b(\w+)_hyper_connection\.branch\.norm\.", r"\1_norm.", name)  # the branch's second name

@@ -76,7 +76,7 @@ _LAYOUT = ("torch.serialization", "_get_layout")
 
 
 def distributed(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
-    """Read the tensors of a torch.distributed checkpoint whose names begin with one of these."""
+    """Read the tensors of a torch.distributed checkpoint whose names begin with one of these prefixes."""
     if not (folder / ".metadata").is_file():
         raise UserError(
             f"source: {str(folder)!r} holds no torch.distributed checkpoint: .metadata is missing. Give the folder "

@@ -81,9 +81,9 @@ def _arguments(file: Path) -> Namespace:
 
 
 def read(folder: Path) -> ForeignCheckpoint:
-    """Read a folder that Megatron saved, or the folder of one iteration. Neither names the placement.
+    """Read a folder that Megatron saved, or the folder of one iteration. Neither folder names the placement.
 
-    Raises UserError for a model with other modules than a Llama's, or with several residual streams.
+    Raises UserError if the model has modules that a Llama does not have, or several residual streams.
     """
     if (folder / LATEST).is_file():
         latest = (folder / LATEST).read_text("utf-8").strip()

@@ -146,9 +146,7 @@ class Port:
                 f"it has a norm with the constant gain {norm.initial_gain}", "Choose learned gains, or a gain of 1"
             )
         if norm.eps:
-            self._refused(
-                f"it has a norm with an epsilon of its own, {norm.eps}", "Leave eps out: the trainer's eps then applies"
-            )
+            self._refused(f"it has a norm with the epsilon {norm.eps}", "Leave eps out: the trainer's eps then applies")
         end = "_plain" if not norm.learnable_gain else "_zero" if norm.zero_centered else ""
         if (kind := norm.kind + end) not in self.target.norms:
             said = {"_plain": " without a gain", "_zero": " with gains of 1 + w", "": ""}[end]
@@ -156,7 +154,10 @@ class Port:
         return kind
 
     def norm(self, norm: Norm | None, width: str = "") -> str:
-        """Return a norm's constructor for ``width`` channels (default: the block's width); for None, an identity's."""
+        """Return a norm's constructor for ``width`` channels (default: the block's width).
+
+        Without a norm, return the constructor of an identity.
+        """
         if norm is None:
             return self.target.norms["none"]
         kind = self.norm_kind(norm)

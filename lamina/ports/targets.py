@@ -18,10 +18,10 @@ class Target:
     """A trainer, as its table describes it.
 
     Args:
-        name: its name on the command line.
-        title: its name in prose.
-        code: expressions in its block: ``attention`` and ``feed_forward`` call a module on ``{x}``, ``vector`` and
-            ``scalar`` make a learned vector and a learned scalar.
+        name: the trainer's name on the command line.
+        title: the trainer's name in prose.
+        code: expressions in the trainer's block: ``attention`` and ``feed_forward`` call a module on ``{x}``,
+            ``vector`` and ``scalar`` make a learned vector and a learned scalar.
         norms: the constructor of each kind of norm, see ``Port.norm_kind``.
         norm_names: the names of each half's norms, for pre_norm, out_norm and post_norm. With ``in_order``, a plan's
             norms take the first names, whatever their positions.
@@ -35,9 +35,9 @@ class Target:
         pairs: whether the rotary embedding turns neighboring channels (true), or channels half a head apart (false).
         roles: the names of the weights with a role, for the initializer, except weights that keep the trainer's
             default.
-        test: the parts of its test: the imports (``standard``: from the standard library), the code that builds the
-            model, its logits, and the code that loads weights (default: ``load_state_dict``).
-        lacks: the parts of a plan that it does not support, in words, by the plan's field.
+        test: the parts of the trainer's test: the imports (``standard``: from the standard library), the code that
+            builds the model, its logits, and the code that loads weights (default: ``load_state_dict``).
+        lacks: the parts of a plan that the trainer does not support, in words, by the plan's field.
     """
 
     name: str

@@ -44,8 +44,9 @@ MOST_TOKENS = 1_000_000  # maximum number of tokens to estimate token frequencie
 class Proxy:
     """A stand-in for the planned run: settings, plan, and how weights and rates scale with the width.
 
-    ``settings`` are the planned ones except for width, heads and blocks per step. ``scaling`` is the planned run's or,
-    for a narrower stand-in, the standard parametrization's with the planned width as its base.
+    ``settings`` are the planned settings, except for the width, the heads and the blocks per step. ``scaling`` is the
+    planned run's scaling. For a narrower stand-in, it is the standard parametrization with the planned width as the
+    base width.
     """
 
     settings: PretrainSettings
@@ -57,12 +58,12 @@ class Proxy:
 
     @property
     def init(self) -> str:
-        """The initializer; if the settings leave it to the placement, the placement's."""
+        """The initializer from the settings; if they leave it to the placement, the placement's initializer."""
         return recommended(self.plan) if self.settings.init == "recommended" else self.settings.init
 
     @property
     def note(self) -> str:
-        """A sentence about the differences from the planned run; "" without any."""
+        """A sentence about the differences from the planned run; "" if there are none."""
         parts = []
         if self.hidden_size != self.planned_hidden_size:
             parts.append(
@@ -151,7 +152,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Measure ``model`` on held-out token ids [sequences, tokens]; restore its mode and clear its gradients.
 
-    ``unigram`` [sequences]: the loss of a constant prediction on each, in nats per token.
+    ``unigram`` [sequences]: the loss of a constant prediction on each sequence, in nats per token.
 
     By block (sublayer "block", layer l for x^{l+1}, -1 for x^0): the state's statistics; ``token_similarity``, the mean
     cosine over all pairs of tokens; ``state_gradient_norm``, the norm of the loss's gradient with respect to the state;
@@ -268,12 +269,12 @@ class BurnIn:
         return self.proxy.settings
 
     def spent(self, step: int) -> float:
-        """Return the learning rates of the first ``step`` steps, summed, as a share of the planned run's sum."""
+        """Return the sum of the learning rates of the first ``step`` steps, divided by the planned run's sum."""
         whole = self.planned.learning_rate * rates_until(self.planned, self.planned.steps)
         return sum(self.learning_rates[:step]) / whole
 
     def step_at(self, share: float) -> int:
-        """Return the first step by which this share of the planned run's summed rates is spent, or the last step."""
+        """Return the first step at which the summed learning rates reach this share of the whole run's sum."""
         steps = self.planned.steps
         target = share * rates_until(self.planned, steps) * (1.0 - 1e-9)
         return min(steps, bisect_left(range(steps), target, key=lambda step: rates_until(self.planned, step)))
@@ -297,8 +298,8 @@ def rates_until(settings: PretrainSettings, step: int) -> float:
 class BurningIn:
     """A model that takes the first steps of a planned run; call ``train``, then ``record``.
 
-    A planned warm-up longer than ``longest_warmup`` is shortened to that, so that the burn-in reaches the peak rate;
-    this is harder on the model than the planned run. ``tick`` is called after each step.
+    Lamina shortens a planned warm-up to at most ``longest_warmup`` steps, so that the burn-in reaches the peak learning
+    rate. A shorter warm-up is harder on the model than the planned warm-up. ``tick`` is called after each step.
     """
 
     def __init__(
@@ -333,7 +334,9 @@ class BurningIn:
         self._measure()
 
     def train(self, stops: Iterator[int]) -> None:
-        """Train up to each step that ``stops`` yields, and measure there; end when ``stops`` does.
+        """Train up to each step that ``stops`` yields, and measure the model there.
+
+        The training ends when ``stops`` ends.
 
         The next stop is requested after the measurement, and so may depend on it. A loss or gradient that is not finite
         also ends the burn-in.
@@ -373,7 +376,8 @@ class BurningIn:
 
 
 def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
-    """Return each probe sequence's unigram loss, by the train split's frequencies, in nats per token [sequences].
+    """Return the unigram loss of each held-out sequence in nats per token [sequences], by the token frequencies of the
+    train split.
 
     The add-one smoothed frequencies come from a million tokens; in a mix, from a million tokens of each corpus.
     """

@@ -76,7 +76,7 @@ class Preflight:
 
 
 def ffn_share(shot: Snapshot) -> float:
-    """Return the variance that the feed-forward adds, divided by its skip's, summed over the layers.
+    """Return the variance that the feed-forward adds, divided by the variance of its skip, summed over the layers.
 
     FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers; this sum then stays of order 1 at any depth.
     """
@@ -85,7 +85,7 @@ def ffn_share(shot: Snapshot) -> float:
 
 
 def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Preflight]:
-    """Measure and judge every planned run of the settings; writes nothing.
+    """Measure and judge every planned run of the settings, without writing files.
 
     Raises:
         UserError: for invalid settings, a corpus that cannot be read.
@@ -124,9 +124,8 @@ def burn_in_of(
 ) -> BurnIn:
     """Burn in a planned run; measure halfway, at the end, and after each further quarter.
 
-    The burn-in takes the requested steps, or the warm-up plus half the requested steps if that is more. Further
-    quarters follow while ``is_undecided`` holds for the features, up to three times the requested steps and 60 % of the
-    run.
+    The burn-in takes the requested steps, or the warm-up plus half the requested steps if that is more. While
+    ``is_undecided`` is true, Lamina adds further quarters, up to three times the requested steps and 60 % of the run.
     """
     steps, warmup = burn_in_steps(settings, run)
     flops = FLOPS[device] if settings.flops is None else settings.flops
@@ -154,14 +153,14 @@ def burn_in_of(
 def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
     """Return the number of steps of the burn-in, and of its warm-up, at most twice the requested steps.
 
-    Too short a warm-up is unfair: placements that survive with a long one would count as lost.
+    With too short a warm-up, a placement that only survives a long warm-up would count as lost.
     """
     warmup = min(in_steps(run.warmup, run.steps), 2 * settings.burn_in)
     return min(max(settings.burn_in, warmup + settings.burn_in // 2), run.steps), warmup
 
 
 def is_open(numbers: Features) -> bool:
-    """Return whether the fitted rules call the run neither fine nor lost."""
+    """Return whether the fitted rules cannot decide if the run will train."""
     return verdict_of(numbers, calibration()) in ("risky", "undecided")
 
 

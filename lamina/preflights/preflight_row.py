@@ -36,8 +36,8 @@ PREFLIGHT = JobRow(
         "Check a run before you start it. Lamina trains its first steps at full depth, measures the layers, and\n"
         "reports whether the run will train, why, and what to change. The verdicts:\n\n"
         "  fine, risky      the model learned in these steps\n"
-        '  undecided        it has not learned yet; the line "change" names the steps after which you should know\n'
-        "  will not train   it is not expected to learn\n\n"
+        '  undecided        the model has not learned yet; the line "change" names steps that can decide\n'
+        "  will not train   we do not expect the model to learn\n\n"
         'The exit code is 0. With --strict it is 1 if any verdict is "will not train".'
     ),
     examples="""
@@ -49,8 +49,8 @@ PREFLIGHT = JobRow(
     settings=settings,
     run=preflight,
     returns=(
-        "Returns one row per planned run: its verdict, the reason, what to change, and the numbers behind "
-        "them (docs/evidence/preflight.md). With ``output``, it also writes a folder: preflight.csv, layers.parquet, "
+        "Returns one row per planned run: the verdict, the reason, what to change, and the measured numbers "
+        "(docs/evidence/preflight.md). With ``output``, it also writes a folder: preflight.csv, layers.parquet, "
         "preflight.json (from which `lamina report` makes the page) and report.html."
     ),
     outcome="pd.DataFrame",

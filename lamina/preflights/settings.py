@@ -64,8 +64,8 @@ class PreflightSettings(
     sequences: int = changed(16, help="held-out blocks (2 or more) to measure the layers on", check=at_least(2))
     flops: float | None = setting(
         None,
-        "maximum FLOPs per check (default: 1e12 on a CPU, 1e14 on a GPU); above it, Lamina measures a narrower "
-        "model of the same depth on fewer blocks",
+        "maximum FLOPs per check (default: 1e12 on a CPU, 1e14 on a GPU); if a check needs more, Lamina measures a "
+        "narrower model of the same depth on fewer blocks",
         above(0.0),
     )
     output: str | None = changed(None, help="folder for the page, the figures and the numbers (default: none)")

@@ -101,7 +101,7 @@ def calibration() -> Json:
 
 
 def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
-    """Return the verdict: "fine" and "risky" need a burn-in that learned, "will not train" a small chance."""
+    """Return the verdict. "fine" and "risky" need a burn-in that learned, and "will not train" needs a small chance."""
     low, high = fitted["bands"]
     sure = chance(numbers, fitted)
     if learns(numbers, fitted):
@@ -110,9 +110,10 @@ def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
 
 
 def learns(numbers: Features, fitted: Json) -> bool:
-    """Return whether the model uses its input and its held-out loss is clearly below a constant prediction's.
+    """Return whether the model uses its input, and its held-out loss is clearly below the loss of a constant
+    prediction.
 
-    "Clearly below" means by a fitted margin plus two standard errors.
+    "Clearly below" means below by a fitted margin plus two standard errors.
     """
     clear = numbers.excess + CLEAR * numbers.excess_error < -fitted["evidence"]["margin"]
     return bool(numbers.finite) and clear and numbers.context > fitted["collapse"]["context"]
@@ -130,7 +131,7 @@ def chance(numbers: Features, fitted: Json) -> float:
 
 
 def collapsed(numbers: Features, fitted: Json) -> bool:
-    """Return whether a layer is cut off: its Jacobian has almost vanished and the input is not used."""
+    """Return whether a layer is cut off: its Jacobian has almost vanished, and the model does not use its input."""
     rule = fitted["collapse"]
     return numbers.jacobian < rule["jacobian"] and numbers.context < rule["context"]
 
@@ -147,16 +148,18 @@ def progress(numbers: Features) -> dict[str, float]:
 
 
 def projected(numbers: Features) -> float:
-    """Return the excess at the planned run's end if the loss falls at half its pace per unit of rate spent."""
+    """Return the excess at the run's end if the loss falls at half its pace per unit of summed learning rate."""
     return numbers.excess - 0.5 * max(numbers.pace, 0.0) * max(1.0 - numbers.spent, 0.0)
 
 
 def deciding_share(numbers: Features, fitted: Json) -> float:
-    """Return the share of the planned run's summed rates by which a run that learns should show it.
+    """Return the share of the planned run's summed learning rates after which a run that learns should show that it
+    learns.
 
-    While the loss still falls toward a constant prediction's, it is the share needed to get clearly below that at the
-    pace of the burn-in's second half, times a fitted factor, since the fall slows down. Near a constant prediction's
-    loss, it is a fitted multiple of the share spent. It is at most 1, the whole run.
+    While the loss still falls toward the loss of a constant prediction, Lamina extrapolates the pace of the burn-in's
+    second half until the loss is clearly below. It multiplies this share by a fitted factor, because the fall slows
+    down. Near the loss of a constant prediction, the result is a fitted multiple of the share so far. The result is at
+    most 1, which is the whole run.
     """
     rule = fitted["deciding"]
     if not learns_frequencies(numbers):
@@ -166,7 +169,7 @@ def deciding_share(numbers: Features, fitted: Json) -> float:
 
 
 def learns_frequencies(numbers: Features) -> bool:
-    """Return whether the loss is so far above a constant prediction's that the model still learns frequencies."""
+    """Return whether the loss is so far above a constant prediction's loss that the model still learns frequencies."""
     return numbers.excess > FALLING
 
 
@@ -179,7 +182,8 @@ class PreflightVerdict:
     """A verdict, its reason, and what to change.
 
     ``chance``: the fitted probability that the run gets clearly below the loss of a constant prediction;
-    ``deciding_steps``: for an undecided run, the burn-in steps that should show whether it trains; else 0.
+    ``deciding_steps``: for an undecided run, the number of burn-in steps that should show whether the run trains;
+    otherwise 0.
     """
 
     verdict: VerdictWord
@@ -245,8 +249,8 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) 
         )
     if kind == "risky":
         return (
-            f"{after} steps {constant}, but the estimated chance of getting clearly below it is only "
-            f"{100 * sure:.0f} %{weak}"
+            f"{after} steps {constant}, but the estimated chance of getting clearly below a constant prediction is "
+            f"only {100 * sure:.0f} %{weak}"
         )
     if kind == "undecided":
         return (
@@ -255,7 +259,7 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) 
         )
     return (
         f"{after} steps the input improves the predictions by only {worth}, and {constant}{weak}: the estimated "
-        f"chance of getting clearly below it is {100 * sure:.0f} %"
+        f"chance of getting clearly below a constant prediction is {100 * sure:.0f} %"
     )
 
 
@@ -296,4 +300,4 @@ def _faster(numbers: Features, burn_in: BurnIn) -> str:
     if numbers.spike > HIGH:
         return f"a lower learning rate ({planned.learning_rate / 3:.1g}): the loss rose by {numbers.spike:.1f} nats"
     higher = f"a higher learning rate ({planned.learning_rate * 2:.1g})"
-    return f"plan more steps than {planned.steps}, or {higher} if preflight calls it fine"
+    return f'plan more steps than {planned.steps}, or {higher} if preflight\'s verdict on that learning rate is "fine"'

@@ -24,29 +24,28 @@ WHOSE = {
 
 @probe
 class AngularDistance(DirectionsProbe):
-    """The angle d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi, averaged over sequences (it is not the angle of the
-    mean).
+    """The angle d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi between two states of the stream, averaged over sequences.
 
-    Gromov et al. 2024; Mix-LN Eq 8, Fig 5. x^l is the stream before layer l, so d(l, l + n) is the change that is lost
-    without the layers l ... l + n - 1. x^N is the stream after the last layer, before the final norm. The value is in
-    [0, 1]: 0 is the same direction, 1/2 a right angle.
+    Lamina averages the angles, and does not take the angle of the mean (Gromov et al. 2024; Mix-LN Eq 8, Fig 5). x^l is
+    the stream before layer l, so d(l, l + n) is the change by the layers l ... l + n - 1. x^N is the stream after the
+    last layer, before the final norm. The value is in [0, 1]: 0 is the same direction, and 1/2 is a right angle.
 
-    One row per pair: ``start`` = l, ``size`` = n, metric ``angular_distance``, and for each size a row ``best_start``:
-    its value is the l of the smallest distance (the first if several are equal), the block that this criterion would
-    drop.
+    Each pair of states has a row with ``start`` = l, ``size`` = n and the metric ``angular_distance``. Each size also
+    has a row ``best_start``. Its value is the l of the smallest distance (the first if several are equal), where this
+    criterion would drop a block.
 
-    Traps: transformers' own last hidden state is after the final norm. A Post-LN stream is a norm's output;
-    HybridNorm's stream is measured before its norm (the page says so). Some papers count states from 1 or leave the
+    Traps: transformers' own last hidden state is after the final norm. A Post-LN stream is a norm's output. Lamina
+    measures HybridNorm's stream before the norm, and the page has a note. Some papers count states from 1 or leave the
     embedding out.
 
     Args:
         tokens: "last" (Gromov et al.) is each sequence's last real token, which is the separator if an encoder's
-            tokenizer adds one; "all" (Mix-LN Eq 8, over 256K tokens) is every token; "first" is the first token, the
+            tokenizer adds one. "all" (Mix-LN Eq 8, over 256K tokens) is every token. "first" is the first token, the
             class token of most encoders and vision models. The default is "last" for text, and "all" for images and
             during training, where sequences are few.
-        tokens_per_batch: with "all", number of tokens of a batch that Lamina keeps until the last layer has run
-            (default: all of your own text; for a corpus, as many as fit a quarter of the model's own memory). The page
-            says so if these are not all.
+        tokens_per_batch: with "all", the number of tokens of a batch that Lamina keeps until the last layer has run
+            (default: all of your own text; for a corpus, as many as fit a quarter of the model's own memory). If Lamina
+            keeps fewer tokens than the batch has, the page has a note.
     """
 
     name = "angular_distance"
@@ -90,7 +89,7 @@ class AngularDistance(DirectionsProbe):
             (
                 distances,
                 "Angular distance",
-                "The same distances, not scaled: 0 is the same direction, 0.5 a right angle.",
+                "The same distances, not scaled: 0 is the same direction, and 0.5 is a right angle.",
             ),
         ):
             figure = heat_map(table, "start", "size", "value", title=title, **axes)

@@ -29,24 +29,23 @@ _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 
 @probe
 class Attention(Probe):
-    """Statistics of the inputs and outputs of every softmax over keys. Lamina finds a softmax by its operation, not by
-    a module's name.
+    """Statistics of the inputs and outputs of every softmax over keys.
 
-    There are rows with role "head" (index = head) and role "all" (the mean over the heads; for max_logit, the largest).
-    Metrics:
+    Lamina finds a softmax by its operation, not by a module's name. Rows with role "head" describe one head
+    (``index``). Rows with role "all" have the mean over the heads; for max_logit, the largest value. Metrics:
 
     - entropy: -sum_k a_k ln a_k of the attention weights, in nats, averaged over queries.
     - entropy_share: the entropy divided by ln(number of keys that the query may see, after causal mask, sliding window
       and padding), averaged over the queries that see at least two keys; 1 is uniform attention.
     - max_logit: the softmax's largest input over the whole sample, after the scale, a soft-cap and a position's bias,
-      among the keys that the query may see. It has no standard error.
-    - first_token_share: the weight on the sequence's first token, averaged over queries (the attention sink; a causal
-      model's first query gives it 1, a key outside the window gets 0).
+      among the keys that the query may see. This metric has no standard error.
+    - first_token_share: the weight on the sequence's first token, averaged over queries (the attention sink). A causal
+      model's first query gives the first token a weight of 1. If the token is outside the window, the weight is 0.
 
-    Averages are over the queries of a sequence, then over sequences, with their standard error. Heads that share keys
-    (GQA) count separately. Attention runs in plain operations, so that Lamina can read the softmax; memory holds one
-    layer's weights [batch, heads, queries, keys] at a time. Padding does not count. A learned sink (GPT-OSS) counts as
-    a key.
+    Lamina averages over the queries of a sequence, then over sequences, with a standard error. Heads that share keys
+    (GQA) count separately. Attention runs in plain operations, so that Lamina can read the softmax. Memory holds the
+    weights [batch, heads, queries, keys] of one layer at a time. Padding does not count. A learned sink (GPT-OSS)
+    counts as a key.
     """
 
     name = "attention"
@@ -148,8 +147,8 @@ class Attention(Probe):
         top = heads.loc[heads["value"].idxmax()] if heads["value"].notna().any() else None
         if spread.notna().any():
             yield (
-                f"Attention is sharpest in layer {spread.idxmin()} ({spread.min():.0%} of the maximum entropy) "
-                f"and most even in layer {spread.idxmax()} ({spread.max():.0%})."
+                f"Attention is most concentrated in layer {spread.idxmin()} ({spread.min():.0%} of the maximum "
+                f"entropy) and most even in layer {spread.idxmax()} ({spread.max():.0%})."
             )
         if first.notna().any():
             sinks = int((first > 0.5).sum())

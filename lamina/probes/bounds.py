@@ -93,9 +93,10 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
     This applies to blocks with FuseNorm's wiring: a norm on both sums, and a feed-forward skip that carries the block's
     input. Lamina uses the true gains, which the paper sets to 1. For role fusenorm_eq_19, sigma is the mean over
     tokens, and the feed-forward's Jacobian is ||W_2 W_1||, as if the activation were the identity (W_1 is the
-    up-projection; the gate is left out). So it is no strict bound. For role fusenorm_eq_19_chain, sigma is the smallest
-    over tokens, and the feed-forward's Jacobian is measured. So it is a true bound. In both, ||W_O J_A|| is the
-    measured norm of the attention's Jacobian.
+    up-projection; Lamina leaves out the gate). So this right side is no strict bound. For role fusenorm_eq_19_chain,
+    sigma is the smallest sigma over tokens, and Lamina measures the feed-forward's Jacobian. So this right side is a
+    true bound. In both,
+    ||W_O J_A|| is the measured norm of the attention's Jacobian.
     """
     attention, feed_forward = block.site.sublayers
     norms = [norm for norm in (post_norm(block, 0), post_norm(block, 1)) if norm is not None]
@@ -144,8 +145,8 @@ def fused(block: LayerCall) -> bool:
 
 
 def unnormed(block: LayerCall) -> bool:
-    """Return whether a block has no norm on its sums, so that its residual path is the identity. Lamina must know the
-    sums.
+    """Return whether a block has no norm on its sums, so that its residual path is the identity. If Lamina did not find
+    the sums, the result is False.
     """
     return bool(block.site.sublayers) and all(
         post_norm(block, index) is None for index in range(len(block.site.sublayers))
@@ -158,7 +159,7 @@ def post_norm(block: LayerCall, index: int) -> NormSite | None:
 
 
 def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
-    """Return ||W_2 W_1||_2 of a feed-forward's weights, with W_1 the up-projection, not the gate's."""
+    """Return ||W_2 W_1||_2 of a feed-forward's weights, where W_1 is the up-projection and not the gate."""
     down = _matrix(feed_forward.down[1])
     module = _up_projection(block, feed_forward)
     up = _matrix(module)
@@ -201,29 +202,40 @@ def _factor(point: Point) -> float | torch.Tensor:
 
 @probe
 class Bounds(ShortProbe):
-    """The papers' statements on this model: one row for each side and for their ratio (metric left, right, ratio; role
-    = the statement). Values are means over ``sequences`` texts of ``tokens`` tokens (0: all; default: all of your own
-    text, 1 text of 32 tokens of a corpus), with their standard error.
+    """Both sides of the papers' inequalities, measured on this model, and the ratio of the two sides.
 
-    Roles at the last layer, sublayer feed_forward (Peri-LN Prop 3.1; the equations are for one entry of the gradient
-    and a toy whose logits are the layer's output; here the whole matrix' gradient of the model's own loss is, see
-    ``last_layer_sides``): peri_ln_c1 (no norm behind the down-projection: grows with ||h||), peri_ln_c2 (a norm on the
-    output: 2 max|gamma| sqrt(D) / ||a|| damps it), peri_ln_c3 (a norm on the sum: ... / ||x + a||), or c2_c3 with both.
-        left: ||dL/dW_2||_F; right: the sum over tokens of ||dL/do|| ||h||, times the factor of each norm.
-        The same with _token: the token with the largest ratio; 1 for each token without a norm (C.1 is an
-        equality), never above 1.
-    Roles at each layer (FuseNorm):
-        fusenorm_eq_9: if no norm stands on the sums. left: ||J - I||_2; right: c / sigma_l, the standard deviation
-            of x^l, with the c that makes the ratios' geometric mean 1. In layer -1 the exponents: left is the slope of
-            log ||J - I|| over log sigma_l (role fusenorm_eq_9; right -1), or over log(l + 1) (fusenorm_eq_9_depth;
-            right -1/2, for a variance that grows linearly).
-        fusenorm_eq_21, by sub-layer: left: Var(F); right: c / L, L the blocks and c the option ``constant``. The paper
-            states an order, so that c must not grow from one depth to another: ratio is L Var(F) / c. In layer -1 the
-            mean over layers.
-        fusenorm_eq_20, by sub-layer with a norm on its sum Z: left: Var(Z); right: Var(skip) + Var(F), equal where
-            skip and branch are uncorrelated.
-        fusenorm_eq_19 and fusenorm_eq_19_chain: for blocks wired as FuseNorm's, ``jacobian_sides``. The first is the
-            paper's approximation (identity activation, mean sigma): its ratio can exceed 1.
+    The role names the inequality, and the metrics are ``left``, ``right`` and ``ratio``. Values are means over
+    ``sequences`` texts of ``tokens`` tokens (0: all; default: all of your own text, 1 text of 32 tokens of a corpus),
+    with their standard error.
+
+    Peri-LN's Proposition 3.1 bounds the gradient of the last feed-forward (sublayer feed_forward of the last layer):
+
+    - peri_ln_c1: no norm follows the down-projection, so the gradient grows with ||h||.
+    - peri_ln_c2: a norm on the output multiplies the bound by 2 max|gamma| sqrt(D) / ||a||.
+    - peri_ln_c3: a norm on the sum multiplies the bound by 2 max|gamma| sqrt(D) / ||x + a||.
+    - peri_ln_c2_c3: both norms follow the down-projection.
+
+    ``left`` is ||dL/dW_2||_F, and ``right`` is the sum over tokens of ||dL/do|| ||h||, times the factor of each norm.
+    The paper's equations are for one entry of the gradient, and for a toy model whose logits are the layer's output.
+    Lamina measures the gradient of the whole matrix with the model's own loss (see ``last_layer_sides``). The roles
+    that end in _token have the token with the largest ratio. For a single token the ratio is at most 1, and without a
+    norm it is 1.
+
+    FuseNorm's Theorem 1 has these roles at each layer:
+
+    - fusenorm_eq_9: blocks without a norm on the sums. ``left`` is ||J - I||_2, and ``right`` is c / sigma_l. sigma_l
+      is the standard deviation of x^l, and c makes the geometric mean of the ratios 1. In layer -1, ``left`` is the
+      exponent: the slope of log ||J - I|| over log sigma_l, where the paper has -1.
+    - fusenorm_eq_9_depth: only layer -1. ``left`` is the slope of log ||J - I|| over log(l + 1). The paper has -1/2,
+      for a variance that grows linearly.
+    - fusenorm_eq_21: by sub-layer. ``left`` is Var(F), and ``right`` is c / L for L blocks and the option ``constant``
+      as c. The paper states only an order, so the ratio L Var(F) / c must not grow from one depth to another. Layer -1
+      has the mean over the layers.
+    - fusenorm_eq_20: each sub-layer with a norm on its sum Z. ``left`` is Var(Z), and ``right`` is Var(skip) + Var(F).
+      The sides are equal if skip and branch are uncorrelated.
+    - fusenorm_eq_19: blocks wired like FuseNorm's blocks (see ``jacobian_sides``). This is the paper's approximation,
+      with an identity activation and the mean sigma, so the ratio can exceed 1.
+    - fusenorm_eq_19_chain: the same blocks with the chain rule's bound, so the ratio is at most 1.
     """
 
     name = "bounds"
@@ -362,7 +374,7 @@ class Bounds(ShortProbe):
             yield from chart(part, title, "side", caption, color="side", log_y=True)
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Yield one line per statement: its sides, or the range of their ratio over the layers."""
+        """Yield one line per inequality: its two sides, or the range of their ratio over the layers."""
         indexed = frame.set_index(["role", "metric", "layer", "sublayer"])
         values, errors = indexed.value, indexed.standard_error
         layers = frame[frame.role == "fusenorm_eq_9"].layer.max() + 1
@@ -439,13 +451,14 @@ class LastLayerSides:
 def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, torch.Tensor]) -> LastLayerSides:
     """Measure both sides on one batch: one forward pass, and a backward pass down to the last feed-forward.
 
-    For a token t, h_t is the input of the down-projection W, a_t its output, and o_t the layer's output:
+    For a token t, h_t is the input of the down-projection W, a_t the output of W, and o_t the layer's output:
 
         left    ||dL/dW||_F = ||sum_t h_t (x) dL/da_t||_F
         right   sum_t ||h_t|| ||dL/do_t|| * product over the norms behind W of 2 max|gamma| sqrt(D) / ||their input_t||
 
-    Peri-LN (21) and (37) have 2 instead of ||dL/do_t||, the bound of ||softmax(o) - y|| if o are the logits; but a real
-    model has a final norm and a head after o. (11) is an equality: without a norm, both sides of each token are equal.
+    Where the right side has ||dL/do_t||, Peri-LN's equations 21 and 37 have 2, which bounds ||softmax(o) - y|| if o are
+    the logits. A real model has a final norm and a head after o. Equation 11 is an equality: without a norm, both sides
+    of each token are equal.
     """
     down_path, down = last.feed_forward.down
     points: dict[str, Point] = {

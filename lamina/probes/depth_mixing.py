@@ -26,23 +26,23 @@ _NOTHING = 1e-6
 
 @probe
 class DepthMixing(ShortProbe):
-    """The depth-mixing matrix: the factor by which each branch's output is stretched on its way to each later layer.
+    """The depth-mixing matrix: the factor by which skips and norms stretch each branch's output until a later layer.
 
-    In Attention Residuals (arXiv 2603.15031) Sec 6.2, M holds the weights of the branches' outputs in a layer's input.
-    If there is a norm on the way, the weight is a matrix, and M holds its stretch. Lamina makes every branch's output a
-    leaf of the graph, so only skips, their scales and norms carry gradient. The stretch of J = dx^l / d(branch) is
-    ||J||_F / sqrt(tokens * channels), the root mean square over random directions, from products by automatic
-    differentiation. So it works for any skip.
+    In Attention Residuals (arXiv 2603.15031) Sec 6.2, the matrix M holds the weights of the branches' outputs in a
+    layer's input. With a norm on the way, such a weight is itself a matrix, and M holds the stretch by this matrix.
+    Lamina makes every branch's output a leaf of the graph, so only skips, their scales and norms carry gradient. The
+    stretch of J = dx^l / d(branch) is ||J||_F / sqrt(tokens * channels), the root mean square over random directions.
+    Lamina computes it by automatic differentiation, so the probe works for any skip.
 
-    Each row has a state ``layer`` = l (N: after the last layer) and ``index`` = the branch's sub-layer, counted through
-    the model from 0, or -1 for x^0:
-        mixing: the stretch from the module's output (after its norm), including a factor on the branch. It is 1
-            everywhere in Pre-LN, and 0 if the output reaches the layer only through other branches (FuseNorm's
-            attention).
-        composite_gain: with index -1, the stretch from x^l to x^N; 1 in Pre-LN. (This is the average of mHC's composite
-            gain, not its worst row.)
+    Each row has a state ``layer`` = l (N: after the last layer). ``index`` is the number of the branch's sub-layer in
+    the model, from 0, or -1 for x^0. Metrics:
 
-    If blocks pass on several streams or earlier states, mixing measures the state that a layer reads from them
+    - mixing: the stretch from the module's output (after the output's norm), including a factor on the branch. It is 1
+      everywhere in Pre-LN. It is 0 if the output reaches the layer only through other branches (FuseNorm's attention).
+    - composite_gain (index -1): the stretch from x^l to x^N, which is 1 in Pre-LN. This is the average over the rows of
+      mHC's composite gain, and not the worst row.
+
+    If blocks pass on several streams or earlier states, mixing describes the state that a layer reads from them
     (``layer`` = N: the final norm's input). composite_gain is then the stretch of all streams, or from one stream to
     the final norm's input.
 

@@ -25,14 +25,15 @@ METRICS = ("gain_mean", "gain_std", "gain_rms", "gain_min", "gain_max")
 class Gains(Probe):
     """Read the gain vectors of every norm, and the learned scales of the layers, from the weights.
 
-    Column ``role``: the norm's position (pre_norm, out_norm, post_norm, inner_norm, embedding_norm, final_norm), or the
-    name of a scale's parameter. A scale has one value, or one per channel, and is neither a norm's parameter nor a bias
-    (Lamina's skip_scale and pre_scale, LayerScale's lambda). index counts parameters of the same role in a sub-layer
-    (q, k and v norms). ``path``: the module. The embedding's and the final norm have layer -1, sublayer "model".
+    The column ``role`` is the norm's position (pre_norm, out_norm, post_norm, inner_norm, embedding_norm, final_norm),
+    or the name of a scale's parameter, such as Lamina's skip_scale and pre_scale or LayerScale's lambda. A scale is a
+    parameter with one value, or one value per channel, that is neither a norm's parameter nor a bias. ``index`` counts
+    parameters of the same role in a sub-layer (q, k and v norms). ``path`` is the module's path. The embedding's norm
+    and the final norm have layer -1 and sublayer "model".
 
     The metrics are over the vector's elements in float64: gain_mean, gain_std (population), gain_rms, gain_min,
-    gain_max. The gain is the effective gain, since Gemma stores the difference from 1. Norms without a gain have no
-    rows. The probe reads no text, so there is no standard error.
+    gain_max. They describe the effective gain, since Gemma stores the gain's difference from 1. Norms without a gain
+    have no rows. The probe reads no text, so there is no standard error.
     """
 
     name = "gains"

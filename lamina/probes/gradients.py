@@ -32,24 +32,26 @@ class Gradients(Probe):
     """Norm and variance of the gradient of the mean loss over the first ``sequences`` texts.
 
     Lamina computes one gradient at the model's present weights. It accumulates the batches, weighted by their predicted
-    tokens, and clips nothing.
+    tokens, and does not clip.
 
-    - ``gradient_norm``: the L2 norm. There are rows for the parameters of a role (``role``: query, ..., pre_norm, ...;
-      for an unknown module name, the path in the sub-layer); for a sub-layer or a layer (role ``all``, sublayer
-      ``block`` for the layer); and outside the layers (layer -1, sublayer ``model``: embedding, readout, final_norm,
-      and role ``all`` for the whole model, which equals torch.nn.utils.get_total_norm).
-    - ``gradient_variance``: the variance of the gradient's elements: mean of squares minus square of the mean (Peri-LN
+    - ``gradient_norm``: the L2 norm of the gradient. A row covers the parameters of one role in a sub-layer (query,
+      ..., pre_norm, ...; for an unknown module name, the path in the sub-layer), or a whole sub-layer or layer (role
+      ``all``; a layer has the sublayer ``block``). Outside the layers (layer -1, sublayer ``model``), the roles are
+      embedding, readout and final_norm. Their role ``all`` covers the whole model and equals
+      torch.nn.utils.get_total_norm.
+    - ``gradient_variance``: the variance of the gradient's elements, mean of squares minus square of the mean (Peri-LN
       Fig 7).
-    - Both metrics with sublayer ``block``, role ``state``: for the gradient with respect to x^l, the stream before
-      layer l (l = N: after the last layer, before the final norm), over all tokens of all batches. It falls with the
-      number of tokens, since the loss is their mean. So compare layers, and models on the same text. Several streams
-      count jointly.
+    - sublayer ``block``, role ``state``: both metrics of the gradient with respect to x^l, the stream before layer l (l
+      = N: after the last layer, before the final norm), over all tokens of all batches. This gradient falls with the
+      number of tokens, because the loss is a mean over tokens. So compare layers, or models on the same text. Several
+      streams count jointly.
     - ``spike_score`` (layer -1, role loss or grad_norm): if the model belongs to a run, the share of logged values that
       are at least 7 standard deviations above the mean of the 1,000 values before (OLMo 2's measure, see ``spikes``).
 
-    Traps: a parameter that two layers share (ALBERT) or that has two uses (tied embeddings) has one gradient, the sum
-    over its uses. Lamina counts it once, at its first place, and the page says so. The norm is a biased estimate of the
-    norm at infinitely many tokens: it falls with more text, until the noise is averaged out.
+    Traps: if two layers share a parameter (ALBERT), or a parameter has two uses (tied embeddings), it has one gradient,
+    the sum over the uses. Lamina shows this gradient at the first location, and the page has a note. The norm on a
+    finite text is larger than the norm on infinitely many tokens: it falls with more text, until the noise averages
+    out.
     """
 
     name = "gradients"
@@ -149,7 +151,8 @@ class Gradients(Probe):
             shared = layers.index.max() < frame["layer"].max() - 1  # the states count one more than the layers
             owner = "the layers' shared" if shared else "the last layer's"
             yield (
-                f"The gradient norm of all parameters is {total:.3g}, and of {owner} parameters {layers.iloc[-1]:.3g}."
+                f"The gradient norm of all parameters is {total:.3g}, and the gradient norm of {owner} parameters is "
+                f"{layers.iloc[-1]:.3g}."
             )
         for row in frame[frame["metric"] == "spike_score"].itertuples():
             label = {"loss": "training loss", "grad_norm": "gradient norm"}[str(row.role)]

@@ -36,33 +36,43 @@ _STATE = {"sublayer": "block", "role": "state", "index": 0}
 
 @probe
 class HiddenStates(Probe):
-    """Statistics of the stream x^l before each layer l and after the last (state N, before the final norm).
+    """Statistics of the stream x^l before each layer l and after the last layer (state N, before the final norm).
 
-    Rows with role "state" (layer = state l, sublayer "block") are over the whole sample:
+    Rows with role "state" (layer = l, sublayer "block") describe the state x^l over the whole sample:
 
-    - variance: over all elements (population); the standard error is over the sequences' variances. token_variance: the
-      variance of a token's channels, averaged over tokens. mean, abs_mean, rms (root of the mean square).
-      variance_step: Var(x^(l+1)) - Var(x^l) for layer l (Peri-LN Eq 4: constant for Peri-LN).
-    - abs_max: the largest |x|, with ``channel``, ``position`` (of the token in its sequence) and ``token`` (its text).
-      top_magnitude: the index-th largest |x| of a sequence (1 is the largest) and median: the exact median |x| of a
-      sequence (the lower of the middle two), both averaged over sequences as Sun et al. do. max_to_median: the ratio of
-      both in each sequence, averaged. A normalized stream bounds |x|, so there only the ratio is informative.
-    - massive_count: elements of a sequence with |x| > 100 and |x| >= 1000 x its median (Sun et al. 2024), averaged.
-      massive_activation: one row per channel and position with a massive activation (the 20 largest of a state): the
-      largest value, with its sign. massive_sequences: the number of sequences in which it is massive.
-    - headroom_factor = 65504 / abs_max and headroom_bits, its log2 (negative: FP16 overflows). top100_min and
-      top100_max: the band of the 100 largest |x| of the whole sample (Peri-LN Fig 11).
+    - variance: the population variance over all elements; its standard error comes from the sequences' variances.
+    - token_variance: the variance over a token's channels, averaged over tokens.
+    - mean, abs_mean, rms: the mean of x, the mean of |x|, and the root of the mean of x^2.
+    - variance_step: Var(x^(l+1)) - Var(x^l) for layer l (Peri-LN Eq 4: constant for Peri-LN).
+    - abs_max: the largest |x|. The columns channel, position and token show where it is.
+    - top_magnitude: the largest, second largest, ... |x| of a sequence (``index`` counts from 1), averaged over
+      sequences.
+    - median: the exact median |x| of a sequence (the lower of two middle values), averaged over sequences.
+    - max_to_median: the largest |x| of a sequence divided by its median, averaged over sequences. If a norm on the
+      stream bounds |x|, only this ratio is informative.
+    - massive_count: the number of massive activations in a sequence, averaged over sequences. An activation is massive
+      if |x| > 100 and |x| is at least 1000 times the sequence's median (Sun et al. 2024).
+    - massive_activation: the largest value, with its sign, at each channel and position with a massive activation (the
+      20 largest of a state). massive_sequences is the number of sequences in which this activation is massive.
+    - headroom_factor: 65504 / abs_max. headroom_bits is its base-2 logarithm; below 0, FP16 overflows.
+    - top100_max, top100_min: the largest and the smallest of the 100 largest |x| of the sample (Peri-LN Fig 11).
 
-    Rows with role "contribution" (the tensor that a sub-layer adds, after its out_norm) and "after" (the stream after
-    the addition and a post_norm) have variance, mean, abs_mean and abs_max; index counts sub-layers of the same kind in
-    a layer. Rows with a norm's role describe the norm's input: sigma (standard deviation over the channels, Mix-LN Eq
-    5-7) and rms (an RMSNorm's divisor), averaged over tokens; index counts norms of the same role in the sub-layer. If
-    a model has several streams S_1 ... S_n, the states are the streams' mean, and rows with role "streams" compare the
-    streams: stream_cosine, the mean cosine of two streams at a token (1: they have collapsed into one), and stream_rms,
-    the rms of stream number index. Layer -1, sublayer "model": growth_linear_r2 and growth_exponential_r2, the R^2 of
-    straight lines through the states' variance and through its logarithm.
+    Rows with role "contribution" describe the tensor that a sub-layer adds, after its out_norm. Rows with role "after"
+    describe the stream after the addition and a post_norm. Both have variance, mean, abs_mean and abs_max, and
+    ``index`` counts sub-layers of the same kind in a layer.
 
-    Padding is left out. Trap: transformers' hidden_states[-1] is after the final norm; state N here is before this
+    Rows with a norm's role describe the norm's input. sigma is the standard deviation over the channels (Mix-LN Eq
+    5-7), and rms is an RMSNorm's divisor, both averaged over tokens. ``index`` counts norms of the same role in the
+    sub-layer.
+
+    If a model has several streams, a state is the streams' mean. Rows with role "streams" then compare the streams:
+    stream_cosine is the mean cosine of two streams at a token (at 1, the streams have collapsed into one), and
+    stream_rms is the rms of stream number ``index``.
+
+    The rows growth_linear_r2 and growth_exponential_r2 (layer -1, sublayer "model") are the R^2 of a straight line
+    through the states' variance and through the variance's logarithm.
+
+    Padding does not count. Trap: transformers' hidden_states[-1] is after the final norm, but state N is before this
     norm.
     """
 
@@ -313,10 +323,9 @@ class Moments:
 
 
 def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Moments:
-    """Return the moments of all tokens, including padding; the last two moments need ``magnitude`` (|x|).
-
-    Sums are vectorized float32 sums. If E[x^2] - E[x]^2 would lose digits (a mean far above the deviation), or a square
-    overflows, Lamina computes this token again in float64.
+    """Return the moments of all tokens, including padding; the last two moments need ``magnitude`` (|x|). Lamina sums
+    in float32. If E[x^2] - E[x]^2 would lose digits (a mean far above the deviation), or a square overflows, Lamina
+    computes this token again in float64.
     """
     x = tokens.x
     channels = x.shape[-1]
@@ -335,8 +344,8 @@ def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Momen
 
 
 def medians(tokens: TokenStates, magnitude: torch.Tensor) -> torch.Tensor:
-    """Return the exact median of ``magnitude`` in each sequence in float64. Of two middle values it is the lower, as in
-    torch.median.
+    """Return the exact median of ``magnitude`` in each sequence in float64. If there are two middle values, the median
+    is the lower value, as in torch.median.
 
     It selects instead of sorting. On the CPU it works in place, so the values of each sequence in ``magnitude`` are out
     of order afterwards.
@@ -365,7 +374,7 @@ def _lower_median(values: np.ndarray) -> float:
 def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
     """Return the ``count`` largest |x| of each sequence, descending, [sequences, count].
 
-    Only the ``count`` tokens with the largest peaks can hold them, so Lamina searches only these tokens.
+    Only the ``count`` tokens with the largest peaks can hold these values, so Lamina searches only these tokens.
     """
     tokens = abs_max.topk(min(count, abs_max.shape[1]), dim=1).indices
     rows = x.gather(1, tokens.unsqueeze(-1).expand(-1, -1, x.shape[-1])).abs().flatten(1)
@@ -446,7 +455,7 @@ class StateTotals(Totals):
     def add_values(
         self, tokens: TokenStates, moments: Moments, magnitude: torch.Tensor, input_ids: torch.Tensor | None
     ) -> None:
-        """Add one batch's magnitudes; call it before ``add``. Leaves ``magnitude`` out of order."""
+        """Add one batch's magnitudes. Call this method before ``add``. Leaves ``magnitude`` out of order."""
         assert moments.abs_max is not None
         peaks = moments.abs_max if tokens.valid is None else moments.abs_max.masked_fill(~tokens.valid, 0.0)
         self.largest.add(largest(tokens.x, peaks, self.top))
@@ -515,7 +524,10 @@ def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: i
 
 
 def growth(variance: Frame, linear: float, exponential: float) -> str:
-    """Say how the variance changes with depth, from the values by state and the R^2 of a line and of an exponential."""
+    """Return a sentence on how the variance changes with depth.
+
+    Its inputs are the values by state, and the R^2 of a line and of an exponential.
+    """
     last = variance.index[-1]
     if not np.isfinite(variance).all():
         return f"The hidden states are not finite from state {variance.index[~np.isfinite(variance)][0]} on."
@@ -547,7 +559,7 @@ def headroom(peak: Frame) -> str:
 
 
 def massive(states: Frame) -> str:
-    """Say in which states there are massive activations."""
+    """Return a sentence on the states that have massive activations."""
     activations = states[states["metric"] == "massive_activation"]
     ratio = states[states["metric"] == "max_to_median"].sort_values("value").iloc[-1]
     if activations.empty:

@@ -45,30 +45,38 @@ _PATHS = {
 class JacobianProbe(ShortProbe):
     """Spectral norms of the blocks' Jacobians dx^(l+1)/dx^l, at real states.
 
-    The Jacobian is over all tokens of a short sequence jointly: [tokens * channels] by as many, including attention. So
-    the norm belongs to the worst direction, and grows a little with the number of tokens. Lamina finds it by Lanczos
-    bidiagonalization with products from automatic differentiation. Norms are means over the sequences, with their
-    standard error.
+    The Jacobian covers all tokens of a short sequence jointly, including attention: [tokens * channels, tokens *
+    channels]. So the norm is the stretch in the worst direction, and it grows a little with the number of tokens.
+    Lamina finds the norm by Lanczos bidiagonalization with products from automatic differentiation. Norms are means
+    over the sequences, with their standard error. A gradient stretches by the same norms in the backward pass, since J
+    and J^T have the same singular values.
 
-    Rows of a layer, sublayer "block": role jacobian: norm, ||J_l||_2; log10_product, log10 of the product of the norms
-        of layers 0 ... l, an upper bound of the gain from x^0 to x^(l+1); typical, ||J_l||_F / sqrt(tokens * channels),
-        the root mean square stretch of random directions (from four); iterations and residual, the state in which the
-        search for the norm ended. role identity: the same metrics of J_l - I; norm is ||J_l - I||_2 (FuseNorm Eq 9). A
-        single token of small norm, often the first, can make the norm large while the typical stretch is near 0. role
-        residual_path: for J_l with detached attention and feed-forward, so that only the skips and the norms on them
-        carry gradient. norm is the geometric mean over tokens (this path does not mix tokens) of each token's spectral
-        norm; log10_product. role keel: formula, the value of Keel Eq 14-19 for the residual path from gains and scales
-        alone (alpha / sqrt(alpha^2 + 1) per sub-layer at gain 1, 2^(-1/2) in Post-LN), and its log10_product. The
-        equations are for norms on the sum; without such norms, the value is the skips' scale. role fusenorm: formula,
-        gain / sigma per norm on the path (FuseNorm Eq 10, 11, 16; the paper has gain 1), with
-            each token's sigma at the norm's input, the geometric mean over tokens; its log10_product.
-        With several streams, the rows above treat all streams jointly. role stream: norm, ||dS_i^(l+1)/dS_i^l||_2 of
-            stream ``index``. role collapsed: norm of the streams' mean if all streams change equally, and
-            log10_product. There are no closed formulas; the weights that read, mix and write are part of the residual
-            path.
-    Rows of a sub-layer, role post_norm: sigma, the divisor of the norm on the sum, averaged over tokens. Rows of the
-    model (layer -1): role jacobian: log10_total, log10 ||dx^N/dx^0||_2, the true norm, which the product bounds; and
-    each role's log10_product over all layers.
+    Rows of a layer (sublayer "block") have these roles:
+
+    - jacobian: ``norm`` is ||J_l||_2. ``log10_product`` is log10 of the product of the norms of layers 0 ... l, an
+      upper bound of the gain from x^0 to x^(l+1). ``typical`` is the root mean square stretch of four random
+      directions, ||J_l||_F / sqrt(tokens * channels). ``iterations`` and ``residual`` describe how the search for the
+      norm ended.
+    - identity: the same metrics for J_l - I, so that ``norm`` is the distance to the identity (FuseNorm Eq 9). A single
+      token of small norm, often the first, can make the norm large while the typical stretch is near 0.
+    - residual_path: J_l if attention and feed-forward carry no gradient, so that only the skips and their norms do.
+      ``norm`` is the geometric mean over tokens of each token's spectral norm, because this path does not mix tokens.
+    - keel: ``formula`` is the residual path's norm by Keel Eq 14-19, from gains and scales alone. At gain 1 it is alpha
+      / sqrt(alpha^2 + 1) per sub-layer, and 2^(-1/2) in Post-LN. The equations are for norms on the sum; without such
+      norms, the value is the scale of the skips.
+    - fusenorm: ``formula`` is the product of gain / sigma over the norms on the path (FuseNorm Eq 10, 11, 16; the paper
+      has gain 1). sigma is each token's standard deviation at the norm's input, and the value is the geometric mean
+      over tokens.
+
+    If a model has several streams, these rows treat all streams jointly, and there are no formulas. The weights that
+    read, mix and write the streams are part of the residual path. Two further roles describe the streams:
+
+    - stream: ``norm`` is ||dS_i^(l+1)/dS_i^l||_2 of the stream number ``index``.
+    - collapsed: ``norm`` is the norm for the streams' mean, if all streams change equally.
+
+    Rows of a sub-layer with role post_norm have ``sigma``, the divisor of the norm on the sum, averaged over tokens.
+    Rows of the model (layer -1) have each role's ``log10_product`` over all layers. The role jacobian also has
+    ``log10_total``, log10 of the true norm ||dx^N/dx^0||_2, which is at most the product.
 
     Args:
         sequences: number of sequences to measure (0: all; default: all of your own text, 1 of a corpus).
@@ -76,8 +84,6 @@ class JacobianProbe(ShortProbe):
         tolerance: relative error at which the search for a norm ends.
         iterations: largest number of products in a search.
         total: whether to find the norm of the product of all blocks, too.
-
-    The same norms stretch a gradient in the backward pass, since J and J^T have the same singular values.
     """
 
     name = "jacobian"
@@ -254,7 +260,7 @@ class JacobianProbe(ShortProbe):
         )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Name the layers with the largest norms, the bound by the product, the distance to the identity, and the
+        """Report the layers with the largest norms, the product of the norms, the distance to the identity, and the
         residual path's product.
         """
         norms = frame[(frame.sublayer == "block") & (frame.metric == "norm")].set_index("layer")
@@ -318,8 +324,9 @@ def log10_total_norm(
     """Return log10 ||dx^N/dx^0||_2, [sequences], of the product of all blocks' Jacobians, and the state in which the
     search ended.
 
-    Lamina keeps every block's graph of one short input, as a training step does. A thousand blocks can shrink a vector
-    below the smallest float. So Lamina divides each block by its effect on a random vector, and adds the logarithms.
+    Lamina keeps the graph of every block for one short input, as a training step does. A thousand blocks can shrink a
+    vector below the smallest float. So Lamina divides each block by its effect on a random vector, and adds the
+    logarithms.
     """
     jacobians = [Jacobian(block, block.stream) for block in blocks]
     start = start_vector(blocks[0].stream)

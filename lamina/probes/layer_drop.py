@@ -45,7 +45,7 @@ from lamina.probes.structure.sites import LayerSite, Point
 
 REMOVE, BRANCH = "remove", "branch"
 MEANINGS = (REMOVE, BRANCH)
-_MEANT = {REMOVE: "the layer skipped", BRANCH: "its branches set to zero, its norms kept"}
+_MEANT = {REMOVE: "the layer skipped", BRANCH: "with its branches set to zero and its norms kept"}
 Forward: TypeAlias = Callable[..., Output]
 METRICS = ("loss", "perplexity")
 _MIN_SEQUENCES = 16
@@ -57,39 +57,40 @@ _PRECISION = 0.05  # likewise
 class LayerDrop(Probe):
     """The harm of dropping each layer, or each stretch of ``block`` consecutive layers; positive numbers are harm.
 
-    Mix-LN Fig 2, 3, 6b (performance drop), KEEL (dPPL of each layer), Gromov et al. 2024 (consecutive layers). The
-    other layers do not change: each keeps its kind, its scales (LayerNorm Scaling's l, Keel's alpha) and its
-    exceptions. If a placement has an exception in the first layer, dropping this layer drops the exception.
+    Mix-LN Fig 2, 3 and 6b, Keel's dPPL of each layer, and Gromov et al. 2024 (consecutive layers) measure the same. All
+    other layers stay unchanged, with their scales (LayerNorm Scaling's l, Keel's alpha). If a placement treats the
+    first layer differently, dropping this layer also drops the difference.
 
-    There is one row per measurement: ``layer`` is the first dropped layer, ``size`` the number of layers, and
+    Each row is one measurement. ``layer`` is the first dropped layer, and ``size`` is the number of dropped layers:
 
-    - ``meaning``: "remove": the layer returns its input. "branch": its sub-layers add zero, but its skips, their scales
-      and post-norms stay. Without a norm on the stream (Pre-LN, Peri-LN), both are equal. With several streams,
-      "remove" returns all streams unchanged, and "branch" still mixes them.
-    - ``loss_increase``: nats per predicted token; ``perplexity_increase``: exp(loss) without the layer minus exp(loss)
-      of the whole model. Standard errors are over sequences, of the paired difference.
-    - ``accuracy_drop`` (of an lm-eval task): the whole model's value minus the value without the layer. ``score_drop``
-      (of your own score) has the sign that makes harm positive. The standard error of ``accuracy_drop`` treats both
-      values as independent. They are not, so it is usually an upper bound.
-    - ``angular_distance`` (meaning ""): d(l, l + size) on the same text, see the probe of that name.
-    - layer -1, size 0: the whole model's ``loss``, ``perplexity``, ``accuracy`` or ``score``.
+    - ``meaning``: with "remove", a dropped layer returns its input. With "branch", its sub-layers add zero, but its
+      skips, their scales and its post-norms stay. Both are equal if no norm is on the stream (Pre-LN, Peri-LN). With
+      several streams, "remove" returns all streams unchanged, and "branch" still mixes them.
+    - ``loss_increase``: the increase of the loss in nats per predicted token.
+    - ``perplexity_increase``: exp(loss) without the layer minus exp(loss) of the whole model. The standard errors of
+      both increases are over the sequences' paired differences.
+    - ``accuracy_drop``: for a task of lm-eval, the whole model's value minus the value without the layer. The standard
+      error treats both values as independent, so it is usually too large.
+    - ``score_drop``: the same for your own score, with the sign that makes harm positive.
+    - ``angular_distance`` (meaning ""): d(l, l + size) on the same text, as in the probe angular_distance.
+    - layer -1, size 0: the ``loss``, ``perplexity``, ``accuracy`` or ``score`` of the whole model.
 
     Args:
-        block: number of consecutive layers to drop together, from every layer on.
+        block: number of consecutive layers to drop together, starting at each layer in turn.
         meaning: remove, branch, or "all" (default).
         metric: loss, perplexity or "all" (default).
-        task: an lm-evaluation-harness task in place of the loss (pip install lm-eval).
-        include_path: a folder of the task's own YAML, which is code: it needs run_code.
+        task: a task of lm-evaluation-harness in place of the loss (pip install lm-eval).
+        include_path: a folder with the task's YAML file, which is code and so needs run_code.
         run_code: whether task files in include_path, and code that the model writes, may run.
-        task_metric: the task's metric (default: acc).
-        limit: largest number of the task's documents, or the file's questions, from the first on.
-        squad: a file in SQuAD v1.1's format; for a model with a question-answering head, its F1 replaces the loss.
+        task_metric: the metric of the task (default: acc).
+        limit: number of the task's documents, or of the file's questions, to use at most.
+        squad: a file in SQuAD v1.1's format. The F1 of a model with a question-answering head then replaces the loss.
         score: your own measure in place of the loss (Python only): a function from the model to a number.
         higher_is_better: whether a higher score is better.
-        standard_error: Lamina adds text until each layer's standard error is at most this share of its loss increase,
-            or of 0.1 nats if that is larger (0: use all text; default: 0 for your own text, 0.05 for a corpus).
-        sequences: largest number of sequences for the loss (0: all; default: all of your own text, 4 of a corpus); each
-            costs half a pass per layer.
+        standard_error: Lamina adds text until each layer's standard error is at most this share of the loss increase,
+            or of 0.1 nats if 0.1 is larger (0: use all text; default: 0 for your own text, 0.05 for a corpus).
+        sequences: largest number of sequences for the loss (0: all; default: all of your own text, 4 of a corpus). A
+            sequence costs half a forward pass per layer.
     """
 
     name = "layer_drop"
@@ -269,7 +270,7 @@ class LayerDrop(Probe):
             meant = f" ({_MEANT[str(meaning)]})" if several else ""
             if most["value"] - least["value"] < 1e-5 * abs(whole):
                 dropped = "any one layer" if size == 1 else f"any {size} layers in a row"
-                yield f"Removing {dropped} does equal harm ({_words(metric)} {least['value']:.3g}{unit}){meant}."
+                yield f"Removing {dropped} harms equally ({_words(metric)} {least['value']:.3g}{unit}){meant}."
             else:
                 yield (
                     f"Removing {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit})"
@@ -331,8 +332,8 @@ def _agreement(frame: Frame, harm: Frame) -> list[str]:
     if turned == missed:
         return [f"The angular distance agrees that {_which(turned, size)} matters least ({rank})."]
     return [
-        f"By angular distance, {_which(turned, size)} matters least, but removing {_which(missed, size)} harms "
-        f"least ({rank}). Believe the measured harm, since the angle only predicts it."
+        f"By angular distance, {_which(turned, size)} matters least, but removing {_which(missed, size)} harms least "
+        f"({rank}). Believe the measured harm, because the angle only predicts the harm."
     ]
 
 

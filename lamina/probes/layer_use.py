@@ -31,21 +31,24 @@ Inputs = Mapping[str, torch.Tensor]
 
 @probe
 class LayerUse(Probe):
-    """How a model uses its layers: DepthBench's three scores, on single sequences. Rows of role "block":
+    """How a model uses its layers: DepthBench's three scores, on single sequences.
 
-    - causal_score: ||u - u'|| / ||u||, where u = x^(l+1) - x^l is the update of a later layer l (``index``), and u' the
-      same update if layer ``layer`` is skipped (``remove`` of layer_drop). The norms are L2 norms of a token, and the
-      mean is over tokens.
-    - permutation_score: |L' - L| / L, where L is the loss and L' the loss if layer ``layer`` and the next layer are
-      exchanged. Each layer keeps its weights, norms, scales and kind; a mask that the model makes by position stays at
+    Rows have the role "block":
+
+    - causal_score: ||u - u'|| / ||u||, where u = x^(l+1) - x^l is the update of a later layer l (``index``), and u' is
+      the same update if the model skips layer ``layer`` (as ``remove`` of layer_drop does). The norms are L2 norms of a
+      token, and the score is the mean over tokens.
+    - permutation_score: |L' - L| / L, where L is the loss, and L' is the loss if layer ``layer`` and the next layer are
+      exchanged. Each layer keeps its weights, norms, scales and kind. A mask that the model makes by position stays at
       its position.
     - linear_loss_increase: L' - L in nats per token, where L' is the loss if the best linear map of the layer's input
       replaces the layer's output (least squares, without an intercept; several streams count as one long vector).
       Lamina fits the map on the second half of the sequences, until there are 4 tokens per channel, and measures L' on
       the first half.
 
-    Standard errors are over sequences. If the model passes on earlier states, u is the update of the stream alone; with
-    several streams, of their mean. Layers that read earlier states, or share weights, have no permutation_score.
+    Standard errors are over sequences. If the model passes on earlier states, u is the update of the stream alone. If
+    the model has several streams, u is the update of their mean. Layers that read earlier states, or share weights,
+    have no permutation_score.
 
     Args:
         metric: one of the three scores, or "all" (default).
@@ -135,8 +138,8 @@ class LayerUse(Probe):
                 "for layer {} ({:.2%})."
             ),
             METRICS[2]: (
-                "A linear map in place of a layer costs least for layer {} ({:.3g} nats), and most for layer {} "
-                "({:.3g} nats)."
+                "Replacing a layer by a linear map increases the loss least for layer {} ({:.3g} nats), and most for "
+                "layer {} ({:.3g} nats)."
             ),
         }
         for metric, text in texts.items():

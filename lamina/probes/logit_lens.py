@@ -32,21 +32,23 @@ _TRIED = 8  # tokens on which the tail is compared with the model itself
 
 @probe
 class LogitLens(Probe):
-    """The predictions from each state x^l, if it replaces the last state in everything that runs after the layers.
+    """The predictions that the model would make from each state x^l, if this state replaced the last state.
 
-    This is W_U FinalNorm(x^l) in a model with a final norm, and W_U x^l in a model without. A head that transforms
-    first (BERT's), and a scale or a soft-cap of the logits, are part of it. State l is the stream before layer l; state
-    N gives the model's own predictions. Rows have role "state", sublayer "block", layer = state. Metrics are averaged
-    over the predicted tokens of a sequence, then over sequences, with their standard error:
+    In a model with a final norm, the predictions are W_U FinalNorm(x^l); in other models, W_U x^l. Lamina also applies
+    everything else that the model does after the layers, such as the transformation in BERT's head, a scale, or a
+    soft-cap. State l is the stream before layer l, and state N gives the model's own predictions. Rows have role
+    "state", sublayer "block" and layer = l. Lamina averages metrics over the predicted tokens of a sequence, then over
+    sequences, with a standard error:
 
-    - cross_entropy: of the true token, in nats. A causal model predicts the next token (at all positions except the
-      last). A masked model predicts the masked tokens: 15 % of the positions, the same in each sequence.
-    - kl_to_final: KL(p_N || p_l) in nats, p_N the model's own distribution; 0 at state N.
-    - top1_agreement: the share of positions where state l and the model put the same token first.
+    - cross_entropy: the cross-entropy of the true token, in nats. A causal model predicts the next token at all
+      positions except the last. A masked model predicts the masked tokens: 15 % of the positions, the same in each
+      sequence.
+    - kl_to_final: KL(p_N || p_l) in nats, where p_N is the model's own distribution. It is 0 at state N.
+    - top1_agreement: the share of positions at which state l and the model predict the same token.
 
-    Trap: a state in another basis than the last state (Post-LN's early states, tied embeddings) can be worse than the
-    uniform distribution's ln(vocabulary size), which is in the row "uniform_cross_entropy" (layer -1, sublayer
-    "model").
+    Trap: a state in another basis than the last state (Post-LN's early states, tied embeddings) can be worse than
+    uniform guessing, whose loss is ln(vocabulary size). The row "uniform_cross_entropy" (layer -1, sublayer "model")
+    has this loss.
     """
 
     name = "logit_lens"

@@ -38,10 +38,10 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
     """Convert a tensor [..., tokens, channels] to a format and back to float32; an overflow becomes inf.
 
     fp16 and bf16 are casts that round to nearest even. fp8_e4m3 is OCP e4m3fn (largest 448, no inf), and the largest
-    value of fp8_e5m2 is 57344. With ``scaled``, Lamina multiplies first, so that the tensor's largest |x| is the
-    format's largest value. Otherwise it casts directly, and larger values overflow. int8_tensor, int8_token: symmetric,
-    q = round(x / s) with s = max|x| / 127 over the tensor or over a token's channels. The tensor is the last two
-    dimensions.
+    value of fp8_e5m2 is 57344. With ``scaled``, Lamina first multiplies the tensor, so that the tensor's largest |x|
+    becomes the format's largest value. Otherwise Lamina casts directly, and larger values overflow. int8_tensor,
+    int8_token: symmetric, q = round(x / s) with s = max|x| / 127 over the tensor or over a token's channels. The tensor
+    is the last two dimensions.
     """
     x = x.float()
     if kind.startswith("int8"):
@@ -65,23 +65,24 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
 class LowPrecision(Probe):
     """The error q(x) - x of storing a tensor x in fewer bits, for tensors of the stream and of the feed-forward.
 
-    Column ``format``: fp16, bf16, fp8_e4m3, fp8_e5m2, int8_tensor, int8_token (see ``round_trip``). Column ``role``:
-    state (layer = state l, the stream x^l), contribution (the tensor that a sub-layer adds), activation (the input of
-    the feed-forward's down-projection; not for experts). A tensor is one sequence [tokens, channels], so a scale per
-    tensor does not depend on the batch. Metrics:
+    The column ``format`` is fp16, bf16, fp8_e4m3, fp8_e5m2, int8_tensor or int8_token (see ``round_trip``). The column
+    ``role`` is "state" for the stream x^l (layer = l), "contribution" for the tensor that a sub-layer adds, or
+    "activation" for the input of the feed-forward's down-projection (except in experts). A tensor is one sequence
+    [tokens, channels], so a scale per tensor does not depend on the batch. Metrics:
 
-    - relative_error: ||q(x) - x|| / ||x|| of a sequence (L2 over all its elements), averaged over sequences.
-      token_error: the same for each single token, averaged over tokens, so that one massive token does not hide the
-          others.
-    - max_error: the largest |q(x) - x| of the sample. These three are inf if an element overflows.
-    - share_lost: the share of elements that are not 0 but become 0. overflow_share: the share that becomes inf (fp16,
-      and unscaled fp8).
-    - layer -1, role "state": loss in nats per token, of the unchanged model (format "none") and with all states x^0 ...
-      x^N rounded; loss_increase: the difference. These are only for language models.
+    - relative_error: ||q(x) - x|| / ||x|| over all elements of a sequence, averaged over sequences.
+    - token_error: ||q(x) - x|| / ||x|| of a token, averaged over tokens, so that one massive token does not hide the
+      others.
+    - max_error: the largest |q(x) - x| of the sample. An element that overflows makes these three errors infinite.
+    - share_lost: the share of elements that are not 0 but become 0.
+    - overflow_share: the share of elements that become inf (in fp16, and in fp8 without a scale).
+    - loss (layer -1, role "state"): the loss in nats per token with all states x^0 ... x^N rounded. The format "none"
+      has the loss of the unchanged model. Only language models have this metric.
+    - loss_increase: the loss with rounded states minus the loss of the unchanged model.
 
-    Trap: INT8 per tensor divides by the largest |x|, so one massive activation (Sun et al. 2024) leaves no steps for
-    all other elements, while BF16 keeps its relative precision. relative_error hides this, since that activation is
-    most of ||x||; token_error and share_lost show it.
+    Trap: INT8 per tensor divides by the largest |x|. So one massive activation (Sun et al. 2024) leaves almost no steps
+    for all other elements, while BF16 keeps its relative precision. relative_error hides this, because the massive
+    activation is most of ||x||. token_error and share_lost show it.
     """
 
     name = "low_precision"
@@ -234,7 +235,7 @@ class LowPrecision(Probe):
         losses = frame[frame["metric"] == "loss_increase"]
         if len(losses):
             each = ", ".join(f"{r.format} {r.value:+.3g}" for r in losses.itertuples())
-            yield f"If Lamina rounds every state, the loss rises by (nats per token): {each}."
+            yield f"Rounding every state increases the loss by these nats per token: {each}."
 
 
 def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

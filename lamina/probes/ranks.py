@@ -22,16 +22,17 @@ METRICS = ("stable_rank", "effective_rank")
 
 @probe
 class Ranks(Probe):
-    """Stable and effective rank of each state's matrix X [tokens, channels] for one sequence. X is not centered.
+    """Stable and effective rank of each state's matrix X [tokens, channels] for one sequence.
 
-    With the singular values s of X, the metrics are (averaged over sequences; layer = state, role state):
+    X is not centered. s are the singular values of X. The metrics are averaged over sequences (layer = state, role
+    state):
 
     - stable_rank: sum s^2 / max s^2.
-    - effective_rank: exp(-sum p ln p), p = s / sum s (Roy & Vetterli 2007).
+    - effective_rank: exp(-sum p ln p) with p = s / sum s (Roy & Vetterli 2007).
 
-    With several streams, role streams has the effective_rank of a product of matrices [n, n], averaged over tokens: the
-    matrices with which the layers 0 ... ``layer`` mix the streams. It is 1 if only one mean of the streams is left, and
-    n if all streams are distinct. It leaves out norms on the streams.
+    If the model has several streams, role streams has the effective_rank of the product of the matrices [n, n] with
+    which the layers 0 ... ``layer`` mix the streams, averaged over tokens. It is 1 if only one mean of the streams is
+    left, and n if all streams are distinct. Norms on the streams do not count.
 
     Trap: a rank is at most the number of tokens, so compare sequences of one length.
     """
@@ -85,7 +86,7 @@ class Ranks(Probe):
         caption = "How many directions the tokens of a sequence use."
         axes = {"color": "metric", "x_title": "state", "band": "standard_error"}
         yield from chart(states, "Rank of the states", "rank", caption, **axes)
-        caption = "How many streams stay distinct after the layers so far have mixed them."
+        caption = "How many streams are still distinct after the mixing maps of all layers up to this layer."
         yield from chart(streams, "Rank of the streams' maps", "effective rank", caption, band="standard_error")
 
     def sentences(self, frame: Frame) -> Iterator[str]:

@@ -21,23 +21,24 @@ from lamina.probes.engine.statistics import Ratio
 class Similarity(DirectionsProbe):
     """The cosine between every two states of the stream, its mean by distance, and each layer's block influence.
 
-    - ``cosine``: E cos(x^i, x^j) over all tokens, ``start`` = i, ``size`` = j - i > 0.
-    - ``cosine_by_distance``: the mean cosine over all pairs of layers' outputs with j - i = ``size`` (FuseNorm Fig 12;
-      without x^0, so N layers have N - 1 distances), ``start`` = -1.
-    - ``block_influence``: BI_l = 1 - E cos(x^l, x^(l+1)) over all tokens (ShortGPT), ``start`` = l, ``size`` = 1.
+    - ``cosine``: E cos(x^i, x^j) over all tokens, with ``start`` = i and ``size`` = j - i > 0.
+    - ``cosine_by_distance``: the mean cosine over all pairs of layers' outputs with j - i = ``size`` (FuseNorm Fig 12).
+      x^0 is no layer's output, so N layers have N - 1 distances. ``start`` is -1.
+    - ``block_influence``: BI_l = 1 - E cos(x^l, x^(l+1)) over all tokens (ShortGPT), with ``start`` = l and ``size`` =
+      1.
 
-    x^l is the stream before layer l, and x^N is the stream after the last layer, before the final norm. The mean is
-    over the tokens' cosines. They do not depend on the states' lengths, so a few huge tokens do not decide the mean.
-    Padding is left out. Standard errors are over sequences.
+    x^l is the stream before layer l, and x^N is the stream after the last layer, before the final norm. Lamina averages
+    the tokens' cosines, which do not depend on the states' lengths. So a few huge tokens do not decide the mean.
+    Padding does not count. Standard errors are over sequences.
 
-    Traps: transformers' own last hidden state is after the final norm; the cosine isn't centered (not a correlation),
-    so a mean direction common to all tokens counts as similarity.
+    Traps: transformers' own last hidden state is after the final norm. Lamina does not center the states, so a mean
+    direction that all tokens share counts as similarity.
 
     Args:
         tokens: "all" (default), "last" or "first" token of each sequence.
         tokens_per_batch: number of tokens of a batch that Lamina keeps until the last layer has run, to compare pairs
             of states (default: all of your own text; for a corpus, as many as fit a quarter of the model's own memory).
-            The page says so if these are not all.
+            If Lamina keeps fewer tokens than the batch has, the page has a note.
     """
 
     name = "similarity"

@@ -39,26 +39,31 @@ Key = tuple[int, str]  # layer, pre or post
 
 @probe
 class Spectra(Probe):
-    """Spectra of the embedding, of the feed-forward's projections and of its activations.
+    """Spectra of the embedding, of the feed-forward's projections and of the feed-forward's activations.
 
-    Rows of the model (layer -1): role embedding: eigenvalue and eigenvalue_over_median (FuseNorm Fig 8) of the
-        covariance of the embedding's rows, centered over the whole vocabulary (the paper does not define the
-        covariance); index = rank from 0, descending. roles pre and post: the mean over the layers of each rank
-        (FuseNorm Fig 11), and the number of tokens.
-    Rows of a layer, sublayer feed_forward: role = a projection's path within the layer (``mlp.up_proj``):
-        condition_number, s_max / s_min (FuseNorm Fig 10). If one matrix stacks gate and up, each half has a row,
-        ``[0]`` and ``[1]`` in the matrix' order. roles pre (the nonlinearity's input) and post (the down-projection's
-        input): hard_rank, soft_rank (participation ratio and exp(entropy) of the covariance's eigenvalues, over D_ff,
-        in [1 / D_ff, 1]), edr (200 h s / (h + s)) and eee (the share of the top eigenvalues). The last two are our
-        definitions.
+    Rows of the model (layer -1):
 
-    Traps: the covariance is centered, because massive activations would otherwise be its whole first direction. Its
+    - role embedding: ``eigenvalue`` and ``eigenvalue_over_median`` of the covariance of the embedding's rows (FuseNorm
+      Fig 8). ``index`` counts the eigenvalues from 0, the largest first. The paper does not define the covariance;
+      Lamina subtracts the mean over the whole vocabulary.
+    - roles pre and post: each rank's mean over the layers (FuseNorm Fig 11), and the number of tokens.
+
+    Rows of a layer (sublayer feed_forward):
+
+    - role = a projection's path within the layer (``mlp.up_proj``): ``condition_number`` is s_max / s_min (FuseNorm Fig
+      10). If one matrix stacks gate and up, the rows ``[0]`` and ``[1]`` describe its two halves.
+    - roles pre (the nonlinearity's input) and post (the down-projection's input): the ranks of the activations'
+      covariance. ``hard_rank`` is the participation ratio of its eigenvalues, and ``soft_rank`` is exp(entropy), both
+      divided by D_ff. ``edr`` is 200 h s / (h + s) of the hard rank h and the soft rank s, and ``eee`` shows how much
+      of the spectrum the top eigenvalues hold. edr and eee are our definitions.
+
+    Traps: Lamina centers the covariance, because massive activations would otherwise be its whole first direction. The
     rank is at most tokens - 1, and the normalized ranks are biased low if tokens / D_ff is small. So Lamina rejects
     D_ff tokens or fewer (``few_tokens``: refuse | warn). Each layer and role needs one matrix of D_ff x D_ff in
     float64. If all matrices need more than ``memory`` GiB, Lamina measures the layers in groups, in repeated passes
-    over the same text. Experts have no ranks, since each sees few tokens. The covariances use the first batches until
-    they have ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text; default: all of your own
-    text, 4 for a corpus).
+    over the same text. Experts have no ranks, since each expert sees few tokens. The covariances use the first batches
+    until they have ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text; default: all of
+    your own text, 4 for a corpus).
     """
 
     name = "spectra"
@@ -79,7 +84,10 @@ class Spectra(Probe):
         return 2.0 * min(context.tokens(), 8192)
 
     def begin(self, context: Context) -> None:
-        """Choose the covariances that each pass gathers. Raises UserError if there is too little text for the ranks."""
+        """Choose the covariances that Lamina computes in each pass over the text.
+
+        Raises UserError if there is too little text for the ranks.
+        """
         self._groups: list[dict[Key, Point]] = []
         self._covariances: dict[Key, Covariance] = {}
         self._ranks: dict[Key, dict[str, float]] = {}
@@ -138,7 +146,10 @@ class Spectra(Probe):
         return False
 
     def points(self) -> Mapping[Key, Point]:
-        """Return the points of the covariances that fit into memory together. Later passes gather the rest."""
+        """Return the points of the covariances that fit into memory together.
+
+        Later passes compute the remaining covariances.
+        """
         return self._groups[0] if self._groups else {}
 
     def see(self, key: Key, value: torch.Tensor) -> None:
@@ -177,7 +188,7 @@ class Spectra(Probe):
         return frame.assign(sequences=ranks * sequences, tokens=ranks * self._tokens)
 
     def measured(self, context: Context) -> None:
-        """Leave the columns to ``finish``, since the weights' rows belong to no text."""
+        """Return None, so that ``finish`` makes the columns: rows about weights belong to no text."""
 
     def _rank_rows(self, context: Context) -> list[Row]:
         self._reduce()
@@ -336,14 +347,14 @@ class Covariance:
         self.count += len(samples)
 
     def matrix(self) -> torch.Tensor:
-        """Return the sample covariance, divisor n - 1, [channels, channels] in float64. Needs two samples."""
+        """Return the sample covariance with the divisor n - 1, [channels, channels] in float64. Needs two samples."""
         if self.count < 2:
             raise ValueError(f"a covariance needs at least 2 samples, but there are {self.count}. Give more text.")
         mean = self._sum / self.count
         return (self._products - self.count * torch.outer(mean, mean)) / (self.count - 1)
 
     def eigenvalues(self) -> torch.Tensor:
-        """Return the eigenvalues, descending, clamped at 1e-12, float64 on the CPU."""
+        """Return the eigenvalues in descending order, at least 1e-12 each, in float64 on the CPU."""
         return torch.linalg.eigvalsh(self.matrix()).flip(0).clamp(min=FLOOR).cpu()
 
 

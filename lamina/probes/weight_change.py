@@ -24,13 +24,14 @@ _first: weakref.WeakKeyDictionary[nn.Module, Weights] = weakref.WeakKeyDictionar
 
 @probe
 class WeightChange(Probe):
-    """FuseNorm's Eq 12 splits weights into the initial weights and the sum of all changes: W = W_init + dW.
+    """The change dW = W - W_init of the weights since initialization, as in FuseNorm's Eq 12.
 
-    - change_norm: ||dW||, the L2 norm of W - W_init.
+    - change_norm: the L2 norm ||dW||.
     - change_ratio: ||dW|| / ||W_init||; there is no row if all initial weights are 0.
 
-    There are rows for a role's parameters (see ``gradients``); for a sub-layer or a layer (role ``all``, sublayer
-    ``block`` for the layer); and outside the layers (layer -1, sublayer ``model``; role ``all`` is the whole model).
+    A row covers the parameters of one role in a sub-layer (see ``gradients``), or a whole sub-layer or layer (role
+    ``all``; a layer has the sublayer ``block``). Rows with layer -1 and sublayer ``model`` are for parameters outside
+    the layers; their role ``all`` is the whole model.
 
     Args:
         reference: a checkpoint of the same architecture with the initial weights. During training, the default is a
@@ -99,7 +100,10 @@ class WeightChange(Probe):
         rows = frame[(frame["role"] == "all") & (frame["metric"] == "change_ratio")]
         whole = rows.loc[rows["layer"] < 0, "value"].iloc[0]
         layers = rows[rows["sublayer"] == "block"].set_index("layer")["value"].dropna()
-        yield f"All weights together have changed by {whole:.1%} of their initial norm."
+        yield f"All weights together have changed by {whole:.1%} of the initial norm."
         if len(layers):
             least, most = layers.idxmin(), layers.idxmax()
-            yield f"Layer {most} has changed most ({layers[most]:.1%}), and layer {least} least ({layers[least]:.1%})."
+            yield (
+                f"Layer {most} has changed most ({layers[most]:.1%}), and layer {least} has changed least "
+                f"({layers[least]:.1%})."
+            )

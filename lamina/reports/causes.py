@@ -1,7 +1,7 @@
-"""The causes of failures. Each has the alarms that it raises, changes that help, and a check.
+"""The causes of failures. Each cause has the alarms that it raises, changes that help, and a check.
 
-The monitor's ``limits.json`` has the probability of each sign under each cause. It comes from runs that we broke on
-purpose (tools/calibration/alarms.py).
+The monitor's ``limits.json`` has the probability of each sign under each cause. These probabilities come from runs that
+we broke on purpose (tools/calibration/alarms.py).
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ CAUSES = {
             meaning="Weights or gains shrink at each step, because weight decay outweighs the gradient.",
             check="set weight_decay to 0 for {where} for 50 steps from a checkpoint: its norm should stop falling",
             changes=(
-                "leave norms' gains and biases out of weight decay, and usually the embedding",
+                "exclude norms' gains and biases from weight decay, and usually the embedding too",
                 "keep weight_decay times the learning rate below 1e-3, because a larger product shrinks weights "
                 "within a run",
             ),
@@ -403,7 +403,10 @@ class Signs:
 
     @cached_property
     def first(self) -> Alarm | None:
-        """The alarm that explains most (``first_before``). A single gradient does not come before a hard sign."""
+        """The alarm that explains most (``first_before``).
+
+        An alarm of a single gradient does not count before a hard sign (``is_hard``).
+        """
         of = self.counted
         if (
             (first := first_before(of.alarms, of.rose)) is not None

@@ -189,9 +189,10 @@ def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
 
 
 def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]]:
-    """Return each short rise by half a nat, by its first step: its highest loss, and the step at which it was back.
+    """Return each short rise by half a nat or more: by its first step, the highest loss and the step at which the loss
+    was back down.
 
-    The step is None where the record ends before.
+    This step is None if the record ends before.
     """
     spikes, usual, begin = dict[int, tuple[float, int | None]](), list[float](), None
     for step in sorted(losses):
@@ -210,7 +211,10 @@ def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]
 
 
 def back_at(losses: Mapping[int, float], rose: int) -> int | None:
-    """Return the step from which on 3 losses, and the last 3, are no longer above those before the rise."""
+    """Return the step from which on the losses are no longer above the losses before the rise.
+
+    3 losses from this step on, and the last 3 losses, must all be low enough.
+    """
     steps = sorted(losses)
     at = bisect_left(steps, rose)
     values = [losses[step] for step in steps]

@@ -203,7 +203,10 @@ class LayerRows:
     def table(
         self, metric: str, role: str, sublayers: Collection[str], index: int | None = None, *, embedding: bool = False
     ) -> Frame:
-        """Return a quantity by layer and step (see ``ByDepth``). Rows of layer -1 are there only with ``embedding``."""
+        """Return a quantity by layer and step (see ``ByDepth``).
+
+        The table has the row of layer -1 only if ``embedding`` is true.
+        """
         key = (metric, role, tuple(sublayers), index, embedding)
         if key not in self._tables:
             at, by_depth = self._layout.by_depth(*key)

@@ -16,7 +16,7 @@ SECTIONS = {
     "Every step": "Loss and gradient norm of every step",
 }
 """The titles of the sections that draw the metrics."""
-OVER_STEPS = "The same quantity at every record: layers upward, steps to the right."
+OVER_STEPS = "The same quantity at every record, with the layers upward and the steps to the right."
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ METRICS = {
     metric.name: metric
     for metric in (
         Metric("gradient_norm", "Gradients", "Gradient norm by layer", "gradient norm", caption=(
-            "Norm of the gradient of each block's parameters, before clipping. Level lines are healthy: every "
-            "layer learns at a similar pace. If a line falls toward either end, the layers there hardly train."
+            "Norm of the gradient of each block's parameters, before clipping. In a healthy run the lines are level, "
+            "because every layer learns at a similar pace. If a line falls toward either end, the layers there "
+            "hardly train."
         ), over_steps=(
-            "Layers upward, steps to the right, one color scale for all. An even color from bottom to top is "
-            "healthy. Dark areas show in which layers, and when, the gradient vanishes."
+            "The layers go upward and the steps to the right, with one color scale for all layers. In a healthy run "
+            "the color is even from bottom to top. Dark areas show in which layers, and when, the gradient vanishes."
         )),
         Metric("hidden_variance", "Variances", "Hidden variance by layer", "hidden variance", caption=(
             "Variance of the residual stream after each block. If it grows with depth, each further block "
@@ -67,17 +68,16 @@ METRICS = {
             "brightens to the right shows growth during training."
         )),
         Metric("update_ratio", "Updates", "Update-to-weight ratio by layer", "|update| / |weights|", caption=(
-            "Norm of the optimizer's change to each block's weights, divided by the norm of these weights. It "
-            "shows how fast a layer moves, with clipping, learning rate and weight decay included. Around 10⁻³ "
-            "is usual. In large runs, it has risen before the gradient and the loss, and first in the lower "
-            "layers."
+            "Norm of the optimizer's change to each block's weights, divided by the norm of these weights. It shows "
+            "how fast a layer moves, with clipping, learning rate and weight decay included. Around 10⁻³ is usual. "
+            "In large runs, this ratio has risen before the gradient and the loss, and first in the lower layers."
         ), over_steps=(
-            "Layers upward, steps to the right. It follows the learning rate. If only some layers brighten, the "
-            "run becomes unstable there."
+            "The layers go upward and the steps to the right. The ratio follows the learning rate. If only some "
+            "layers brighten, the run becomes unstable there."
         )),
         Metric("update_norm", "Updates", "Update norms", "|update|", folded=True, caption=(
-            "Norm of the optimizer's change to each sub-layer's weights, from the first record (light) to the "
-            "last (dark). It follows the learning rate."
+            "Norm of the optimizer's change to each sub-layer's weights, from the first record (light) to the last "
+            "(dark). The norm follows the learning rate."
         )),
         Metric("weight_norm", "Updates", "Weight norms", "|weights|", folded=True, caption=(
             "Norm of each sub-layer's weights, from the first record (light) to the last (dark)."

@@ -1,4 +1,4 @@
-"""The page: one file that loads nothing from a server. Its content security policy forbids it."""
+"""The page: one file that loads nothing from a server. Its content security policy forbids requests to a server."""
 
 from __future__ import annotations
 

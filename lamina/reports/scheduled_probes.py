@@ -148,6 +148,6 @@ def _notes(name: str, items: Sequence[Shown]) -> list[str]:
 
 _LINES_CAPTION = "From the first step (light) to the last (dark), against the depth."
 _MAPS_CAPTION = (
-    "The same quantity at every probed step: {by} upward, steps to the right. A map that brightens upward shows "
-    "growth with depth, and a map that brightens to the right shows growth during training."
+    "The same quantity at every probed step, with {by} upward and the steps to the right. A map that brightens "
+    "upward shows growth with depth, and a map that brightens to the right shows growth during training."
 )

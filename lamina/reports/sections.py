@@ -41,7 +41,7 @@ def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
 
 
 def finding(summary: Frame, color: dict[str, str]) -> str:
-    """Say in large letters which placement leads, and which failed."""
+    """Return the finding in large letters: the leading placement, and the placements that failed."""
     return prose(sentences(summary), color, "finding")
 
 

@@ -50,7 +50,7 @@ _OF_IMAGES = Guess("entropy of the classes", "class", "images", "nats per image"
 
 
 def sentences(summary: Frame) -> list[str]:
-    """Say which placement leads, by how much, and which placements failed.
+    """Return sentences: which placement leads, by how much, and which placements failed.
 
     ``summary`` comes from ``summarize``. The sentences are plain text, so a page must escape them.
     """

@@ -57,8 +57,10 @@ class SideBySide:
         series: the series that both runs have: the first run's and the second run's values by step.
         alone: the layers that only the first run has, and the layers that only the second run has.
         same_until: the last step up to which all series are equal; None if they differ from the start.
-        whole, layer: where the whole model and where a layer first differ; None if they do not differ.
-        rate: where the learning rates first differ; None if they do not, or if the runs did not record them.
+        whole, layer: the first difference in a series of the whole model, and the first difference in a layer; None if
+            there is no difference.
+        rate: the step at which the learning rates first differ; None if they do not differ, or if the runs did not
+            record them.
     """
 
     names: tuple[str, str]
@@ -71,7 +73,7 @@ class SideBySide:
 
     @property
     def first(self) -> Parting | None:
-        """The earlier difference of ``whole`` and ``layer``."""
+        """The earlier of the two differences ``whole`` and ``layer``."""
         return min(
             (part for part in (self.whole, self.layer) if part is not None), key=lambda one: one.step, default=None
         )
@@ -83,8 +85,8 @@ class SideBySide:
         return f"The two runs differ from step {self.first.step} on"
 
     def sentences(self) -> list[str]:
-        """Say up to which step the runs are equal, where they begin to differ, and whether their learning rates
-        differ.
+        """Return sentences: up to which step the runs are equal, where they begin to differ, and whether their learning
+        rates differ.
         """
         steps = sorted({step for first, _ in self.series.values() for step in first})
         at = f"{len(steps):,} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"

@@ -1,6 +1,6 @@
 """The style of each placement in all figures, the figures' common style, and the code that puts figures into a page.
 
-Each placement has a color, and a dash and a marker that also differ in gray.
+Each placement has a color, a dash pattern and a marker, so that figures stay readable without color.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TURNS = '<p class="source">Where lines have the same values, Lamina draws dashes
 
 @dataclass(frozen=True)
 class Look:
-    """The look of a line: the color as hexadecimal, and plotly's names of the dash and the marker."""
+    """The style of a line: the color as hexadecimal, and plotly's names of the dash pattern and the marker."""
 
     color: str
     dash: str = "solid"
@@ -77,13 +77,13 @@ _OWN = [color for color in PALETTE if color != "#44aa99"]  # of a figure that co
 
 
 def look(placement: str) -> Look | None:
-    """Return the look of a placement, with or without options; None for an unknown placement."""
+    """Return the line style of a placement, with or without options; None for an unknown placement."""
     return _LOOKS.get(placement.partition("(")[0].strip())
 
 
 def looks(placements: Iterable[str]) -> dict[str, Look]:
-    """Return a look for each placement of a page. An unknown placement gets a look that no other placement of the page
-    has.
+    """Return the line style of each placement of a page. An unknown placement gets a style that no other placement of
+    the page has.
     """
     names = list(dict.fromkeys(placements))
     needed = {name.partition("(")[0].strip() for name in names}
@@ -139,7 +139,7 @@ def rgba(color: str, alpha: float) -> str:
 
 
 def polish(figure: Figure, height: int) -> Figure:
-    """Give a figure the common look: white, thin grid lines, the legend above, ticks at whole layers."""
+    """Give a figure the common style: white, with thin grid lines, the legend above, and ticks at whole layers."""
     figure.update_layout(
         height=height,
         font={"family": FONT, "size": 13, "color": INK},
@@ -259,7 +259,7 @@ def _uncover(figure: Figure) -> bool:
 
 
 def single(values: object) -> np.ndarray:
-    """Return values as float32, which a page needs no more of; those beyond its range are infinite."""
+    """Return values as float32, which is precise enough for a page; larger values become infinite."""
     with np.errstate(over="ignore"):
         return np.asarray(values, dtype=float).astype(np.float32)
 

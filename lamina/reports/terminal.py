@@ -36,7 +36,7 @@ _ABOUT_ONE = 2.0  # the share of a feed-forward's variance that counts as 1
 
 
 def run_ended(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
-    """Say how a run ended, and where the page and the model are."""
+    """Return how a run ended, and where the page and the model are."""
     ended = result["status"] != "interrupted"
     forms = {**forms, **(_SPEED if ended else {})}
     values = {name: result.get(name) for name in forms}

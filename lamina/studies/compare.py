@@ -92,8 +92,8 @@ def open_study(
     job = open_job(kind, record, settings, resume=resume, overwrite=overwrite, policy=policy, stored=stored_study)
     if (count := launched()[1]) > 1:
         raise UserError(
-            f"WORLD_SIZE: {count} processes were started, and {record.command_name} starts its own. Start one "
-            "process and set --workers."
+            f"WORLD_SIZE: you started {count} processes, but {record.command_name} starts the processes itself. Start "
+            "one process and set --workers."
         )
     complete = decided(job.settings)
     trials: Mapping[str, OneRun] = complete.trials()

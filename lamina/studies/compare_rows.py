@@ -67,9 +67,9 @@ COORD_CHECK = JobRow(
     kind=Kind.COORD_CHECK,
     summary="check that no module's output grows with the model's width or depth, before and after a few steps",
     about=(
-        "Check whether a module's output grows with the model's width or depth. Lamina trains several sizes for a "
-        "few\nsteps on one batch and prints the exponent e of mean |x| ~ size^e. It should be 0. If e is above 0, "
-        "the output\nof a large model will blow up."
+        "Check whether a module's output grows with the model's width or depth. Lamina trains several sizes for a few\n"
+        "steps on one batch and prints the exponent e of mean |x| ~ size^e. e should be 0. If e is above 0, the\n"
+        "output of a large model will blow up."
     ),
     examples="""
   lamina coord-check
@@ -141,11 +141,11 @@ MAX_LR = JobRow(
     about=(
         "Find the largest learning rate that each placement tolerates. Each placement and seed has one run, "
         "whose\nlearning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). The run ends at "
-        "the first\nof these:\n\n  not finite   a loss or a gradient is NaN or infinite\n  spike        the loss "
-        "stays at least --spike-margin nats above its minimum for --spike-patience\n  plateau      the loss falls "
-        "by less than --plateau-margin nats while the learning rate grows by\n               --plateau-factor; "
-        "called stuck if the loss never got below the corpus's unigram entropy\n\nLamina reports the last learning "
-        "rate at which the loss still fell or stayed at its minimum."
+        "the first\nof these:\n\n not finite a loss or a gradient is NaN or infinite\n spike the loss stays at least "
+        "--spike-margin nats above its minimum for --spike-patience\n plateau the loss falls by less than "
+        "--plateau-margin nats while the learning rate grows by\n --plateau-factor; Lamina calls the run stuck if "
+        "the loss never fell below the corpus's unigram entropy\n\nLamina reports the last learning rate at which "
+        "the loss still fell or stayed at its minimum."
     ),
     examples="""
   lamina max-lr

@@ -34,7 +34,7 @@ EVAL = JobRow(
     name="eval",
     function="evaluate",
     kind=Kind.EVALUATION,
-    summary=("evaluate models: perplexity on a text, and tasks of lm-evaluation-harness, in tables like the papers'"),
+    summary=("evaluate models: perplexity on a text, and tasks of lm-evaluation-harness, in tables as in the papers"),
     about="""\
 Evaluate trained models: perplexity on a text per token, word and byte (--corpus), and tasks of lm-evaluation-harness
 (--tasks). MODEL is a Lamina or transformers checkpoint, the folder of a run, or the folder of a study. Lamina averages

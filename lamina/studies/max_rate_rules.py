@@ -80,7 +80,7 @@ def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
 
 
 def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = False) -> Stop | None:
-    """Find the first failure in the losses, of which the first is step 1's; None if there is no failure yet.
+    """Find the first failure in the losses, which begin with step 1; None if there is no failure yet.
 
     ``broken`` says that the run ended after these losses because another value was not finite.
     """
@@ -103,7 +103,7 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
     if count == len(values) and not broken:
         return None
     step = min(count + 1, len(values))
-    what = f"the loss is {values[count]}" if count < len(values) else "the gradient's norm is not finite"
+    what = f"the loss is {values[count]}" if count < len(values) else "the gradient norm is not finite"
     before = _last_low(rules, smooth, low, step - 1)
     reason = f"{what} at step {step}; the loss was last at its minimum at step {before}, at a rate of "
     return _stop(NON_FINITE, rules, smooth, before, step, f"{reason}{rules.rate(max(1, before)):.3g}")

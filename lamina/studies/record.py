@@ -49,7 +49,8 @@ def stored_study(folder: Path) -> Json:
 
 
 def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
-    """Raise UserError if a trial's plan has changed, or if the trial ended with settings that differ from the study's.
+    """Raise UserError if a trial's plan has changed, or if the trial ended with other settings than the study's
+    settings.
 
     ``plan`` is the content that plan.json would have if Lamina trained the trial now.
     """

@@ -135,13 +135,16 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         rates_by_placement = {}
         for name, rates in by_name.items():
             if name not in self.specs:
-                raise unknown("placement in learning_rates_of", name, self.specs)
+                raise unknown("placement", name, self.specs, "learning_rates_of")
             rates_by_placement[name] = rates.strip()
             rate_list("learning_rates_of", rates_by_placement[name])
         return rates_by_placement
 
     def trials(self) -> dict[str, PretrainSettings]:
-        """Return the trials by id, which is also the folder's name. Raises UserError for an invalid value in one."""
+        """Return the trials by id, which is also the folder's name.
+
+        Raises UserError for an invalid value in a trial.
+        """
         trials: dict[str, PretrainSettings] = {}
         common = self.shared_with(PretrainSettings) | {"init": self.init.removeprefix(SAME)}
         rates = {spec: self.rates(spec) for spec in self.specs}
@@ -183,20 +186,20 @@ class RisingSettings(RunSettings):
     steps: int = changed(300, help="optimizer steps of the warm-up")
     window: int = setting(8, "number of steps over which the loss is averaged", at_least(1))
     spike_margin: float = setting(
-        0.5, "spike: how far the loss rises above its lowest smoothed value, in nats", above(0.0)
+        0.5, "spike: how far the loss must rise above its lowest smoothed value, in nats", above(0.0)
     )
     spike_patience: float = setting(
         0.05,
-        "spike: how long the loss stays that high, in steps (1 or more) or as a share of all steps (below 1)",
+        "spike: how long the loss must stay that high, in steps (1 or more) or as a share of all steps (below 1)",
         partial(steps_or_share, open_low=True),
     )
     plateau_margin: float = setting(
         0.05,
-        "plateau: largest fall of the smoothed loss, in nats, while the learning rate grows by plateau_factor",
+        "plateau: the smoothed loss falls by less than this many nats while the learning rate grows by plateau_factor",
         not_below(0.0),
     )
     plateau_factor: float = setting(
-        2.0, "plateau: factor by which the learning rate grows while the loss stays flat", above(1.0)
+        2.0, "plateau: factor by which the learning rate must grow while the loss stays flat", above(1.0)
     )
     stuck_margin: float = changed(
         help="a plateau counts as stuck unless the loss is this far below the corpus's unigram entropy, in nats",
@@ -251,7 +254,10 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
             trial.run()
 
     def trials(self) -> dict[str, MaxRateSettings]:
-        """Return the trials by id, which is also the folder's name. Raises UserError for an invalid value in one."""
+        """Return the trials by id, which is also the folder's name.
+
+        Raises UserError for an invalid value in a trial.
+        """
         common: Json = self.shared_with(MaxRateSettings) | {"init": self.init.removeprefix(SAME)}
         trials = {}
         # Seeds outermost: a study that stops early has every placement once before any twice.
@@ -327,7 +333,7 @@ class CoordCheckSettings(
     batch_size: int = changed(8, help="number of text blocks in the batch")
     tolerance: float = setting(
         0.3,
-        "largest |e| at which an output counts as flat, with e the exponent in mean |x| ~ size^e",
+        "largest |e| at which an output counts as flat, where e is the exponent in mean |x| ~ size^e",
         above(0.0),
         decides=False,
     )
@@ -381,7 +387,7 @@ class CoordCheckSettings(
 
 @takes(Numbers)
 def rates_or_none(name: str, value: object) -> str:
-    """Check learning rates. An empty text means that none are given."""
+    """Check learning rates. An empty text means that the user gave no learning rates."""
     listed = comma_separated(name, value)
     return rate_list(name, listed) if listed else listed
 
@@ -410,12 +416,15 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     )
     verify_rates: str = setting(
         "",
-        "comma-separated learning rates to try at verify_width as well (default: none)",
+        "comma-separated learning rates to train with at verify_width, too (default: none)",
         rates_or_none,
         decides=False,
     )
     verify_width: int | None = setting(
-        None, "hidden size at which to try verify_rates (default: the target's)", at_least(1), decides=False
+        None,
+        "hidden size of the model that trains with verify_rates (default: the target's hidden size)",
+        at_least(1),
+        decides=False,
     )
     width_scaling: str = changed("standard", help=f"{', '.join(SCHEMES)} (Everett et al. 2024)")
     base_width: int | None = changed(None, help="base width of width scaling; it always equals proxy_width")
@@ -454,7 +463,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         self.trials()
 
     def trials(self) -> dict[str, PretrainSettings]:
-        """Return the trials by id, the proxy's first. Raises UserError for an invalid value in one."""
+        """Return the trials by id, the proxy's first. Raises UserError for an invalid value in a trial."""
         grid = [(self.proxy_width, rate) for rate in numbers("learning_rates", self.learning_rates, float)]
         if self.verify_rates:
             wide = self.verify_width or self.target_width

@@ -141,11 +141,11 @@ def judged(results: Frame, margin: float) -> list[Rate]:
 def _risk(rates: list[Rate], rate: Rate) -> str:
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if rate.status == "stuck" and best and rate.learning_rate < best.learning_rate:
-        return "too slow on the proxy, and expected to be"
+        return "too slow on the proxy, and expected to be too slow"
     if rate.fails:
         return "fails on the proxy, and is expected to fail"
     if rate.status == "short":
-        return "not known, because the loss on the proxy still falls (too few steps)"
+        return "unknown, because the loss on the proxy still falls (too few steps)"
     if rate.status != "finished":
         return "not known"
     failing = [r.learning_rate for r in rates if r.fails and r.learning_rate > rate.learning_rate]

@@ -4,7 +4,7 @@ Lamina runs the old model on the text, then the new model on the same text, one 
 norm's gain by least squares, channel by channel, so that the norm's output matches the old model's tensor at that
 point: a module's input, a branch, or the residual stream. In the same way, the projections around a module absorb the
 effect of removed norms and of new factors on the skip. If both placements have the same formulas, the models agree.
-Otherwise the loss rises by the part that the new placement cannot express.
+Otherwise the loss rises, because the new placement cannot express the old function exactly.
 """
 
 from __future__ import annotations

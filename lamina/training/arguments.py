@@ -95,7 +95,7 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
         for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
             if options.get(name):
                 raise UserError(
-                    f"trainer.{name}: {options[name]!r} has no effect without workers. Set "
+                    f"trainer.{name}: {options[name]!r} has no effect without data-loader workers. Set "
                     "--trainer.dataloader_num_workers to at least 1."
                 )
 
@@ -184,9 +184,12 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
                 raise UserError(f"trainer.{name}: {value!r}, but Lamina's records need {_FIXED[name]!r}. Leave it out.")
             continue
         if name in _OURS and _OURS[name] not in record.names():
-            raise UserError(f"trainer.{name}: `lamina {record.command_name}` decides it. Leave it out.")
+            raise UserError(f"trainer.{name}: `lamina {record.command_name}` sets this argument. Leave it out.")
         if name in _OURS:
-            raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')}. Use that flag.")
+            raise UserError(
+                f"trainer.{name}: --{_OURS[name].replace('_', '-')} sets this argument. Use that flag, or the "
+                "command's flag for the same setting."
+            )
         if name not in names:
             raise unknown("trainer argument", name, names & set(OPTIONS))
         check_value(name, value)

@@ -1,4 +1,4 @@
-"""Parts of single objectives: settings that only some of them read, and the lab's modules with further objectives."""
+"""Settings that only some objectives read, and the names of the lab's modules with further objectives."""
 
 from __future__ import annotations
 

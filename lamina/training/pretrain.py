@@ -218,7 +218,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         falling = still_falling(RunFolder(run.folder).metrics, settings.steps, entropy + margin)
         if falling is not None:
             return Status.SHORT, (
-                f"{settings.steps} steps are too few to tell: {falling}, and its minimum of "
+                f"{settings.steps} steps are too few to tell, because {falling}, and its minimum of "
                 f"{recorder.best_eval:.3f} is not yet {margin:g} nats below {guess} of {entropy:.3f}"
             )
         return Status.STUCK, (
@@ -313,13 +313,13 @@ class StreamPosition:
         self.run = run
 
     def state_dict(self) -> Json:
-        """Return the position of the first block after the current step; empty for a corpus that is not streamed."""
+        """Return the position of the first block after the current step; empty if Lamina does not stream the corpus."""
         following = self.run.order.start(self.run.trainer.state.global_step + 1)
         position = self.run.items.state_dict(following)
         return {} if position is None else {"stream": position}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Start reading at the checkpoint's position, or at the beginning if it has none."""
+        """Start reading at the checkpoint's position, or at the beginning if the checkpoint has no position."""
         self.run.items.load_state_dict(state.get("stream"), verbose=self.run.processes.first)
 
 
@@ -335,7 +335,7 @@ class Branches(TrainerCallback):
 
     Attributes:
         rows: the records of the finished branches: ``branch_steps``, ``tokens``, ``branch_loss`` and
-            ``branch_bigram_entropy``, the loss of a table of the token pairs in the branch's blocks.
+            ``branch_bigram_entropy`` (the loss of a bigram table of the branch's blocks).
         trainer: the trunk's Trainer; set before the training begins.
 
     Raises:
@@ -353,7 +353,7 @@ class Branches(TrainerCallback):
                 f"branches: {settings.branches!r} does not work in {run.processes.size} processes. Run one process."
             )
         if find_routers(run.model):
-            raise UserError(f"branches: {settings.branches!r} with experts. Choose a dense backbone.")
+            raise UserError(f"branches: {settings.branches!r} does not work with experts. Choose a dense backbone.")
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         settings = self.settings

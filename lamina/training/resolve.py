@@ -1,4 +1,7 @@
-"""The resolved run: its settings, plan and backbone. Lamina computes and checks them once; then they never change."""
+"""The resolved run: its settings, plan and backbone.
+
+Lamina computes and checks all three once, and they do not change later.
+"""
 
 from __future__ import annotations
 
@@ -160,13 +163,15 @@ def initial_model(
 
 
 def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> float:
-    """Count forward and backward FLOPs per token: 6 P + 12 N d T. MFU is their rate as a share of the cards' peak.
+    """Count forward and backward FLOPs per token: 6 P + 12 N d T.
+
+    MFU is the FLOPs per second divided by the GPUs' peak.
 
     P is the number of weights in matrix products: the blocks' and the output head's weights. Gains do not count, and
     the embedding counts only if it is tied to the head. If the model has routed experts, only the weights of the
-    experts that one token uses count. N blocks of width d attend to T tokens. All T tokens count, as in PaLM
-    (2204.02311) and nanoGPT, although causal attention or a window uses fewer. Recomputation by gradient checkpointing
-    does not count.
+    experts that one token uses count. N blocks of width d attend to T tokens. As in PaLM (2204.02311) and nanoGPT,
+    attention counts all T tokens, although causal attention or a window uses fewer. Recomputation by gradient
+    checkpointing does not count.
     """
     config = backbone_of(model.config)
     embedding = model.get_input_embeddings()
@@ -180,7 +185,7 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
 
 
 def wiring_multiplications(plan: Plan) -> int:
-    """Count, per token, the multiplications of whole hidden states for several streams and weighed earlier states."""
+    """Count the multiplications of hidden states per token that several streams or earlier states need."""
     total = memory = 0
     for layer in plan.layers:
         memory += layer.boundary
@@ -210,7 +215,10 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
         initializers.check(recommended(plan))
     arguments = training_arguments(settings, processes)
     if settings.optimizer == "muon" and "optim" in settings.trainer:
-        raise UserError(f"optimizer: 'muon' with trainer.optim = {settings.trainer['optim']!r}. Choose one of the two.")
+        raise UserError(
+            f"optimizer: 'muon' and trainer.optim = {settings.trainer['optim']!r} both choose the optimizer. Give one "
+            "of them."
+        )
     if arguments.use_liger_kernel:
         raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models. Leave it out.")
     if scaling_of(settings) is not None:
@@ -252,7 +260,7 @@ def check_modules(
 ) -> None:
     """Raise UserError for faults that only built modules show, such as too little memory.
 
-    Another such fault are norm groups that do not divide a width.
+    Norm groups that do not divide a width are another example.
 
     Lamina builds one layer of each kind on the meta device. For ``trained``, see ``resolve_run``.
     """
@@ -267,10 +275,14 @@ def check_modules(
             routers = find_routers(build(config, plan, init="normal"))
         if settings.cuda_graphs and routers:
             raise UserError(
-                "cuda_graphs: true with experts, whose load changes from step to step. Leave --cuda-graphs out."
+                "cuda_graphs: true does not work with experts, whose load changes from step to step. Leave "
+                "--cuda-graphs out."
             )
         if settings.packing == "off" and routers:
-            raise UserError("packing: 'off' with experts, whose load padding would change. Leave out --packing off.")
+            raise UserError(
+                "packing: 'off' does not work with experts, because padding would change their load. Leave out "
+                "--packing off."
+            )
         choose(settings.expert_balance, routers)
 
 

@@ -1,7 +1,7 @@
 """One training run: from settings to a folder with records, checkpoints, a result and a model.
 
-The stage supplies the model, the data and the Trainer. The code here is the same for all stages: it locks the folder,
-finds the checkpoint, records, judges the run and uploads the model.
+The stage supplies the model, the data and the Trainer. This module does what all stages share: it locks the folder,
+finds the checkpoint, writes records, determines the run's status and uploads the model.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TrainingStage(ABC, Generic[S]):
 
     Attributes:
         kind: the kind of the run's folder.
-        policy: which settings a resumed run may change.
+        policy: the settings that a resumed run may change.
         evaluates_first: whether a new run is evaluated before its first step.
         tokens_per_step: tokens in an optimizer step; 0 if the run counts them.
         unit: the name for tokens in progress lines.
@@ -141,12 +141,13 @@ class TrainingStage(ABC, Generic[S]):
     def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
         """Return further callbacks.
 
-        Each gets the Trainer as ``trainer``. If a callback can load a state, a resumed run restores it.
+        Each callback gets the Trainer as its attribute ``trainer``. If a callback can load a state, a resumed run
+        restores it.
         """
         return []
 
     def states(self, run: TrainingRun) -> list[Stateful]:
-        """Return further objects, whose state checkpoints store."""
+        """Return further objects whose states the checkpoints store."""
         return []
 
     def tokens(self, run: TrainingRun, steps: int) -> int:
@@ -154,7 +155,7 @@ class TrainingStage(ABC, Generic[S]):
         return steps * self.tokens_per_step
 
     def derived(self, loss: float) -> dict[str, float]:
-        """Compute further columns from an evaluation's loss."""
+        """Compute further columns of a record from an evaluation's loss."""
         return {}
 
     def realized(self, run: TrainingRun, steps: int) -> dict[str, PartShare]:
@@ -345,7 +346,8 @@ def _roll_back(settings: Options, rollbacks: Rollbacks, diverged: Diverged) -> N
     )
     checkpoints.discard_after(step)
     logger.warning(
-        "rollback %d of %d: %s; back to step %d, skipping the data of steps %d to %d, learning rates times %g",
+        "rollback %d of %d: %s; Lamina goes back to step %d, skips the data of steps %d to %d, and multiplies the "
+        "learning rates by %g",
         *(entry.number, settings.rollback, diverged.reason, step, *entry.skipped, entry.learning_rate_factor),
     )
 
@@ -362,7 +364,7 @@ class TrainingRun:
         average: the average of the weights; the stage sets this attribute and the following ones when it builds the
             model.
         step_factors: with width or depth scaling, each parameter's factors.
-        followed: the layers found in a model that is not Lamina's; None for a Lamina model.
+        followed: the layers that Lamina found in a transformers model; None for a Lamina model.
         items: the training items, for a stage that reads them during training.
     """
 

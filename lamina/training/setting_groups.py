@@ -147,8 +147,8 @@ class PretrainOptimizerSettings(Settings, group="optimizer"):
     )
     drop_path: float = setting(
         0.0,
-        "stochastic depth: probability that an item skips the last layer's branches; it grows linearly from "
-        "0 at the first layer",
+        "stochastic depth: probability that a batch item skips the last layer's branches; the probability grows "
+        "linearly from 0 at the first layer",
         between(0.0, 1.0, open_high=True),
     )
     ema_decay: float = setting(
@@ -280,8 +280,8 @@ class ScalingSettings(Settings, group="width and depth scaling"):
                 self.refuse_unused(base, *numbers, here=f"without {scheme}", allowed=allowed)
             elif getattr(self, base.replace("base", "reference")) is None:
                 raise UserError(
-                    f"{base}: none given, but {scheme} {chosen!r} needs it. Set {base} to the {of_reference} at which "
-                    "you chose the learning rate."
+                    f"{base}: {scheme} {chosen!r} needs this setting. Set {base} to the {of_reference} at which you "
+                    "chose the learning rate."
                 )
 
 
@@ -295,8 +295,8 @@ class RecordSettings(Settings, group="records"):
     eval_blocks: int = setting(256, "held-out blocks per evaluation (0 for all)", at_least(0))
     eval_corpus: str | None = setting(
         None,
-        "second text, only to evaluate on: as for --corpus, but no mix (Lamina uses the same tokenizer and "
-        "at most eval_blocks blocks)",
+        "second text to evaluate on, in any form of --corpus except a mix (with the same tokenizer and at most "
+        "eval_blocks blocks)",
         corpus_name,
     )
     eval_tasks: str | None = setting(
@@ -334,13 +334,15 @@ class RecordSettings(Settings, group="records"):
 class GuardSettings(Settings, group="divergence"):
     """The limits at which a run counts as diverged or stuck."""
 
-    divergence_margin: float = setting(1.0, "divergence margin: nats above the lowest loss so far", not_below(0.0))
+    divergence_margin: float = setting(
+        1.0, "how far the loss must rise above its lowest value to count as diverged, in nats", not_below(0.0)
+    )
     divergence_patience: int = setting(
-        20, "divergence patience: steps that the loss must stay above this margin", at_least(1)
+        20, "number of steps for which the loss must stay that high to count as diverged", at_least(1)
     )
     stuck_margin: float = setting(
         0.1,
-        "a run counts as stuck unless its eval loss ends this many nats below the unigram entropy",
+        "a run counts as stuck unless its eval loss falls this many nats below the corpus's unigram entropy",
         not_below(0.0),
     )
 

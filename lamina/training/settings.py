@@ -186,8 +186,8 @@ class PretrainSettings(
         super().check()
         if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
             raise UserError(
-                f"trainer.dataloader_num_workers: {workers!r} does not work with streaming. Set it to 0: a thread "
-                "already reads ahead."
+                f"trainer.dataloader_num_workers: {workers!r} does not work with streaming, where a thread reads "
+                "ahead. Set it to 0."
             )
         self._check_branches()
         if self.rollback and not self.save_steps:
@@ -204,7 +204,9 @@ class PretrainSettings(
             self.refuse_unused("rollback_factor", "rollback_skip", allowed="with --rollback")
         for name in ("streaming", "branches", "cuda_graphs") if self.packing == "off" else ():
             if getattr(self, name) != self.default(name):
-                raise UserError(f"packing: 'off' with {name} = {getattr(self, name)!r}. Choose one of the two.")
+                raise UserError(
+                    f"packing: 'off' does not work with {name} = {getattr(self, name)!r}. Change one of the two."
+                )
         if self.cuda_graphs:
             self._check_graphs()
 
@@ -218,7 +220,9 @@ class PretrainSettings(
             "drop_path": self.drop_path > 0,
         }
         for name in (name for name, out in ruled_out.items() if out):
-            raise UserError(f"cuda_graphs: true with {name} = {getattr(self, name)!r}. Choose one of the two.")
+            raise UserError(
+                f"cuda_graphs: true does not work with {name} = {getattr(self, name)!r}. Change one of the two."
+            )
 
     def branch_steps(self) -> list[int]:
         """Return the lengths of the decay branches in steps, shortest first."""

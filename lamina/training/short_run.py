@@ -1,7 +1,7 @@
 """The first steps of a run, without a folder, records, evaluations or checkpoints.
 
-Jobs that check a run before it starts use it. It has the run's Trainer, so batches, losses, clipping, precision,
-accumulation, expert balance, optimizer and learning rates equal the run's.
+Jobs that check a run before it starts use it. A short run uses the run's Trainer. So it has the same batches, losses,
+clipping, precision, accumulation, expert balance, optimizer and learning rates as the run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class ShortRun(TrainerCallback):
     Attributes:
         losses: the training loss of every step so far, averaged over the micro-batches.
         gradient_norms: the gradient's norm of every step before clipping.
-        learning_rates: the learning rate of every step, for the parameters with a factor nearest to 1.
-        stopped: the reason why the run ended early; empty if it did not.
+        learning_rates: the learning rate of every step, for the parameters whose factor on the learning rate is nearest
+            to 1.
+        stopped: the reason why the run ended early; empty if the run did not end early.
     """
 
     def __init__(

@@ -37,9 +37,9 @@ def _folder(source: str) -> str:
 def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
     """Fill in the settings that the checkpoint of ``from_model`` decides, if there is one.
 
-    ``given`` holds the user's settings (None: all settings that differ from their defaults). Raises UserError if a
-    user's setting differs from the checkpoint's, if the checkpoint can't be read, or if the output folder holds the
-    checkpoint.
+    ``given`` holds the settings that the user gave (None: all settings that differ from their defaults). Raises
+    UserError if a user's setting differs from the checkpoint's, if the checkpoint can't be read, or if the output
+    folder holds the checkpoint.
     """
     if settings.from_model is None:
         return settings

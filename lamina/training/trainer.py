@@ -38,12 +38,12 @@ _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses 
 
 
 class CheckpointedTrainer(_Trainer):
-    """A mixin for Trainer and TRL's trainers that writes Lamina's checkpoints instead of Trainer's.
+    """A mixin for Trainer and TRL's trainers that writes Lamina's checkpoints instead of Trainer's checkpoints.
 
     Attributes:
         processes: the run's processes. Trainer does not wrap a model that ``sharding.shard`` has sharded.
         guard: checks every step's loss and gradient norm; on a GPU, it checks them only at recorded steps.
-        states: further objects, whose state is saved in checkpoints and restored with the trainer.
+        states: further objects. Checkpoints store their states, and Lamina restores them with the trainer.
         keep_also: decides from an older checkpoint's run state whether to keep the checkpoint.
         rate_factor: the factor on all learning rates after rollbacks.
         average: the average of the weights. Checkpoints store it, and evaluations use it.
@@ -121,7 +121,7 @@ class CheckpointedTrainer(_Trainer):
             background.begin(finish)
 
     def state_dict(self) -> Json:
-        """Return the trainer's run state: losses since the last record, rate factor, overflows."""
+        """Return the trainer's run state: losses since the last record, the factor on learning rates, overflows."""
         return {
             "step": self.state.global_step,
             "losses": self.processes.everyones(float(self._tr_loss)),
@@ -150,7 +150,7 @@ class CheckpointedTrainer(_Trainer):
             saving.scale_learning_rate(self, self.rate_factor / self._resumed.get("learning_rate_factor", 1.0))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create Trainer's schedule; after a rollback to the start, with the reduced learning rates."""
+        """Create Trainer's schedule. After a rollback to step 0, the schedule has the reduced learning rates."""
         schedule = super().create_scheduler(num_training_steps, optimizer)
         if self._resumed.get("step", -1) < 0 and self.rate_factor != 1:
             saving.scale_learning_rate(self, self.rate_factor)
@@ -214,7 +214,7 @@ class OrderedTrainer(_Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Create the run's schedule; without ``schedule``, Trainer's."""
+        """Create the run's schedule; without ``schedule``, create Trainer's schedule."""
         if self.lr_scheduler is None and self.schedule is not None:
             chosen: Any = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.schedule)
@@ -229,17 +229,16 @@ Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Trainer):
     """The Trainer of pretraining. It decays only matrices, checks every loss, and balances experts.
 
-    It takes Trainer's arguments, the attributes of the mixins, and:
+    Its arguments are Trainer's arguments, the attributes of the mixins, and:
 
     Args:
         experts: counts and balances the experts' tokens.
         step_factors: with width or depth scaling, each parameter's factors.
-        second: items of a second corpus; every evaluation also measures their mean loss.
+        second: items of a second corpus; every evaluation also measures the mean loss of these items.
         collate_eval: the function that joins held-out items to a batch; None for ``data_collator``.
         scores: the function that computes further measures of each held-out item from logits and labels, by name;
             ``evaluation`` gets their means.
-        measure_tasks: the function that scores the bare model on tasks; called in the first process at every
-            evaluation.
+        measure_tasks: the function that scores the bare model on tasks; the first process calls it at every evaluation.
     """
 
     def __init__(
@@ -279,7 +278,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         self._operations: dict[int, int] = {}  # of a micro-batch, by the size of its main input
 
     def floating_point_ops(self, inputs: Json) -> int:
-        """Return Trainer's estimate, cached by the input's size.
+        """Return Trainer's estimate of the FLOPs, cached by the input's size.
 
         The estimate is slow, because it counts the parameters of all modules.
         """
@@ -333,8 +332,8 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the loss over the held-out blocks; with any number of processes, each token counts once.
 
-        Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. All numbers but
-        the loss are in ``evaluation`` when the callbacks are called.
+        Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. When Trainer
+        calls the callbacks, ``evaluation`` holds all numbers except the loss.
         """
         second = None if self.second is None else self._measured(self.second)["eval_loss"]
         tasks = None
@@ -385,6 +384,6 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return {name: self.processes.mean(total) / counted[name] for name, total in totals.items()}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Run Trainer's evaluation uncompiled: it is rare, and its batches vary in shape."""
+        """Run Trainer's evaluation uncompiled, because evaluations are rare and their batches vary in shape."""
         with uncompiled(self.bare_model()):
             return super().evaluation_loop(*args, **kwargs)

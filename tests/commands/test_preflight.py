@@ -82,7 +82,7 @@ def test_the_folder(corpus, custom, tmp_path, monkeypatch, capsys):
         (out / name).write_bytes(kept.replace(b"2", b"3", 1))
         assert main(["report", str(out)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"{name}': altered after seal.json was written, or from another run" in line
+        assert f"{name}': altered since Lamina wrote seal.json, or from another run" in line
         assert "--resume" not in line  # which a preflight has not
         (out / name).write_bytes(kept)
     (out / "seal.json").unlink()  # as an older version left it

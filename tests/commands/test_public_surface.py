@@ -236,7 +236,7 @@ def test_a_yaml_file_may_use_the_other_names(tmp_path):
     assert typed("eval", "--config", str(file)) == {"models": ["a", "b"], "limit": 3}
     assert typed("eval", "c", "--config", str(file)) == {"models": ["c"], "limit": 3}
     file.write_text("lr: 1\nlearning_rate: 2\n")
-    assert "learning_rate: given by two names" in said("pretrain", "--config", str(file))
+    assert "learning_rate: you give this setting under two names" in said("pretrain", "--config", str(file))
 
 
 @pytest.mark.parametrize("words", ["--steps --help", "--steps x -h", "--nonsense --help", "--corpus a b --help"])

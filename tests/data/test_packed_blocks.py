@@ -250,7 +250,7 @@ def test_a_bpe_that_saw_held_out_text_is_warned_of(tmp_path, caplog):
         caplog.clear()
         prepare_blocks(str(corpus), spec, 256, cache_dir=tmp_path / "cache", progress=False)
         assert "to fill a block" in caplog.text
-        assert ("trained the BPE tokenizer on a part of this share" in caplog.text) == warned
+        assert ("trained the BPE tokenizer partly on held-out text" in caplog.text) == warned
 
 
 FEW_CHARACTERS = st.text(alphabet="ab \n🐋", max_size=400)

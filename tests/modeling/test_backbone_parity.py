@@ -193,8 +193,8 @@ def test_every_placement_trains_on_every_backbone_and_every_weight_has_a_role(mo
     [
         ("qwen3", "qk_norm", ".* already has a norm"),
         ("olmo2", "qk_norm", ".* already has a norm"),
-        ("deepseek_v3", "qk_norm", "'head' does not apply, because .* has "),
-        ("deepseek_v3", "v_norm", "'head' does not apply, because .* has "),
+        ("deepseek_v3", "qk_norm", "'head' does not work, because .* has "),
+        ("deepseek_v3", "v_norm", "'head' does not work, because .* has "),
     ],
 )
 def test_norms_on_projections_that_are_not_there_or_are_normed_are_refused(model_type, option, why):

@@ -119,7 +119,7 @@ def test_what_has_no_meaning_is_refused_in_a_line():
     config = AutoConfig.for_model("gpt_neox", vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     with pytest.raises(UserError, match=r"multiway needs 'q_proj', which GPTNeoXAttention lacks"):
         lamina.build(config, "pre_ln", wiring="mudd")
-    with pytest.raises(UserError, match="learned: 'vector' does not go with dynamic"):
+    with pytest.raises(UserError, match="learned: 'vector' does not work with dynamic"):
         Sources(states=(), learned="vector", dynamic=True)
     with pytest.raises(UserError, match="own_norms: True has no effect without multiway"):
         Sources(states=(), own_norms=True)

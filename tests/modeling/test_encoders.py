@@ -212,7 +212,7 @@ def test_an_encoder_carries_a_sequence_classifier(num_labels, tmp_path):
     ("model_type", "options", "message"),
     [
         *(
-            (one, {"head": head}, rf"head: '{head}' does not go with the backbone '{one}' \(allowed: ")
+            (one, {"head": head}, rf"head: '{head}' does not work with the backbone '{one}' \(allowed: ")
             for one, head in zip(("vit", "vit", "modernbert"), ("causal_lm", "masked_lm", "causal_lm"), strict=True)
         ),
         ("vit", {"vocab_size": 100}, "vocab_size: the backbone 'vit' reads no tokens"),

@@ -226,7 +226,7 @@ LORA = "base_model.model.model.layers.{}.{}.lora_A.weight"
     ("layer", "module", "tensor", "base", "said"),
     [
         (0, "mlp.gate_proj", torch.ones(2, 16), None, r"extra tensor .*gate_proj\.lora_A"),
-        (7, "self_attn.q_proj", torch.ones(2, 16), "", "a layer that config.json does"),
+        (7, "self_attn.q_proj", torch.ones(2, 16), "", "but config.json has no such layer"),
         (0, "self_attn.q_proj", torch.ones(3, 16), None, r"its shape is \[3, 16\], but the co"),
         (0, "self_attn.q_proj", None, "", r"missing tensor .*q_proj\.lora_A.*not in the checkpoint"),
     ],

@@ -410,7 +410,7 @@ def test_states_within_a_layer_are_none_of_the_census_and_do_not_go_with_those_o
     assert "its layers read several inner states" in census.unknown
     plan = resolve("pre_ln", 3, wiring="x0")
     layers = tuple(replace(layer, inner_boundary=True) for layer in plan.layers)
-    with pytest.raises(UserError, match="inner_boundary: it does not go with sources"):
+    with pytest.raises(UserError, match="inner_boundary: this field does not work with sources"):
         replace(plan, layers=layers)
 
 
@@ -561,7 +561,7 @@ def test_probes_of_states_measure_what_the_streams_come_to_and_others_refuse(wir
     cosine = frames["similarity"].set_index(["metric", "start", "size"])["value"]["cosine", 1, 1]
     first, second = (state.mean(-2) if state.ndim == 4 else state for state in streams[:2])
     assert cosine == pytest.approx(torch.cosine_similarity(first, second, dim=-1).mean().item(), abs=1e-4)
-    with pytest.raises(UserError, match="logit_lens: follows one stream"):
+    with pytest.raises(UserError, match="logit_lens: this probe follows a single residual stream"):
         lamina.probe(model, "logit_lens", ids)
 
 

@@ -117,7 +117,7 @@ def test_a_run_that_learns_with_a_small_chance_is_risky():
     )
     assert chance(numbers, fitted) < fitted["bands"][1]
     assert verdict_of(numbers, fitted) == "risky"
-    assert "clearly below it is only" in judge(numbers, case("pre_ln")).reason
+    assert "clearly below a constant prediction is only" in judge(numbers, case("pre_ln")).reason
 
 
 def test_a_loss_that_is_not_finite_will_not_train():

@@ -125,7 +125,7 @@ OF_SCALES = {
     "bitnet": "subln",
     "doge": "doge(qk_norm=head)",
     "deepseek_v4": (
-        "no known placement; the nearest is pre_ln(v_norm=full, wiring=mhc), with these differences: qk_norm is "
+        "no known placement. The nearest is pre_ln(v_norm=full, wiring=mhc), with these differences: qk_norm is "
         "several instead of off"
     ),
     "hy_v4": "pre_ln(wiring=identity_hc)",
@@ -307,7 +307,7 @@ def test_a_sum_of_earlier_states_that_no_wiring_has_is_none_of_laminas():
     model = lamina.build(llama(layers=4).config, replace(resolve("pre_ln", 4), placement="mine", layers=tuple(layers)))
     found = lamina.placement_of(model)
     assert found.placement is None
-    assert found.verdict.endswith("with these differences: no wiring reads these earlier states")
+    assert found.verdict.endswith("with these differences: no known wiring reads these earlier states")
 
 
 def test_a_type_that_is_too_wide_gets_fewer_heads():

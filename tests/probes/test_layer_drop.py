@@ -370,13 +370,13 @@ def test_sentences_name_the_layers_that_could_go():
     turned = frame["metric"].eq("angular_distance") & frame["layer"].eq(1)
     apart = list(LayerDrop().sentences(frame.assign(value=frame["value"].mask(turned, 1e-4))))[2]
     assert apart.startswith("By angular distance, layer 1 matters least, but removing layer 3 harms least (Spearman")
-    assert apart.endswith("Believe the measured harm, since the angle only predicts it.")
+    assert apart.endswith("Believe the measured harm, because the angle only predicts the harm.")
     every = list(LayerDrop().sentences(_frame([0.01, 0.02, 0.005, 0.0])))[1]
     assert every.startswith("You can remove any single layer")  # and not a list of all layers
     equal = next(LayerDrop().sentences(_frame([0.3] * 4)))
-    assert equal == "Removing any one layer does equal harm (loss increase 0.3 nats)."
+    assert equal == "Removing any one layer harms equally (loss increase 0.3 nats)."
     both = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3], ("remove", "branch"))))
-    assert "its branches set to zero, its norms kept" in both
+    assert "with its branches set to zero and its norms kept" in both
     assert "Every layer matters" in both
     frame = _frame([2.0, 0.4, 0.02, 0.01])
     assert "layers 3 to 4" in next(LayerDrop().sentences(frame.assign(size=2)))

@@ -95,7 +95,7 @@ def test_a_name_that_leads_out_of_the_folder_is_not_read(tmp_path):
     result["probes"]["dummy_states"]["figures"][0]["file"] = "../secret.json"
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     page = report(folder).read_text(encoding="utf-8")
-    assert "leads out of the folder" in page
+    assert "is outside of the folder" in page
 
 
 @pytest.mark.parametrize("num_layers", [2, 1024])

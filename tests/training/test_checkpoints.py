@@ -288,7 +288,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(run, runs, source, n
 def test_a_checkpoint_under_another_steps_name_is_said_and_left_alone(run, runs, name, caplog):
     (run / "checkpoints" / "checkpoint-6").rename(run / "checkpoints" / name)
     assert go_on(run) == 0
-    assert f"{name}: it was saved at step 6" in caplog.text
+    assert f"{name}: Lamina saved this checkpoint at step 6" in caplog.text
     assert records(run) == records(runs / "whole")
     assert (run / "checkpoints" / name / "model.safetensors").is_file()
 
@@ -505,7 +505,7 @@ def test_a_damaged_part_of_the_layers_is_named(run, runs, capsys, caplog):
     assert "part-00000.parquet is not readable" in (run / "report.html").read_text()
     part.unlink()
     assert go_on(run) == 0
-    assert "1 of its parts are missing" in caplog.text
+    assert "1 parts of this file are missing" in caplog.text
     whole, ours = layers(runs / "whole"), layers(run)
     assert len(ours) < len(whole)
     assert len(ours.merge(whole)) == len(ours)

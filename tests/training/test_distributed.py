@@ -46,8 +46,8 @@ OPTIONS = {
 WAYS = ("ddp", "fsdp2", "one-then-two", "two-then-one", "tensor", "tensor-then-one")
 TENSOR = {"parallel": "fsdp2", "tensor_parallel": 2}
 REFUSED = [
-    ({"parallel": "ddp"}, "tensor_parallel: 2 does not go with 2 processes by ddp. Give a divisor"),
-    ({"tensor_parallel": 3}, "tensor_parallel: 3 does not go with 2 processes by fsdp2. Give a divisor"),
+    ({"parallel": "ddp"}, "tensor_parallel: 2 does not work with 2 processes by ddp. Give a divisor"),
+    ({"tensor_parallel": 3}, "tensor_parallel: 3 does not work with 2 processes by fsdp2. Give a divisor"),
     ({"num_heads": 1}, "tensor_parallel: 2 does not divide the 1 key-value heads"),
     (
         {"backbone": "deepseek-nano", "placement": "keel", **dict.fromkeys(("num_layers", "hidden_size", "num_heads"))},
@@ -317,7 +317,7 @@ def test_a_full_disk_behind_a_librarys_error_is_one_to_the_other_processes_too()
 
 def test_a_study_in_several_processes_is_refused(monkeypatch, refused):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert refused("compare", "--steps", "2").startswith("lamina: WORLD_SIZE: 2 processes were started")
+    assert refused("compare", "--steps", "2").startswith("lamina: WORLD_SIZE: you started 2 processes")
 
 
 FEW = {**SMALL, "steps": 4, "save_steps": 2}

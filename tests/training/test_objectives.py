@@ -247,7 +247,7 @@ BAD = {
     "a tokenizer for images": ({"tokenizer": "bpe:300"}, "tokenizer: 'bpe:300' has no effect"),
     "a mask for images": ({"mask_ratio": 0.2}, "mask_ratio: 0.2 has no effect .*masked_lm"),
     "patches that do not fit": ({"patch_size": 3}, "patch_size: 3 does not divide image_size = 8. .*1, 2, 4, 8"),
-    "smoothing by the Trainer": ({"trainer": {"label_smoothing_factor": 0.1}}, "set by --label-smoothing"),
+    "smoothing by the Trainer": ({"trainer": {"label_smoothing_factor": 0.1}}, "--label-smoothing sets this"),
 }
 
 

@@ -263,16 +263,19 @@ def test_packed_text_is_as_before(corpus, tmp_path, before_each_pass):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"streaming": True}, "packing: 'off' with streaming = True. Choose one of the two."),
-        ({"cuda_graphs": True}, "packing: 'off' with cuda_graphs = True. Choose one of the two."),
+        ({"streaming": True}, "packing: 'off' does not work with streaming = True. Change one of the two."),
+        ({"cuda_graphs": True}, "packing: 'off' does not work with cuda_graphs = True. Change one of the two."),
         (
             {"branches": "0.5", "schedule": "wsd", "steps": 20},
-            "packing: 'off' with branches = '0.5'. Choose one of the two.",
+            "packing: 'off' does not work with branches = '0.5'. Change one of the two.",
         ),
         ({"packing": "never"}, "packing: 'never' (allowed: on, off)"),
         ({"corpus": "embedded"}, "corpus: 'embedded' has too few documents for a row of each (1)."),
         ({"corpus": "{rows}:0.5,embedded:0.5"}, "is a mix. Give one corpus, or leave out --packing off."),
-        ({"backbone": "{here}/experts"}, "packing: 'off' with experts, whose load padding would change."),
+        (
+            {"backbone": "{here}/experts"},
+            "packing: 'off' does not work with experts, because padding would change their load.",
+        ),
     ],
 )
 def test_what_padding_does_not_go_with_is_refused(run, corpus, tmp_path, changed, message):

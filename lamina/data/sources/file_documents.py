@@ -46,7 +46,7 @@ class NotTextError(Exception):
 
 
 def inner_suffix(path: Path) -> str:
-    """Return a file's suffix without the compression's, in lower case: ``.jsonl`` for ``rows.jsonl.gz``."""
+    """Return a file's suffix in lower case, without the suffix of the compression: ``.jsonl`` for ``rows.jsonl.gz``."""
     name = path.name.lower()
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
@@ -56,7 +56,7 @@ def inner_suffix(path: Path) -> str:
 def compression(path: Path) -> str | None:
     """Return a file's compression, judging by its first bytes; None if it is not compressed.
 
-    Raises NotTextError if the name ends like a compressed file's, but the content is something else.
+    Raises NotTextError if the name has the suffix of a compressed file, but the content is something else.
     """
     with path.open("rb") as file:
         head = file.read(8)
@@ -303,7 +303,7 @@ def _table(path: Path, text_field: str, start: Position) -> Iterator[tuple[Docum
         with parquet.ParquetFile(path.absolute()) as file:
             schema = file.schema_arrow
             if text_field not in schema.names:
-                raise unknown(f"text_field of the corpus {str(path)!r}:", text_field, schema.names)
+                raise unknown("text_field", text_field, schema.names, f"corpus {str(path)!r}")
             kind = schema.field(text_field).type
             values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind  # a column of few different texts
             types = pyarrow.types

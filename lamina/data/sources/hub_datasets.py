@@ -57,7 +57,7 @@ def parse(spec: str, field: str = "corpus") -> HubSource:
 
 
 def load(source: HubSource) -> Dataset:
-    """Load one split: the requested one, else ``train``, else the only one.
+    """Load one split: the requested split, or else the split ``train``, or else the only split.
 
     Raises UserError if datasets is not installed, the hub is unreachable, or the data set or split does not exist.
     """
@@ -97,7 +97,7 @@ def texts(spec: str, rows: Iterable[Mapping[str, object]], text_field: str) -> I
     """
     for row in rows:
         if text_field not in row:
-            raise unknown(f"text_field of the corpus {spec!r}:", text_field, row)
+            raise unknown("text_field", text_field, row, f"corpus {spec!r}")
         text = row[text_field]
         if text is not None and not isinstance(text, str):
             raise UserError(f"corpus: {spec!r}: the column {text_field!r} must hold strings, not {type(text).__name__}")
@@ -133,12 +133,12 @@ def _was_saved_to_disk(folder: Path) -> bool:
 def _one_split(source: HubSource, loaded: Loaded) -> OneSplit:
     if not isinstance(loaded, dict):
         if source.split and str(loaded.split) not in (source.split, "None", source.split.partition("[")[0]):
-            raise unknown(f"split of the {source.field} {source.spec!r}:", source.split, [str(loaded.split)])
+            raise unknown("split", source.split, [str(loaded.split)], f"{source.field} {source.spec!r}")
         return loaded
     splits = cast("dict[str, OneSplit]", loaded)
     name = source.split or ("train" if "train" in splits else next(iter(splits)))
     if name not in splits:
-        raise unknown(f"split of the {source.field} {source.spec!r}:", name, splits)
+        raise unknown("split", name, splits, f"{source.field} {source.spec!r}")
     if source.split is None and name != "train" and len(splits) > 1:
         raise UserError(
             f"{source.field}: {source.spec!r} has several splits. Append @ and one of {', '.join(sorted(splits))}."

@@ -108,9 +108,10 @@ class Tuning:
         rule: the rule that chooses an arm's rate: ``best``, or ``one-se`` for the lowest rate that is equally good
             within the noise.
         widen: how often Lamina widens a sweep with its best rate at the edge.
-        also: a mapping from a label of an axis to another label. Arms with the first label also train at the best rate
-            of the arms with the second label, with all seeds, since the papers compare at one learning rate.
-        settings: settings of the tuning seeds' trials that differ from the study's, such as fewer steps.
+        also: a mapping from a value's label on an axis to another value's label. Arms with the first label also train
+            at the best rate of the arms with the second label, with all seeds, since the papers compare at one learning
+            rate.
+        settings: settings in which the tuning seeds' trials differ from the study's trials, such as fewer steps.
     """
 
     rates: tuple[float, ...]
@@ -193,9 +194,10 @@ class Scale:
         tuning: the search for each arm's rate, if there is one.
         measures: the probes or records for each time (init, end, records).
         skip: combinations of axis values that Lamina leaves out.
-        stages: the jobs that continue from the models of these trials.
+        stages: the jobs that start from the models of these trials.
         needs: the reason why this scale cannot decide the claims; empty if it can.
-        looks: how often somebody has read the verdicts, each time with more seeds; a factor on the corrected p values.
+        looks: how often somebody has read the verdicts, each time with more seeds. Lamina multiplies the corrected p
+            values by this number.
         folder: the folder of the study's file; placements that begin with ``./`` are relative to it.
     """
 
@@ -243,7 +245,7 @@ class StudyDefinition:
         name: the study's name, which is also the id of its main claim.
         paper: the paper that makes the claim; one of ``PAPERS``.
         source: the table, figure or equation in the paper.
-        title: the comparison, as a title.
+        title: the title of the comparison.
         file: the YAML file; the claims are in the Python file of the same name beside it.
         figures: the entries of the YAML for figures.
     """
@@ -263,7 +265,7 @@ class StudyDefinition:
     def scale(self, name: str) -> Scale:
         """Return a scale by its name. Raises UserError for a scale that the study does not have."""
         if name not in self.scales:
-            raise unknown(f"scale of {self.name}", name, self.scales)
+            raise unknown("scale", name, self.scales, f"study {self.name}")
         return self.scales[name]
 
 
@@ -281,7 +283,7 @@ class _Entries:
         listed = tuple(allowed)
         for name in names:
             if name not in listed:
-                raise unknown(f"{what} in {self.where}{f': {at}' if at else ''}", str(name), listed)
+                raise unknown(what, str(name), listed, f"{self.where}{f': {at}' if at else ''}")
 
     def refused(self, key: str, value: object, allowed: str) -> UserError:
         """Return the error of an entry's value."""

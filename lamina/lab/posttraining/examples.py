@@ -108,20 +108,21 @@ def _options(reader: str, path: Path) -> Json:
 def generated_rows(name: str, source: str) -> Iterator[Json]:
     """Generate rows of ``generated:KIND[:TASK[+TASK...]][@test]``, mixed from the named tasks or from all.
 
-    ``answers`` have a prompt and its completion, in the words of an evaluation's questions. ``preferences`` have a
-    prompt and two answers: the chosen answer is right, and the rejected answer is another answer, or the right answer's
-    words in another order. Raises UserError that names the setting ``name``, for an unknown kind, task or part.
+    Rows of the kind ``answers`` have a prompt, worded like an evaluation's question, and its completion. Rows of the
+    kind ``preferences`` have a prompt and two answers. The chosen answer is right. The rejected answer is a wrong
+    answer, or the right answer's words in another order. Raises UserError that names the setting ``name``, for an
+    unknown kind, task or part.
     """
     kind, _, rest = source.removeprefix(GENERATED).partition("@")[0].partition(":")
     split = source.partition("@")[2] or "train"
     if kind not in ("answers", "preferences"):
-        raise unknown(f"kind of {name}", kind, ("answers", "preferences"))
+        raise unknown("kind", kind, ("answers", "preferences"), name)
     if split not in ("train", "test"):
         raise UserError(f"{name}: {source!r} (allowed: {ALLOWED_GENERATED})")
     tasks = [f"lamina_{task}" for task in rest.split("+")] if rest else list(NAMES)
     for task in tasks:
         if task not in NAMES:
-            raise unknown(f"task of {name}", task.removeprefix("lamina_"), [one[7:] for one in NAMES])
+            raise unknown("task", task.removeprefix("lamina_"), [one[7:] for one in NAMES], name)
     texts = [(cached() / task / f"{split}.jsonl").read_text(encoding="utf-8") for task in tasks]
     items: list[Json] = [json.loads(line) for text in texts for line in text.splitlines()]
     draw = random.Random(source)
@@ -409,8 +410,8 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a version of the chat template that marks the answers, from Lamina or TRL; None if the template marks them
-    itself.
+    """Return a version of the chat template, from Lamina or TRL, that marks the answers; None if the template already
+    marks them.
     """
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 

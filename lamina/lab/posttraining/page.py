@@ -55,7 +55,7 @@ CURVES = (
 _LOSS_ALONE = "Training loss, averaged since the last record. To judge a policy, read its reward and KL instead."
 _FRONTIER = (
     "Each point is an evaluation, labeled with its step: the held-out reward against the KL. Compare policies at "
-    "equal KL, because at equal steps a policy whose logits move faster has an advantage."
+    "equal KL, because at equal steps a policy whose logits change faster has an advantage."
 )
 MEASURES = {
     "status": ("status", ""),

@@ -42,7 +42,8 @@ class PairTrainer(TunedTrainer):
     """Lamina's common additions to TRL's RewardTrainer and DPOTrainer."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss over held-out pairs, and give TRL metrics to log: means over pairs or tokens.
+        """Return the mean loss over held-out pairs, and pass TRL the metrics to log, which are means over pairs or
+        tokens.
 
         TRL's own evaluation averages over batches, and repeats pairs until all processes have the same number. And
         Trainer's evaluation before training would prevent training under DDP.

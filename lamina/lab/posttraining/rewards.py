@@ -70,8 +70,9 @@ class Rewards:
 
 
 def make_rewards(settings: RlhfSettings, start: Start) -> Rewards:
-    """Load the reward models and functions. Raises UserError if one is missing or does not go with the starting
-    model.
+    """Load the reward models and functions.
+
+    Raises UserError if one is missing or does not work with the starting model.
     """
     named, functions, seconds = settings.reward_models(), settings.reward_functions(), settings.reward_timeout
     if seconds and threading.current_thread() is not threading.main_thread():
@@ -143,7 +144,8 @@ def _unused(name: str, known: Mapping[str, object]) -> str:
 
 
 def in_time(act: Callable[[], T], seconds: float) -> T | None:
-    """Return the result of ``act``. After ``seconds`` (0: no limit), interrupt its Python code and return None.
+    """Return the result of ``act``. After ``seconds`` (0: no limit), interrupt the Python code of ``act`` and return
+    None.
 
     A limit works only in the main thread of a process.
     """

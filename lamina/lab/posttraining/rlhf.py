@@ -70,8 +70,8 @@ class PolicyTrainer(TunedTrainer, _Online):
     Args:
         rewards: the rewards of answers, not clipped.
         clip: the largest magnitude of a reward; 0 for no clipping.
-        beta: the factor on the KL. TRL's own argument stays 0 during the trainer's construction, because TRL would
-            otherwise load the reference model by name.
+        beta: the factor on the KL. TRL's own argument ``beta`` is 0 while Lamina constructs the trainer, because TRL
+            would otherwise load the reference model by name.
         reference: the frozen model from which the policy starts; with LoRA, the policy without its matrices.
     """
 
@@ -215,9 +215,9 @@ class GrpoTrainer(PolicyTrainer, GRPOTrainer):
 class ReMaxTrainer(RlooTrainer):
     """ReMax on TRL's RLOOTrainer; the module's docstring has the equations.
 
-    Each prompt has two answers: the first is sampled, and the second is greedy. RLOO's baseline for the first answer,
-    the mean reward of all other answers, is then the greedy answer's reward. Lamina drops the greedy answers before the
-    forward pass with a gradient.
+    Each prompt has two answers: the first is sampled, and the second is greedy. RLOO's baseline is the mean reward of
+    all other answers. So the first answer's baseline is the greedy answer's reward. Lamina drops the greedy answers
+    before the forward pass with a gradient.
     """
 
     def __init__(self, *args: Passed, kl_per: str, **kwargs: Passed):
@@ -301,7 +301,8 @@ def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
 def reward_gain(path: Path) -> Json:
     """Return the gain in held-out reward from the first to the last evaluation, with a 95 % interval over the prompts.
 
-    The interval is Student's for paired differences. The result is empty for fewer than two evaluations or two prompts.
+    The interval is Student's t interval for paired differences. The result is empty for fewer than two evaluations or
+    two prompts.
     """
     from scipy import stats
 
@@ -369,7 +370,10 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         length, answer, longest = len(row["prompt_ids"]), self.settings.max_answer, self.start.longest
         if length + answer <= longest:
             return ""
-        return f"the prompt has {length} tokens and the answer up to {answer}, but the context has only {longest}"
+        return (
+            f"the prompt has {length} tokens and the answer can have {answer}, but the context has room for only "
+            f"{longest}"
+        )
 
     def check(self, job: Job[RlhfSettings], processes: Processes) -> None:
         if job.settings.algorithm == "rloo":

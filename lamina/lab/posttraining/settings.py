@@ -193,7 +193,7 @@ class TuningSettings(
         None,
         help="the model to start from: a run's folder, a Lamina checkpoint, or any causal model of transformers",
     )
-    steps: int = changed(0, help="optimizer steps (0: set by epochs)", check=at_least(0))
+    steps: int = changed(0, help="optimizer steps (0: epochs decides)", check=at_least(0))
     epochs: float = setting(1.0, "passes over the examples, unless you set steps", above(0.0))
     group_by_length: bool = setting(False, "put examples of similar length into one batch, which saves padding")
     trl: Json = setting({}, "any other argument of TRL's own configuration, e.g. --trl.loss_type dft", mapping)
@@ -272,7 +272,8 @@ class SftSettings(TuningSettings):
             raise unknown("best_by", self.best_by, ("last", "loss"))
         if self.group_by_length and self.packing:
             raise UserError(
-                "group_by_length: it has no effect on packed sequences. Leave out --packing or --group-by-length."
+                "group_by_length: this setting has no effect on packed sequences. Leave out --packing or "
+                "--group-by-length."
             )
 
     @classmethod
@@ -339,8 +340,8 @@ class RlhfSettings(TuningSettings):
     )
     reward_function: str | None = setting(
         None,
-        "comma-separated FILE.py:NAME: functions reward(prompt, answer, row) that return a number, or TRL's "
-        "reward functions (with completions); the files run as code",
+        "comma-separated FILE.py:NAME of functions that return a number for (prompt, answer, row), or of reward "
+        "functions in TRL's form; the files run as code",
         place,
     )
     reward_weights: str | None = setting(
@@ -357,7 +358,8 @@ class RlhfSettings(TuningSettings):
     algorithm: Literal["remax", "rloo", "grpo"] = setting("remax", "remax, rloo or grpo")
     kl_per: Literal["step", "sequence"] = setting(
         "step",
-        "with remax, apply the KL penalty to each token (step, as Adam-mini) or to the whole answer (sequence, as TRL)",
+        "with remax, apply the KL penalty to each token (step, as in Adam-mini) or to the whole answer (sequence, as "
+        "in TRL)",
     )
     beta: float = setting(
         0.1, "factor on the KL penalty, which keeps the policy close to the model that it starts from", not_below(0.0)
@@ -388,7 +390,7 @@ class RlhfSettings(TuningSettings):
             )
         if self.algorithm == "remax" and self.num_generations != 2:
             raise UserError(
-                f"num_generations: {self.num_generations} does not go with remax, which takes one sampled and one "
+                f"num_generations: {self.num_generations} does not work with remax, which takes one sampled and one "
                 "greedy answer. Set num_generations to 2."
             )
         if self.algorithm != "remax":

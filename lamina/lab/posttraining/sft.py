@@ -73,7 +73,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         kept = labels[-longest:] if self.config.truncation_mode == "keep_end" else labels[:longest]
         if any(label != IGNORED for label in kept[1:]):
             return ""
-        return f"its first {longest} tokens contain no token to train on. Raise --sequence-length"
+        return f"the first {longest} tokens contain no token to train on. Raise --sequence-length"
 
     def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
         packing = train and self.settings.packing

@@ -75,8 +75,8 @@ class Start:
     attention: str = "auto"
 
     def policy(self, ends: Sequence[int] = ()) -> PreTrainedModel:
-        """Return the model. Its generation ends at the model's, the tokenizer's and the template's (``ends``) end
-        tokens.
+        """Return the model. Its generation stops at the end tokens of the model, the tokenizer and the template
+        (``ends``).
         """
         if self.plan is not None:
             model = source.load(self.path, self.config, "causal_lm", self.dtype)

@@ -1,5 +1,5 @@
-"""Lamina's additions to every TRL trainer: checkpoints, data order, divergence guard and layer monitor. They turn
-telemetry off.
+"""Lamina's additions to every TRL trainer: checkpoints, data order, divergence guard and layer monitor. They also turn
+TRL's telemetry off.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
             raise UserError(f"trl: {one_line(error)}") from error
 
     def state_dict(self) -> Json:
-        """Return the state as in pretraining, plus TRL's measures since the last record."""
+        """Return the trainer's state as in pretraining, plus TRL's measures since the last record."""
         counts = {"train_tokens": self.tokens_seen, "measured": dict(self._metrics["train"])}
         return {**super().state_dict(), **counts}
 
@@ -186,7 +186,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
             tuner.enable_adapter_layers()
 
     def in_precision(self, **inputs: Passed) -> Passed:
-        """Return the model's output in the run's precision, also before accelerate wraps the model."""
+        """Return the model's output in the run's precision, even if accelerate has not wrapped the model yet."""
         with self.accelerator.autocast():
             outputs = self.bare_model()(**inputs)
         return convert_to_fp32(outputs) if self.accelerator.native_amp else outputs

@@ -266,8 +266,8 @@ class TuningStage(TrainingStage[S]):
         made_by: TRL's trainer with Lamina's additions.
         configured_by: the class of the trainer's arguments.
         head: the name of the trained model's head.
-        guarded: whether the loss is in nats, so that Lamina checks it for divergence; otherwise Lamina checks only that
-            it is finite.
+        guarded: whether the loss is in nats, so that Lamina checks the loss for divergence. Otherwise Lamina checks
+            only whether the loss is finite.
         measure: the evaluation's metric that decides the run's status.
         forms: the columns of the TRL forms that the job accepts.
         columns: the columns after TRL's preparation of the data: token ids, and the loss's inputs.
@@ -356,7 +356,7 @@ class TuningStage(TrainingStage[S]):
         if settings.lora_rank:
             lora_of(settings)
         if settings.trl.get("activation_offloading") and device_of(settings.device) == "cpu":
-            raise UserError("trl.activation_offloading: it works only on a GPU. Leave it out.")
+            raise UserError("trl.activation_offloading: this setting works only on a GPU. Leave it out.")
 
     def read(self, processes: Processes, *, bar: bool) -> None:
         processes.first_per_host(self.read_examples)
@@ -478,7 +478,7 @@ class TuningStage(TrainingStage[S]):
         return {}
 
     def options(self, arguments: TrainingArguments) -> Json:
-        """Return the arguments that only this job's trainer takes."""
+        """Return the arguments that only the trainer of this job takes."""
         return {}
 
     def trainer(self, run: TrainingRun) -> TunedTrainer:
@@ -572,8 +572,8 @@ _COUNTS = ("examples", "held_out", "skipped")
 def split(encoded_rows: Dataset, settings: TuningSettings, held_out: Dataset | None) -> tuple[Dataset, Dataset]:
     """Return the rows for training and the rows for evaluation (default: a fixed share of all rows).
 
-    The share does not depend on the seed, so runs with several seeds have the same evaluation rows. If it has more rows
-    than ``eval_examples``, the surplus joins the training rows.
+    The share does not depend on the seed, so runs with several seeds have the same evaluation rows. If the share has
+    more than ``eval_examples`` rows, the surplus joins the training rows.
     """
     if held_out is not None:
         return encoded_rows, held_out.select(_thinned(range(len(held_out)), settings))

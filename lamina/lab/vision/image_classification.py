@@ -72,9 +72,9 @@ class ImageClassification(Objective):
             labels = config.id2label or {}
             if (tuple(labels.values()), config.num_channels) != (stats.classes, stats.channels):
                 raise UserError(
-                    f"corpus: it has {len(stats.classes)} classes and {stats.channels} channels, but the checkpoint "
-                    f"{from_model!r} has other classes ({len(labels)}) or channels ({config.num_channels}). Give a "
-                    "corpus with the same classes and channels."
+                    f"corpus: the images have {len(stats.classes)} classes and {stats.channels} channels, but the "
+                    f"checkpoint {from_model!r} has other classes ({len(labels)}) or channels "
+                    f"({config.num_channels}). Give a corpus with the same classes and channels."
                 )
             return config
         config.num_channels = stats.channels

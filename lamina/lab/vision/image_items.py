@@ -33,12 +33,12 @@ class Augmentation:
     """The augmentation of training images; the default changes nothing.
 
     Attributes:
-        size: side of the square to which Lamina resizes a crop.
+        size: the side, in pixels, of the square to which Lamina resizes a crop.
         crop_scale: the smallest share of an image's area that a random crop takes; 1 for no random crops.
         flip: the probability of a horizontal flip.
         rand_augment: the strength of RandAugment (Cubuk et al. 2020, arXiv 1909.13719), 0 (off) to 1.
         random_erasing: the probability that a rectangle becomes noise (Zhong et al. 2020, arXiv 1708.04896).
-        repeats: the number of draws of an image before the next one (Hoffer et al. 2020, arXiv 1901.09335).
+        repeats: the number of draws of an image before the next image (Hoffer et al. 2020, arXiv 1901.09335).
     """
 
     size: int
@@ -75,7 +75,7 @@ class Augmentation:
     ) -> torch.Tensor:
         """Flip, distort and erase normalized pixel values [channels, height, width].
 
-        ``mean`` and ``std`` [channels, 1, 1] are the normalization's, since RandAugment works on values from 0 to 1.
+        ``mean`` and ``std`` [channels, 1, 1] undo the normalization, since RandAugment works on values from 0 to 1.
         """
         if self.flip and _uniform(generator) < self.flip:
             pixels = pixels.flip(-1)
@@ -104,8 +104,8 @@ class Augmentation:
 def crop_box(width: int, height: int, smallest: float, generator: torch.Generator) -> tuple[int, int, int, int]:
     """Draw a crop's box (left, upper, right, lower) as Inception does (Szegedy et al. 2015, arXiv 1409.4842).
 
-    The box's share of the area is uniform from ``smallest`` to 1. The logarithm of its ratio of sides is uniform, for
-    ratios from 3/4 to 4/3. After ten boxes that do not fit, the result is the largest box in the middle.
+    The box's share of the area is uniform from ``smallest`` to 1. The logarithm of the ratio of its sides is uniform,
+    for ratios from 3/4 to 4/3. After ten boxes that do not fit, the result is the largest box in the middle.
     """
     low, high = map(math.log, _RATIO)
     for _ in range(10):
@@ -155,7 +155,7 @@ class ImageItems(ItemSource[ImageItem]):
         return self.item(index, index)
 
     def item(self, index: int, draw: int, generator: torch.Generator | None = None) -> ImageItem:
-        """Return an item. With ``generator``, augment it with the generator's random numbers."""
+        """Return an item. With ``generator``, augment the image with the generator's random numbers."""
         picture, processor = self.picture(index), self.processor
         crop = None if generator is None else self.augmentation.crop(picture, generator)
         pixels = pixels_of(picture, processor) if crop is None else normalized(crop, processor)
@@ -267,7 +267,7 @@ def mix(x: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[torch.Tensor, float]:
-    """Paste a box of each image's partner into the image. Return the images, and the share that is left of each.
+    """Paste a box of each image's partner into the image. Return the images, and the share of each image that is left.
 
     The box's sides are the image's sides times sqrt(1 - share), cut off at the edges. The returned share is the area
     outside the box.

@@ -130,12 +130,12 @@ def in_8_bits(picture: Image, mode: str) -> Image:
     from PIL import Image
 
     if picture.mode == "F":
-        raise ValueError("its pixels are floating-point numbers, whose range is unknown; save it with 8 or 16 bits")
+        raise ValueError("has floating-point pixels, whose range is unknown; save the image with 8 or 16 bits")
     if not picture.mode.startswith("I"):
         return picture.convert(mode)
     levels = np.asarray(picture).astype(np.int64)
     if levels.min() < 0 or levels.max() > _LARGEST:
-        raise ValueError("its pixels have more than 16 bits; save it with 8 or 16 bits")
+        raise ValueError("has more than 16 bits per pixel; save the image with 8 or 16 bits")
     return Image.fromarray((levels >> 8).astype(np.uint8)).convert(mode)
 
 
@@ -200,8 +200,8 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
     if "train" in names and held_out:
         if beside := sorted(set(names) - {"train", *held_out}):
             raise UserError(
-                f"corpus: {spec!r} has the folder {beside[0]!r} beside its splits 'train' and {held_out[0]!r}. "
-                "Give only splits, or only classes"
+                f"corpus: {spec!r} has the folder {beside[0]!r} beside its splits 'train' and {held_out[0]!r}. Keep "
+                "only the splits, or only the classes"
             )
         splits = [root / "train", root / held_out[0]]
     classes = _subfolders(splits[0])

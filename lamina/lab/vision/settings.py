@@ -12,12 +12,12 @@ class ImageSettings(Settings, group="images"):
     patch_size: int | None = setting(None, "side of a patch in pixels (default: the backbone's)", at_least(1))
     center_crop: float = setting(
         1.0,
-        "share of the shorter side that the center crop of held-out images keeps (ImageNet: usually 0.875)",
+        "side of the center crop of held-out images, as a share of the shorter side (ImageNet: usually 0.875)",
         between(0.0, 1.0, open_low=True),
     )
     crop_scale: float = setting(
         1.0,
-        "smallest share of the area that a random crop takes (1: no random crops; DeiT: 0.08)",
+        "smallest area of a random crop, as a share of the image (1: no random crops; DeiT: 0.08)",
         between(0.0, 1.0, open_low=True),
     )
     flip: float = setting(0.0, "probability of a horizontal flip", between(0.0, 1.0))

@@ -73,7 +73,7 @@ class Equivalent:
         norms: the position of each norm in Lamina's block, by transformers' name of the norm.
         qk_norm: the norms on queries and keys: "off", "head" or "full" (the full width).
         bias: whether queries, keys and values have biases.
-        pairs: whether the rotary embedding turns neighboring channels, not those half a head apart.
+        pairs: whether the rotary embedding rotates neighboring channels, and not channels half a head apart.
         gate_and_up: whether one projection computes the gate and the feed-forward's input.
         gain_offset: the number that Lamina subtracts from a gain before it stores the gain, see ``Conversion``.
         scales_branches: whether the configuration has a field for the factor on the branches. If not, Lamina multiplies
@@ -162,7 +162,7 @@ def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreT
     """Copy buffers that no checkpoint stores, such as rotary frequencies. Casting a model rounds these buffers, but
     loading it does not.
 
-    ``names`` maps the target's names to the source's.
+    ``names`` maps the target's names to the source's names.
     """
     buffers = dict(source.named_buffers())
     for name, buffer in target.named_buffers():

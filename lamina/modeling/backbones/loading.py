@@ -304,8 +304,8 @@ def load_weights(
         more: further arguments of ``from_pretrained``.
 
     Raises:
-        UserError: naming the first tensor that is missing, extra, of another shape or kind of number, of a layer that
-            the configuration does not have or not finite; the file that cannot be read; or the error of transformers.
+        UserError: names the first tensor that is missing, extra, not finite, or does not fit the configuration; the
+            file that cannot be read; or the error of transformers.
     """
     name, folder = str(path), Path(path)
     source = f"{field} {name!r}"

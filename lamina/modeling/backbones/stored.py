@@ -249,6 +249,6 @@ def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], source: str
     more = sorted(key for key in unexpected if any(p.isdigit() for p in key.split(".")) and kind(key) in kinds)
     if more:
         raise UserError(
-            f"{source}: the weights have {one_line(repr(more[0]))}, a layer that config.json does not have. Give "
-            "the configuration of these weights."
+            f"{source}: the weights have {one_line(repr(more[0]))}, but config.json has no such layer. Give the "
+            "configuration of these weights."
         )

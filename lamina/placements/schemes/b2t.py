@@ -13,8 +13,8 @@ from lamina.placements.registry import placement
     advice="Start from Post-LN's learning rates and warm-up. Its paper trains translation models.",
 )
 def b2t(num_layers: int) -> Plan:
-    """A second skip from the block's input to its output bypasses all norms of the block except the last. FuseNorm has
-    only this skip at the feed-forward.
+    """A second skip from the block's input to its output bypasses all norms of the block except the last. FuseNorm's
+    feed-forward has only this second skip.
     """
     layer = Layer(attention=Sublayer(post_norm=Norm()), feed_forward=Sublayer(skip="both", post_norm=Norm()))
     return Plan(layers=(layer,) * num_layers)

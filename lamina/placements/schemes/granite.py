@@ -34,7 +34,8 @@ def granite(num_layers: int, *, multiplier: float = 0.22, out_norm: bool = False
     advice="The paper uses c = 1.4. It also uses muP's width scaling and a warm-up-stable-decay schedule.",
 )
 def minicpm(num_layers: int, *, scale_depth: float = 1.4) -> Plan:
-    """Pre-LN whose branches shrink with the square root of the depth, so that their sum does not grow with it.
+    """Pre-LN whose branches shrink with the square root of the depth, so that the sum of the branches does not grow
+    with the depth.
 
     Args:
         scale_depth: the constant c.

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
     ),
 )
 def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers: int | None = None) -> Plan:
-    """Post-LN's gradients are large in the deepest layers, and Pre-LN's in the earliest layers. So Mix-LN combines
+    """The gradients of Post-LN are large in the deepest layers, and the gradients of Pre-LN are large in the earliest
+    layers. So Mix-LN combines
     both: it begins with Post-LN blocks.
 
     Args:

@@ -110,7 +110,7 @@ class Census:
             synonyms = f" (the same as {', '.join(self.match.others)})" if self.match.others else ""
             return f"{self.match.placement}{synonyms}"
         return (
-            f"no known placement; the nearest is {self.match.placement}, with these differences: "
+            f"no known placement. The nearest is {self.match.placement}, with these differences: "
             f"{'; '.join(self.match.differences)}"
         )
 
@@ -194,7 +194,7 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     around = {name: _as_fact(value, _usual_kind(groups)) for name, value in ends.items() if value is not None}
     best = match(*_with_norms_before(facts, around))
     if reads:
-        best = _wired(best, lambda spec: memories_of(spec, reads), "no wiring reads these earlier states")
+        best = _wired(best, lambda spec: memories_of(spec, reads), "no known wiring reads these earlier states")
     return Census(
         model_type=kind,
         num_layers=structure.num_layers,
@@ -230,8 +230,8 @@ def _of_streams(
     sums, structure = streams.sums(), streams.structure()
     if bare := [index for index, layer_sums in enumerate(sums) if not layer_sums]:
         raise UserError(
-            f"{type(streams.layers[0]).__name__} passes on {streams.n} streams, and in layer {ranges(bare)} they "
-            "are no sum of streams and a branch, each times one number per token"
+            f"{type(streams.layers[0]).__name__} passes on {streams.n} streams, and in layer {ranges(bare)} they are "
+            "no weighted sum of streams and a branch with one weight per token"
         )
     groups: dict[object, LayerGroup] = {}
     for index, layer_sums in enumerate(sums):
@@ -257,7 +257,11 @@ def _of_streams(
         for index in group.layers:
             facts[index] |= _inner_facts(group, norm)
     best = match(facts, around)
-    best = _wired(best, lambda spec: wirings_of(spec, sums, streams.n), f"no wiring computes its {streams.n} streams")
+    best = _wired(
+        best,
+        lambda spec: wirings_of(spec, sums, streams.n),
+        f"no known wiring computes the model's {streams.n} streams",
+    )
     return Census(
         model_type=kind,
         num_layers=len(sums),
@@ -496,7 +500,7 @@ def _head_norms(inner: Iterable[InnerNorm], notes: list[str]) -> dict[str, objec
             scopes[norm.on].add(norm.scope)
     for norm in inner:
         if norm.scope == "latent" and norm.on in scopes:
-            notes.append("a norm on a low-rank state inside the attention counts as a part of the module")
+            notes.append("Lamina counts a norm on a low-rank state inside the attention as a part of the attention")
     q, k, v = (next(iter(norms)) if len(norms) == 1 else "several" if norms else "off" for norms in scopes.values())
     if q != k:
         notes.append(f"the norm on queries is {q!r}, and the norm on keys {k!r}")
@@ -576,8 +580,8 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
     if count > _MANY_PARAMETERS:
         config = _smaller(config)
         note += (
-            f", {_FEW_LAYERS} layers and {_FEW_TOKENS} tokens, so a depth-dependent factor has its value at "
-            f"{_FEW_LAYERS} layers"
+            f", {_FEW_LAYERS} layers and {_FEW_TOKENS} tokens, so a factor that depends on the depth has its value "
+            f"for {_FEW_LAYERS} layers"
         )
         count = _size(config)
     if count > _MANY_PARAMETERS:
@@ -586,7 +590,7 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
     if count > _MOST_PARAMETERS:
         config = _with_fewer_heads(config)
         note, count = (
-            f"{note}, and fewer heads, so a width-dependent factor also has a smaller width's value",
+            f"{note}, and fewer heads, so a factor that depends on the width has the value of a smaller width",
             _size(config),
         )
     if count > _MOST_PARAMETERS:

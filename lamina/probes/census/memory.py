@@ -148,7 +148,9 @@ class MemoryLayers:
                 if index == SO_FAR:
                     inside.append(tensor)
                     if tensor is not inside[0]:
-                        raise UserError("its layers read several inner states, and Lamina can follow only one of them")
+                        raise UserError(
+                            "the model's layers read several inner states, and Lamina can follow only one of them"
+                        )
                 generator = torch.Generator().manual_seed(index + 2)
                 random = torch.randn(tensor.shape, generator=generator).to(tensor)
                 given[place][index] = _rows(random)
@@ -208,7 +210,7 @@ class _Fit:
 def _judged(into: str, before: _Fit, after: _Fit) -> StateRead:
     error = max(before.error, after.error)
     if error > ROUNDING:
-        raise UserError(f"the input of {into} is not a sum of states, each times one number per token")
+        raise UserError(f"the input of {into} is not a weighted sum of states with one weight per token")
     large = torch.stack([fit.weights.abs().amax(0) for fit in (before, after)]).amax(0) > _WEIGHT
     shares = all(
         bool((w > -_SAME).all()) and float((w.sum(1) - 1).abs().max()) < _MOVED for w in (before.weights, after.weights)

@@ -74,7 +74,7 @@ class StreamSum:
         of = f" on {' and '.join(str(i + 1) for i, on in enumerate(self.normed) if on)}" if self.normed else ""
         more = f"; S is normed ({', '.join(map(str, self.own))})" if any(self.own) else ""
         more += f"; S of the {self.skip}" if self.skip not in (STREAM, UNSEEN) else ""
-        mix = self.mix or "not measured, because the streams are equal"
+        mix = self.mix or "unknown, because the streams are equal"
         return f"S' = {f'{c}{of}({total})' if c else total}; r {self.read}, w {self.write}, M {mix}{more}"
 
     def form(self) -> tuple[object, ...]:
@@ -140,7 +140,7 @@ class StreamLayers:
                 break
 
     def sums(self) -> list[list[StreamSum]]:
-        """Measure each layer's sub-layers. A layer whose output is no such sum gets an empty list.
+        """Measure each layer's sub-layers. If a layer's output is no such sum, the layer gets an empty list.
 
         Each layer gets different states. In a second pass, all parameters outside norms and branches are changed. This
         shows which weights are learned, and which differ by token.

@@ -46,7 +46,7 @@ class Context:
         warnings: reasons to doubt the results; the page shows them first.
         new_weights: the head's weights that the checkpoint does not have. If there are any, the model's predictions are
             random.
-        whole: whether the inputs are the user's own. A probe then measures all of them, unless its options set a limit.
+        whole: whether the user supplied the inputs. A probe then measures all of them, unless its options set a limit.
         unread: the notes on parts of the user's own text that Lamina does not measure.
     """
 

@@ -31,8 +31,8 @@ class Jacobian:
     """The Jacobian J of ``function`` at ``x`` as a linear map. One forward pass makes the graph, which Lamina keeps.
 
     J^T u is a backward pass. J^T u is linear in u, so J v is its derivative along v: a backward pass through the
-    backward pass. So every operation needs a second derivative, but no forward-mode derivative. On CPU, the fused
-    attention kernels lack both, so run attention eagerly.
+    backward pass. So every operation needs a second derivative, but no forward-mode derivative. On a CPU, the fused
+    attention kernels have neither derivative, so run attention eagerly.
 
     The output of ``function`` may have another shape than ``x``. ``x`` is floating point, and all other inputs stay
     fixed.
@@ -132,8 +132,8 @@ def largest_singular_value(
     """Find a linear map's largest singular value by Lanczos bidiagonalization (Golub and Kahan 1965), beginning at
     ``start``.
 
-    The products are the power iteration's, but the norm comes from all vectors so far, not only from the last vector.
-    If the singular values are close together, as near the identity, this needs far fewer products. Lamina keeps all 2 *
+    The method needs the same products as power iteration, but it computes the norm from all vectors so far. So it needs
+    far fewer products if the singular values are close together, as they are near the identity. Lamina keeps all 2 *
     iterations vectors and orthogonalizes them again. Only the small matrix is in float64.
     """
     number("tolerance", tolerance, 0.0, open_low=True)
@@ -218,8 +218,8 @@ def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | floa
 
     A norm on the path multiplies by gain / sigma (FuseNorm Eq 16: 1 / sigma), and the skip multiplies by its scale. A
     Post-LN block has two norms on its path, which give sigma^-2; FuseNorm has one, which gives sigma^-1 (FuseNorm Eq 10
-    and 11). Lamina computes each channel separately and returns the largest. As in the papers, it leaves out the
-    direction that a norm removes.
+    and 11). Lamina computes each channel separately and returns the largest. As in the papers, the factor leaves out
+    the direction that a norm removes.
 
     ``sigmas`` has one number or tensor [...] per sub-layer; Lamina ignores it if the sub-layer has no norm on its sum.
     Returns a float64 tensor of the same shape.

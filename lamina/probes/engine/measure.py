@@ -62,7 +62,7 @@ def run(
     the exception. ``done`` gets the seconds of a probe's own work, in the shared forward passes and after them. Before
     anything runs, ``estimated`` gets the expected seconds by probe and of the "forward passes". ``starting`` gets the
     name of each part that begins. Cheap probes come first. With ``sampled``, the frames have the columns ``sequences``
-    and ``tokens``, the size of each row's sample.
+    and ``tokens``, which give the size of each row's sample.
 
     Raises:
         UserError: a probe does not apply to the model (with ``strict``), or lacks what it needs.
@@ -77,7 +77,8 @@ def run(
                 raise UserError(f"{probe.name}: this probe needs a text model. Choose other probes.")
             if context.structure.carries_more and not probe.of_streams:
                 raise UserError(
-                    f"{probe.name}: follows one stream, and this model passes on more. Choose other probes."
+                    f"{probe.name}: this probe follows a single residual stream, but the model has several. Choose "
+                    "other probes."
                 )
             began = time.monotonic()
             probe.begin(context)

@@ -54,7 +54,7 @@ class Probe(ABC):
 
     A streaming probe names the tensors to watch in ``points``. The engine runs the forward passes once for all
     streaming probes, gives each watched tensor to ``see`` as it appears, and keeps none of them. A probe may also do
-    work in ``finish``. It should not keep the states of all layers unless it has to.
+    work in ``finish``. A probe should keep the states of all layers only if it must.
 
     Attributes:
         name: the probe's name on the command line.
@@ -108,7 +108,7 @@ class Probe(ABC):
     def measured(self, context: Context) -> Sample | None:
         """Return the size of the measured sample, for the frame's columns ``sequences`` and ``tokens``.
 
-        Return None if it is unknown or differs between rows (``finish`` may make the columns itself).
+        Return None if the size is unknown or differs between rows (``finish`` may make the columns itself).
         """
         return sample_of(context.batches[: context.forwards]) if self.streams else None
 
@@ -119,7 +119,10 @@ class Probe(ABC):
 
     @abstractmethod
     def finish(self, context: Context) -> pd.DataFrame:
-        """Return a tidy frame. Layers count from 0; state l is the stream before layer l, N after the last."""
+        """Return a tidy frame.
+
+        Layers count from 0. State l is the stream before layer l, and state N is the stream after the last layer.
+        """
 
     def figures(self, frame: pd.DataFrame) -> Iterable[tuple[Figure, str]]:
         """Return plotly figures of a result, each with its caption (plain text)."""
@@ -175,7 +178,7 @@ def make(spec: str | Probe) -> Probe:
     allowed = options_of(cls)
     for option in options:
         if option not in allowed:
-            raise unknown(f"option of the probe {cls.name}", option, allowed)
+            raise unknown("option", option, allowed, f"probe {cls.name}")
     try:
         return cls(**options)
     except (TypeError, ValueError) as error:
@@ -190,7 +193,7 @@ def make_all(chosen: str | Iterable[str | Probe]) -> list[Probe]:
         chosen = specs.split(chosen, "probe")
     probes = [p for spec in chosen for p in ([make(n) for n in names()] if spec == "all" else [make(spec)])]
     if not probes:
-        raise UserError(f"probes: none is given (allowed: all, {', '.join(names())})")
+        raise UserError(f"probes: no probe is given (allowed: all, {', '.join(names())})")
     for name, count in Counter(probe.name for probe in probes).items():
         if count > 1:
             raise UserError(f"probes: {name!r} is given twice. Give it once.")
@@ -235,7 +238,7 @@ def check_probe(spec: str) -> None:
         raise unknown("probe", name, listed_probes)
     for option in options:
         if option not in listed_probes[name].options:
-            raise unknown(f"option of the probe {name}", option, listed_probes[name].options)
+            raise unknown("option", option, listed_probes[name].options, f"probe {name}")
 
 
 def read(path: Path) -> Iterator[Listed]:

@@ -118,9 +118,9 @@ class TokenStates:
 def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenStates:
     """Reshape a batch's watched tensor to sequences and tokens, with padding zeroed.
 
-    It accepts [batch, tokens, channels]; heads before or after the tokens (a norm of queries, where each head's part
-    counts as a token); rows and columns (vision); or [batch * tokens, channels] (experts). Any other tensor counts as
-    one sequence.
+    The tensor may have the axes [batch, tokens, channels]; heads before or after the tokens (a norm of queries, where
+    each head's part counts as a token); rows and columns (vision); or [batch * tokens, channels] (experts). Any other
+    tensor counts as one sequence.
     """
     x = value.detach()
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()

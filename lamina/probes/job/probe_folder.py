@@ -51,7 +51,7 @@ _FAMILIES = {
     frozenset({"pre_norm", "post_norm"}): "norms on each module's input and on the stream (Keel, Pre-Post-LN)",
     frozenset(): "no norms on inputs, outputs or the stream",
 }
-_RUNNING = ("running", "it is still running, or was killed (continue with --resume)")
+_RUNNING = ("running", "the probe is still running, or was killed (continue with --resume)")
 POLICY = ResumePolicy(what="folder", free=ProbeSettings.free())
 
 
@@ -81,7 +81,8 @@ def probe_folder(
     complete = job.settings
     if not complete.checkpoint:
         raise UserError(
-            "checkpoint: none is given. Give a model's folder, a run's folder, a .gguf file, or a name on the hub."
+            "checkpoint: no checkpoint is given. Give a model's folder, a run's folder, a .gguf file, or a name on "
+            "the hub."
         )
     probes = registry.make_all(complete.probes)
     specs = spec_by_name(complete.probes)
@@ -117,7 +118,7 @@ def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
         ):
             whole[name] = result
         elif named := [f"{file}: {faults[file]}" for file in files if file in faults]:
-            logger.warning("%s; it is measured again", "; ".join(named))
+            logger.warning("%s; Lamina measures this probe again", "; ".join(named))
     return whole
 
 

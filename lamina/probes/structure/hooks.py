@@ -201,7 +201,7 @@ def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.T
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, and back at the end."""
+    """Put the model into evaluation mode inside the context, and restore its mode at the end."""
     training = model.training
     model.eval()
     try:
@@ -247,7 +247,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fresh_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Empty the parameters' gradients. Afterwards, restore the gradients and each parameter's requires_grad."""
+    """Set the parameters' gradients to None inside the context.
+
+    Afterwards, restore the gradients and each parameter's requires_grad.
+    """
     held = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
     for parameter, _, _ in held:
         parameter.grad = None

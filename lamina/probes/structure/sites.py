@@ -23,7 +23,7 @@ def is_norm(module: nn.Module) -> bool:
 def effective_gain(norm: nn.Module) -> torch.Tensor | None:
     """Measure the gain [channels] by which a norm multiplies the normalized channels; None if the norm has no gain.
 
-    Lamina norms a known vector, since some norms store the gain, and others (Gemma) its difference from 1.
+    Lamina norms a known vector, since some norms store the gain and other norms (Gemma) the gain's difference from 1.
     """
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1:
@@ -117,7 +117,7 @@ class FeedForward:
         return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
 
     def stacked_side(self, module: nn.Module) -> int | None:
-        """Return the axis along which a weight stacks gate and up, twice D_ff long; None for a single projection."""
+        """Return the axis, 2 D_ff long, along which a weight stacks gate and up; None for a single projection."""
         if module is self.down[1] or len(self.up) != 1:
             return None
         weight: Any = module.weight
@@ -130,8 +130,8 @@ class FeedForward:
 class SublayerSite:
     """One addition to the stream. Two additions of a layer may run side by side (GPT-NeoX).
 
-    ``kind`` is attention, feed_forward or mixer (neither). ``contribution`` is the added tensor, after an out_norm.
-    ``after`` is the stream after the addition and a post_norm; None if no module reads or writes this tensor.
+    ``kind`` is attention, feed_forward, or mixer for any other module. ``contribution`` is the added tensor, after an
+    out_norm. ``after`` is the stream after the addition and a post_norm; None if no module reads or writes this tensor.
     """
 
     kind: str

@@ -38,7 +38,11 @@ _ACTIVATIONS = {
 
 @dataclass(eq=False)
 class Call:
-    """A module's call. Times count the events of the whole pass, and values are the tensors' numbers."""
+    """A module's call.
+
+    A call of a module. Its times count the events of the whole pass, and its values are numbers of tensors in the
+    trace.
+    """
 
     module: nn.Module
     path: str
@@ -69,7 +73,7 @@ Factors: TypeAlias = tuple[object, object] | None  # what each operand of a scal
 
 @dataclass(eq=False)
 class Op:
-    """An operation that matters: kind add | scale | same | parts | activation | attention | choice."""
+    """An operation that the trace records; its kind is add, scale, same, parts, activation, attention or choice."""
 
     kind: str
     time: int

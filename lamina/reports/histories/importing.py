@@ -185,7 +185,7 @@ def _placed(recording: Recording, source: Path) -> History:
         if odd := [name for name in recording.odd if whole(name)]:
             raise UserError(
                 f"{odd[0]}: {recording.odd[odd[0]]!r} in {str(source)!r} (allowed: numbers; Lamina finds none in this "
-                "column, and no other loss or gradient norm)"
+                "column, and the record has no other loss or gradient norm)"
             )
         names = sorted(recording.series)
         shown = f": {', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)}" if names else ""

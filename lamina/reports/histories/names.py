@@ -72,7 +72,7 @@ def words_of(name: str) -> list[str]:
 
 @cache
 def step_rank(name: str) -> int | None:
-    """Return the rank of a column of steps by its name, the lower the better; None for any other column."""
+    """Return the rank of a column of steps by its name (the lowest rank is the best); None for any other column."""
     if (known := plain(name)) in STEPS:
         return STEPS.index(known)
     words = words_of(name)
@@ -88,7 +88,7 @@ def plain(name: str) -> str:
 
 @cache
 def whole(name: str) -> Whole | None:
-    """Return the whole model's series that a name stands for; None if it stands for none."""
+    """Return the series of the whole model that a name stands for; None if the name stands for no such series."""
     words = words_of(name)
     if not words or _HELD_OUT & set(words):
         return None

@@ -54,10 +54,11 @@ def has_comma(value: str) -> bool:
 def with_commas(
     texts: Mapping[str, Sequence[str]], *, whole: Collection[str], points: bool
 ) -> Mapping[str, list[float] | None]:
-    """Return the numbers in texts with a comma, by column; None where a comma may be either sign.
+    """Return the numbers in texts with a comma, by column; None if the comma may be a decimal comma or a thousands
+    separator.
 
-    2,31 has a decimal comma, and 1,000.5 a separator of thousands. What 2,310 has, the other numbers of its column
-    tell, or else those of other columns.
+    2,31 has a decimal comma, and 1,000.5 has a comma between thousands. 2,310 may have either. Lamina decides by the
+    other numbers of its column, or else by the numbers of other columns.
 
     Args:
         texts: by the column's name, each with a comma.

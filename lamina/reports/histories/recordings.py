@@ -158,7 +158,10 @@ def _judged_inside(name: str, inner: Mapping[object, object]) -> Iterator[tuple[
 
 
 def add_commas(columns: Columns, commas: Mapping[str, Sequence[tuple[int, str]]], *, points: bool) -> None:
-    """Add the numbers with a comma to the columns. Raises UserError for a loss or norm that may be either."""
+    """Add the numbers with a comma to the columns.
+
+    Raises UserError for a loss or norm whose comma may be a decimal comma or a thousands separator.
+    """
     if not commas:
         return
     steps = [name for name in commas if step_rank(name) is not None]

@@ -86,8 +86,8 @@ def summarize(results: Frame) -> list[Json]:
 
     The columns are ``placement``; ``mean`` and ``std`` over the seeds that have a largest rate (ddof 1, NaN for fewer
     than two seeds); the extremes ``low`` and ``high``; ``seeds``, the number of seeds with a rate; ``open``, the number
-    of these seeds that reached the end of the warm-up, which makes the mean a lower bound; ``loss``, the mean smoothed
-    loss at these rates; and ``ends``, a text with the number of runs that each rule stopped.
+    of these seeds that reached the end of the warm-up (if any did, the mean is a lower bound); ``loss``, the mean
+    smoothed loss at these rates; and ``ends``, a text with the number of runs that each rule stopped.
     """
     rows = []
     for placement, group in complete(results).groupby("placement", sort=False):

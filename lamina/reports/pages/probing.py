@@ -1,5 +1,5 @@
-"""The page of `lamina probe`, with one section per probe, and its figures as PNGs. Both need only the folder's
-files.
+"""The page of `lamina probe`, with one section per probe, and its figures as PNGs. The page and the PNGs need only the
+folder's files.
 """
 
 from __future__ import annotations
@@ -249,5 +249,5 @@ def _inside(folder: Path, name: str) -> Path:
     """Return a file of the folder. Raises ValueError for a name that leads out of it."""
     path = folder / name
     if not real_path(path).is_relative_to(real_path(folder)):
-        raise ValueError(f"{name!r} leads out of the folder")
+        raise ValueError(f"{name!r} is outside of the folder")
     return path

@@ -1,6 +1,7 @@
 """Writing and verifying of checkpoints.
 
-Each checkpoint is written as a draft, which is hashed, synced and then renamed. So no checkpoint is half written.
+Lamina writes each checkpoint as a draft, then hashes it, syncs it to disk and renames it. So no checkpoint is half
+written.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Stateful(Protocol):
     """An object whose state a checkpoint stores; add more of them to ``TrainingRun.states``."""
 
     def state_dict(self) -> Json:
-        """Return this object's part of the run state: JSON values under unique names."""
+        """Return this object's part of the run state, as JSON values under unique names."""
         ...
 
     def load_state_dict(self, state: RunState) -> None:
@@ -147,7 +148,7 @@ class Background:
     """Finishes one checkpoint at a time in a separate thread while training continues.
 
     Attributes:
-        processes: the run's processes, with collectives that are separate from training's.
+        processes: the run's processes, with collectives that are separate from the training's collectives.
     """
 
     def __init__(self, processes: Processes):
@@ -200,7 +201,7 @@ def what_is_broken(path: Path) -> str | None:
     """
     broken = manifest.what_is_broken(path)
     if broken is None and (step := run_state(path)["step"]) != step_of(path):
-        return f"it was saved at step {step}, so its name is wrong"
+        return f"Lamina saved this checkpoint at step {step}, so the checkpoint's name is wrong"
     return broken
 
 

@@ -48,7 +48,7 @@ class RunIdentity:
         return {"settings": self.settings.to_dict(), "plan": plan_digest(self.plan), "text": self.fingerprint}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Do nothing: ``refuse_changes`` has compared the state before the folder was touched."""
+        """Do nothing, because ``refuse_changes`` has compared the state before Lamina changed the folder."""
 
     @property
     def text(self) -> dict[str, str]:
@@ -102,7 +102,7 @@ def _changed(settings: PretrainSettings, data: Path) -> str:
 
 
 def is_good(state: RunState) -> bool:
-    """Return whether the loss was not rising when the checkpoint with this run state was taken."""
+    """Return whether the loss was not rising when Lamina saved the checkpoint with this run state."""
     return state["guard"]["above_since"] is None
 
 
@@ -111,7 +111,7 @@ class Rollback:
     """One rollback.
 
     Attributes:
-        number: its number, from 1.
+        number: the rollback's number, from 1.
         step: the step of the restored checkpoint; 0 for the initial weights.
         diverged_at: the step at which the guard stopped the run.
         skipped: the first and last position, in steps, of the skipped data in the training order.
@@ -175,7 +175,7 @@ class Rollbacks:
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
-        """Return whether a checkpoint is still valid: no later rollback went back to a step before it."""
+        """Return whether a checkpoint is still valid: no later rollback went back to an earlier step."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:

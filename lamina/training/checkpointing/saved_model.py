@@ -1,4 +1,4 @@
-"""A trained model: model/ in its run's folder, its card, and its copy on the Hugging Face hub."""
+"""A trained model: the folder model/ in the run's folder, the model card, and the copy on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ModelCard:
         (folder / CARD).write_text(self.text(model, plan), encoding="utf-8")
 
     def text(self, model: PreTrainedModel, plan: Plan | None) -> str:
-        """Return the card as Markdown after the hub's fields; ``plan`` is None if the model is not Lamina's."""
+        """Return the card as Markdown after the hub's fields; ``plan`` is None for a transformers model."""
         backbone = backbone_of(model.config)
         tags, about = ["lamina", backbone.model_type], [f"# {_plain(backbone.model_type)}", "", "A model"]
         placed, used = [], []
@@ -201,7 +201,7 @@ def push(folder: Path, name: str) -> bool:
 def save_model(
     model: PreTrainedModel, processor: Processor, folder: Path, processes: Processes, card: ModelCard | None = None
 ) -> None:
-    """Write a model and its tokenizer or image processor, whole or not at all. A sharded model is gathered first."""
+    """Write a model and its tokenizer or image processor, whole or not at all. Lamina gathers a sharded model first."""
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:

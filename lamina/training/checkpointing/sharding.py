@@ -49,8 +49,8 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
     stream stay in float32; so does the embedding, because it decides the stream's dtype. FSDP2 can't shard a scalar, so
     learned scalars become vectors of one element; checkpoints and models hold them as scalars.
 
-    With ``processes.tensor`` > 1, groups of so many neighboring processes first split the linear layers' matrices by
-    transformers' plan.
+    If ``processes.tensor`` is above 1, each group of this many neighboring processes first splits the linear layers'
+    matrices by transformers' plan.
     """
     whole = init_device_mesh(device, (processes.data_size, processes.tensor), mesh_dim_names=("data", "tensor"))
     if processes.tensor > 1:
@@ -144,7 +144,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict with each tied weight once: the model's own tensors, but copies of scalars.
+    """Return the state dict with each tied weight once.
+
+    The tensors are the model's own tensors, except scalars, which are copies.
 
     After ``only_trained``, the result has only the trained weights. All processes of a sharded model must call it; call
     ``set_scalars`` after a change of the tensors.
@@ -172,27 +174,30 @@ def is_only_trained(model: nn.Module) -> bool:
 
 
 def set_scalars(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Set a model's sharded scalars to the values in ``model_tensors``; does nothing without sharded scalars."""
+    """Set a model's sharded scalars, if it has any, to the values in ``model_tensors``."""
     for name in _scalars(model):
         _set_scalar(model.get_parameter(name), tensors[name])
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gather a sharded model's tensors on the first process's CPU, empty elsewhere; all processes must call it."""
+    """Gather a sharded model's tensors on the first process's CPU.
+
+    Other processes get an empty result, but must call this function, too.
+    """
     reshard(model)
     state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return {name: value.reshape(()) if name in _scalars(model) else value for name, value in state.items()}
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of tensors on the CPU; sharded tensors are gathered, so all processes must call it."""
+    """Return copies of tensors on the CPU. Lamina gathers sharded tensors, so all processes must call this function."""
     parts = {name: tensor.detach() for name, tensor in tensors.items()}
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).cpu().contiguous() for name, p in parts.items()}
 
 
 @torch.no_grad()
 def set_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a whole tensor into another tensor, which may be sharded; all processes must call it."""
+    """Copy a whole tensor into another tensor, which may be sharded. All processes must call this function."""
     value = value.reshape(tensor.shape)  # a sharded scalar is a vector
     if isinstance(tensor, DTensor):
         value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
@@ -212,7 +217,10 @@ def own_class(model: nn.Module) -> Iterator[None]:
 
 
 def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Copy tensors to the CPU; of a sharded tensor, this process's part. A tensor with two names is copied once."""
+    """Copy tensors to the CPU.
+
+    If a tensor is sharded, Lamina copies this process's part. Lamina copies a tensor with two names once.
+    """
     copied: dict[tuple[int, torch.Size], torch.Tensor] = {}
     made: Tensors = {}
     for name, tensor in tensors.items():
@@ -226,8 +234,8 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: ProcessGroup | None = None) -> None:
     """Write sharded tensors by torch.distributed.checkpoint into a folder, one safetensors file per process.
 
-    ``group`` is the process group of the collectives, by default training's. Raises the first process's error in all
-    processes, and OSError if a disk is full.
+    ``group`` is the process group of the collectives (default: the process group of the training). Raises the first
+    process's error in all processes, and OSError if a disk is full.
     """
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
@@ -318,7 +326,7 @@ def load_optimizer(
     named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     if named != [list(saved["params"]) for saved in rest["groups"]]:
         raise UserError(
-            "resume: the checkpoint's optimizer has other weights: the checkpoint is another model's. Give another "
+            "resume: the checkpoint belongs to another model, because its optimizer has other weights. Give another "
             "--output."
         )
     for group, members, saved in zip(optimizer.param_groups, named, rest["groups"], strict=True):

@@ -39,7 +39,7 @@ def write(
     *,
     copied: bool = False,
 ) -> Callable[[], None]:
-    """Write a checkpoint's small files, each process its part, and return a function that writes the tensors.
+    """Write this process's part of a checkpoint's small files, and return a function that writes the tensors.
 
     An error in one process is raised in all processes. With ``copied``, the tensors are copied to the CPU now, so that
     another thread, with separate collectives, may write them later.
@@ -151,8 +151,8 @@ def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path,
         return
     if processes.first:
         logger.warning(
-            "%s was written by %d processes, and this run has %d. Lamina redistributes weights and optimizer, "
-            "but dropout draws other random numbers than the old processes would",
+            "%s was written by %d processes, and this run has %d. Lamina redistributes weights and optimizer, but "
+            "dropout draws different random numbers in the new processes",
             checkpoint, written, processes.size,
         )  # fmt: skip
     seed = trainer.args.seed + 1_000_003 * (step + 1)

@@ -84,7 +84,8 @@ def discard(model: nn.Module) -> None:
 
 
 def structure(block: Block) -> tuple:
-    """Return a key for a block's graph: its modules, shapes and settings, but not the values of weights or scales.
+    """Return a key for a block's graph: the block's modules, shapes and settings, but not the values of weights or
+    scales.
 
     Two blocks with equal keys share a graph.
     """

@@ -24,19 +24,20 @@ def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> Non
         raise UserError(f"precision: 'float8' needs torchao. Run: {install('quantize')}")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABLE:
         raise UserError(
-            f"precision: 'float8' on a GPU of compute capability {'.'.join(map(str, capability))} (needed: "
-            f"{'.'.join(map(str, _CAPABLE))}; allowed here: auto, fp32, bf16, fp16)"
+            f"precision: 'float8' does not work on a GPU of compute capability {'.'.join(map(str, capability))} "
+            f"(needed: {'.'.join(map(str, _CAPABLE))}; allowed here: auto, fp32, bf16, fp16)"
         )
     if device.type not in ("cuda", "cpu"):
-        raise UserError(f"precision: 'float8' on {device.type} (allowed here: auto, fp32, bf16, fp16)")
+        raise UserError(f"precision: 'float8' does not work on {device.type} (allowed here: auto, fp32, bf16, fp16)")
     if tokens % _MULTIPLE:
         raise UserError(
-            f"precision: 'float8' with {tokens} tokens in a process's micro-batch. Choose a batch_size and "
-            f"sequence_length with a multiple of {_MULTIPLE} tokens."
+            f"precision: 'float8' does not work with {tokens} tokens in a process's micro-batch. Choose a batch_size "
+            f"and sequence_length with a multiple of {_MULTIPLE} tokens."
         )
     if tensor_parallel > 1:
         raise UserError(
-            f"precision: 'float8' with tensor_parallel = {tensor_parallel}. Use --tensor-parallel 1, or bf16."
+            f"precision: 'float8' does not work with tensor_parallel = {tensor_parallel}. Use --tensor-parallel 1, or "
+            "bf16."
         )
 
 

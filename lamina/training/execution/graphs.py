@@ -73,7 +73,7 @@ class Replay:
 
     Args:
         blocks: all blocks of the model, in the order in which they are called.
-        capture: the function that captures the blocks as graphs (default: torch.cuda's).
+        capture: the function that captures the blocks as graphs (default: torch.cuda.make_graphed_callables).
     """
 
     def __init__(self, blocks: Sequence[Block], capture: Capture | None = None):

@@ -1,7 +1,7 @@
 """Early alarms: a layer's gradient, update, moments or residual stream leaves its usual range before the loss rises.
 
-Each alarm names one sub-layer and one step. Loads no transformers, because pages read alarms.jsonl and notable.jsonl
-here.
+Each alarm names one sub-layer and one step. This module does not load transformers, because the pages read alarms.jsonl
+and notable.jsonl with it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Alarm:
     """An alarm: a series that left its usual range at a step.
 
     Attributes:
-        rule: one of ``ORDER``. value, usual: the value, and the usual value with which the rule compares it.
+        rule: the name of the rule, one of ``ORDER``. value, usual: the value, and the usual value with which the rule
+            compares the value.
     """
 
     step: int
@@ -81,7 +82,7 @@ class Alarm:
     def order(self) -> tuple[float, ...]:
         """The sort key: the oldest alarm first; within a step, the alarm that explains most.
 
-        Of several values that are not finite, the value at the origin explains most. States spread to later layers, and
+        If several values are not finite, the value at the origin explains most. States spread to later layers, and
         gradients to earlier layers.
         """
         rank = 2 * self.layer + (self.sublayer == "feed_forward")
@@ -104,7 +105,7 @@ class Alarms(Rules):
             writes no file.
 
     Attributes:
-        told: alarms and notable batches so far, oldest first.
+        told: the alarms and notable batches so far, oldest first.
         marked: the steps at which a series stood out in the last call.
         news: the new events of the last call: the first alarm of each, as a sentence without the final period.
         paths: the layers' paths in the model, as far as they are known.
@@ -122,7 +123,7 @@ class Alarms(Rules):
     _scores: dict[Key, list[float]] = field(default_factory=dict)  # the last two, of what must last
 
     def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
-        """Judge new rows, write their alarms and return them; ``rate`` is the learning rate that divides updates."""
+        """Return the alarms of new rows and write them; ``rate`` is the learning rate that divides updates."""
         by_step: dict[int, list[Row]] = {}
         for row in rows:
             by_step.setdefault(row[0], []).append(row)
@@ -141,7 +142,10 @@ class Alarms(Rules):
         return first_before([*self.told, *chain(*self._high.values()), *self._single], rose)
 
     def close(self) -> None:
-        """Decide on gradients that still wait for a later alarm, and write them; call it after the last rows."""
+        """Decide on gradients that still wait for a later alarm, and write the alarms.
+
+        Call this method after the last rows.
+        """
         self._single += chain(*self._high.values())
         self._high = {}
         self._tell(self._followed(math.inf, begun=math.inf))
@@ -290,8 +294,11 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
         "not_finite": f"{name} is not finite",
         "skipped": f"the loss scaler skipped {alarm.value:g} steps in a row",
         "guess": f"the first loss is {alarm.value:.3g}, but guessing among all tokens gives {alarm.usual:.3g}",
-        "kept": f"{alarm.value:.0%} of the gradient is left from earlier steps, because it was not set to zero",
-        "unmoved": "parameters get a gradient but do not change" if alarm.value else "its weights do not change",
+        "kept": (
+            f"{alarm.value:.0%} of the gradient is left from earlier steps, because your code did not set the "
+            "gradient to zero"
+        ),
+        "unmoved": "parameters get a gradient but do not change" if alarm.value else "the weights do not change",
         "forgotten": f"{alarm.value:.0%} of its optimizer's moments changed between two steps",
         "written": f"something other than the optimizer changed its weights by {alarm.value:.0%} of their norm",
         "repeated": f"the batch is the same as in the previous {alarm.value:g} steps",
@@ -309,7 +316,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
         "dead": "its gradient is zero" if alarm.layer >= 0 else "no layer gets a gradient, although other parts do",
         "apart": f"{name} is {alarm.excess:.3g} times {others}",
         "low": f"{name} is {alarm.excess:.2g} times the neighboring layers' value",
-        NOTABLE: f"{name} was {alarm.excess:.3g} times its usual value, and nothing followed",
+        NOTABLE: f"{name} was {alarm.excess:.3g} times its usual value, and nothing went wrong afterward",
         "rewritten": f"one step changes its weights by {alarm.value:.0%} of their norm",
     }
     if alarm.metric == "without_gradient":
@@ -317,7 +324,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
     if alarm.metric == LOSS and alarm.rule in ("rise", "fall"):
         words[alarm.rule] = f"the loss went from {alarm.usual:.3g} to {alarm.value:.3g}, outside its noise"
     if alarm.metric == RATE:
-        words["rise"] = f"the learning rate is {alarm.excess:.3g} times the highest that it was at before"
+        words["rise"] = f"the learning rate is {alarm.excess:.3g} times its highest value so far"
     path = paths.get(alarm.layer)
     return f"step {alarm.step}, {place_in_words(alarm)}: {words[alarm.rule]}{f' ({path})' if path else ''}"
 

@@ -1,6 +1,6 @@
 """The rows of unusual batches (batches.jsonl), which show the text behind a spike.
 
-Loads neither torch nor transformers, because pages read batches.jsonl here.
+This module loads neither torch nor transformers, because the pages read batches.jsonl with it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class BatchRecords:
     Args:
         folder: gets the file; None in all processes but the first.
         step: the last earlier step; 0 for a new run.
-        tokenizer: decodes the beginnings; None looks for the model's.
+        tokenizer: decodes the beginnings; with None, Lamina looks for the model's tokenizer.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class BatchRecords:
             write_lines(folder / BATCHES, self._lines)
 
     def write(self, steps: Iterable[int], processes: Processes) -> None:
-        """Write the batches of the steps that the first process names; all processes call it together."""
+        """Write the batches of the steps that the first process names. All processes must call this method together."""
         written = {line["step"] for line in self._lines}
         new = sorted(step for step in set(steps) - written if self.kept.steps.get(step))
         new = new[: max(0, MOST_STEPS - len(written))]
@@ -165,7 +165,7 @@ def tokenizer_of(model: nn.Module) -> Tokenizer | None:
 
 
 def read_batches(folder: Path) -> list[Json]:
-    """Read batches.jsonl, which has a line per row of a batch; leaves out damaged lines."""
+    """Read batches.jsonl, which has a line for each row of a batch, without damaged lines."""
     names = {"step", "process", "row", "hash", "beginning"}
     return [line for line in parse_lines(folder / BATCHES)[0] if line.keys() == names]
 

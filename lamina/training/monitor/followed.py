@@ -39,8 +39,8 @@ class Followed:
 
     Attributes:
         structure: the model's structure; None if no layers were found.
-        whole: whether Lamina proved that the watched tensor is the residual stream; the parameters are located in any
-            case.
+        whole: whether Lamina proved that the watched tensor is the residual stream. Lamina locates the parameters even
+            without this proof.
         unproved: the layers of further stacks without this proof.
         notes: notes for the user, a line each.
     """
@@ -72,7 +72,7 @@ def follow(
     run in evaluation mode, and leave gradients and random generators unchanged. Compiled parts run uncompiled, so that
     their hooks are called and nothing is compiled for a small pass. The user's own hooks also run.
     """
-    problem = "" if arguments else "it was called without arguments"
+    problem = "" if arguments else "the model was called without arguments"
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
     flat = nullcontext()
     if any(map(_holds_tensors, arguments.values())):  # the batch is one mapping: its tensors become arguments

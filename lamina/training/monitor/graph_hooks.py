@@ -147,7 +147,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class GraphHooks(Generic[Key]):
-    """Hooks at points of a model, which a compiler may inline; they stay until ``close``."""
+    """Hooks at points of a model. A compiler may inline the hooks, and they stay until ``close``."""
 
     def __init__(self, points: Mapping[Key, Point]):
         self._handles: list[RemovableHandle] = []

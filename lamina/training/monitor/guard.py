@@ -70,7 +70,7 @@ class DivergenceGuard:
         if step - self.above_since + 1 >= self.patience:
             raise Diverged(
                 step,
-                f"the loss stayed more than {self.margin:g} nats above its best of {self.best:.3f} from step "
+                f"the loss was more than {self.margin:g} nats above its best of {self.best:.3f} from step "
                 f"{self.above_since} to {step} (now {loss:.3f}); {self.first_to_leave()}",
             )
 
@@ -89,7 +89,7 @@ class DivergenceGuard:
         if not math.isfinite(norm):
             self.alarms.see(rows)
             at = f"step {step}" if first in (None, step) else f"step {first}, read at step {step}"
-            raise Diverged(step, f"the gradient's norm is {norm} at {at}; {self.first_to_leave()}")
+            raise Diverged(step, f"the gradient norm is {norm} at {at}; {self.first_to_leave()}")
 
     def state_dict(self) -> Json:
         seen = {"best": self.best, "above_since": self.above_since, "losses": [*self._recent], "calm": list(self._calm)}

@@ -35,7 +35,7 @@ class HeldPart:
         return self.flat.is_floating_point()
 
     def of(self, state: torch.Tensor) -> torch.Tensor | None:
-        """Return this part of an optimizer's state of the flat parameter; None for a state of another shape."""
+        """Return this part of the optimizer's state for the flat parameter; None if the state has another shape."""
         return state[self._slice] if state.shape == self.flat.shape else None
 
 

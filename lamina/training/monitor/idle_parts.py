@@ -1,6 +1,8 @@
-"""Parts that learn little: experts without tokens, and layers whose gradient or update fell far behind the others'.
+"""Parts that learn little: experts without tokens, and layers whose gradient or update fell far below that in other
+layers.
 
-None of these has to do harm, so each is a note and no alarm. Loads neither torch nor transformers.
+Such parts need not do harm, so Lamina writes a note and raises no alarm. This module loads neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ class IdleParts:
     """Follows which parts learn little.
 
     Attributes:
-        runs: by part, how many values in a row it has been idle.
+        runs: for each part, the number of consecutive values at which the part was idle.
         named: the idle parts that a note has named.
-        counts: by layer, the loads of 0 that did not last, and all loads but those that last.
-        told: by metric, the number of notes.
+        counts: for each layer, the number of loads of 0 that did not last, and the number of all loads that did not
+            last.
+        told: for each metric, the number of notes so far.
     """
 
     runs: dict[Part, int] = field(default_factory=dict)
@@ -54,7 +57,7 @@ class IdleParts:
         """Judge a step and yield its notes.
 
         Args:
-            groups: gradients and updates, of sub-layers of one kind.
+            groups: the gradients and updates of sub-layers of one kind.
             loads: the experts' loads.
             recent: the latest values of each series.
         """

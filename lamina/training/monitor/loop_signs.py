@@ -127,9 +127,9 @@ class LoopSigns:
         if self._changes > CHANGES:
             return
         what = [f"{frozen} more parameters are frozen"] * bool(frozen) + [f"{unfrozen} are trained"] * bool(unfrozen)
-        more = "; later changes get no note" if self._changes == CHANGES else ""
+        more = "; Lamina will not report later changes" if self._changes == CHANGES else ""
         self.note(
-            f"step {step}: from here on {' and '.join(what)} ({places(owners)}; requires_grad), which is no "
+            f"step {step}: from this step on {' and '.join(what)} ({places(owners)}; requires_grad), which is no "
             f"alarm. The series of these parts start again{more}"
         )
 

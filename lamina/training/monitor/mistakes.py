@@ -52,7 +52,10 @@ class Mistake:
 
 
 class Mistakes(list[Mistake]):
-    """The mistakes that ``lamina.check`` found. It prints a line for each, and for each check that was not possible."""
+    """The mistakes that ``lamina.check`` found.
+
+    Printed, it shows a line for each mistake and for each check that was not possible.
+    """
 
     def __init__(self, findings: Iterable[Mistake], unchecked: Sequence[str] = ()):
         super().__init__(findings)
@@ -179,7 +182,7 @@ def of_another_model(setup: BeforeTraining) -> Iterator[Mistake]:
     foreign = sum(id(p) not in parameter_ids for p in every)
     if foreign and foreign < len(every) and any(id(p) not in setup.groups for p in setup.trained):
         yield Mistake(
-            what=f"{foreign} of the optimizer's {len(every)} parameters are not the model's",
+            what=f"{foreign} of the optimizer's {len(every)} parameters do not belong to the model",
             why="a part of the model was replaced, resized or wrapped after the optimizer was created, so this part "
             "does not learn",
             do="Create the optimizer again after this change",
@@ -215,7 +218,7 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     if any(p.ndim == 1 for p in gains):
         yield Mistake(
             what=f"{len(gains)} norms' gains or biases have a weight decay of {decay:g} ({setup.listed(gains)})",
-            why="weight decay pulls a gain toward 0, and with it the layer's contribution",
+            why="weight decay pulls a gain and so the layer's contribution toward 0",
             do="Put them into a group with weight_decay=0.0",
         )
 
@@ -302,7 +305,7 @@ def untied(setup: BeforeTraining) -> Iterator[Mistake]:
 def _untied(what: str) -> Mistake:
     return Mistake(
         what=what,
-        why="the two tensors were tied and will now drift apart",
+        why="training will make the two tensors, which were tied, differ more and more",
         do="Tie them again before you create the optimizer (model.tie_weights(), or head.weight = embedding.weight)",
     )
 
@@ -350,7 +353,10 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a first loss far above the loss of guessing among all tokens. A trained model's loss is below it."""
+    """Find a first loss far above the loss of guessing among all tokens.
+
+    A trained model's loss is below the loss of guessing.
+    """
     trial, labels = setup.trial, setup.labels
     if trial is None or (labels is not None and labels.is_floating_point()):
         return
@@ -358,7 +364,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"the first loss is {trial.loss}",
             why="the optimizer cannot take a step from such a loss",
-            do="Run the pass under torch.autograd.set_detect_anomaly(True), and look at the batch's labels and mask",
+            do="Run the pass under torch.autograd.set_detect_anomaly(True), and check the batch's labels and mask",
         )
         return
     if trial.logits is None or labels is None or trial.logits.shape[-1] < 8:
@@ -373,7 +379,10 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
             what=f"the first loss is {losses[0]:.3g}, but guessing among {trial.logits.shape[-1]} tokens gives "
             f"{guess:.3g}",
             why="the logits start too large, or the loss is a sum instead of a mean",
-            do="Draw head and embedding with a standard deviation of about 0.02 (or 1/sqrt(width)), and use a mean",
+            do=(
+                "Initialize head and embedding with a standard deviation of about 0.02 (or 1/sqrt(width)), and use a "
+                "mean loss"
+            ),
         )
 
 
@@ -403,7 +412,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers' matrices with a standard deviation that does not suit the width, or differs from other layers'."""
+    """Find layers' matrices whose standard deviation does not suit the width, or differs from other layers."""
     scales: dict[str, dict[str, float]] = {}
     for path, layers in setup.blocks:
         for at, layer in enumerate(layers):
@@ -446,7 +455,10 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
             yield Mistake(
                 what=f"{len(paths)} matrices have {what} ({', '.join(paths[:_SHOWN])}{' ...' * (len(paths) > _SHOWN)})",
                 why=why,
-                do="Draw them with 0.02, or 1/sqrt(inputs); divide output projections by sqrt(2 layers)",
+                do=(
+                    "Initialize them with a standard deviation of 0.02 or 1/sqrt(inputs), and divide output "
+                    "projections by sqrt(2 layers)"
+                ),
             )
 
 
@@ -505,7 +517,10 @@ def rate_of_adam(setup: BeforeTraining) -> Iterator[Mistake]:
         rate, size = statistics.median_low(over)
         yield Mistake(
             what=f"the learning rate is {rate:g}, and the layers' weights are about {size:.2g}",
-            why="a step of Adam changes each weight by about the learning rate, here by more than its size",
+            why=(
+                "a step of Adam changes each weight by about the learning rate, which is more than the weights' size "
+                "here"
+            ),
             do="Lower the learning rate, to 1e-2 or less",
         )
 
@@ -521,7 +536,7 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     if isinstance(padding, int) and bool(hidden.any()) and torch.equal(tokens == padding, ~hidden):
         yield Mistake(
             what=f"attention_mask is 1 at padding (token {padding}) and 0 at all other tokens",
-            why="the model reads the padding alone",
+            why="the model reads only the padding",
             do="Invert the mask: 1 stands for a token that is read",
         )
     elif (
@@ -530,7 +545,7 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
         and (count := int((hidden & (labels >= 0))[~hidden.all(1)].sum()))
     ):
         yield Mistake(
-            what=f"{count} labels stand where attention_mask is 0",
+            what=f"{count} positions with attention_mask 0 have labels",
             why="the loss counts padding, and the model learns to predict it",
             do=f"Set the labels to {IGNORED} where attention_mask is 0",
         )
@@ -545,7 +560,7 @@ def sees_next_token(setup: BeforeTraining) -> Iterator[Mistake]:
     if shifts is not None and shifts is not setup.shifted:
         yield Mistake(
             what="the labels are the next tokens, and the model's first logits change with the last token",
-            why="the model reads its labels, so the loss falls without learning",
+            why="the model sees the labels in its input, so the loss falls although the model learns nothing",
             do="Give the attention a causal mask (is_causal=True)",
         )
 
@@ -558,7 +573,7 @@ def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"{len(stuck)} matrices of zeros get a gradient of 0 ({setup.listed(stuck)})",
             why="each is multiplied by another matrix of zeros, so both stay 0",
-            do="Draw one of the two at random",
+            do="Initialize one of the two at random",
         )
 
 

@@ -1,4 +1,4 @@
-"""The core of a monitored training: the only code that ends a step, feeds the alarms and writes rows.
+"""The core of a monitored training: only this code ends a step, passes rows to the alarms and writes rows.
 
 An adapter supplies the measurements. The adapter for a user's loop uses torch's hooks (``watch.LoopMonitor``). The
 adapter for a run of Lamina uses Trainer's callbacks (``recorder.RunRecorder``).
@@ -46,7 +46,7 @@ class Writers:
 
 @dataclass(kw_only=True, eq=False)
 class Monitor:
-    """Ends the steps of a training, judges the adapter's measurements, and writes them.
+    """Ends the steps of a training, checks the adapter's measurements for alarms, and writes the measurements.
 
     Attributes:
         records: the writers; None in every process but the first.
@@ -78,12 +78,14 @@ class Monitor:
         self.series.end_step(step, skipped=skipped)
 
     def look(self, rows: Sequence[Row] = (), rate: float | None = None, *, due: bool = True) -> list[Row]:
-        """Judge the steps since the last look, with ``rows``, and write them; all processes call it at the same step.
+        """Check the steps since the last call for alarms, with ``rows``, and write the steps.
 
-        It writes the ``rows`` of a ``due`` step, and of steps with an alarm or a notable batch.
+        All processes must call this method at the same step.
+
+        Lamina writes the ``rows`` of a ``due`` step, and the rows of steps with an alarm or a notable batch.
 
         Args:
-            rows: the measurements since the last look.
+            rows: the measurements since the last call.
             rate: the learning rate that divides updates.
             due: whether the last step is recorded.
 
@@ -136,7 +138,10 @@ class Monitor:
             self.records.sync()
 
     def state_dict(self) -> Json:
-        """Return the state of alarms and files for a checkpoint, after a sync to disk; all processes call it."""
+        """Write all rows to disk, and return the state of alarms and files for a checkpoint.
+
+        All processes must call this method.
+        """
         self.look(due=False)
         if self.records is None:
             return self.alarms.state_dict()

@@ -100,7 +100,7 @@ def _share(tensor: torch.Tensor) -> float:
 
 
 def clip(model: nn.Module, limit: float) -> torch.Tensor:
-    """Clip a sharded model's gradients and return their norm before.
+    """Clip a sharded model's gradients, and return their norm before the clipping.
 
     The model may have several device meshes; torch's function takes only one.
     """
@@ -126,7 +126,7 @@ class GradientNorms:
         exact: whether a CPU sums in short pieces and adds the pieces in float64. On a CPU, torch's norm of a tensor of
             2**24 floats is off by 7e-4. Lamina's own runs record torch's norm, bit for bit.
         flat: the model's flat parameters; None looks for FSDP1's.
-        group: the processes that share the model, a pipeline stage's; None for all.
+        group: the processes that share the model or the pipeline stage; None for all processes.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class GradientNorms:
 
     @torch.no_grad()
     def clip(self, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip the gradients, and return their norm and ``squares`` before.
+        """Clip the gradients, and return their norm and ``squares`` before the clipping.
 
-        It reads the gradients only once, and gives the same bits as separate calls.
+        The method reads the gradients only once, and its results are bit-identical to separate calls.
         """
         present = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
         parameters = [self.parameters[index] for index in present]
@@ -230,7 +230,7 @@ class GradientNorms:
         return owners | {(layer, "block", "all") for layer, _, _ in owners if layer >= 0}
 
     def totals(self, sums: Sequence[float]) -> Iterator[tuple[Owner, float]]:
-        """Yield each group's sum, then each whole block's."""
+        """Yield each group's sum, then each whole block's sum."""
         blocks: dict[int, float] = {}
         for (layer, sublayer, role), value in zip(self.keys, sums, strict=True):
             yield (layer, sublayer, role), value
@@ -313,11 +313,11 @@ def largest_rate(optimizers: Optimizers) -> float | None:
 class Samples:
     """Finds changes that the optimizers did not make, in a fixed sample of weights and moments.
 
-    In most trainings, only the optimizers change weights and moments, so the rule needs no fitted limit. Metrics:
-    ``written_ratio`` is the norm of these changes to the weights since the last record, divided by the weights' norm.
-    ``moved_ratio`` is how far training had moved the weights before such a change, also divided by their norm; it
-    counts from the previous such change, or from the first step. ``forgotten_share`` is the largest loss of magnitude
-    in one of the optimizer's tensors, divided by the tensor's norm; it is 1 if the tensor is lost.
+    In most trainings only the optimizers change weights and moments, so the alarm for other changes needs no fitted
+    limit. Metrics: ``written_ratio`` is the norm of these changes to the weights since the last record, divided by the
+    weights' norm. ``moved_ratio`` is how far training had moved the weights before such a change, also divided by their
+    norm; this distance counts from the previous such change, or from the first step. ``forgotten_share`` is the largest
+    loss of magnitude in one of the optimizer's tensors, divided by the tensor's norm; it is 1 if the tensor is lost.
 
     Only ``rows`` waits for the device. A resumed run begins with a new sample, so its first step is not compared.
 

@@ -1,6 +1,6 @@
 """Signs of trouble in reinforcement learning (GRPO, RLOO), from the numbers that the trainer logs.
 
-Loads neither torch nor transformers, because Lamina also reads other tools' histories with this module.
+This module loads neither torch nor transformers, because Lamina also reads other tools' histories with it.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class PolicyCourse:
     Attributes:
         last: the step of the last record; 0 before the first.
         begun: the first step of the current period in which all rewards of each group are equal; 0 if they differ.
-        run: the number of records in this period. records, equal: the number of all records before this period, and the
-            number of these records with equal rewards in each group.
+        run: the number of records in this period. records, equal: the number of records before this period, and the
+            number of them with equal rewards in each group.
         idle: whether the rewards have given no gradient for too long to be chance.
         first: the first values of each metric.
         recent: the last KL values inside the usual range.

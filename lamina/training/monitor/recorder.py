@@ -151,7 +151,10 @@ class MonitoredTrainer(_Trainer):
         """When training begins, restore the sums that a resumed trainer had collected since its last record."""
 
     def bare_model(self) -> LaminaForCausalLM:
-        """Return the model without wrappers of accelerate and DDP; cached, because unwrapping visits all modules."""
+        """Return the model without the wrappers of accelerate and DDP.
+
+        Lamina caches it, because unwrapping visits all modules.
+        """
         assert self.model is not None
         if self._wrapped is not self.model:
             self._wrapped, self._bare = self.model, self.accelerator.unwrap_model(self.model)
@@ -320,7 +323,7 @@ class RunRecorder(Monitor, TrainerCallback):
         return {**super().state_dict(), "evaluations": [last.step, last.loss, self.best_eval], **second, **scores}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore a checkpoint's evaluations, unless metrics.jsonl holds a later one."""
+        """Restore a checkpoint's evaluations, unless metrics.jsonl holds a later evaluation."""
         super().load_state_dict(state)
         recorded = LastEvaluation()
         if self.records is not None:
@@ -348,7 +351,7 @@ class RunRecorder(Monitor, TrainerCallback):
         self.write_divergence(diverged, self.tokens_at(diverged.step))
 
     def close(self) -> None:
-        """Write the collected rows and close the progress bar; safe to call twice."""
+        """Write the collected rows and close the progress bar. You may call this method twice."""
         try:
             self.alarms.close()
             if self.records is not None:

@@ -69,7 +69,7 @@ class Past:
     """The comparison of a metric's series with their own past.
 
     Attributes:
-        rises, falls: whether a value above, or below, the past counts.
+        rises, falls: whether a value above the past values counts, and whether a value below them counts.
         fewest: the number of past values that the rule needs.
         calm: the value below which a rise does not count, such as an attention logit that grows early in training, or a
             gain that began at 0.
@@ -115,14 +115,17 @@ _MOVES = ("gradient_norm", "update_norm", "first_moment", "second_moment")
 _EVERY_STEP = {metric for metric, past in PASTS.items() if past.fewest == EVERY_STEP}
 _STILL = {*_MOVES, *_IDLE, NORM, "unmoved_parameters"}  # not judged while equal rewards give no gradient
 AVERAGED = (
-    "code other than the optimizer wrote to all weights, but changed them no more than training had "
-    "(look-ahead, DiLoCo, weight averages, a loaded checkpoint). Such writes are no alarm"
+    "code other than the optimizer changed all weights, but by no more than training had changed them before "
+    "(look-ahead, DiLoCo, weight averages, a loaded checkpoint). Lamina raises no alarm for such a change"
 )
 ESTIMATES = (
     "the optimizer raises its own estimate of the learning rate. Until the estimate stays level, Lamina "
     "does not compare weights, updates and hidden states with their past"
 )
-RATES = "parts have a separate learning rate, which is no alarm unless another series of these parts leaves its range"
+RATES = (
+    "parts have a separate learning rate, for which Lamina raises no alarm unless another series of these parts "
+    "leaves its range"
+)
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
 
 
@@ -130,7 +133,7 @@ class Found(NamedTuple):
     """A judgment: the rule, the row, the usual value, and whether the series has left its range.
 
     ``name`` and ``score`` belong to the fitted limit, if the rule has a fitted limit. The series has left its range if
-    the score is above this limit; for a rising gradient, if the rise has lasted more consecutive steps than the limit.
+    the score is above this limit. For a rising gradient, the number of consecutive steps must be above the limit.
     """
 
     rule: str
@@ -203,7 +206,7 @@ class Rules:
     _zeros: dict[Place, list[int]] = field(default_factory=dict)  # zero gradients: in a row, from step, before, of all
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None, *, latest: bool) -> Iterator[Found]:
-        """Judge the rows of a step; ``rate`` is the learning rate that divides updates, of the ``latest`` step."""
+        """Judge the rows of a step; Lamina divides updates by ``rate``, the learning rate of the ``latest`` step."""
         found = list(self._found(step, rows, rate, latest))
         yield from found
         yield from self._rates(rows, found)
@@ -404,7 +407,10 @@ class Rules:
             alarming = row[6] > HIGHER and (row not in on_purpose or row[1:4] in self._harmful)
             yield Found("apart", row, 1.0, left=alarming)
         if on_purpose and not any(RATES in note for note in self.notes):
-            self.notes.append(f"step {high[0][0]}: {RATES}: up to {max(row[6] for row in high):.3g} times the others'")
+            self.notes.append(
+                f"step {high[0][0]}: {RATES}: up to {max(row[6] for row in high):.3g} times the learning rate of the "
+                "other parts"
+            )
 
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge sub-layers by those of the same kind in other layers.

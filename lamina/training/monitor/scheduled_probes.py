@@ -89,7 +89,7 @@ class ScheduledProbes(TrainerCallback):
         began, step = time.monotonic(), state.global_step
         model = self.trainer.bare_model()
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            self._note("all", step, f"{_REFUSED}the weights are spread over several processes")
+            self._note("all", step, f"{_REFUSED}several processes share the weights")
             return
         with undisturbed(model):
             context = self._context(model, step)

@@ -15,7 +15,7 @@ Peers: TypeAlias = dict[tuple[str, ...], list[int]]
 
 
 def named_alike(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield a layer's parameters with their modules and their names inside the layer; leaves out numbered experts."""
+    """Yield a layer's parameters, except numbered experts, with their modules and their names inside the layer."""
     for path, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not any(part.isdigit() for part in path.split(".")):
@@ -23,7 +23,8 @@ def named_alike(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter
 
 
 class SilentParameters:
-    """Finds parameters that get no gradient, although their module runs and most of the same name in other layers do.
+    """Finds parameters that get no gradient, although their module runs and most other layers' parameters of the same
+    name get one.
 
     A module may not run, because a layer may share another layer's keys and leave its own projection out. So hooks
     check whether the modules of suspected parameters run.

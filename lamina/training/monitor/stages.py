@@ -30,9 +30,8 @@ def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, 
     folders = dict.fromkeys(folder for folder, _ in every)
     if len(set(every)) > len(folders):
         raise UserError(
-            f"output: {settings.output!r} is shared by processes that train different layers. Give each "
-            "pipeline stage its own "
-            'folder: output=f"runs/mine/stage-{stage}"'
+            f"output: processes that train different layers share {settings.output!r}. Give each pipeline stage its "
+            'own folder: output=f"runs/mine/stage-{stage}"'
         )
     groups = {at: [rank for rank, (folder, _) in enumerate(every) if folder == at] for at in folders}
     made: dict[str, tuple[Any, Any]] = {

@@ -46,7 +46,8 @@ def magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tensor:
-    """Return the ``count`` largest of a state's ``magnitudes`` [tokens, hidden_size], or all, in descending order.
+    """Return the ``count`` largest of a state's ``magnitudes`` [tokens, hidden_size] in descending order; all of them
+    if there are fewer.
 
     NaN counts as the largest. Does not wait for the device.
     """
@@ -118,8 +119,8 @@ class ForwardMeter:
     """Measures a forward pass; a few numbers per sub-layer stay on the device until ``take``.
 
     Args:
-        points: the points at which Lamina measures the stream; at a point that combines several streams, it measures
-            the streams before.
+        points: the points at which Lamina measures the stream. If a point combines several streams, Lamina measures the
+            streams before it combines them.
         structure: the model's structure, for attention logits and choices of experts; None measures neither.
         top: the number of largest |x| of all states to keep.
         graph: the hooks at the points of a compiled model, whose logits and experts stay hidden; None for other models.
@@ -204,7 +205,7 @@ class ForwardMeter:
         return []
 
     def take(self) -> PassNumbers:
-        """Return the last pass's measurements and forget them; waits for the device."""
+        """Return the last pass's measurements and forget them. The call waits for the device."""
         seen = PassNumbers()
         if self._states:
             values = torch.stack(list(self._states.values())).tolist()

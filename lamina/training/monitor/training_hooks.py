@@ -149,7 +149,7 @@ class Taken:
 
 
 def stepping(optimizer: object) -> torch.optim.Optimizer:
-    """Unwrap the torch optimizer inside accelerate's or DeepSpeed's. Raises UserError for anything else."""
+    """Return the torch optimizer inside accelerate's or DeepSpeed's optimizer. Raises UserError for anything else."""
     inner: Output = optimizer
     while not type(inner).__module__.startswith("torch.") and hasattr(
         getattr(inner, "optimizer", None), "param_groups"
@@ -164,7 +164,8 @@ def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple
     """Call ``act`` once a step has its gradients: after the step's closure computed them, or now without a closure.
 
     Args:
-        args, kwargs: the arguments of ``optimizer.step``, as its pre-hooks get them; ``args`` begin with the optimizer.
+        args, kwargs: the arguments of ``optimizer.step``, as the optimizer's pre-hooks get them; ``args`` begin with
+            the optimizer.
         act: called before the update, once for each call of the closure (LBFGS calls the closure several times a step).
 
     Returns new arguments for the step, or None if the old arguments stay.
@@ -404,7 +405,7 @@ class Instruments:
             losses.append((whole if scaled is loss and whole is not None else loss).detach())
 
     def divides(self, model: nn.Module, divisor: float) -> None:
-        """Divide the losses so far by the number of micro-batches, as a pipeline stage divides the gradients."""
+        """Divide the losses so far by the number of micro-batches, as a pipeline stage divides its gradients."""
         if bare(model) is self.model:
             self._differentiated = [loss / divisor for loss in self._differentiated]
             self._apart = [loss / divisor for loss in self._apart]
@@ -442,8 +443,9 @@ class Instruments:
         if self._scale is not None and self._current is not None:
             self._current = self._current / torch.where(self._scale > 0, self._scale, 1.0) ** 2
             self.note(
-                "your code clips gradients before scaler.unscale_(optimizer), while they still have the loss scale, "
-                "so the limit is far too low. Call scaler.unscale_(optimizer) before the clipping"
+                "your code clips gradients before scaler.unscale_(optimizer), while the gradients still contain the "
+                "loss scale, so the clipping limit is far too low. Call scaler.unscale_(optimizer) before the "
+                "clipping"
             )
             self._scale = None
 
@@ -508,7 +510,7 @@ class Instruments:
 
     @property
     def accumulates(self) -> bool:
-        """Whether only a micro-batch has ended, and not yet the step. A step that a loss scaler skips has ended."""
+        """Whether a micro-batch has ended, but not the step. A step that a loss scaler skips has ended."""
         if self._zero is not None:
             return not self.ended
         return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
@@ -563,8 +565,9 @@ class Instruments:
         new = [parameter for identity, parameter in now.items() if identity not in seen]
         names = f": {named(self.model, new)}" if new else ""
         self.note(
-            f"step {step}: the model has {len(new)} new parameters, and {len(seen - now.keys())} are gone{names}. "
-            "Lamina searches the layers again. An optimizer created earlier does not have the new parameters"
+            f"step {step}: the model has {len(new)} new parameters, and {len(seen - now.keys())} earlier parameters "
+            f"are gone{names}. Lamina searches for the layers again. An optimizer that you created earlier does not "
+            "have the new parameters"
         )
         self._stale = True
 
@@ -633,7 +636,7 @@ class Instruments:
                     self.note(f"step {step}: these parameters have a learning rate of 0: {named(self.model, resting)}")
             if silent := self._updates.silent:
                 self.note(
-                    "these parameters get no gradient, although the same parameters of most other layers do: "
+                    "these parameters get no gradient, although the same parameters of most other layers get one: "
                     f"{named(self.model, silent)}"
                 )
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model

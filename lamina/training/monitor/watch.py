@@ -116,7 +116,7 @@ class LoopMonitor(Monitor):
         records: the writer of the records in the first process; None in all other processes.
         step: the last earlier step; 0 for a new run.
         on_alarm: called in the first process with the first alarm of each event.
-        tokenizer: decodes the rows of recorded batches; None looks for the model's.
+        tokenizer: decodes the rows of recorded batches; with None, Lamina looks for the model's tokenizer.
     """
 
     says, level = "lamina.watch: ", logging.WARNING
@@ -285,7 +285,7 @@ class LoopMonitor(Monitor):
         return [row for row in super().new_steps() if not scaled or row[5] != NORM or math.isfinite(row[6])]
 
     def flush(self) -> None:
-        """Write all rows so far to disk while the monitor is open; all processes call it."""
+        """Write all rows so far to disk while the monitor is open. All processes must call this method."""
         if self._open:
             super().flush()
 
@@ -315,7 +315,7 @@ class LoopMonitor(Monitor):
         self.end(sys.exc_info()[1])
 
     def end(self, error: BaseException | None) -> bool:
-        """Close with the status for the error; return whether the error is the monitor's own stop."""
+        """Close with the status for the error; return whether the monitor raised this error to stop the training."""
         ended = isinstance(error, Diverged) and error is self.diverged
         if ended or error is None:
             self.close(Status.FINISHED)
@@ -326,7 +326,7 @@ class LoopMonitor(Monitor):
         return ended
 
     def close(self, status: Status, reason: str = "") -> None:
-        """Remove the hooks, and write the collected rows; safe to call twice."""
+        """Remove the hooks, and write the collected rows. You may call this method twice."""
         if not self._open:
             return
         # The others may have left, or a loop may have ended the processes' group before the process ends.
@@ -396,8 +396,9 @@ class Watch:
         Under accelerate's ``accumulate``, a call after an ``optimizer.step()`` that accelerate skipped ends a
         micro-batch; the step's loss is the mean over its micro-batches.
 
-        Waits for the device only if a record is due (every ``every``-th step). With ``on_divergence="stop"``, a
-        divergence ends the ``with`` block here. Raises UserError for a loss that is not a single number.
+        The call waits for the device only at steps with a record (every ``every``-th step). With
+        ``on_divergence="stop"``, a divergence ends the ``with`` block here. Raises UserError for a loss that is not a
+        single number.
         """
         assert self._open, (
             "monitor.step() was called outside of the with block of lamina.watch. Call it inside the block."
@@ -464,7 +465,8 @@ def watch(
             divergence_margin, divergence_patience, skip_outliers, report_to.
 
     Raises:
-        UserError: for invalid settings, a model or an optimizer that is not torch's, an output folder in use.
+        UserError: for invalid settings, a model or an optimizer that does not come from torch, or an output folder in
+            use.
     """
     record = WatchSettings.from_dict({"output": output, **settings})
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
@@ -485,7 +487,7 @@ def open_monitor(
     on_alarm: OnAlarm | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> LoopMonitor | None:
-    """Begin a monitor; all processes of a run call it.
+    """Begin a monitor. All processes of a run must call this function.
 
     If ``step`` is above 0 and ``resume="auto"`` finds records that Lamina can't continue, log a line and return None,
     so that the training continues without records. In other cases, raise UserError.

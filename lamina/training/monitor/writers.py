@@ -1,6 +1,6 @@
 """A run's records: rows of layers/, the numbers of every step, metrics.jsonl, and watched.json.
 
-Loads neither torch nor transformers: the pages read watched.json here.
+This module loads neither torch nor transformers, because the pages read watched.json with it.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class MetricsWriter:
         records.sort(key=lambda record: record["step"])
         last = max((record["step"] for record in records if "loss" in record), default=0)
         if last < logged_step:
-            logger.warning("%s: its records of steps %d to %d are gone", self.path, last + 1, logged_step)
+            logger.warning("%s: the records of steps %d to %d are gone", self.path, last + 1, logged_step)
         write_lines(self.path, records)
         self.tokens_before = max((record["tokens"] for record in records if record.get("tokens")), default=0)
         self.evaluation, self.best_eval = _evaluations(records)
@@ -317,7 +317,7 @@ class LayersWriter:
             elif _number(part) >= state["layer_parts"]:
                 part.unlink()
         if (missing := state.get("layer_parts", 0) - len(layer_parts(self.folder.parent))) > 0:
-            logger.warning("%s: %d of its parts are missing, so Lamina skips their records", self.folder, missing)
+            logger.warning("%s: %d parts of this file are missing, so Lamina skips their records", self.folder, missing)
         self.next = state.get("layer_parts", self._after_last())
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -376,9 +376,11 @@ class WatchSettings(Settings):
         False, "whether to keep the rows, with text, of batches with an alarm or an unusual gradient"
     )
     on_divergence: OnDivergence = setting("note", "at a divergence: note it, or stop the training")
-    divergence_margin: float = setting(1.0, "divergence margin: nats above the lowest loss so far", not_below(0.0))
+    divergence_margin: float = setting(
+        1.0, "how far the loss must rise above its lowest value to count as diverged, in nats", not_below(0.0)
+    )
     divergence_patience: int = setting(
-        20, "divergence patience: steps that the loss must stay above this margin", at_least(1)
+        20, "number of steps for which the loss must stay that high to count as diverged", at_least(1)
     )
     skip_outliers: float | None = setting(
         None,

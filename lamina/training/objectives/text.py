@@ -53,7 +53,7 @@ class TextObjective(Objective):
         return {
             "corpus": settings.corpus,
             "tokenizer": f"{settings.tokenizer}, {stats.vocab_size:,} tokens",
-            **({} if settings.packing == "on" else {"packing": "off, and tokens are counted without padding"}),
+            **({} if settings.packing == "on" else {"packing": "off, and Lamina counts no padding as tokens"}),
             "tokens to train on": f"{stats.train_tokens:,}",
             "tokens held out": f"{stats.eval_tokens:,}",
             "unigram entropy": f"{stats.unigram_entropy:.3f} nats per token",

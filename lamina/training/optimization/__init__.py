@@ -1,1 +1,1 @@
-"""Optimization of a run: parameter groups, learning rates, and the order of the training blocks."""
+"""Parameter groups, learning rates and the order of the training blocks of a run."""

@@ -57,8 +57,8 @@ def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
 
     The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out/in).
     Muon's updates have the norm rate * 0.2 * sqrt(max(out, in)) for any input, so the factor is the same for all
-    alignments: 1/sqrt(m) if both sides grow. The factors for depth are Adam's, because neither optimizer's updates
-    depend on the gradient's size.
+    alignments: 1/sqrt(m) if both sides grow. The factors for depth are the same as for Adam, because neither
+        optimizer's updates depend on the gradient's size.
     """
     if scaled.kind != "hidden" or scaled.weight.layer < 0:
         return scaled.factors
@@ -128,8 +128,8 @@ def parameter_groups(
 ) -> list[Json]:
     """Group the parameters by learning rate and weight decay; groups with a rate factor near 1 come first.
 
-    Gains, biases and learned scales have no weight decay. ``epsilon`` is Adam's; a group with a factor on epsilon gets
-    the product.
+    Gains, biases and learned scales have no weight decay. ``epsilon`` is Adam's epsilon; a group with a factor on
+    epsilon gets the product of both.
     """
     groups: dict[tuple[float, bool, float, float, bool], Json] = {}
     decay = set(decaying(model))
@@ -152,8 +152,8 @@ def check_optimizer(arguments: TrainingArguments) -> None:
     name = str(getattr(arguments.optim, "value", arguments.optim))
     if "adam" not in name:
         raise UserError(
-            f"width_scaling, depth_scaling: their exponents ({', '.join((*SCHEMES, *DEPTH_SCHEMES))}) are Adam's, "
-            f"but trainer.optim is {name!r}. Choose an adamw optimizer, or turn both scalings off"
+            f"width_scaling, depth_scaling: the exponents of these scalings ({', '.join((*SCHEMES, *DEPTH_SCHEMES))}) "
+            f"are for Adam, but trainer.optim is {name!r}. Choose an adamw optimizer, or turn both scalings off"
         )
 
 

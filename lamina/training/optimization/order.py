@@ -26,13 +26,13 @@ class TrainOrder(Sampler[list[int]]):
         blocks: the number of blocks.
         batch_size: blocks in a micro-batch of all processes; a multiple of ``size``.
         gradient_accumulation: micro-batches in a step.
-        skips: skipped data as pairs (step, ahead): after ``step``, the order is ``ahead`` steps of data ahead. For each
-            step, the last pair before the step counts.
+        skips: skipped data as pairs (step, ahead): after ``step``, the order has skipped ``ahead`` steps of data. For
+            each step, the last pair before the step counts.
         done: the number of steps already trained; the first micro-batch belongs to the next step.
         rank: the rank of this process among ``size``.
         lengths: the lengths of the blocks in tokens. With lengths, each pass is shuffled, and then each stretch of
             ``STRETCH`` micro-batches is sorted by length, so that a micro-batch holds blocks of similar length.
-        shuffled: False for blocks that already come in an endless order, such as a mix's.
+        shuffled: False for blocks that already come in an endless order, such as the blocks of a mix.
     """
 
     def __init__(
@@ -87,7 +87,10 @@ class TrainOrder(Sampler[list[int]]):
         return spans
 
     def total(self, values: np.ndarray, steps: int) -> int:
-        """Sum a number per block over the blocks of the first ``steps`` steps; a block counts as often as it comes."""
+        """Sum a number per block over the blocks of the first ``steps`` steps.
+
+        A block that comes several times counts each time.
+        """
         whole = int(values.sum())
 
         def upto(position: int) -> int:
@@ -109,7 +112,10 @@ class TrainOrder(Sampler[list[int]]):
         return indices
 
     def turn(self, turn: int) -> torch.Tensor:
-        """Return the order of a pass over the blocks (passes count from 0); with ``lengths``, sorted in stretches."""
+        """Return the order of a pass over the blocks (passes count from 0).
+
+        With ``lengths``, each stretch is sorted.
+        """
         if self.lengths is None:
             return shuffled(self.blocks, self.seed + turn)
         if self._by_length[0] != turn:

@@ -196,7 +196,7 @@ def test_what_does_not_train_is_not_tuned_and_its_rows_say_so(plan, store, stage
     rows = results_table(made, store)
     lost = rows[(rows["placement"] == "keel") & (rows["seed"] == 0)].set_index("stage")
     assert dict(lost["status"]) == dict.fromkeys(("pretrain", "sft", "policy"), "diverged")
-    assert "starts from a model that is diverged" in lost.loc["policy", "reason"]
+    assert "starts from a model whose status is diverged" in lost.loc["policy", "reason"]
     assert (rows["status"] == "finished").sum() == len(rows) - 3
 
 

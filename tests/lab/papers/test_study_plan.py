@@ -204,7 +204,7 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
     edited["scales"]["cpu"]["settings"]["steps"] = 9
     file.write_text(yaml.safe_dump(edited))
     for store in (full, empty):
-        with pytest.raises(UserError, match="it has changed since it ran here"):
+        with pytest.raises(UserError, match="the study has changed since its last run here"):
             _refuse_edited(stored, edited, StudyPlan(read_study(file).scale("cpu")), store)
 
 
@@ -219,8 +219,8 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
         ({"figures": 5}, "figures: 5"),
         ({"figures": {"kind": "sweep"}}, "Give a list of mappings"),
         *(({"looks": n}, "cpu: looks: .* Give a whole number of at least 1") for n in (0, True, 1.5, "twice")),
-        ({"job": "train"}, r"unknown job in .*'train'"),
-        ({"job": "sft"}, r"unknown job in mine.yaml: cpu 'sft' \(allowed: init, max-lr, pretrain\)"),
+        ({"job": "train"}, r"unknown job 'train'"),
+        ({"job": "sft"}, r"mine.yaml: cpu: unknown job 'sft' \(allowed: init, max-lr, pretrain\)"),
         ({"base": "smal"}, r"unknown base .*did you mean 'small'"),
         ({"axs": {}}, r"unknown field .*'axs'; did you mean 'axes'"),
         # its axes
@@ -236,20 +236,20 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
         ({"axes": {"arm": {"a": {}, "b": {"learning_rate": 0.5}}, "learning_rate": [1e-3]}}, "arm: b: learning_rate"),
         # the way to tune
         ({"axes": {"learning_rate": {"tune": []}}}, r"learning_rate: \[\]"),
-        (tuned_by(also={"postln": "keel"}), "unknown label in .*also 'postln'"),
-        (tuned_by(also={"post_ln": "kel"}), "unknown label in .*also: post_ln 'kel'.*keel"),
-        (tuned_by(also={"post_ln": "2"}), "unknown label in .*also: post_ln '2'"),
-        (tuned_by(also={"post_ln": "post_ln"}), "unknown label in .*also: post_ln 'post_ln'"),
+        (tuned_by(also={"postln": "keel"}), "also: unknown label 'postln'"),
+        (tuned_by(also={"post_ln": "kel"}), "also: post_ln: unknown label 'kel'.*keel"),
+        (tuned_by(also={"post_ln": "2"}), "also: post_ln: unknown label '2'"),
+        (tuned_by(also={"post_ln": "post_ln"}), "also: post_ln: unknown label 'post_ln'"),
         (tuned_by(also=["post_ln"]), r"also: \['post_ln'\] does not fit. Give a mapping"),
         (tuned_by(seeds=[100, 2]), r"seed 2 tunes the rates. Give seeds that are not among \[100, 2\]"),
         (tuned_by(seeds=[100, 100]), "a list of different seeds"),
         (tuned_by(seeds=4), "at most the 3 of 'seed'"),
         (tuned_by(seeds=0), "learning_rate: seeds: 0 .*at least 1"),
         (tuned_by(seeds=[100], rule="one-se"), "'one-se' needs at least two tuning seeds"),
-        (tuned_by(rule="one_se"), "unknown rule in .*'one_se'.*one-se"),
+        (tuned_by(rule="one_se"), "unknown rule 'one_se'.*one-se"),
         (tuned_by(widen=-1), "widen: -1 .*at least 0"),
         (tuned_by(settings={"steps": 7}), "learning_rate: settings: .*with a list of tuning seeds"),
-        (tuned_by(seeds=[100], settings={"step": 7}), "unknown setting in .*learning_rate: settings 'step'.*steps"),
+        (tuned_by(seeds=[100], settings={"step": 7}), "learning_rate: settings: unknown setting 'step'.*steps"),
         (tuned_by(seeds=[100], settings={"seed": 7}), "learning_rate: settings: seed: the study or its engine"),
         # what it measures
         ({"measures": {"end": ["gain"]}}, "mine.yaml: cpu: measures: end: unknown probe 'gain'; did you mean 'gains'"),

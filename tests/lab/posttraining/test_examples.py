@@ -229,7 +229,7 @@ GOOD = [{"prompt": f"q{n}", "completion": " a"} for n in range(4)]
         ({"prompt": "a", "completion": ""}, "row 5: the field 'completion' is ''"),
         ({"prompt": "a"}, "row 5: the field 'completion' is missing"),
         ({"prompt": "a", "completion": 3}, r"row 5: the field 'completion' is \[{.*'content': 3"),
-        ({"prompt": "x" * 600, "completion": "a"}, "row 5: its first 512 tokens contain no token to train on"),
+        ({"prompt": "x" * 600, "completion": "a"}, "row 5: the first 512 tokens contain no token to train on"),
         (
             {"prompt": [user("q")], "completion": [assistant("")]},
             r"row 5: the field 'completion' is \[{.*: ''",
@@ -377,8 +377,8 @@ def test_generated_preferences_have_a_right_and_another_answer(made):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("generated:answer", "unknown kind of data 'answer'.*answers"),
-        ("generated:answers:sort", "unknown task of data 'sort'.*sorting"),
+        ("generated:answer", "data: unknown kind 'answer'.*answers"),
+        ("generated:answers:sort", "data: unknown task 'sort'.*sorting"),
         ("generated:answers@dev", r"data: 'generated:answers@dev' \(allowed: generated:KIND"),
     ],
 )

@@ -250,7 +250,10 @@ def test_a_reward_that_is_no_number_is_one_line(tmp_path, returned, said):
         ({"reward_model": ..., "reward_function": "f.py:f"}, "reward_function: 'f.py': no such file"),
         ({"algorithm": "grpo", "trl": {"use_vllm": True}}, "trl: ImportError: vLLM is not"),
         ({"max_answer": 128}, "max_answer: 128 leaves no room for a prompt in 128 tokens"),
-        ({"max_answer": 126}, "row 1: the prompt has 4 tokens and the answer up to 126, but the context has only 128"),
+        (
+            {"max_answer": 126},
+            "row 1: the prompt has 4 tokens and the answer can have 126, but the context has room for only 128",
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_is_one_line(policy, changed, message):

@@ -139,7 +139,7 @@ BAD = {
     "not an image": (lambda root: (root / "cat" / "3.png").write_bytes(b"no image"), "cat/3.png' can't be read"),
     "floats": (
         lambda root: Image.fromarray(np.ones((9, 9), dtype=np.float32)).save(root / "cat" / "3.tif"),
-        "cat/3.tif' can't be read .its pixels are floating-point numbers",
+        "cat/3.tif' can't be read .has floating-point pixels",
     ),
     "cut short": (
         lambda root: (root / "dog" / "3.png").write_bytes((root / "dog" / "3.png").read_bytes()[:150]),

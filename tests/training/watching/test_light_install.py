@@ -82,7 +82,7 @@ def test_recording_and_diagnosing_need_no_heavy_package(light, name):
         ["train"],
         ["posttrain"],
     ]
-    assert "parts are missing" not in err
+    assert "parts of this file are missing" not in err
     assert not list(run.glob("layers/*.parquet"))
     if name == "loop":
         assert "layer 1 (feed-forward)" in out

@@ -57,7 +57,7 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
             settings["placement"] = str(scale.folder / placement[2:])
         made.append(Arm(values=values, settings=settings))
     if not made:
-        raise UserError(f"skip: it removes all arms of the {scale.name} scale. Skip fewer combinations.")
+        raise UserError(f"skip: this entry removes all arms of the scale {scale.name}. Skip fewer combinations.")
     return made
 
 
@@ -166,7 +166,7 @@ class StudyPlan:
         return trial.seed in self.scale.seeds and self.chosen.get(self._number(trial)) == trial.learning_rate
 
     def places(self, trial: StudyTrial) -> Json:
-        """Return the columns about a trial's learning rate: ``tuned``, and ``at_edge`` in a study that tunes rates."""
+        """Return a trial's columns ``tuned`` and, in a study that tunes learning rates, ``at_edge``."""
         edge = {} if self.scale.tuning is None else {"at_edge": self.at_edge.get(self._number(trial))}
         return {"tuned": self.is_tuned(trial), **edge}
 

@@ -60,7 +60,7 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     )
     processes: int = setting(
         1,
-        "with --engine ray, number of processes per trial; each is a bundle on any host",
+        "with --engine ray, number of processes per trial, which may run on different hosts",
         at_least(1),
         decides=False,
     )
@@ -77,5 +77,5 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
 
     @property
     def changes(self) -> Json:
-        """The trials' settings that differ from the study's."""
+        """The settings in which the trials differ from the study's definition."""
         return {**self.set, **({} if self.corpus is None else {"corpus": self.corpus})}

@@ -69,7 +69,10 @@ def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
         if result is None or result["status"] in ENDED:  # it ended, and only a measurement failed
             result = blocked(source, failed)
         if result is not None:
-            return {"status": "failed", "reason": f"it starts from a trial that is {result['status']}: {source.name}"}
+            return {
+                "status": "failed",
+                "reason": (f"the trial starts from {source.name}, whose status is {result['status']}"),
+            }
     return None
 
 
@@ -217,8 +220,8 @@ def store_of(settings: StudySettings) -> Store:
 def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
     """Run a share of a study's trials, while other drivers with the same store run theirs.
 
-    Ends when all trials of the study have ended, and returns every trial's result by key. Writes only the trials'
-    folders.
+    The function ends when all trials of the study have ended, and returns every trial's result by key. It writes only
+    the trials' folders.
     """
     assert settings.study is not None
     plan, store = study_plan(read_study(settings.study), settings), store_of(settings)
@@ -329,8 +332,8 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
         return  # the store is another one, or was emptied: which trials follow is not known yet
     if gone := sorted(ran - {trial.key for trial in wanted}):
         raise UserError(
-            f"study: it has changed since it ran here: {len(gone)} of its {len(ran)} trials no longer fit (the "
-            f"first: {gone[0]}). {allowed}"
+            f"study: the study has changed since its last run here: {len(gone)} of its {len(ran)} trials no longer "
+            f"fit (the first: {gone[0]}). {allowed}"
         )
 
 

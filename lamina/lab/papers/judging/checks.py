@@ -178,7 +178,8 @@ def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: 
 def fails_to_train(trials: Trials, a: Arm) -> Finding:
     """Judge whether at least two thirds of the arm's seeds diverged or got stuck (more than a third by an exact test).
 
-    It is reversed if at most a third did, and the same test shows less than two thirds.
+    The claim is reversed if at most a third of the seeds diverged or got stuck, and the same test shows less than two
+    thirds.
     """
     return _share(trials, a, NOT_TRAINED, "did not train")
 

@@ -65,9 +65,9 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
     (``at_loss``).
 
     Returns:
-        ``raw`` if it does not hold. Otherwise ``holds at iso-loss`` if our values are also higher at equal loss,
-        ``explained by loss`` if the test excludes a difference of ``by`` there, and ``holds`` if neither is shown. The
-        first two need both tests, so their p is the larger p.
+        The result is ``raw`` if ``raw`` does not hold. Otherwise ``holds at iso-loss`` if our values are also higher at
+        equal loss, ``explained by loss`` if the test excludes a difference of ``by`` there, and ``holds`` if neither is
+        shown. The first two need both tests, so their p is the larger p.
     """
     matched = at_loss(others, ours.losses)
     equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
@@ -81,7 +81,7 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
         verdict = Verdict.EXPLAINED if equal.verdict.failed else Verdict.HOLDS_AT_ISO_LOSS
         p = max(raw.p or 0.0, (equal.p_not if equal.verdict.failed else equal.p) or 0.0)
         return replace(joined, verdict=verdict, margin=equal.margin, interval=equal.interval, p=p, seeds=equal.seeds)
-    return joined.noted("we cannot tell whether this is more than an effect of the lower loss")
+    return joined.noted("we cannot tell whether the lower loss alone causes this difference")
 
 
 def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:

@@ -62,13 +62,13 @@ class Trials:
 
     @property
     def table(self) -> Frame:
-        """The rows. ``reads`` then counts all of them as read completely."""
+        """The rows. ``reads`` then counts all rows and columns as read."""
         self._note("*")
         return self._table
 
     @property
     def rows(self) -> Frame:
-        """The rows for the judge; they do not count as read."""
+        """The table's rows for the judge, which do not count as read by the claim."""
         return self._table
 
     def choose_rate(self) -> None:
@@ -103,7 +103,7 @@ class Trials:
         return self._of(table)
 
     def tuned(self) -> Trials:
-        """Return the trials of the study's own seeds at their arm's chosen rate; all trials if the study tunes none."""
+        """Return the trials of the study's seeds at their arm's chosen rate; all trials if the study does not tune."""
         if "tuned" not in self._table:
             return self
         return self._of(self._table[self._table["tuned"].fillna(False).astype(bool)])
@@ -150,8 +150,8 @@ class Trials:
     def by_seed(self, arm: Arm, column: str = "eval_loss") -> Frame:
         """Return a column of one arm with ``status`` beside it, one row per seed, indexed by seed.
 
-        Raises NotMeasured for an unknown column, and if the arm has several trials per seed. It is then several arms,
-        and the claim must choose one.
+        Raises NotMeasured for an unknown column, and if the arm has several trials per seed. These trials belong to
+        several arms, and the claim must choose one arm.
         """
         rows = self.arm(arm)
         rows._require_column(column)

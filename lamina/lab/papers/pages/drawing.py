@@ -22,7 +22,7 @@ class Series:
     Attributes:
         x, y: the points of the line, sorted along x.
         low, high: the ends of each point's spread; empty if there is no spread.
-        lost: x of the points at which no seed trained, and how these runs ended; they are drawn at the top edge.
+        lost: the x values at which no seed trained, and how these runs ended. The figure shows them at the top edge.
     """
 
     label: str
@@ -124,7 +124,7 @@ class Drawing:
         return len(names) > 1 and not names <= set(self.x.ticks)
 
     def height(self, reach: float) -> float | None:
-        """Return a height in units of the data's range: 0 is the lowest point, 1 the highest; None without points."""
+        """Return a height from 0 (the lowest point of the data) to 1 (the highest point); None without points."""
         lines = [series for panel in self.panels for series in panel.series]
         values = [y for series in lines for y in (*series.y, *series.low, *series.high) if math.isfinite(y)]
         if not values:

@@ -50,7 +50,7 @@ def arms_title(study: StudyFolder) -> str:
 
 
 def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
-    """Return the axis that has the colors: the wanted axis, the placement, or the first varying axis other than x."""
+    """Return the axis that the colors show: the wanted axis, else the placement, else the first varying axis."""
     if wanted in study.results or wanted == "placement":
         return wanted
     free = [axis for axis in study.varied if axis != x]
@@ -58,7 +58,7 @@ def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
 
 
 def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
-    """Return the look of each value on an axis: the placement's look, or else a look by the value's order.
+    """Return the line style of each value on an axis: the placement's style, or else a style by the value's order.
 
     Several values of one placement share its color, and differ in dash and marker.
     """

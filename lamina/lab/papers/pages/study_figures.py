@@ -66,8 +66,8 @@ _MAPPED = ("angular_distance",)  # drawn as a map unless the study says otherwis
 
 
 def chosen(study: StudyFolder) -> tuple[list[Drawing], list[Drawing]]:
-    """Return a study's figures, with the figures of its YAML first, and the omitted figures: of those by axes, all
-    except the first few.
+    """Return a study's figures, with the figures of its YAML first, and the omitted figures. Lamina omits all except
+    the first few figures by axes.
     """
     written = _made(study, _written(study))
     made = list({**written, **_made(study, _default(study)), **written}.values())

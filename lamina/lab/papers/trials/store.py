@@ -39,8 +39,8 @@ class Records:
 
     Args:
         folder: the folder of the records, which need not exist.
-        own: the name of a study's own record. If another record has the same trial, the own record counts, since a
-            trial that ran again on another kind of machine has a slightly different loss.
+        own: the name of a study's own record. If another record has the same trial, the study's own record counts,
+            since a trial that ran again on another kind of machine has a slightly different loss.
     """
 
     def __init__(self, folder: Path, own: str = ""):
@@ -296,7 +296,10 @@ class Store:
         for source in trial.inputs.values():
             result = self.result(source)
             if result is not None and result["status"] in UNTRAINED:
-                return {"status": str(result["status"]), "reason": f"it starts from a model that is {result['status']}"}
+                return {
+                    "status": str(result["status"]),
+                    "reason": (f"the trial starts from a model whose status is {result['status']}"),
+                }
         return None
 
     def complete(self, trial: StudyTrial) -> Json | None:
