@@ -38,7 +38,9 @@ def broken(tmp_path_factory):
     return folder
 
 
-def test_it_names_the_layer_and_the_step_and_says_what_to_change(broken):
+def test_it_names_the_layer_and_the_step_and_says_what_to_change(broken, capsys):
+    assert main(["diagnose", str(broken)]) == 0
+    assert "layer 1 (feed-forward)" in capsys.readouterr().out
     evidence = gather(broken)
     assert (evidence.first.step, evidence.first.layer, evidence.first.sublayer) == (31, 1, "feed_forward")
     found = lamina.diagnose(broken)
@@ -156,11 +158,6 @@ def test_signs_say_what_followed_a_jump_of_the_loss(after, said):
     )
     losses = dict(enumerate([*[2.0, 2.01] * 20, *after]))
     assert signature(Signs(alarms=(alarm,), rose=41, losses=losses)).get("jump") == said
-
-
-def test_the_command_prints_it(broken, capsys):
-    assert main(["diagnose", str(broken)]) == 0
-    assert "layer 1 (feed-forward)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -287,10 +284,6 @@ def test_a_gain_that_was_written_is_no_bad_batch_and_its_layer_is_named(tmp_path
     assert [(alarm.step, alarm.layer) for alarm in gains] == [(35, 1)]
 
 
-def test_a_healthy_run_has_no_alarm(tmp_path):
-    assert gather(train_and_write(tmp_path / "run")).alarms == ()
-
-
 def test_a_weight_that_is_not_a_number_is_no_matter_of_the_number_range(tmp_path):
     def write(model):
         model.h[2].mlp.c_fc.weight.data[0, 0] = math.nan
@@ -299,9 +292,10 @@ def test_a_weight_that_is_not_a_number_is_no_matter_of_the_number_range(tmp_path
     assert causes_of(gather(folder))[0][0] == "values that are not finite"
 
 
-def test_what_the_training_does_already_is_not_advised(tmp_path):
-    folder = train_and_write(tmp_path / "run")
-    settings = gather(folder).settings
+def test_a_healthy_run_has_no_alarm_and_what_its_training_does_already_is_not_advised(tmp_path):
+    evidence = gather(train_and_write(tmp_path / "run"))
+    assert evidence.alarms == ()
+    settings = evidence.settings
     assert (settings["beta2"], settings["max_grad_norm"]) == (0.95, 1.0)
     for name in ("bad batch", "learning rate too high"):
         assert len(open_changes(CAUSES[name], settings)) == len(CAUSES[name].changes) - 1

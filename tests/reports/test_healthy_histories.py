@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import cos, exp, floor, pi
 
 import pytest
+from spread import rotated
 
 import lamina
 from lamina.reports.causes import Learned, Signs
@@ -72,8 +73,7 @@ def written(path, kind, seed, every, norms=True):
     return path
 
 
-@pytest.mark.parametrize("every", [1, 20])
-@pytest.mark.parametrize("kind", CURVES)
+@pytest.mark.parametrize(("kind", "every"), rotated(CURVES, (1, 20), every=2))
 def test_a_healthy_history_has_no_alarm_and_has_not_risen(tmp_path, kind, every):
     for seed, norms in ((1, True), (2, False)):
         import_history(written(tmp_path / "h.jsonl", kind, seed, every, norms), tmp_path / "read")

@@ -93,11 +93,6 @@ def test_a_console_is_read(tmp_path, form):
         assert history.series[(-1, "model", "all"), NORM][1].tolist() == pytest.approx(
             [norm for _, _, norm, _ in CURVE], abs=1e-2
         )
-    lamina.diagnose(path)
-    evidence = gather(tmp_path / "train.log-lamina")
-    assert evidence.rose == ROSE
-    assert (evidence.first.step == SPIKE) == (form not in NO_NORM)
-    assert evidence.first.layer == -1
 
 
 def rows(step="step", loss="loss", norm="grad_norm", rate="learning_rate"):

@@ -14,9 +14,7 @@ import pandas as pd
 import pytest
 from readable import readable
 from synthetic_study import COURSES, write_study
-from training.tiny_runs import SMALL, write_corpus
 
-import lamina
 from lamina import placements
 from lamina.errors import UserError
 from lamina.jobs import columns
@@ -199,12 +197,6 @@ def test_several_rates_give_u_curves_and_short_runs_are_their_points(tmp_path):
     assert set(study.results.eval_loss) <= set(points)
     assert all(low < y < high for y in points)
     assert "at its best learning rate" in readable(report(folder).read_text(encoding="utf-8"))
-
-
-def test_a_run_ends_with_its_page(tmp_path):
-    corpus = write_corpus(tmp_path / "words.txt")
-    lamina.pretrain(**{**SMALL, "corpus": str(corpus), "output": str(tmp_path / "run")}, bar=False)
-    assert "<figure>" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("content", [{}, {"notes.txt": "mine"}])

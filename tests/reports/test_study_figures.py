@@ -150,7 +150,7 @@ def test_figures_beyond_the_first_few_are_named_and_written_for_a_paper(tmp_path
 
 def test_figures_for_a_paper_are_svg_and_pdf_and_the_same_again(everything, tmp_path):
     pytest.importorskip("matplotlib")
-    for drawing in chosen(everything)[0]:
+    for drawing in chosen(everything)[0][1:4]:  # points over an axis, a map, and lines in panels
         svg, pdf = matplotlib_figures.write(drawing, tmp_path)
         assert ElementTree.parse(svg).getroot().tag.endswith("svg")
         assert svg.stat().st_size > 3000

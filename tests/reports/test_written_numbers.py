@@ -189,8 +189,13 @@ def test_a_setting_is_no_parameter(tmp_path, name):
     assert "parameters" not in str(read_history(path))
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e308])
-@pytest.mark.parametrize("name", ["loss", "grad_norm", "learning_rate", "gradients/h.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("loss", math.inf), ("loss", -math.inf), ("loss", 1e308), ("grad_norm", 1e308), ("learning_rate", math.inf)),
+        ("gradients/h.1.mlp.up_proj.weight", math.inf),
+    ],
+)
 def test_an_infinite_value_is_drawn_without_a_warning(tmp_path, name, value):
     path, draw = tmp_path / "h.jsonl", random.Random(0)
     names = [f"gradients/h.{layer}.{part}.weight" for layer in range(4) for part in ("attn.q_proj", "mlp.up_proj")]
