@@ -131,12 +131,6 @@ def test_bfloat16_is_finite_and_near_float32(name):
 
 
 @over_placements
-def test_no_scale_is_kept_in_a_buffer(name):
-    model = lamina.build(llama(2), name)
-    assert {key.rpartition(".")[2] for key, _ in model.named_buffers()} <= {"inv_freq", "original_inv_freq"}
-
-
-@over_placements
 def test_more_tokens_keep_the_norms_and_the_old_logits(name):
     model, ids = built(name, embedding_norm=True), token_ids()
     with torch.no_grad():

@@ -42,11 +42,6 @@ def test_the_exponents_are_those_of_the_papers_table(name):
     assert (ours.full, ours.none) == (full, none)
 
 
-def test_ntk_and_mean_field_are_no_schemes_of_their_own():
-    """With the multiplier folded into rate and start, they are standard and mup."""
-    assert set(SCHEMES) == {"standard", "standard-no-alignment", "mup", "mup-no-alignment"}
-
-
 def expected_rate(scheme, kind, m):
     """Read off the paper's table: eta * n^(learning rate's exponent - a)."""
     name, _, rest = scheme.partition("-")

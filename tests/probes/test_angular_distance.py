@@ -286,12 +286,3 @@ def test_a_huge_token_weighs_no_more_than_another():
     made.end_batch(context.batches[0], None)
     wanted = torch.nn.functional.cosine_similarity(x.double(), y.double(), dim=-1).mean()
     assert of(made.finish(context), "cosine")[0, 1] == pytest.approx(float(wanted), abs=1e-6)
-
-
-def test_both_probes_in_one_pass_give_what_each_gives_alone():
-    model = small_model("llama")
-    inputs = [{"input_ids": part} for part in small_inputs(model, sequences=4)["input_ids"].split(2)]
-    both = run(context_of(model, inputs), [Similarity(), AngularDistance("all")])
-    for made in (Similarity(), AngularDistance("all")):
-        alone = run(context_of(model, inputs), [made])[made.name]
-        assert both[made.name].equals(alone)

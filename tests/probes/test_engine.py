@@ -237,15 +237,6 @@ def test_a_tensor_is_replaced_on_its_way_and_only_in_its_call():
     assert not layer._forward_hooks
 
 
-def test_calls_are_counted_anew_in_each_forward_pass_of_the_root():
-    root = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    seen = []
-    with intercept({"a": Point(root[0], "0", "output")}, lambda key, tensor: seen.append(1), roots=[root]):
-        root(torch.ones(2))
-        root(torch.ones(2))
-    assert len(seen) == 2
-
-
 def test_short_inputs_are_the_first_real_tokens():
     context = context_of(lamina_model("pre_ln"), sequences=3, tokens=6)
     ids = torch.tensor([[9, 8, 7, 6, 5, 4], [3, 3, 3, 12, 13, 14], [20, 21, 22, 23, 3, 3]])

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from probes.tiny import albert, bert, blocks, llama, outputs, states, value
+from probes.tiny import bert, blocks, llama, outputs, states, value
 
 import lamina
 from lamina.probes.engine.context import Context
@@ -229,15 +229,3 @@ def test_one_tensor_watched_at_two_points_is_not_mistaken_for_another():
     assert value(frame, "sigma", layer=0, sublayer="attention", role="out_norm") == pytest.approx(
         float(given.std(-1, correction=0).mean()), rel=1e-5
     )
-
-
-def test_shared_layers_each_have_a_state():
-    model = albert()
-    ids = blocks()
-    frame = measure(model, ids)
-    with torch.no_grad():
-        wanted = model(input_ids=ids, output_hidden_states=True).hidden_states
-    for layer in range(4):
-        assert value(frame, "variance", layer=layer, role="state") == pytest.approx(
-            float(wanted[layer].double().var(correction=0)), rel=1e-5
-        )

@@ -131,14 +131,6 @@ def finished(context):
     return instance.finish(context)
 
 
-def test_so_many_tokens_as_asked_for():
-    model, ids = llama(), blocks(sequences=6, tokens=16)
-    few = measure(model, ids, "logit_lens(tokens=30)")
-    first = measure(model, ids[:2])
-    torch.testing.assert_close(torch.tensor(few["value"]), torch.tensor(first["value"]))
-    assert len(few) == len(first)
-
-
 def test_models_without_a_vocabulary_are_refused_in_one_line():
     with pytest.raises(UserError, match="logit_lens: LlamaModel has no head over a vocabulary"):
         measure(llama().model, blocks())

@@ -256,15 +256,12 @@ def test_a_loss_can_be_drawn_against_flops_and_seconds_with_a_band_over_the_seed
     assert np.allclose(band["y"], [2.5 + 0.5**0.5] * 2 + [2.5 - 0.5**0.5] * 2)
 
 
-def test_a_run_without_flops_is_drawn_against_what_it_has(tmp_path):
-    item = Shown(placement="keel", color="#e69f00", trials=(trial(tmp_path, 0, 5.0, flops=None),))
-    assert [unit["label"] for unit in loss_curves([item]).layout["meta"]["against"]] == ["tokens", "seconds"]
-
-
-@pytest.mark.parametrize("flops", [0, "many", -1.0])
-def test_numbers_without_a_meaning_leave_the_loss_against_tokens(tmp_path, flops):
-    item = Shown(placement="keel", color="#e69f00", trials=(trial(tmp_path, 0, 0.0, flops=flops),))
-    assert list(loss_curves([item]).layout["meta"]["against"]) == []
+@pytest.mark.parametrize(
+    ("speed", "flops", "units"), [(5.0, None, ["tokens", "seconds"]), (0.0, "many", []), (0.0, -1.0, [])]
+)
+def test_a_loss_is_drawn_against_what_its_run_has(tmp_path, speed, flops, units):
+    item = Shown(placement="keel", color="#e69f00", trials=(trial(tmp_path, 0, speed, flops=flops),))
+    assert [unit["label"] for unit in loss_curves([item]).layout["meta"]["against"]] == units
 
 
 def test_a_page_holds_a_figures_data_packed_so_that_nothing_in_it_can_end_its_element():
