@@ -16,6 +16,7 @@ from lamina.studies import processes, running, worker
 from lamina.studies.task import Task
 from lamina.training.settings import PretrainSettings
 
+LONG = {**SMALL, "steps": 4000, "compile": "off"}  # else a run of that length first tries whether compiling pays off
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import lamina
@@ -74,7 +75,7 @@ def test_a_measurement_that_fails_leaves_the_trials_result(tmp_path, monkeypatch
 
 def test_a_trial_alone_in_its_interpreter_does_the_same_and_stops(corpus, tmp_path):
     """How trials run where forking is not safe."""
-    settings = PretrainSettings(**{**SMALL, "steps": 4000}, corpus=str(corpus), output=str(tmp_path / "run"))
+    settings = PretrainSettings(**LONG, corpus=str(corpus), output=str(tmp_path / "run"))
     request = {**Task(settings=settings).to_request(), "environment": dict(os.environ), "path": list(sys.path)}
     trial = processes.Alone({**request, "argv": ["x"], "directory": str(tmp_path)})
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -90,7 +91,7 @@ def test_a_lost_server_is_a_failed_trial_and_the_next_one_gets_another(corpus, t
     if sys.platform != "linux":
         pytest.skip("no server elsewhere")
     server = processes.Server.running()
-    settings = PretrainSettings(**{**SMALL, "steps": 4000}, corpus=str(corpus), output=str(tmp_path / "run"))
+    settings = PretrainSettings(**LONG, corpus=str(corpus), output=str(tmp_path / "run"))
     trial = processes.start(Task(settings=settings))
     assert trial.exit_code() is None
     wait_for(lambda: (tmp_path / "run" / "log.txt").is_file())
