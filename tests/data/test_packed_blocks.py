@@ -10,6 +10,7 @@ import pickle
 import random
 import shutil
 import subprocess
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -102,6 +103,15 @@ def test_the_statistics_are_those_of_the_blocks(corpus):
     text_bytes = int((blocks.eval.array != tokenizer.eos_token_id).sum())
     assert stats.eval_bytes == pytest.approx(text_bytes, abs=1)
     assert stats.bytes_per_token == stats.eval_bytes / stats.eval_tokens
+
+
+def test_the_unigram_entropy_equals_a_naive_count(corpus):
+    blocks, _ = packed(corpus, "bpe:300")
+    train = Counter(blocks.train.array.ravel().tolist())
+    held_out = blocks.eval.array.ravel().tolist()
+    total = sum(train.values())
+    naive = sum(-math.log((train[token] + 1) / (total + 300)) for token in held_out) / len(held_out)
+    assert blocks.stats.unigram_entropy == pytest.approx(naive, rel=1e-12)
 
 
 def test_an_end_of_text_stands_between_documents_and_nowhere_inside_one(tmp_path):
