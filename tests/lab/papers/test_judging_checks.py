@@ -82,6 +82,13 @@ def test_pairs_are_by_seed_whatever_the_rows_order():
     assert lower(mixed, "keel", than="pre_ln").margin == pytest.approx(-0.02)
 
 
+def test_two_seeds_are_too_few():
+    both = trials(rows("keel", [2.0, 2.0]), rows("pre_ln", [3.0, 3.1]))
+    found = lower(both, "keel", than="pre_ln")
+    assert (found.verdict, found.seeds) == ("inconclusive", 2)
+    assert "fewer than 3" in found.note
+
+
 def test_a_difference_below_the_smallest_that_counts_does_not_hold():
     small = trials(rows("keel", shifted(-0.004)), rows("pre_ln", BASE))
     found = lower(small, "keel", than="pre_ln")

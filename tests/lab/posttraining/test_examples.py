@@ -84,8 +84,8 @@ def test_files_of_each_kind_and_folders_are_read(tmp_path, name, content):
 
 @pytest.mark.parametrize("source", ["trl-lib/Capybara", "hf:trl-lib/Capybara"])
 def test_a_name_of_the_hub_is_written_as_trls_users_write_it(source, monkeypatch):
-    monkeypatch.setattr(hub_datasets, "load", lambda parsed: [parsed.name])
-    assert load("data", source) == ["trl-lib/Capybara"]
+    monkeypatch.setattr(hub_datasets, "load", lambda parsed: [parsed.field, parsed.name])
+    assert load("data", source) == ["data", "trl-lib/Capybara"]
 
 
 def test_texts_of_a_csv_file_that_look_like_numbers_or_nothing_stay_texts(tmp_path):

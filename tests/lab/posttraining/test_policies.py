@@ -150,6 +150,7 @@ def test_a_policy_resumes_as_if_nothing_had_happened(policy, algorithm):
     )
     trained = [r for r in records(whole) if "loss" in r]
     assert any(r["grad_norm"] > 0 for r in trained)
+    assert abs(trained[0]["kl"]) < 1e-6 < abs(trained[-1]["kl"]), "to the model that it started from"
     evaluated = [r for r in records(whole) if "eval_reward" in r]
     assert [r["step"] for r in evaluated] == [0, 2, 4]
     assert evaluated[0]["eval_kl"] == pytest.approx(0.0, abs=1e-5)
