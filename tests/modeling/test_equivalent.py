@@ -1,6 +1,5 @@
 """Placements that equal an architecture of transformers on another backbone: the logits of both are compared."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,6 @@ from tiny import OF_TEXT, built, llama, token_ids
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config
 
 import lamina
-from lamina.cli import main
 from lamina.errors import UserError
 from lamina.modeling.backbones.conversion import EQUIVALENTS, to_transformers
 from lamina.placements import Norm, names, resolve
@@ -111,16 +109,3 @@ def test_a_placement_that_no_architecture_has_is_refused_in_one_line(placement):
 def test_so_is_another_equation_under_the_name_of_pre_ln(config, options, message):
     with pytest.raises(UserError, match=message):
         to_transformers(lamina.build(config, "pre_ln", **options))
-
-
-@pytest.mark.parametrize(("placement", "model_type"), [("sandwich_ln", "glm4"), ("layernorm_scaling", "llama")])
-def test_the_command_writes_the_architecture_that_computes_it(placement, model_type, tmp_path, capsys):
-    model = built(placement)
-    model.save_pretrained(tmp_path / "model")
-    out = tmp_path / "out"
-    assert main(["convert", str(tmp_path / "model"), str(out), "--to", "transformers"]) == 0
-    assert f"{placement} on llama -> {model_type}, 2 layers, float32" in capsys.readouterr().out
-    assert json.loads((out / "conversion.json").read_text())["largest_difference"] < TOLERANCE
-    again = AutoModelForCausalLM.from_pretrained(out)
-    assert again.config.model_type == model_type
-    assert difference(again, model) < TOLERANCE

@@ -9,9 +9,7 @@ from spread import spread
 from tiny import token_ids
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, TrainingArguments
-from transformers.models.cohere import modeling_cohere as cohere
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
-from transformers.models.gpt_neox import modeling_gpt_neox as neox
 from transformers.models.hy_v4 import modeling_hy_v4 as hy
 from transformers.models.inkling2 import modeling_inkling2 as inkling
 from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen
@@ -25,8 +23,6 @@ from lamina.modeling.wiring_lamina import LaminaNorm
 from lamina.placements import resolve
 from lamina.placements.plan import Plan
 from lamina.placements.wirings import WIRINGS
-from lamina.probes.structure.discovery import find_structure
-from lamina.probes.structure.proof import prove
 from lamina.training.execution import compiling
 from lamina.training.monitor.followed import follow
 from lamina.training.monitor.stream_measures import hidden_state_rows
@@ -34,7 +30,6 @@ from lamina.training.resolve import check_modules, wiring_multiplications
 from lamina.training.settings import PretrainSettings
 
 N, WIDTH, EPS = 4, 24, 1e-6
-SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 8}
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 BASES = ("pre_ln", "peri_ln", "keel", "fusenorm")
 WITHOUT = {
@@ -158,38 +153,6 @@ def test_depth_attention_is_inklings_up_to_the_norm_of_its_values():
     shares = torch.stack([u @ ours.query for u in unit], dim=-1).softmax(-1)
     written_out = sum(shares[..., i, None] * v for i, v in enumerate((*memory, stream)))
     torch.testing.assert_close(ours(tuple(memory), stream), written_out, **CLOSE)
-
-
-class Returns(torch.nn.Module):
-    """A module of ours under transformers' calls: an attention returns its weights, too."""
-
-    def __init__(self, module, others=()):
-        super().__init__()
-        self.module, self.others = module, others
-
-    def forward(self, hidden_states, **kwargs):
-        output = self.module(hidden_states, **{k: v for k, v in kwargs.items() if k in self.others})
-        return (output[0], None) if self.others else output
-
-
-@torch.no_grad()
-def test_parallel_branches_are_those_of_gpt_neox_and_cohere():
-    model, x = built("pre_ln", "parallel"), torch.randn(2, 7, 32)
-    block = model.model.layers[1]
-    gains = [half.pre_norm.weight.copy_(torch.rand(32) + 0.5) for half in (block.attention, block.feed_forward)]
-    places = model.model.backbone.rotary_emb(x, position_ids=torch.arange(7)[None])
-    attention = Returns(block.attention.module, ("position_embeddings", "attention_mask"))
-    theirs = neox.GPTNeoXLayer(neox.GPTNeoXConfig(**SMALL, use_parallel_residual=True), 0).eval()
-    theirs.attention, theirs.mlp = attention, Returns(block.feed_forward.module)
-    theirs.input_layernorm, theirs.post_attention_layernorm = block.attention.pre_norm, block.feed_forward.pre_norm
-    ours = block(x, attention_mask=None, position_embeddings=places)
-    expected = theirs(x, attention_mask=None, position_embeddings=places)
-    torch.testing.assert_close(ours, expected[0] if isinstance(expected, tuple) else expected, **CLOSE)
-    other = cohere.CohereDecoderLayer(cohere.CohereConfig(**SMALL), 0).eval()
-    other.self_attn, other.mlp, other.input_layernorm = attention, theirs.mlp, block.attention.pre_norm
-    gains[1].copy_(gains[0])  # Cohere has one norm for both
-    ours = block(x, attention_mask=None, position_embeddings=places)
-    torch.testing.assert_close(ours, other(x, attention_mask=None, position_embeddings=places), **CLOSE)
 
 
 def built(base, wiring=None, layers=6, **options):
@@ -593,13 +556,3 @@ def test_the_monitor_and_the_watch_measure_each_stream(wiring, base):
         ]
         cosine = found[layer, name, "all", 0, "stream_cosine"]
         assert cosine == pytest.approx(float(sum(pairs)) / len(pairs), abs=1e-5)
-
-
-def test_the_probes_follow_parallel_branches():
-    model, inputs = built("pre_ln", "parallel"), {"input_ids": token_ids()}
-    structure = prove(find_structure(model, inputs), inputs, model)
-    assert [len(site.sublayers) for site in structure.layers] == [2] * 6
-    sites = zip(structure.layers, model.model.layers, strict=True)
-    for sublayer, half in ((s, h) for site, b in sites for s, h in zip(site.sublayers, b.children(), strict=True)):
-        assert [(norm.role, norm.module) for norm in sublayer.norms] == [("pre_norm", half.pre_norm)]
-        assert sublayer.contribution.module is half.module

@@ -47,7 +47,8 @@ def _values(model: nn.Module, structure: Structure, inputs: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_and_sublayers_of_an_architecture(name: str):
+def test_layers_and_sublayers_of_an_architecture_and_that_they_add_up(name: str):
+    """x^(l+1) = x^l + what was added, with the norm behind each sum where there is one."""
     model = small_model(name)
     structure = find_structure(model, small_inputs(model, 1, 5))
     assert structure.num_layers == 3
@@ -66,15 +67,7 @@ def test_layers_and_sublayers_of_an_architecture(name: str):
             assert roles == wanted
     assert (structure.embedding_norm is not None) == (name in EMBEDDING_NORM)
     assert (structure.final_norm is not None) == (ROLES[name] != "post post" and name != "beit")
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_contributions_add_up_to_the_layer(name: str):
-    """x^(l+1) = x^l + what was added, with the norm behind each sum where there is one."""
-    model = small_model(name)
-    inputs = small_inputs(model)
-    structure = find_structure(model, small_inputs(model, 1, 5))
-    found = _values(model, structure, inputs)
+    found = _values(model, structure, small_inputs(model))
     for site in structure.layers:
         x = found["state", site.index]
         parallel = len({id(s.after) for s in site.sublayers if s.after is not None}) < len(site.sublayers)
