@@ -57,18 +57,12 @@ def test_a_trial_stops_and_reports_the_rate_by_its_own_losses(trial, tmp_path):
     assert stop.reason == found["reason"]
 
 
-def test_the_rate_rises_linearly_and_never_decays(trial, tmp_path):
+def test_a_run_that_is_not_stopped_trains_as_pretrain_does_at_rates_that_rise_linearly(trial, corpus, tmp_path):
     settings = trial(**OPEN)
     found = run_max_rate(settings, bar=False)
     assert (found["stop_rule"], found["max_learning_rate"], found["steps"]) == ("none", 1e-2, 60)
     rates = {r["step"]: r["learning_rate"] for r in records(tmp_path / "trial") if r.get("learning_rate") is not None}
-    rules = MaxRateRules(settings, 0.0)
-    for step, rate in rates.items():
-        assert rate == pytest.approx(rules.rate(step))
-
-
-def test_a_run_that_is_not_stopped_trains_as_pretrain_does(trial, corpus, tmp_path):
-    run_max_rate(trial(**OPEN), bar=False)
+    assert rates == pytest.approx({step: MaxRateRules(settings, 0.0).rate(step) for step in rates})
     same = {name: value for name, value in QUICK.items() if name != "window"}
     lamina.pretrain(
         **same,

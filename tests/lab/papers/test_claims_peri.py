@@ -335,16 +335,11 @@ def test_every_claim_is_tried_here(claims):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_claim_holds_where_the_trials_show_it(claims, name):
-    finding = claims[name].check(CASES[name][0])
-    assert finding.verdict == Verdict.HOLDS, finding
-    assert finding.ours
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_claim_fails_where_they_show_the_opposite(claims, name):
-    finding = claims[name].check(CASES[name][1])
-    assert finding.verdict.failed, finding
+def test_a_claim_holds_where_the_trials_show_it_and_fails_where_they_show_the_opposite(claims, name):
+    right, wrong = map(claims[name].check, CASES[name])
+    assert right.verdict == Verdict.HOLDS, right
+    assert right.ours
+    assert wrong.verdict.failed, wrong
 
 
 def test_a_variance_that_stuck_runs_keep_decides_nothing(claims):
