@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from lab.posttraining.tiny import common, records, sorting, write_model, write_rows
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lamina.cli import main
@@ -104,6 +105,7 @@ def test_the_best_evaluation_is_kept_also_when_the_model_is_made_again(tuned):
     assert not [r for r in evaluated.values() if "mean_token_accuracy" in r], "training's own means"
     assert "epoch" not in result, "Trainer's, which counts another order"
     kept, recorded = weights(folder), records(folder)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in load_file(folder / "best.safetensors").items())
     for damage in (lambda: (folder / "result.json").unlink(), lambda: (folder / "model/model.safetensors").unlink()):
         damage()
         _, again = tuned(resume=True)
