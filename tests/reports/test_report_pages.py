@@ -18,7 +18,7 @@ from synthetic_study import COURSES, write_study
 from lamina import placements
 from lamina.errors import UserError
 from lamina.jobs import columns
-from lamina.jobs.folder import lock
+from lamina.jobs.folder import is_locked, lock
 from lamina.reports import figures, report, summarize
 from lamina.reports import registry as following
 from lamina.reports.figures import loss_curves
@@ -390,3 +390,10 @@ def test_too_few_records_are_waited_for_and_a_damaged_end_is_told(folder, monkey
     assert next(pages) == (None, "too few records")
     with pytest.raises(UserError, match="too few"):
         next(pages)
+
+
+def test_a_lock_is_seen_and_not_taken(tmp_path):
+    assert not is_locked(tmp_path)
+    with lock(tmp_path):
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
