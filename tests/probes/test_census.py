@@ -198,7 +198,7 @@ def test_the_evidence_of_several_streams_names_what_is_read_mixed_and_written():
 
 def test_streams_whose_branch_is_gated_by_channel_are_not_named():
     found = lamina.placement_of(lamina.build(llama(layers=3).config, "layerscale(wiring=identity_hc)"))
-    assert found.verdict.startswith("not known: Block passes on 4 streams, and in layer 0-2 they are no sum")
+    assert found.verdict.startswith("not known: Block passes on 4 streams, and in layer 0-2 they are no weighted sum")
 
 
 def test_what_is_no_sum_is_not_named():
