@@ -35,6 +35,7 @@ WORKS = ("lamina.lab.papers.engine.study_run.work", "lamina.preflights.planned_r
 FILES = {
     "words.txt": b"The norm sits before, after and between.\n" * 400,
     "rows.jsonl": b'{"prompt": "a", "completion": "b"}\n' * 9,
+    "images.csv": b"".join(b"9," * 64 + b"%d\n" % (number % 2) for number in range(40)),
     "empty.txt": b"",
     "short.txt": b"too short",
     "binary.txt": b"\x89PNG\x00\x01\x02\xff\xfe" * 50,

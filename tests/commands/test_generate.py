@@ -87,18 +87,6 @@ def test_a_small_top_p_leaves_the_likeliest_token_only(tmp_path):
     assert lamina.generate(folder, "U", max_new_tokens=8, temperature=1.0, top_p=1e-6) == likeliest
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--top-p", "0"], "top_p: 0.0. Give a number above 0 and at most 1"),
-        (["--stop", ""], "stop: ['']. Give a list of texts, none of them empty"),
-        (["--system", "S"], "system: 'S' has no effect here. Add --chat, or leave it out."),
-    ],
-)
-def test_what_cannot_be_sampled_is_one_line(tmp_path, refused, words, said):
-    assert said in refused("generate", saved(tmp_path), *words)
-
-
 @pytest.mark.parametrize("stops", [(), ("END",), ("\n\n", "ab")])
 def test_an_answer_is_told_while_it_is_written(tmp_path, stops, monkeypatch):
     """Whatever the parts, together they are the answer, and no part of a text that stops it is shown."""

@@ -139,9 +139,10 @@ def test_ctrl_c_ends_it_with_a_line(corpus, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_cannot_be_is_one_line(corpus, refused, tmp_path):
-    assert "hidden_size" in refused(*argv(corpus=corpus, output=tmp_path / "out", hidden_size=17))
-    assert not (tmp_path / "out").exists()
+def test_a_model_that_cannot_be_is_one_line(corpus, refused):
+    assert "hidden_size" in refused(*argv(corpus=corpus, hidden_size=17))
+    said = refused("preflight", "--backbone", "vit-tiny", "--num-layers", "2")
+    assert "trained on image_classification, but lamina preflight measures only causal_lm" in said
 
 
 def test_from_python(corpus):

@@ -8,41 +8,13 @@ import sys
 import pytest
 
 import lamina
-from lamina.catalog import JOBS
 from lamina.errors import UserError
-from lamina.jobs.aliases import suggestion
 from lamina.surgery.prune import refuse_twice
 
 
 def test_layers_that_are_named_twice_are_refused_from_python():
     with pytest.raises(UserError, match="layers: 1 is named twice"):
         refuse_twice([0, 1, 1])
-
-
-@pytest.mark.parametrize(
-    ("command", "name", "meant"),
-    [
-        ("rlhf", "max_new_token", "max_answer"),
-        ("sft", "max_new_tokens", None),
-        ("sft", "num_epochs", "epochs"),
-        ("pretrain", "num_epochs", "steps"),
-        ("pretrain", "n_layers", "num_layers"),
-        ("pretrain", "heads", "num_heads"),
-        ("sft", "heads", None),
-        ("pretrain", "gpus", "parallel"),
-        ("compare", "num_workers", "workers"),
-        ("pretrain", "num_workers", None),
-        ("pretrain", "seqlen", "sequence_length"),
-        ("sft", "temperature", None),
-        ("compare", "learningrate", "learning_rates"),
-        ("pretrain", "placment", "placement"),
-        ("pretrain", "precison", "precision"),
-    ],
-)
-def test_the_nearest_setting_is_what_the_name_means(command, name, meant):
-    names = JOBS[command].settings().names()
-    assert name not in names
-    assert suggestion(name, names) == meant
 
 
 def test_a_setting_that_was_written_into_a_runs_file_is_named_with_the_file(tmp_path):
