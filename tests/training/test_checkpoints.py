@@ -14,14 +14,26 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training.tiny_runs import SMALL, assert_same_weights, cut_at, flags, layers, records, result, settings, wait_for
+from training.tiny_runs import (
+    SMALL,
+    assert_same_records,
+    assert_same_weights,
+    cut_at,
+    flags,
+    in_a_child,
+    layers,
+    records,
+    result,
+    settings,
+    wait_for,
+)
 
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.folder import REPLACES, hold, lock
 from lamina.jobs.manifest import refuse_damaged
 from lamina.training import pretrain as pretraining
-from lamina.training.checkpointing import checkpoints, sharding
+from lamina.training.checkpointing import checkpoints
 from lamina.training.checkpointing import state as saving
 from lamina.training.checkpointing.checkpoints import Background, Checkpoints, what_is_broken
 from lamina.training.pretrain import Pretraining
@@ -65,20 +77,6 @@ def named(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def assert_same_records(one, other):
-    assert records(one) == records(other)
-    assert layers(one).equals(layers(other))
-
-
-def in_a_child(work):
-    """Do work in a child process that kills itself."""
-    child = os.fork()
-    if child == 0:
-        work()
-        os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-
-
 def once(number):
     """For ``before_step``: a signal, at the first run that gets there."""
     left = [number]
@@ -119,13 +117,8 @@ def test_the_old_ones_go_only_when_the_new_one_is_whole(trained, tmp_path, monke
 
 @pytest.mark.parametrize(
     ("module", "name", "options"),
-    [
-        (sharding, "save_file", LONG),
-        (torch, "save", LONG),
-        (checkpoints, "sync_and_hash", LONG),
-        (checkpoints, "sync_and_hash", ASYNC),
-    ],
-    ids=["tensors", "pickles", "sync", "sync while training"],
+    [(torch, "save", LONG), (checkpoints, "sync_and_hash", ASYNC)],
+    ids=["pickles", "sync while training"],
 )
 def test_a_disk_that_fills_during_a_save_leaves_the_last_good_checkpoint(
     trained, whole, tmp_path, monkeypatch, module, name, options
@@ -175,16 +168,13 @@ def test_a_warning_of_the_cluster_saves_between_two_records_and_changes_no_recor
     assert found["steps"] == 7
     trained(resume=True, **LONG)
     assert records(tmp_path / "run") == records(whole)
+    assert last_state(tmp_path / "run") == last_state(whole)  # what the guard and the alarms saw, among others
 
 
-def test_the_guard_goes_on_with_what_it_saw(trained, tmp_path, trainers, before_step):
-    before_step(7, once(signal.SIGTERM))
-    trained(**LONG)
-    trained(resume=True, **LONG)
-    trained("whole", **LONG)
-    resumed, straight = trainers[1].guard, trainers[2].guard
-    assert resumed.state_dict() == straight.state_dict()
-    assert resumed.alarms.state_dict() == straight.alarms.state_dict()
+def last_state(folder):
+    """The run state of the last checkpoint, without what differs by the folder."""
+    state = json.loads((folder / "checkpoints" / "checkpoint-12" / "run_state.json").read_text())
+    return {name: value for name, value in state.items() if name not in ("settings", "records", "layer_parts")}
 
 
 @pytest.fixture
@@ -221,10 +211,7 @@ def test_the_files_of_a_run_that_does_not_wait_are_the_same(trained, whole, tmp_
         assert files[0] == files[1]
         for file in (file for file in files[0] if file.name not in ("run_state.json", "manifest.json")):
             assert (one / file).read_bytes() == (other / file).read_bytes(), file
-        states = [json.loads((path / "run_state.json").read_text()) for path in (one, other)]
-        assert [state.pop("settings")["async_checkpoints"] for state in states] == [False, True]
-        assert states[0].pop("records").keys() == states[1].pop("records").keys()
-        assert states[0] == states[1]
+    assert last_state(whole) == last_state(tmp_path / "run")
     assert records(tmp_path / "run") == records(whole)
     assert_same_weights(tmp_path / "run", whole)
 
@@ -266,7 +253,6 @@ def test_a_device_that_is_not_there_is_refused(tmp_path, capsys):
     [
         ("model.safetensors", "stray.safetensors"),
         ("model.safetensors", "model/model.safetensors"),
-        ("optimizer/states.safetensors", "optimizer/another.safetensors"),
         ("rng_state.pth", "rng_state_1.pth"),
     ],
 )
@@ -279,8 +265,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(run, runs, source, n
         shutil.copyfile(source, target)
     assert go_on(run) == 0
     assert f"ignores it: {name}" in caplog.text
-    assert records(run) == records(runs / "whole")
-    assert layers(run).equals(layers(runs / "whole"))
+    assert_same_records(run, runs / "whole")
     assert_same_weights(runs / "whole", run)
 
 
@@ -332,9 +317,6 @@ def digit(path):
     at = max(i for i, byte in enumerate(content) if chr(byte).isdecimal())
     content[at] = ord("0") + (content[at] - ord("0") + 1) % 10
     path.write_bytes(bytes(content))
-
-
-HARMS = pytest.mark.parametrize("harm", [cut, spoil, empty, gone])
 
 
 def go_on(run):
@@ -420,7 +402,7 @@ def test_edited_settings_are_refused_by_name(run, capsys):
     assert "checkpoint-6 was trained with 10" in line
 
 
-@HARMS
+@pytest.mark.parametrize("harm", [spoil, gone])
 def test_what_the_checkpoint_knows_too_is_written_again(run, runs, harm):
     for name in ("data.json", "plan.json", "result.json", "environment.json"):
         harm(run / name)
@@ -517,7 +499,7 @@ def test_a_part_of_the_layers_that_the_checkpoint_does_not_know_is_recorded_agai
     assert layers(run).equals(layers(runs / "whole"))
 
 
-@pytest.mark.parametrize("harm", [cut, gone, empty])
+@pytest.mark.parametrize("harm", [cut, gone])
 def test_a_result_that_is_lost_is_made_again(runs, tmp_path, harm):
     ended = shutil.copytree(runs / "whole", tmp_path / "ended")
     harm(ended / "result.json")
@@ -525,12 +507,14 @@ def test_a_result_that_is_lost_is_made_again(runs, tmp_path, harm):
     timing = ("seconds", "tokens_per_second")
     whole, ours = ({k: v for k, v in result(f).items() if k not in timing} for f in (runs / "whole", ended))
     assert ours == whole
-    assert records(ended) == records(runs / "whole")
-    assert layers(ended).equals(layers(runs / "whole"))
+    assert_same_records(ended, runs / "whole")
+    assert_same_weights(ended, runs / "whole")
 
 
-@pytest.mark.parametrize("harm", [cut, digit, gone])
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [("model.safetensors", digit), ("model.safetensors", gone), ("config.json", cut), ("manifest.json", gone)],
+)
 def test_a_damaged_model_is_refused_and_written_again(runs, tmp_path, name, harm, capsys):
     ended = shutil.copytree(runs / "whole", tmp_path / "ended")
     harm(ended / "model" / name)

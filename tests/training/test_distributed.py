@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from spread import spread
 from training.tiny_runs import (
     SMALL,
     at_step,
@@ -23,6 +25,7 @@ from training.tiny_runs import (
     result,
     settings,
     start,
+    torchrun,
     wait_for,
 )  # fmt: skip
 from transformers import AutoModelForCausalLM
@@ -43,7 +46,8 @@ OPTIONS = {
     "gradient_accumulation": 2,
     "logging_steps": 1, "eval_steps": 4, "save_steps": 4, "learning_rate": 1e-2, "eval_blocks": 5, "keep": 3,
 }  # fmt: skip
-WAYS = ("ddp", "fsdp2", "one-then-two", "two-then-one", "tensor", "tensor-then-one")
+WAYS = ("ddp", "fsdp2", "one-then-two", "tensor")
+MORE = ("two-then-one", "tensor-then-one", "streamed-ddp", "streamed-two-then-one", "padded-ddp")
 TENSOR = {"parallel": "fsdp2", "tensor_parallel": 2}
 REFUSED = [
     ({"parallel": "ddp"}, "tensor_parallel: 2 does not work with 2 processes by ddp. Give a divisor"),
@@ -58,14 +62,6 @@ ASYNC = ("ddp", "fsdp2")
 STREAMED = {"streaming": True, "shuffle_buffer": 6}
 
 
-def torchrun(*argv, processes=2, timeout=240):
-    """``torchrun ARGV`` to its end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command += ["--master_port", str(free_port()), *map(str, argv)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-
-
 def train(folder, runs):
     """The runs in two processes; gives what each process said of each."""
     plan = folder / "plan.json"
@@ -76,48 +72,60 @@ def train(folder, runs):
 
 
 @pytest.fixture(scope="module")
-def runs(corpus, tmp_path_factory):
-    """One process; both ways of two, one of them stopped on the way and gone on with; a way changed in the middle."""
-    folder = tmp_path_factory.mktemp("runs")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
 
-    def given(name, **changed):
-        return settings(corpus, folder / name, **{**OPTIONS, **changed})
 
+@pytest.fixture(scope="module")
+def given(corpus, folder):
+    """The settings of a run with this name."""
+    return lambda name, **changed: settings(corpus, folder / name, **{**OPTIONS, **changed})
+
+
+@pytest.fixture(scope="module")
+def runs(folder, given):
+    """One process; two, stopped on the way and gone on with; another number of them in the middle. What each said."""
+    for name in ("one", "one-then-two"):
+        with cut_at(6) if name == "one-then-two" else nullcontext():
+            pretraining.pretrain(given(name), bar=False)
+    with at_step(4, spoil):
+        pretraining.pretrain(given("spoiled-one"), bar=False)
+    plan = [
+        {"settings": given("ddp", parallel="ddp").to_dict()},
+        {"settings": given("fsdp2", parallel="fsdp2").to_dict(), "terminate": 6},
+        {"settings": given("tensor", **TENSOR).to_dict(), "terminate": 6},
+        {"settings": given("fsdp2", parallel="fsdp2").to_dict(), "resume": True},
+        {"settings": given("one-then-two", parallel="fsdp2").to_dict(), "resume": True},
+        {"settings": given("tensor", **TENSOR).to_dict(), "resume": True},
+        {"settings": given("odd", batch_size=3).to_dict()},
+        {"settings": given("spoiled", parallel="fsdp2").to_dict(), "spoil": 4},
+        *({"settings": given("refused", **{**TENSOR, **changed}).to_dict()} for changed, _ in REFUSED),
+    ]
+    return train(folder, plan)
+
+
+@pytest.fixture(scope="module")
+def more(folder, given, corpus):
+    """Streams, padded rows, checkpoints that training does not wait for, and fewer processes in the middle."""
     rows = folder / "rows.jsonl"
     rows.write_text(
         "".join(json.dumps({"text": line[: 5 + 7 * n % 50]}) + "\n" for n, line in enumerate(corpus.open()))
     )
     padded = {"corpus": str(rows), "packing": "off"}
-    pretraining.pretrain(replace(given("padded-one"), **padded), bar=False)
-    pretraining.pretrain(given("one"), bar=False)
-    (folder / "one-then-two").mkdir()
-    with cut_at(6):
-        pretraining.pretrain(given("one-then-two"), bar=False)
     plan = [
-        {"settings": given("ddp", parallel="ddp").to_dict()},
-        {"settings": given("fsdp2", parallel="fsdp2").to_dict(), "terminate": 6},
         {"settings": given("two-then-one", parallel="fsdp2").to_dict(), "terminate": 6},
-        {"settings": given("fsdp2", parallel="fsdp2").to_dict(), "resume": True},
-        {"settings": given("one-then-two", parallel="fsdp2").to_dict(), "resume": True},
-        {"settings": given("odd", batch_size=3).to_dict()},
-        {"settings": given("spoiled", parallel="fsdp2").to_dict(), "spoil": 4},
         {"settings": given("streamed-ddp", **STREAMED).to_dict()},
         {"settings": given("streamed-two-then-one", parallel="fsdp2", **STREAMED).to_dict(), "terminate": 6},
         {"settings": {**given("padded-ddp").to_dict(), **padded}},
-        {"settings": given("tensor", **TENSOR).to_dict(), "terminate": 6},
         {"settings": given("tensor-then-one", **TENSOR).to_dict(), "terminate": 6},
-        {"settings": given("tensor", **TENSOR).to_dict(), "resume": True},
         *({"settings": given(f"{way}-async", parallel=way, async_checkpoints=True).to_dict()} for way in ASYNC),
-        *({"settings": given("refused", **{**TENSOR, **changed}).to_dict()} for changed, _ in REFUSED),
     ]
-    said = train(folder, plan)
+    train(folder, plan)
+    pretraining.pretrain(replace(given("padded-one"), **padded), bar=False)
     pretraining.pretrain(given("streamed-one", **STREAMED), bar=False)
     pretraining.pretrain(given("streamed-two-then-one", **STREAMED), resume=True, bar=False)
     pretraining.pretrain(given("two-then-one"), resume=True, bar=False)
     pretraining.pretrain(given("tensor-then-one"), resume=True, bar=False)
-    with at_step(4, spoil):
-        pretraining.pretrain(given("spoiled-one"), bar=False)
-    return folder, said
 
 
 def spoil(trainer, model):
@@ -130,10 +138,12 @@ def curve(folder, name):
     return [r[name] for r in records(folder) if name in r]
 
 
-@pytest.mark.parametrize("name", [*WAYS, "streamed-ddp", "streamed-two-then-one", "padded-ddp"])
-def test_two_processes_take_the_steps_of_one(runs, name):
+@pytest.mark.parametrize("name", spread([*WAYS, *MORE], WAYS))
+def test_two_processes_take_the_steps_of_one(runs, folder, name, request):
     """Also where they were stopped at step 6 (by a signal to one of them) or another number of them went on."""
-    folder, text = runs[0], name.partition("-")[0]
+    text = name.partition("-")[0]
+    if name in MORE:
+        request.getfixturevalue("more")
     one = f"{text}-one" if text in ("streamed", "padded") else "one"
     for metric in ("loss", "grad_norm", "eval_loss", "learning_rate"):
         ours, theirs = curve(folder / name, metric), curve(folder / one, metric)
@@ -142,14 +152,13 @@ def test_two_processes_take_the_steps_of_one(runs, name):
     assert [r["tokens"] for r in records(folder / name)] == [r["tokens"] for r in records(folder / one)]
 
 
-def test_a_stream_has_other_blocks(runs):
-    folder, _ = runs
+@pytest.mark.slow
+def test_a_stream_has_other_blocks(runs, more, folder):
     assert curve(folder / "streamed-one", "loss") != pytest.approx(curve(folder / "one", "loss"), abs=1e-3)
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_every_layers_records_are_those_of_one_process(runs, name):
-    folder, _ = runs
+def test_every_layers_records_are_those_of_one_process(runs, folder, name):
     ours, theirs = layers(folder / name), layers(folder / "one")
     keys = ["step", "layer", "sublayer", "role", "index", "metric"]
     pd.testing.assert_frame_equal(ours[keys], theirs[keys])
@@ -158,17 +167,15 @@ def test_every_layers_records_are_those_of_one_process(runs, name):
     assert torch.allclose(torch.tensor(ours.value), torch.tensor(theirs.value), rtol=1e-4, atol=1e-5)
 
 
-def test_what_cannot_share_matrices_is_refused(runs):
-    folder, said = runs
-    for process in said:
+def test_what_cannot_share_matrices_is_refused(runs, folder):
+    for process in runs:
         for line, (_, says) in zip(process[-len(REFUSED) :], REFUSED, strict=True):
             assert says in line
     assert not (folder / "refused").exists()
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor"])
-def test_the_model_of_two_processes_loads_as_any_other(runs, name):
-    folder, _ = runs
+def test_the_model_of_two_processes_loads_as_any_other(runs, folder, name):
     models = [AutoModelForCausalLM.from_pretrained(folder / run / "model") for run in (name, "one")]
     assert type(models[0]) is type(models[1])
     ids = torch.arange(12).reshape(1, 12)
@@ -179,15 +186,15 @@ def test_the_model_of_two_processes_loads_as_any_other(runs, name):
     assert configs[0] == configs[1]
 
 
-def test_the_processes_agree_on_how_each_run_ended(runs):
-    folder, (first, second) = runs
-    assert first[:5] == second[:5]
+def test_the_processes_agree_on_how_each_run_ended(runs, folder):
+    first, second = runs
+    assert first[:6] == second[:6]
     assert first[1:3] == ["interrupted", "interrupted"]
-    assert first[0] == first[3] == first[4] == result(folder / "one")["status"]
+    assert {first[0], *first[3:6]} == {result(folder / "one")["status"]}
 
 
-def test_a_sharded_runs_checkpoints_are_sharded_safetensors(runs):
-    path = runs[0] / "fsdp2" / "checkpoints" / f"checkpoint-{STEPS}"
+def test_a_sharded_runs_checkpoints_are_sharded_safetensors(runs, folder):
+    path = folder / "fsdp2" / "checkpoints" / f"checkpoint-{STEPS}"
     assert len(list((path / "model").glob("*.safetensors"))) == 2
     assert len(list((path / "optimizer").glob("*.safetensors"))) == 2
     assert not list(path.rglob("*.distcp"))
@@ -200,9 +207,9 @@ def content(path):
     return json.loads(whole[8:end]), whole[end:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC)
-def test_checkpoints_that_training_does_not_wait_for_are_the_same(runs, way):
-    folder = runs[0]
+def test_checkpoints_that_training_does_not_wait_for_are_the_same(runs, more, folder, way):
     assert curve(folder / f"{way}-async", "loss") == curve(folder / way, "loss")
     for name in ("checkpoint-4", f"checkpoint-{STEPS}"):
         one, other = (folder / run / "checkpoints" / name for run in (way, f"{way}-async"))
@@ -212,18 +219,16 @@ def test_checkpoints_that_training_does_not_wait_for_are_the_same(runs, way):
         assert all(content(one / file) == content(other / file) for file in files[0])
 
 
-def test_processes_that_do_not_divide_the_batch_are_refused(runs):
-    folder, said = runs
-    for line in (process[5] for process in said):
+def test_processes_that_do_not_divide_the_batch_are_refused(runs, folder):
+    for line in (process[6] for process in runs):
         assert "batch_size: 3" in line
         assert "2 processes" in line
         assert "multiple of 2" in line
     assert not (folder / "odd" / "config.yaml").exists()
 
 
-def test_the_guards_verdict_under_sharding_is_that_of_one_process(runs):
-    folder, said = runs
-    assert [process[6] for process in said] == ["diverged", "diverged"]
+def test_the_guards_verdict_under_sharding_is_that_of_one_process(runs, folder):
+    assert [process[7] for process in runs] == ["diverged", "diverged"]
     assert result(folder / "spoiled")["reason"] == result(folder / "spoiled-one")["reason"]
     assert "the loss is nan at step 4" in result(folder / "spoiled")["reason"]
 
@@ -313,11 +318,6 @@ def test_a_full_disk_behind_a_librarys_error_is_one_to_the_other_processes_too()
     assert disk_full(_sendable(failed))
     assert isinstance(_sendable(failed), OSError)
     assert isinstance(_sendable(RuntimeError("shapes differ")), RuntimeError)
-
-
-def test_a_study_in_several_processes_is_refused(monkeypatch, refused):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert refused("compare", "--steps", "2").startswith("lamina: WORLD_SIZE: you started 2 processes")
 
 
 FEW = {**SMALL, "steps": 4, "save_steps": 2}

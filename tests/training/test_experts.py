@@ -81,14 +81,6 @@ def test_the_bias_moves_by_the_rate_towards_the_mean_load():
     assert not bias.requires_grad
 
 
-def test_the_bias_is_saved_with_the_model(tmp_path):
-    model = moe()
-    find_routers(model)[1].e_score_correction_bias.fill_(0.25)
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert torch.equal(find_routers(again)[1].e_score_correction_bias, torch.full((EXPERTS,), 0.25))
-
-
 def naive_loss(shares, chosen, sequences):
     """DeepSeek-V3 Eq 17-20, loop by loop."""
     length = len(chosen) // sequences
@@ -177,7 +169,7 @@ def test_training_balances_the_experts_better_than_nothing_does(version, folder,
             backbone=folder(version),
             hidden_size=None,
             num_heads=None,
-            steps=30,
+            steps=20,
             batch_size=8,
             logging_steps=1,
             init="normal(std=0.3)",
@@ -186,7 +178,7 @@ def test_training_balances_the_experts_better_than_nothing_does(version, folder,
         )
         assert done["status"] in ("finished", "short", "stuck")
         table = layers(tmp_path / f"{version}-{mode}")
-        after[mode] = sum(imbalance(table, step) for step in range(26, 31)) / 5
+        after[mode] = sum(imbalance(table, step) for step in range(16, 21)) / 5
     assert after["auto"] < 0.8 * after["none"]
 
 

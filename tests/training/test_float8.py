@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.utils import counters
-from training.test_distributed import torchrun
-from training.tiny_runs import SMALL, assert_same_weights, cut_at, flags, records, settings
+from training.tiny_runs import SMALL, assert_same_weights, cut_at, flags, records, settings, torchrun
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lamina

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 import torch
-from training.tiny_runs import at_step, last_step, layers, records, result
+from training.tiny_runs import assert_same_records, at_step, last_step, layers, records, result
 
 from lamina.training import run as training
 from lamina.training.checkpointing.resuming import Rollbacks
@@ -68,28 +68,6 @@ def test_a_spike_shorter_than_patience_and_a_loss_within_the_margin_are_forgiven
         all(watch.see_loss(step, 90.0) is None for step in range(60, 99))
 
 
-@pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_names_the_layer_where_it_arose(norm):
-    """Backward, everything below the layer is broken, too."""
-    rows = [(9, i, s, "all", 0, "gradient_norm", norm if (i, s) <= (2, "attention") else 1.0) for i in range(4)
-            for s in ("attention", "feed_forward")]  # fmt: skip
-    watch = guard()
-    watch.alarms.see(rows)
-    with pytest.raises(Diverged, match=rf"at step 9; .*{named(2, 'attention')}"):
-        watch.see_gradient(9, norm)
-
-
-def test_states_that_are_not_finite_name_the_lowest_layer():
-    watch = guard()
-    watch.alarms.see(
-        (9, i, s, "all", 0, "hidden_variance", math.nan if (i, s) >= (1, "feed_forward") else 1.0)
-        for i in range(4)
-        for s in ("attention", "feed_forward")
-    )
-    with pytest.raises(Diverged, match=named(1, "feed_forward")):
-        watch.see_loss(9, math.nan)
-
-
 def test_a_layer_that_broke_is_named_although_another_one_grew_harmlessly_long_before():
     """Variances of Pre-LN grow by ten early in every healthy run."""
     watch = guard()
@@ -120,8 +98,9 @@ def poison_gradient(layer):
     return act
 
 
-@pytest.mark.parametrize(("layer", "sublayer"), [(0, "feed_forward"), (2, "attention"), (3, "feed_forward")])
-@pytest.mark.parametrize("logging_steps", [1, 10])
+@pytest.mark.parametrize(
+    ("layer", "sublayer", "logging_steps"), [(0, "feed_forward", 10), (2, "attention", 1), (3, "feed_forward", 10)]
+)
 def test_a_poisoned_weight_ends_the_run_and_is_named(trained, tmp_path, before_step, layer, sublayer, logging_steps):
     before_step(5, poison(layer, sublayer))
     found = trained(num_layers=4, steps=12, eval_steps=12, logging_steps=logging_steps)
@@ -130,6 +109,7 @@ def test_a_poisoned_weight_ends_the_run_and_is_named(trained, tmp_path, before_s
     assert "at step 5" in found["reason"]
     assert result(tmp_path / "run")["status"] == "diverged"
     assert found["steps"] <= 5
+    assert logging_steps > 1 or layers(tmp_path / "run").step.max() >= 4  # the records reach up to its end
 
 
 @pytest.fixture
@@ -138,9 +118,10 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(recorder, "reading_waits", lambda tensor: True)
 
 
-@pytest.mark.parametrize(("clip", "late"), [(1.0, False), (0.0, False), (1.0, True)], ids=["clipped", "free", "late"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(
+    ("clip", "late", "accumulation", "layer"),
+    [(1.0, False, 1, 0), (0.0, False, 2, 1), (1.0, True, 2, 0), (1.0, True, 1, 1)],
+)
 def test_a_poisoned_gradient_ends_the_run_and_is_named(trained, before_step, request, clip, late, accumulation, layer):
     if late:
         request.getfixturevalue("as_on_a_gpu")
@@ -151,15 +132,12 @@ def test_a_poisoned_gradient_ends_the_run_and_is_named(trained, before_step, req
     assert ("at step 3, read at step 8" if late else "at step 3") in found["reason"]
 
 
-@pytest.mark.parametrize(("layer", "sublayer"), [(0, "feed_forward"), (2, "attention"), (3, "feed_forward")])
-def test_a_weight_that_is_read_late_names_its_layer_only_where_it_can(
-    trained, before_step, as_on_a_gpu, layer, sublayer
-):
-    before_step(5, poison(layer, sublayer))
+def test_a_weight_that_is_read_late_names_its_layer_only_where_it_can(trained, before_step, as_on_a_gpu):
+    before_step(5, poison(2, "attention"))
     at_once = trained(num_layers=4, steps=12, eval_steps=12, logging_steps=1)
-    assert re.search(named(layer, sublayer), at_once["reason"])
+    assert re.search(named(2, "attention"), at_once["reason"])
     assert "at step 5" in at_once["reason"]
-    before_step(5, poison(layer, sublayer))
+    before_step(5, poison(2, "attention"))
     late = trained("late", num_layers=4, steps=12, eval_steps=12, logging_steps=10)
     assert "at step 5, read at step 10" in late["reason"]
     assert "no layer" in late["reason"]
@@ -187,20 +165,6 @@ def test_a_run_that_climbs_above_its_best_ends_before_its_last_step(trained, bef
     found = trained(steps=60, logging_steps=1, divergence_patience=6, eval_steps=60, learning_rate=1e-3)
     assert found["status"] == "diverged"
     assert "from step 10 to 15" in found["reason"]
-
-
-def test_the_layers_of_a_run_that_diverged_reach_up_to_its_end(trained, tmp_path, before_step):
-    before_step(4, poison(1, "attention"))
-    trained(steps=8, logging_steps=1)
-    assert layers(tmp_path / "run").step.max() >= 3
-
-
-def test_a_run_that_never_gets_below_the_unigram_entropy_is_stuck(trained, tmp_path):
-    found = trained(learning_rate=1e-9)
-    assert found["status"] == "stuck"
-    assert found["eval_loss"] > found["unigram_entropy"]
-    assert "unigram entropy" in found["reason"]
-    assert (tmp_path / "run" / "model").is_dir()
 
 
 LEARNS = {"steps": 60, "learning_rate": 2e-2, "batch_size": 8, "logging_steps": 20, "eval_steps": 60}
@@ -286,15 +250,8 @@ def test_after_the_last_return_the_run_has_diverged(trained, spoiled_data):
 
 def test_how_much_data_is_left_out_can_be_said(trained, spoiled_data):
     seen = spoiled_data(7)
-    trained(**ROLLBACK, rollback_skip=10)
-    assert [(step, place) for step, place, _ in seen[7:]] == [(s, s + 10) for s in range(5, 17)]
-
-
-def test_without_the_option_a_divergence_ends_the_run(trained, spoiled_data):
-    spoiled_data(7)
-    found = trained(**{**ROLLBACK, "rollback": 0})
-    assert found["status"] == "diverged"
-    assert found["rollbacks"] == []
+    trained(**{**ROLLBACK, "steps": 8}, rollback_skip=10)
+    assert [(step, place) for step, place, _ in seen[7:]] == [(s, s + 10) for s in range(5, 9)]
 
 
 def test_a_run_that_diverged_before_its_first_checkpoint_starts_again(trained, tmp_path, spoiled_data):
@@ -314,16 +271,14 @@ def test_a_run_stopped_after_a_return_goes_on_with_it(trained, tmp_path, spoiled
     with at_step(10, lambda trainer, model: os.kill(os.getpid(), signal.SIGTERM)):
         assert trained(**ROLLBACK)["status"] == "interrupted"
     trained(resume=True, **ROLLBACK)
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
-    assert layers(tmp_path / "run").equals(layers(tmp_path / "whole"))
+    assert_same_records(tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_kill_right_after_the_decision_changes_nothing(trained, tmp_path, spoiled_data, monkeypatch):
     """The return is on disk, the checkpoint of the line given up still there: it is not gone on from."""
     spoiled_data(11)
-    trained("whole", **ROLLBACK, divergence_patience=1)
     monkeypatch.setattr(training, "is_good", lambda state: state["step"] <= 4)  # 8 was on its way up already
-    trained("whole-4", **ROLLBACK)
+    trained("whole", **ROLLBACK)
 
     def die(*args):
         raise RuntimeError("pulled the plug")
@@ -334,7 +289,7 @@ def test_a_kill_right_after_the_decision_changes_nothing(trained, tmp_path, spoi
             trained(**ROLLBACK)
     assert (tmp_path / "run" / "checkpoints" / "checkpoint-8").is_dir()
     trained(resume=True, **ROLLBACK)
-    assert records(tmp_path / "run") == records(tmp_path / "whole-4")
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
     assert last_step(tmp_path / "run") == 16
 
 

@@ -176,6 +176,7 @@ def test_a_learned_scale_leaves_the_rest_of_its_block_gathered_in_bf16(told):
         assert bool(scales) == (placement != "keel")
 
 
+@pytest.mark.slow
 def test_two_processes_train_a_model_with_it(told):
     code, run, _ = told
     assert code == 0

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 
-import pandas as pd
 import pytest
 import torch
 from lab.posttraining.tiny import write_model
@@ -15,6 +14,8 @@ from safetensors.torch import load_file
 from training.tiny_runs import (
     SMALL,
     alive,
+    assert_same_records,
+    assert_same_run,
     assert_same_weights,
     at_step,
     cut_at,
@@ -25,6 +26,7 @@ from training.tiny_runs import (
     pull_the_plug,
     records,
     result,
+    settings,
     start,
     wait_for,
 )
@@ -35,32 +37,28 @@ from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
 from lamina.training import source
-from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
 LONG = {"steps": 12, "logging_steps": 2, "save_steps": 2, "eval_steps": 4}
 
 
-@pytest.fixture
-def whole(trained, tmp_path):
-    """The same run, never interrupted."""
-    trained("whole", **LONG)
-    return tmp_path / "whole"
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """The folder of a run that nothing interrupts, by what it has other than ``LONG``; each is trained once."""
+    folders = {}
+
+    def trained(**changed):
+        name = str(changed)
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("whole") / "run"
+            pretraining.pretrain(settings(corpus, folders[name], **LONG, **changed), bar=False)
+        return folders[name]
+
+    return trained
 
 
 def interrupt(trainer, model):
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def assert_same_run(a, b):
-    assert result(a)["eval_loss"] == result(b)["eval_loss"]
-    assert result(a)["status"] == result(b)["status"]
-    assert_same_weights(a, b)
-
-
-def assert_same_records(a, b):
-    assert records(a) == records(b)
-    pd.testing.assert_frame_equal(layers(a), layers(b))
 
 
 def assert_no_duplicates(folder):
@@ -81,10 +79,9 @@ def assert_no_duplicates(folder):
         (pull_the_plug, 6, {"save_steps": 0}),
     ],
 )
-def test_a_run_that_was_cut_resumes_bit_for_bit(trained, tmp_path, act, step, changed):
+def test_a_run_that_was_cut_resumes_bit_for_bit(trained, whole, tmp_path, act, step, changed):
     """From the checkpoint of its interruption, or from its last one; without one it begins again."""
-    run, whole, options = tmp_path / "run", tmp_path / "whole", {**LONG, **changed}
-    trained("whole", **options)
+    run, options = tmp_path / "run", {**LONG, **changed}
     with at_step(step, act), contextlib.suppress(RuntimeError):
         trained(**options)
     interrupted = act is interrupt
@@ -92,20 +89,11 @@ def test_a_run_that_was_cut_resumes_bit_for_bit(trained, tmp_path, act, step, ch
     assert (f"at step {step}" if interrupted else "pulled the plug") in result(run)["reason"]
     assert (run / "checkpoints" / f"checkpoint-{step}").is_dir() == interrupted
     trained(resume=True, **options)
-    assert_same_run(run, whole)
+    different = {name: value for name, value in changed.items() if name != "save_steps"}
+    assert_same_run(run, whole(**different))
     assert_no_duplicates(run)
     if step % 2 == 0:  # else the interruption is between two records
-        assert_same_records(run, whole)
-
-
-def test_a_run_killed_after_its_last_checkpoint_gets_its_result(trained, tmp_path, whole):
-    """The kill came while the final model was written; there is no step left to train."""
-    trained(**LONG)
-    (tmp_path / "run" / "result.json").unlink()
-    found = trained(resume=True, **LONG)
-    assert found["steps"] == LONG["steps"]
-    assert found["status"] == result(whole)["status"], found["reason"]
-    assert_same_run(tmp_path / "run", whole)
+        assert_same_records(run, whole(**different))
 
 
 def test_an_interruption_in_the_last_evaluation_loses_nothing(trained, tmp_path, whole, monkeypatch):
@@ -122,7 +110,7 @@ def test_an_interruption_in_the_last_evaluation_loses_nothing(trained, tmp_path,
     found = trained(**options)
     assert found["status"] != "interrupted" or list((tmp_path / "run" / "checkpoints").glob("checkpoint-12"))
     trained(resume=True, **options)
-    assert_same_run(tmp_path / "run", whole)
+    assert_same_run(tmp_path / "run", whole())
 
 
 def test_the_speed_of_a_resumed_run_counts_only_what_it_timed(trained, tmp_path):
@@ -158,27 +146,12 @@ def test_resuming_nothing_is_refused_and_auto_begins(trained, tmp_path):
     assert (tmp_path / "run" / "result.json").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"steps": 5}, "steps"),
-        ({"placement": "keel"}, "placement"),
-        ({"seed": 3}, "seed"),
-        ({"corpus": "embedded"}, "corpus"),
-    ],
-)
-def test_a_changed_setting_is_refused_by_name(trained, tmp_path, corpus, refused, changed, named):
+def test_a_changed_setting_is_refused_by_name(trained, tmp_path, corpus, refused):
     trained()
-    given = {**SMALL, "corpus": corpus, **changed}
-    line = refused("pretrain", *flags(**given, output=tmp_path / "run", resume=True))
-    assert line.startswith(f"lamina: {named}:")
-
-
-def test_only_the_output_is_needed_to_resume(trained, tmp_path, whole):
-    with at_step(6, interrupt):
-        trained(**LONG)
-    assert main(["pretrain", "--output", str(tmp_path / "run"), "--resume"]) == 0
-    assert_same_run(tmp_path / "run", whole)
+    for name, value in {"steps": 5, "placement": "keel", "corpus": "embedded"}.items():
+        given = {**SMALL, "corpus": corpus, name: value}
+        line = refused("pretrain", *flags(**given, output=tmp_path / "run", resume=True))
+        assert line.startswith(f"lamina: {name}:")
 
 
 def test_a_pause_between_evaluations_changes_no_random_number(trained, tmp_path):
@@ -196,8 +169,8 @@ def without_branches(folder):
     return [record for record in records(folder) if "branch_steps" not in record]
 
 
-@pytest.mark.parametrize("more", [{}, {"gradient_accumulation": 2, "max_grad_norm": 0.1, "placement": "fusenorm"}])
-def test_a_branch_is_the_shorter_run_and_the_trunk_does_not_notice(trained, tmp_path, more):
+def test_a_branch_is_the_shorter_run_and_the_trunk_does_not_notice(trained, tmp_path):
+    more = {"gradient_accumulation": 2, "max_grad_norm": 0.1, "placement": "fusenorm"}
     trunk = trained("trunk", branches="0.25,8,12", logging_steps=1, eval_steps=5, **WSD, **more)
     assert [row["branch_steps"] for row in trunk["branches"]] == [4, 8, 12]
     for row in trunk["branches"]:
@@ -222,19 +195,6 @@ def test_a_resumed_trunk_keeps_its_branches(trained, tmp_path):
     assert without_branches(tmp_path / "cut") == without_branches(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"branches": "2"}, "a run of 2 steps would begin to decay after 1"),
-        ({"branches": "16"}, "a run of 16 steps"),
-    ],
-    ids=str,
-)
-def test_a_branch_that_can_not_be_is_refused(changed, words):
-    with pytest.raises(UserError, match=words):
-        PretrainSettings(**{**WSD, **changed}).check()
-
-
 def test_a_branch_of_a_model_with_experts_is_refused(trained):
     with pytest.raises(UserError, match="branches: '8' with experts"):
         trained(backbone="deepseek-nano", branches="8", **WSD)
@@ -243,15 +203,15 @@ def test_a_branch_of_a_model_with_experts_is_refused(trained):
 NEW = {"steps": 3, "sequence_length": 16, "batch_size": 2, "eval_blocks": 4, "threads": 1}
 
 
-@pytest.fixture
-def first(corpus, tmp_path):
-    argv = flags(**SMALL, corpus=corpus, output=tmp_path / "first", learning_rate=1e-2)
-    assert main(["pretrain", *argv, "--placement", "mix_ln(alpha=0.5)"]) == 0
-    return tmp_path / "first"
+@pytest.fixture(scope="module")
+def first(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source") / "first"
+    pretraining.pretrain(settings(corpus, folder, learning_rate=1e-2, placement="mix_ln(alpha=0.5)"), bar=False)
+    return folder
 
 
-def going_on(corpus, source, output, *more, **changed):
-    return main(["pretrain", "--from", str(source), *flags(**{**NEW, **changed}, corpus=corpus, output=output), *more])
+def going_on(corpus, source, output, **changed):
+    return main(["pretrain", "--from", str(source), *flags(**{**NEW, **changed}, corpus=corpus, output=output)])
 
 
 def test_it_starts_with_the_checkpoints_weights_and_keeps_its_plan(first, corpus, tmp_path, before_step):
@@ -301,31 +261,23 @@ def test_a_transformers_checkpoint_is_taken_as_convert_does(corpus, tmp_path, be
     assert "hidden_size: 16" in config
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--placement", "pre_ln"], "placement: 'pre_ln', but the checkpoint"),  # the default, but given
-        (["--placement", "mix_ln(alpha=0.25)"], "placement: 'mix_ln(alpha=0.25)'"),
-        (["--num-layers", "3"], "num_layers: 3, but the checkpoint"),
-        (["--hidden-size", "32"], "hidden_size: 32"),
-        (["--num-heads", "4"], "num_heads: 4"),
-        (["--backbone", "llama-1.5b"], "backbone: 'llama-1.5b'"),
-        (["--init", "small"], "init: 'small'"),
-        (["--tokenizer", "bpe:300"], "tokenizer: 'bpe:300'"),
-    ],
-)
-def test_what_the_checkpoint_decides_is_refused_if_given_and_different(first, corpus, tmp_path, capsys, more, message):
-    capsys.readouterr()
-    assert going_on(corpus, first, tmp_path / "second", *more) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "second").exists()
+DECIDED = {"placement": "pre_ln", "num_layers": 3, "hidden_size": 32, "num_heads": 4}  # "pre_ln": also the default
+DECIDED |= {"backbone": "llama-1.5b", "init": "small", "tokenizer": "bpe:300"}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_the_checkpoint_decides_is_refused_if_given_and_different(first, corpus, tmp_path, refused, name):
+    given = {**NEW, name: DECIDED[name]}
+    line = refused("pretrain", "--from", first, *flags(**given, corpus=corpus, output=tmp_path / "second"))
+    assert line.startswith(f"lamina: {name}: {DECIDED[name]!r}")
+    assert "the checkpoint" in line
 
 
 def test_the_same_given_again_is_fine_and_so_is_a_mix(first, corpus, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("few words, other ones\n" * 200)
-    same = ["--placement", "mix_ln(alpha=0.5)", "--num-layers", "2", "--hidden-size", "16", "--tokenizer", "bytes"]
-    assert going_on(f"{corpus}:1,{other}:3", first, tmp_path / "second", *same, batch_size=4) == 0
+    same = {"placement": "mix_ln(alpha=0.5)", "num_layers": 2, "hidden_size": 16, "tokenizer": "bytes"}
+    assert going_on(f"{corpus}:1,{other}:3", first, tmp_path / "second", **same, batch_size=4) == 0
     result = json.loads((tmp_path / "second" / "result.json").read_text())
     assert result["mix"][str(other)]["share"] == 0.75
 
@@ -339,11 +291,10 @@ def test_it_can_be_resumed(first, corpus, tmp_path):
     assert records(tmp_path / "cut") == records(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("output", ["first", "first/model", "."])
-def test_the_folder_that_holds_the_source_is_no_output(first, corpus, tmp_path, capsys, output):
-    capsys.readouterr()
-    assert going_on(corpus, first, tmp_path / output, "--overwrite") == 2
-    assert "holds the model to read" in capsys.readouterr().err
+@pytest.mark.parametrize("output", [".", "model", ".."])
+def test_the_folder_that_holds_the_source_is_no_output(first, corpus, refused, output):
+    given = flags(**NEW, corpus=corpus, output=first / output)
+    assert "holds the model to read" in refused("pretrain", "--from", first, *given, "--overwrite")
     assert (first / "model" / "model.safetensors").is_file()
 
 
@@ -382,21 +333,6 @@ def test_a_second_ctrl_c_ends_at_once(argv, tmp_path):
     assert process.returncode == 130
     assert "Traceback" not in err
     assert result(tmp_path / "run")["status"] == "interrupted"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.3, 1.5, 3.0])
-def test_ctrl_c_while_it_starts_is_one_line(argv, delay):
-    process = start(*argv)
-    try:
-        process.wait(delay)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    # A KeyboardInterrupt that passed through C code on its way makes Python end by SIGINT: 130 in a shell, too.
-    assert process.returncode in (130, -signal.SIGINT), err
-    assert "Traceback" not in err
-    assert sum("interrupted" in line for line in (out + err).splitlines()) == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")

@@ -29,16 +29,7 @@ def parts(folder, name="mean_square"):
     return {int(p.stem.split("-")[1]): pd.read_parquet(p) for p in sorted((folder / "probes" / name).glob("*.parquet"))}
 
 
-def test_probes_run_at_the_start_at_every_nth_step_and_at_the_end(trained, tmp_path, own):
-    assert trained(probe_every=2, probes=own, steps=5)["status"] in ENDED
-    assert list(parts(tmp_path / "run")) == [0, 2, 4, 5]
-    for step, frame in parts(tmp_path / "run").items():
-        assert frame.columns[0] == "step"
-        assert set(frame["step"]) == {step}
-        assert frame["layer"].tolist() == [0, 1, 2]
-
-
-def test_what_is_measured_is_the_model_at_that_step_on_the_monitors_blocks(
+def test_what_is_measured_every_few_steps_is_the_model_at_that_step_on_the_monitors_blocks(
     trained, tmp_path, own, trainers, monkeypatch
 ):
     naive = {}
@@ -51,11 +42,14 @@ def test_what_is_measured_is_the_model_at_that_step_on_the_monitors_blocks(
         naive[state.global_step] = [float(x.double().square().mean()) for x in states[:2]]
 
     monkeypatch.setattr(ScheduledProbes, "_probe", spy)
-    trained(probe_every=2, probes=own, batch_size=8)
-    assert (
-        len(next(c for c in trainers[0].callback_handler.callbacks if isinstance(c, ScheduledProbes)).inputs) == 2
-    )  # a quarter of the training batch
+    assert trained(probe_every=2, probes=own, batch_size=8, steps=5)["status"] in ENDED
+    (probes,) = (c for c in trainers[0].callback_handler.callbacks if isinstance(c, ScheduledProbes))
+    assert len(probes.inputs) == 2  # a quarter of the training batch
+    assert list(parts(tmp_path / "run")) == [0, 2, 4, 5]  # the first and the last, too
     for step, frame in parts(tmp_path / "run").items():
+        assert frame.columns[0] == "step"
+        assert set(frame["step"]) == {step}
+        assert frame["layer"].tolist() == [0, 1, 2]
         assert frame["value"].tolist()[:2] == pytest.approx(naive[step], rel=1e-5)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -128,6 +129,24 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+def torchrun(*argv, processes=2, timeout=600) -> subprocess.CompletedProcess:
+    """``torchrun ARGV`` to its end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    command += ["--master_port", str(free_port()), *map(str, argv)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def in_a_child(work) -> None:
+    """Do work in a child process that is killed on the way."""
+    if (child := os.fork()) == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
 def wait_for(condition, seconds: float = 60.0):
     """The first true value of ``condition()``."""
     end = time.monotonic() + seconds
@@ -170,6 +189,18 @@ def assert_same_weights(a: Path, b: Path) -> None:
     one, other = (load_file(folder / "model" / "model.safetensors") for folder in (a, b))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def assert_same_records(a: Path, b: Path) -> None:
+    assert records(a) == records(b)
+    pd.testing.assert_frame_equal(layers(a), layers(b))
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """The end of one run is that of the other, bit for bit."""
+    assert result(a)["eval_loss"] == result(b)["eval_loss"]
+    assert result(a)["status"] == result(b)["status"]
+    assert_same_weights(a, b)
 
 
 def layers(folder: Path) -> pd.DataFrame:
