@@ -88,7 +88,9 @@ class NanoGpt(nn.Module):
         return logits, loss
 
 
-def loop(model, folder, steps=6, optimizer=None, spoil=None, loss_of=None, after=None, batches=None, **options):
+def loop(
+    model, folder, steps=6, optimizer=None, spoil=None, loss_of=None, after=None, batches=None, says=True, **options
+):
     """Train with plain PyTorch, watched if there is a folder; returns the monitor.
 
     Args:
@@ -97,6 +99,7 @@ def loop(model, folder, steps=6, optimizer=None, spoil=None, loss_of=None, after
         loss_of: the loss of the model for a batch.
         after: called with the step behind the optimizers' steps.
         batches: of all steps; default: two new sequences each.
+        says: whether the loop calls the monitor's ``step`` with the loss.
     """
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -114,7 +117,7 @@ def loop(model, folder, steps=6, optimizer=None, spoil=None, loss_of=None, after
                 after(step)
             for each in optimizers:
                 each.zero_grad()
-            if folder:
+            if folder and says:
                 monitor.step(loss)
     return monitor
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from training.tiny_runs import layers
-from training.watching.loops import NanoGpt, Tokens, llama
+from training.watching.loops import NanoGpt, Tokens, llama, loop
 from transformers import Trainer, TrainingArguments
 
 import lamina
@@ -34,15 +34,13 @@ def hash_of(ids):
 def spiked(folder, **options):
     """A training whose gradient is 15 times too large at one step."""
     model, batches = NanoGpt(), list(Tokens(items=2 * STEPS).ids.split(2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
-    with lamina.watch(model, optimizer, output=str(folder), **options) as monitor:
-        for step, batch in enumerate(batches, 1):
-            loss = model(batch[:, :-1], batch[:, 1:])[1]
-            (loss * (15.0 if step == AT else 1.0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step(loss)
+    def spoil(step, model):
+        for parameter in model.parameters() if step == AT else ():
+            parameter.grad.mul_(15.0)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    loop(model, folder, optimizer=optimizer, batches=batches, spoil=spoil, **options)
     return batches[AT - 1][:, :-1].tolist()
 
 
@@ -52,7 +50,12 @@ def test_a_notable_batchs_rows_are_written_without_a_tokenizer_as_token_ids(tmp_
         {"step": AT, "process": 0, "row": number, "hash": hash_of(row), "beginning": row}
         for number, row in enumerate(rows)
     ]
+    assert not (tmp_path / "run" / "alarms.jsonl").exists()  # nothing follows it
     said = " ".join(lamina.diagnose(tmp_path / "run").sentences)
+    assert f"The loss did not rise and stay up in {STEPS} steps (status: finished)." in said
+    assert "nothing went wrong after" in said
+    assert "No layer has an anomaly." in said
+    assert "cause" not in said
     assert f"Rows of the batch of step {AT}" in said
     assert f"{hash_of(rows[1])} “token ids {rows[1][0]} {rows[1][1]} " in said
 

@@ -8,8 +8,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from spread import spread
 
+import lamina
 from lamina.core.extras import EXTRAS, install
+from lamina.reports.records import read_run
+from lamina.training.monitor.writers import read_rows
 
 ROOT = Path(__file__).parents[3]
 LIGHT = """
@@ -59,21 +63,12 @@ print("codes", [main(words) for words in (["diagnose", folder], ["report", folde
 NEEDED = f"needs pandas, pyarrow, plotly, jinja2. Run: {install('report')}"
 
 
-@pytest.fixture(scope="module")
-def light(tmp_path_factory):
-    """A folder with the records of a loop and of a Trainer, and what one process said of each: out and error."""
-    folder = tmp_path_factory.mktemp("light")
-    apart = 'for stream in (sys.stdout, sys.stderr):\n    print("----", file=stream)\n'
-    words = [sys.executable, "-c", LIGHT + LOOP + SAID + apart + TRAINER + SAID, str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=folder)
+@pytest.mark.parametrize(("name", "code"), spread([("loop", LOOP), ("trainer", TRAINER)], [("loop", LOOP)]))
+def test_recording_and_diagnosing_need_no_heavy_package(tmp_path, name, code):
+    words = [sys.executable, "-c", LIGHT + code + SAID, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    said = zip(done.stdout.split("----"), done.stderr.split("----"), strict=True)
-    return folder, dict(zip(("loop", "trainer"), said, strict=True))
-
-
-@pytest.mark.parametrize("name", ["loop", "trainer"])
-def test_recording_and_diagnosing_need_no_heavy_package(light, name):
-    run, (out, err) = light[0] / name, light[1][name]
+    run, out, err = tmp_path / name, done.stdout, done.stderr
     assert f"the page: {NEEDED}" in out
     assert "codes [0, 2, 2, 2]" in out
     said = [line for line in err.splitlines() if line.startswith("lamina: ")]
@@ -88,10 +83,6 @@ def test_recording_and_diagnosing_need_no_heavy_package(light, name):
         assert "layer 1 (feed-forward)" in out
 
     # where everything is installed, the same records make the same diagnosis and a page
-    import lamina
-    from lamina.reports.records import read_run
-    from lamina.training.monitor.writers import read_rows
-
     found = lamina.diagnose(run)
     assert "\n".join(found.sentences) in out
     assert "plotly" in found.page.read_text(encoding="utf-8")

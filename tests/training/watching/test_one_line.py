@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from training.tiny_runs import layers
-from training.watching.loops import NanoGpt, Tokens, llama
+from training.watching.loops import NanoGpt, Tokens, llama, loop
 
 import lamina
 
@@ -320,14 +320,13 @@ def test_a_head_that_returns_its_loss_alone_is_seen_too(tmp_path):
         def forward(self, idx):
             return self.gpt(idx[:, :-1], idx[:, 1:])[1]
 
-    model, losses = Loss(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with lamina.watch(model, optimizer, output=str(tmp_path / "run")):
-        for step in range(5):
-            loss = model(IDS[step : step + 2])
-            losses.append(loss.item())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    losses = []
+
+    def loss_of(model, batch):
+        loss = model(batch)
+        losses.append(loss.item())
+        return loss
+
+    loop(Loss(), tmp_path / "run", loss_of=loss_of, says=False)
     rows = layers(tmp_path / "run")
     assert rows.query("metric == 'step_loss'")["value"].tolist() == pytest.approx(losses, rel=1e-6)

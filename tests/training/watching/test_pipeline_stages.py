@@ -2,16 +2,13 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from training.tiny_runs import layers
+from training.tiny_runs import layers, torchrun
 from training.watching.loops import NanoGpt, Tokens, found, loop
 from training.watching.stages_loop import Stage, loss_of
 
@@ -23,21 +20,11 @@ from lamina.reports.stages import joined
 from lamina.training.monitor.alarms import read_alarms
 from lamina.training.monitor.stages import first_number
 
-SCRIPT = Path(__file__).with_name("stages_loop.py")
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "processes"), [("gpipe", 2), ("1f1b", 2), ("fsdp2", 4)])
 def test_two_stages_are_measured_as_the_whole_model(tmp_path, kind, processes):
-    roots = [str(SCRIPT.parents[2]), str(SCRIPT.parents[3])]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    ended = subprocess.run(
-        [*command, str(processes), str(SCRIPT), kind, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    ended = torchrun(Path(__file__).with_name("stages_loop.py"), kind, tmp_path, processes=processes)
     assert ended.returncode == 0, ended.stderr[-3000:]
     said = json.loads((tmp_path / "by_hand.json").read_text())
     stages = [tmp_path / "stage-0", tmp_path / "stage-1"]

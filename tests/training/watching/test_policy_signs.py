@@ -49,7 +49,7 @@ def trained(kind, folder, *, beta, **more):
         ("grpo", 0.0, 1),
         pytest.param("grpo", 0.1, 4, marks=pytest.mark.slow),
         pytest.param("rloo", 0.0, 4, marks=pytest.mark.slow),
-        ("rloo", 0.05, 1),  # its KL is a part of the rewards, so that no group has equal ones
+        pytest.param("rloo", 0.05, 1, marks=pytest.mark.slow),  # its KL is a part of the rewards: no group's are equal
     ],
 )
 def test_a_constant_reward_is_said_and_no_layer_is_blamed(kind, beta, every, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from training.tiny_runs import layers, records, result
+from training.tiny_runs import in_a_child, layers, records, result
 from training.watching.loops import NanoGpt, Tokens, llama, loop
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -314,18 +314,16 @@ def test_a_failed_trainers_folder_is_free_for_the_next_in_the_same_process(tmp_p
 
 def killed(model, folder, steps, **more):
     """Watch a loop whose process is killed: what was not written is gone."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with lamina.watch(model, optimizer := torch.optim.SGD(model.parameters()), output=str(folder), **more) as w:
-                for _ in range(steps):
-                    model(Tokens().ids, Tokens().ids)[1].backward()
-                    optimizer.step()
-                    w.step()
-                os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+    def train():
+        with lamina.watch(model, optimizer := torch.optim.SGD(model.parameters()), output=str(folder), **more) as w:
+            for _ in range(steps):
+                model(Tokens().ids, Tokens().ids)[1].backward()
+                optimizer.step()
+                w.step()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    in_a_child(train)
 
 
 def test_a_killed_loop_loses_seconds_and_its_resumption_names_the_steps(tmp_path, caplog, monkeypatch):
@@ -357,17 +355,8 @@ class Killed(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed_trainer(tmp_path, step):
-    if (pid := os.fork()) == 0:
-        try:
-            trainer_of(tmp_path, Killed(step)).train()
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-
-
 def test_a_trainer_killed_before_its_first_checkpoint_begins_again_in_the_same_folder(tmp_path, caplog):
-    killed_trainer(tmp_path, 1)
+    in_a_child(trainer_of(tmp_path, Killed(1)).train)
     with pytest.raises(UserError, match="is in use"):
         trainer_of(tmp_path, every=3).train()  # another experiment
     caplog.clear()
@@ -378,7 +367,7 @@ def test_a_trainer_killed_before_its_first_checkpoint_begins_again_in_the_same_f
 
 
 def test_the_records_by_layer_of_a_killed_trainer_reach_to_its_checkpoint(tmp_path, caplog):
-    killed_trainer(tmp_path, 3)
+    in_a_child(trainer_of(tmp_path, Killed(3)).train)
     assert set(layers(tmp_path / "run").query("metric == 'step_loss'")["step"]) == {1, 2}
     trainer_of(tmp_path).train(resume_from_checkpoint=True)
     assert "missing" not in caplog.text

@@ -415,13 +415,11 @@ def test_a_loss_in_chunks_counts_once(tmp_path, micro_batches):
 def test_a_loss_of_what_a_hook_saw_counts(tmp_path):
     model, seen, losses = Headless(), [], []
     model.h[0].register_forward_hook(lambda module, args, output: seen.append(output))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with lamina.watch(model, optimizer, output=str(tmp_path / "run")):
-        for inputs, _ in batches(3):
-            model(inputs)
-            loss = seen[-1].square().mean()
-            losses.append(loss.item())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert series(tmp_path / "run", "step_loss") == pytest.approx(dict(enumerate(losses, 1)), rel=1e-6)
+
+    def loss_of(model, batch):
+        model(batch)
+        losses.append(loss := seen[-1].square().mean())
+        return loss
+
+    loop(model, tmp_path / "run", steps=3, loss_of=loss_of, says=False)
+    assert series(tmp_path / "run", "step_loss") == pytest.approx(dict(enumerate(map(float, losses), 1)), rel=1e-6)

@@ -1,9 +1,11 @@
 """Encoders with decoders, torch's own attention, TRL's trainers: what is recorded, and what is said to miss."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
+from spread import spread
 from torch import nn
 from torch.nn import functional
 from training.tiny_runs import layers, records
@@ -55,13 +57,8 @@ def bart():
     sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
     model = BartForConditionalGeneration(BartConfig(vocab_size=VOCAB, forced_eos_token_id=None, **sizes, **ends))
-    ids = Tokens(items=4).ids
-    return (
-        model,
-        model.model.encoder.layers,
-        model.model.decoder.layers,
-        {"input_ids": ids, "labels": ids[:, :7].clone()},
-    )
+    batch = {"input_ids": Tokens(items=4).ids, "labels": Tokens(items=4).ids[:, :7].clone()}
+    return model, model.model.encoder.layers, model.model.decoder.layers, batch
 
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2}
@@ -71,14 +68,8 @@ IMAGES = {"hidden_size": 24, "intermediate_size": 32, "image_size": 16, "patch_s
 def clip():
     torch.manual_seed(0)
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    text = {
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "max_position_embeddings": 16,
-        **SMALL,
-        **ends,
-    }
+    text = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
+    text |= {**SMALL, **ends}
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=IMAGES, projection_dim=12))
     batch = {"input_ids": Tokens(items=4).ids, "pixel_values": torch.randn(4, 3, 16, 16), "return_loss": True}
     return model, model.vision_model.encoder.layers, model.text_model.encoder.layers, batch
@@ -214,34 +205,6 @@ def test_a_compiled_function_hides_the_stream_and_a_line_says_so(tmp_path):
     assert found(tmp_path / "run", "update_norm", 2)[1, "block", "all"] > 0
 
 
-def test_a_compiled_model_has_gradients_and_updates(tmp_path):
-    model = torch.compile(NanoGpt(), backend="eager")
-    (note,) = notes_of(model, tmp_path / "run")
-    assert "compiled" in note
-    assert {layer for layer, _, _ in found(tmp_path / "run", "update_norm", 2)} == {-1, 0, 1}
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_layers_that_are_compiled_one_by_one_are_found_without_compiling_them(tmp_path, inplace):
-    model, compiled = NanoGpt(), []
-
-    def backend(graph, inputs):
-        compiled.append(len(inputs))
-        return graph
-
-    for index, layer in enumerate(model.h):
-        if inplace:
-            layer.compile(backend=backend)
-        else:
-            model.h[index] = torch.compile(layer, backend=backend)
-    (note,) = notes_of(model, tmp_path / "run", steps=1)
-    assert note.startswith("Lamina does not record attention logits and the experts' loads")
-    assert len(compiled) <= len(model.h), "the small passes are compiled for nothing"
-    norms = found(tmp_path / "run", "gradient_norm", 1)
-    assert norms[1, "attention", "all"] > 0
-    assert norms[1, "feed_forward", "all"] > 0
-
-
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 
@@ -317,8 +280,10 @@ def grpo(folder, monitor, **more):
     )
 
 
-@pytest.mark.parametrize(("logging_steps", "accumulated"), [(1, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("make", [sft, dpo, reward, pytest.param(grpo, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("make", "logging_steps", "accumulated"),
+    spread(product((sft, dpo, reward, grpo), (1, 2), (1, 2)), [(sft, 1, 2), (dpo, 1, 1), (reward, 2, 2)]),
+)
 def test_the_loss_is_the_one_that_trl_trains(make, logging_steps, accumulated, tmp_path):
     monitor = lamina.LayerMonitor(str(tmp_path / "run"), every=2)
     more = {"max_steps": 4, "logging_steps": logging_steps, "gradient_accumulation_steps": accumulated}

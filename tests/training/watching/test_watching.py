@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.tiny_runs import layers, result
+from training.tiny_runs import layers, result, torchrun
 from training.watching.loops import Naive, NanoGpt, Tokens, found, llama, llama_parts, loop, nano_parts
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -169,15 +169,7 @@ def test_two_processes_are_measured_as_one(tmp_path, kind):
     pip install --no-deps --target FOLDER deepspeed==0.19.8 einops msgpack hjson py-cpuinfo
     LAMINA_DEEPSPEED=FOLDER pytest -m slow tests/training/watching -k zero
     """
-    roots = [str(SCRIPT.parents[2]), str(SCRIPT.parents[3])]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-    ended = subprocess.run(
-        [*command, kind, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    ended = torchrun(SCRIPT, kind, tmp_path)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "atexit" not in ended.stderr
     said = json.loads((tmp_path / "by_hand.json").read_text())
@@ -217,7 +209,7 @@ for ids in Tokens(items=6).ids.split(2):
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["by name", "of the module"])
 def test_a_loop_that_ends_its_group_before_its_process_ends_its_last_step(tmp_path, call):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), str(SCRIPT.parents[3])])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, "-c", ALONE, call], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "atexit" not in ended.stderr
