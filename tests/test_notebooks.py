@@ -47,6 +47,7 @@ def test_build_keel_finds_no_difference(tmp_path, monkeypatch, capsys):
     assert "alpha" in block.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_find_the_spike_names_the_planted_step_and_the_rate(tmp_path, monkeypatch, capsys):
     out = run_example("find_the_spike", ["--folder", tmp_path / "run", "--steps", 60], monkeypatch, capsys)
     assert "times 40 at step 40" in out

@@ -1,7 +1,8 @@
 """README, the recipes and docs/dev/architecture.md say what the program does now."""
 
+import atexit
+import functools
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -32,18 +33,6 @@ def test_the_generated_tables_are_up_to_date():
         assert module.filled(text, page) == text, "run python docs/tables.py"
 
 
-def run_as_a_script(code: str, folder: Path) -> str:
-    """What a file of the code prints, run as a reader would: in a folder of its own, without a main guard."""
-    (folder / "mine.py").write_text(code, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "mine.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout
-
-
 # What the README takes for granted: a model and its loop.
 BEFORE = """
 import torch
@@ -62,9 +51,15 @@ for ids in torch.randint(0, 61, (3, 4, 8)):
 
 
 @pytest.mark.parametrize("code", BLOCKS)
-def test_a_python_example_runs_as_it_stands(code, tmp_path):
+def test_a_python_example_runs_as_it_stands(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ends, names = [], {}
+    monkeypatch.setattr(atexit, "register", ends.append)
     watches = "lamina.watch" in code
-    run_as_a_script(f"{BEFORE}\n{code}\n{AFTER}" if watches else f"{code}\nassert model.generate is not None", tmp_path)
+    exec(f"{BEFORE}\n{code}\n{AFTER}" if watches else code, names)
+    for end in ends:
+        end()
+    assert names["model"].generate is not None
     assert (tmp_path / "runs" / "mine" / "metrics.jsonl").is_file() == watches
 
 
@@ -209,8 +204,15 @@ def test_a_recipe_trains_what_the_studies_train(path):
 PAGE = (ROOT / "docs" / "dev" / "architecture.md").read_text(encoding="utf-8")
 
 
-def test_the_picture_of_the_rooms_is_up_to_date():
+@pytest.fixture(scope="module")
+def script():
+    """The one that draws the rooms, and reads each package once."""
     script = loaded("docs/rooms.py")
+    script.imports = functools.cache(script.imports)
+    return script
+
+
+def test_the_picture_of_the_rooms_is_up_to_date(script):
     assert script.PICTURE.read_text(encoding="utf-8") == script.picture(), "run python docs/rooms.py"
 
 
@@ -226,10 +228,10 @@ def test_the_picture_shows_a_new_import(tmp_path):
     assert script.floors(script.imports(tmp_path / "lamina")) == [["errors"], ["data"], ["modeling"]]
 
 
-def test_every_room_is_described():
+def test_every_room_is_described(script):
     table = PAGE.split("## The rooms")[1].split("## Where")[0]
     described = set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
-    assert described == set(loaded("docs/rooms.py").imports(ROOT / "lamina"))
+    assert described == set(script.imports(ROOT / "lamina"))
 
 
 def test_every_file_that_the_page_names_is_there():
