@@ -37,7 +37,7 @@ def tiny(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "number", "said"), [("pretrain", "two", "'two'"), ("compare", "2", "2 processes were started")]
+    ("command", "number", "said"), [("pretrain", "two", "'two'"), ("compare", "2", "you started 2 processes")]
 )
 def test_a_launchers_number_without_meaning(refused, tiny, command, number, said, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", number)
