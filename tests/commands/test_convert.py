@@ -83,7 +83,7 @@ def test_a_source_that_cannot_be_converted(source, refused, tmp_path):
     assert "is already a lamina checkpoint" in refused("convert", tmp_path / "keel", out, "--to", "lamina")
     assert "did you mean 'lamina'" in refused("convert", source, out, "--to", "lamin")
     assert "dtype: 'int8' (allowed: auto, " in refused("convert", source, out, "--dtype", "int8")
-    assert "--placement: 'keel' without --from" in refused("convert", source, out, "--placement", "keel")
+    assert "--placement: 'keel' has no effect without --from" in refused("convert", source, out, "--placement", "keel")
     assert "no/such/folder" in refused("convert", "no/such/folder", out)
     assert "config.json is missing" in refused("convert", tmp_path, out)
     assert not out.exists()

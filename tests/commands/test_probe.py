@@ -138,7 +138,7 @@ def test_a_table_that_was_edited_is_measured_again(probe, own, caplog):
     before.assign(value=before["value"] + 1).to_parquet(folder / "mean_square.parquet")
     assert probe(own[0], "--resume")[0] == 0
     assert pd.read_parquet(folder / "mean_square.parquet").equals(before)
-    assert "mean_square.parquet: altered after result.json was written" in caplog.text
+    assert "mean_square.parquet: altered since Lamina wrote result.json" in caplog.text
 
 
 def test_resume_refuses_other_settings(probe, own, capsys):

@@ -57,7 +57,7 @@ def test_an_edited_table_is_named_before_a_page_is_drawn(study, capsys, name):
     assert main(["report", str(study)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert name in line
-    assert "altered after seal.json was written" in line
+    assert "altered since Lamina wrote seal.json" in line
     assert "--resume to write it again" in line
 
 

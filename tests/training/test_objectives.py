@@ -221,7 +221,7 @@ def test_a_classifier_is_trained_on_from_its_checkpoint(of_images, tmp_path, squ
     assert "accuracy" in outcome
     other = tmp_path / "other.csv"
     other.write_text("\n".join(f"{','.join(['9'] * 64)},{number % 3}" for number in range(12)) + "\n")
-    with pytest.raises(UserError, match=r"it has 3 classes .* the checkpoint .* has other classes"):
+    with pytest.raises(UserError, match=r"the images have 3 classes .* the checkpoint .* has other classes"):
         pretrain({**given, "corpus": str(other), "output": str(tmp_path / "no")}, bar=False)
 
 

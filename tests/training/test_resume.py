@@ -196,7 +196,7 @@ def test_a_resumed_trunk_keeps_its_branches(trained, tmp_path):
 
 
 def test_a_branch_of_a_model_with_experts_is_refused(trained):
-    with pytest.raises(UserError, match="branches: '8' with experts"):
+    with pytest.raises(UserError, match="branches: '8' does not work with experts"):
         trained(backbone="deepseek-nano", branches="8", **WSD)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from training.tiny_runs import layers
-from training.watching.loops import NanoGpt, Tokens, llama, loop
+from training.watching.loops import NanoGpt, Tokens, llama
 from transformers import Trainer, TrainingArguments
 
 import lamina
@@ -35,12 +35,14 @@ def spiked(folder, **options):
     """A training whose gradient is 15 times too large at one step."""
     model, batches = NanoGpt(), list(Tokens(items=2 * STEPS).ids.split(2))
 
-    def spoil(step, model):
-        for parameter in model.parameters() if step == AT else ():
-            parameter.grad.mul_(15.0)
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    loop(model, folder, optimizer=optimizer, batches=batches, spoil=spoil, **options)
+    with lamina.watch(model, optimizer, output=str(folder), **options) as monitor:
+        for step, batch in enumerate(batches, 1):
+            loss = model(batch[:, :-1], batch[:, 1:])[1]
+            (loss * (15.0 if step == AT else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss)
     return batches[AT - 1][:, :-1].tolist()
 
 
