@@ -229,8 +229,8 @@ def front_page_table() -> str:
             *lines,
             "",
             "Nats per byte on held-out text, with 32 blocks of width 48 (0.9M parameters), 400 steps and "
-            f"{first['fusenorm']['seeds']} seeds. A bigram table has {min(bigrams):.2f} to {max(bigrams):.2f} "
-            "([evidence](results/ours.md#front-page)).",
+            f"{first['fusenorm']['seeds']} seeds. A bigram table has a loss of {min(bigrams):.2f} to {max(bigrams):.2f}"
+            " ([evidence](results/ours.md#front-page)).",
         ]
     )
 

@@ -105,7 +105,7 @@ def test_the_command_lets_the_trials_that_score_tasks_run_code_and_no_others(pla
     assert allowed == {"sft", "scores"}
     assert not any(store.task(trial).settings.to_dict().get("run_code") for trial in found.values())
     stages["scores"]["settings"]["run_code"] = True
-    with pytest.raises(UserError, match=r"unknown setting .*scores 'run_code'"):
+    with pytest.raises(UserError, match=r"scores: unknown setting 'run_code'"):
         plan(stages)
 
 
