@@ -167,13 +167,6 @@ def test_a_policy_resumes_as_if_nothing_had_happened(policy, algorithm):
     assert "Length of the answers" in page
 
 
-def test_an_answer_to_a_held_out_prompt_ends_at_its_end(policy):
-    folder, _ = policy(steps=1, max_answer=100)
-    lines = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
-    assert any(line["length"] < 100 for line in lines), "an end is one of 257 tokens"
-    assert all(line["ended"] for line in lines if line["length"] < 100)
-
-
 def test_remax_compares_a_sampled_with_a_greedy_answer(policy, monkeypatch):
     """Recorded from a run: the advantages are r(sampled) - r(greedy), and only the sampled answers are trained on."""
     kind, seen, trained = ReMaxTrainer, [], []
