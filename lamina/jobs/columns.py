@@ -26,7 +26,7 @@ class Column:
         in_ranking: the column's position from the left in the table of placements; 0 leaves the column out of that
             table.
         in_trials: whether the table of all trials has the column.
-        share: another column, whose number the pages print after this one as a percentage.
+        share: another column. The pages print its number as a percentage after this column's number.
         optional: whether the pages omit the column if no trial has a value.
     """
 

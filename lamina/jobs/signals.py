@@ -41,7 +41,7 @@ def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
 
 @contextmanager
 def handled(signals: tuple[signal.Signals, ...], handle: Callable[[int], None]) -> Iterator[None]:
-    """Call ``handle`` with the number of each arriving signal; it may raise KeyboardInterrupt.
+    """Call ``handle`` with the number of each arriving signal; ``handle`` may raise KeyboardInterrupt.
 
     Outside the main thread, do nothing: the caller handles signals.
     """

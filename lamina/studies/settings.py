@@ -319,7 +319,9 @@ class CoordCheckSettings(
     num_layers: int = changed(6, help="number of blocks (ignored if you set depths)")
     width_scaling: str = changed(
         "standard",
-        help=f"width scaling: {', '.join(SCHEMES)} or none (if you set depths: none, unless you also set base_width)",
+        help=(
+            f"width scaling: {', '.join(SCHEMES)} or none (with depths, the default is none unless you set base_width)"
+        ),
     )
     base_width: int | None = changed(
         None, help="base width: hidden size at which width scaling changes nothing (default: the smallest width)"

@@ -132,9 +132,9 @@ def largest_singular_value(
     """Find a linear map's largest singular value by Lanczos bidiagonalization (Golub and Kahan 1965), beginning at
     ``start``.
 
-    The method needs the same products as power iteration, but it computes the norm from all vectors so far. So it needs
-    far fewer products if the singular values are close together, as they are near the identity. Lamina keeps all 2 *
-    iterations vectors and orthogonalizes them again. Only the small matrix is in float64.
+    The method needs the same products as power iteration, but it computes the norm from all vectors so far. So the
+    method needs far fewer products if the singular values are close together, as in a Jacobian near the identity.
+    Lamina keeps all 2 * iterations vectors and orthogonalizes them again. Only the small matrix is in float64.
     """
     number("tolerance", tolerance, 0.0, open_low=True)
     whole_number("iterations", iterations)
