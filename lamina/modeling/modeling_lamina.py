@@ -9,7 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -329,10 +329,14 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
     _skip_keys_device_placement = ["past_key_values"]
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
+    _supports_flash_attn = _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all modules; do nothing if they all have it, because Trainer calls this at every step."""
+        waiting: list[nn.Module] = [self]
+        for module in waiting:
+            waiting += filter(None, module._modules.values())
+        return self if all(module.training == mode for module in waiting) else super().train(mode)
 
 
 class LaminaModel(LaminaPreTrainedModel):

@@ -29,6 +29,13 @@ def test_every_parameter_gets_a_finite_gradient(name):
         assert parameter.grad.abs().sum() > 0, key
 
 
+def test_a_part_in_evaluation_mode_trains_with_the_rest_again():
+    model = built("pre_ln").train()
+    model.model.layers[0].eval()
+    assert all(module.training for module in model.train().modules())
+    assert not any(module.training for module in model.eval().modules())
+
+
 @over_placements
 def test_the_model_is_causal(name):
     model, ids = built(name), token_ids()

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup, get_world_size, is_initialized
@@ -335,6 +336,7 @@ class Samples:
         self._tensors: list[torch.Tensor] = []
         self._views: list[torch.Tensor] = []
         self._addresses: list[int] = []  # of the tensors whose views these are
+        self._arrays: list[np.ndarray] = []  # the same views, if all are fp32 on the CPU
         self._last: torch.Tensor | None = None
         self._drift: torch.Tensor | None = None
         self._anchor: torch.Tensor | None = None  # the weights at the last such change, or at first
@@ -406,6 +408,10 @@ class Samples:
             sizes = [*self._sizes, *[SIZE] * len(kept)]
             self._tensors, self._views = tensors, list(map(_spread, tensors, sizes))
             self._addresses = addresses  # the views keep this memory, so no other tensor can have its addresses
+            plain = all(view.dtype == torch.float32 and view.device.type == "cpu" for view in self._views)
+            self._arrays = [view.detach().numpy() for view in self._views] if plain else []
+        if self._arrays:  # a third of torch.cat's time, where small tensors are many
+            return torch.from_numpy(np.concatenate(self._arrays))
         return torch.cat(self._views).float()
 
     def rows(self, step: int, *, recorded: bool) -> list[Row]:
