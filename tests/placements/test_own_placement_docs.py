@@ -98,7 +98,8 @@ def test_a_spec_may_name_the_wirings_file_so_that_a_trials_process_reads_it(fold
     assert type(block.attention.post_norm).__name__ == "ClippedNorm"
     assert set(WIRINGS.names()) == listed
     (folder / "none.py").write_text("", encoding="utf-8")
-    for name, why in (("nothing.py", "no such file"), ("none.py", "registers 0 wirings with @wiring. Register one")):
+    registers = "this file registers 0 wirings with @wiring. Register one"
+    for name, why in (("nothing.py", "no such file"), ("none.py", registers)):
         with pytest.raises(UserError, match=f"^wiring '{name}': {why}"):
             lamina.placements.resolve(f"keel(wiring={name})", 3)
 

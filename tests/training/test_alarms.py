@@ -353,8 +353,8 @@ def test_what_a_loop_writes_from_the_start_on_is_its_own_way_and_so_is_a_mean_of
     alarms = Alarms()
     scaled = [steady(step, written_ratio=0.05) for step in range(20, LATER, 20)]  # each step's weights, to a length
     averaged = [row(LATER, 0.025, layer=layer, metric="written_ratio") for layer in (1, 2, 3, 4)]
-    assert told([*scaled, [*steady(LATER), *averaged]], alarms) == []
-    assert [alarm.layer for alarm in alarms.see(steady(LATER + 20, written_ratio=0.4))] == [1]
+    assert told([*scaled, [*steady(LATER), *averaged], steady(LATER + 20, written_ratio=0.25)], alarms) == []
+    assert [alarm.layer for alarm in alarms.see(steady(LATER + 40, written_ratio=0.4))] == [1]
 
 
 @pytest.mark.parametrize(("away", "several", "said"), [(0.3, True, False), (0.05, True, True), (0.3, False, True)])
@@ -363,7 +363,7 @@ def test_a_way_back_of_all_weights_is_a_note_and_anything_further_an_alarm(away,
     for step in range(20, LATER, 20):
         alarms.see([*steady(step), *(row(step, 10.0, layer=layer, metric="weight_norm") for layer in (2, 3, 4))])
     layers = (1, 2, 3, 4) if several else (1,)
-    values = {"written_ratio": 0.3, "moved_ratio": away}
+    values = {"written_ratio": 0.3, "moved_ratio": away, "forgotten_share": 1.0}  # a loaded checkpoint's moments
     wrote = [row(LATER + 1, value, layer=layer, metric=name) for layer in layers for name, value in values.items()]
     assert bool(alarms.see(wrote)) == said
     assert bool(alarms.notes) == (several and away == 0.3) or said
@@ -388,11 +388,19 @@ def test_weights_that_began_at_zero_are_rewritten_by_their_first_updates(began, 
     assert [alarm.rule for alarm in told([[first], [ratio, second]])] == said
 
 
-def test_a_state_that_is_lost_everywhere_is_the_models():
+@pytest.mark.parametrize(("rate", "said"), [(1e-3, True), (1e-4, False), (3e-3, False)])
+def test_a_state_that_is_lost_everywhere_is_the_models_unless_the_rate_restarts_with_it(rate, said):
     alarms = Alarms()
-    alarms.see([*steady(20), *(row(20, 1.0, layer=layer, metric="weight_norm") for layer in (2, 3, 4))])
-    lost = [row(31, 1.0, layer=layer, metric="forgotten_share") for layer in (1, 2, 3, 4)]
-    assert [(alarm.rule, alarm.sublayer) for alarm in alarms.see(lost)] == [("forgotten", "model")]
+    for step in range(20, 120, 20):
+        weights = [row(step, 1.0, layer=layer, metric="weight_norm") for layer in (2, 3, 4)]
+        alarms.see([*steady(step), *weights], 1e-3)
+    for step in (101, 102):  # until it is recorded
+        lost = [row(step, 1.0, layer=layer, metric="forgotten_share") for layer in (1, 2, 3, 4)]
+        smaller = [row(step, 0.05, layer=layer, metric="second_moment") for layer in (1, 2, 3, 4)]
+        found = {(alarm.rule, alarm.sublayer) for alarm in alarms.see([*lost, *smaller], rate * step / 101)}
+        assert (("forgotten", "model") in found) == (said and step == 101)
+        assert said or not found
+    assert any("restart" in note for note in alarms.notes) != said
 
 
 @pytest.mark.parametrize(

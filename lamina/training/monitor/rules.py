@@ -23,6 +23,7 @@ from lamina.training.monitor.idle_parts import IdleParts
 from lamina.training.monitor.policy_signs import METRICS as POLICY
 from lamina.training.monitor.policy_signs import PolicyCourse
 from lamina.training.monitor.writers import LOSS, NORM, RATE, Row
+from lamina.training.monitor.written_weights import HANDS, WrittenWeights
 
 Series: TypeAlias = tuple[int, str, str, str]
 """layer, sub-layer, role, metric"""
@@ -38,17 +39,9 @@ LEAST = 0.15  # a score, the logarithm of a factor, below this is ignored
 LOGIT = 50.0  # an attention logit of this size makes all others negligible
 FP16_MAX = 65504.0
 FEW = 0.25  # share of the layers whose weights may stand apart; more of them are another kind of layer
-# Share of the weights, and multiple of the usual change. Below both, a change of weights between two steps may be the
-# loop's own normalization or averaging.
-WRITTEN, OWN_WAY = 0.02, 3.0
-# Share of the trained parts that must change together, and multiples of the distance since the last change, for a
-# change to count as averaged weights or as a way back to earlier ones.
-MEANS, REACH, FAR = 0.8, 1.5, 8.0
-JUMP = 0.1  # series start again after an averaging that changes this share of the weights
 CERTAIN, ZEROS = 1e-7, 5  # zero gradients are no chance below this probability, with at least so many in a row
 KEPT = 0.1  # share of a gradient that earlier steps left in it
 RECENT, SAME_WAY = 10, 5  # a course is judged by so many records, so many of which must go the same way
-FORGOTTEN = 0.5  # share of an optimizer's moments that is lost when it counts as reset
 GROWS = 1.1  # an optimizer's own estimate of its rate still grows if it does by this factor between two records
 RAISED = 4.0  # multiple of a schedule's highest rate,
 LEVEL = 32  # which the schedule has reached after so many steps without a rise
@@ -104,8 +97,7 @@ COURSES: Mapping[str, float] = {
     "hidden_abs_max": 10.0,  # of a stream that begins at 0.02, under Muon's usual rates too
 }
 """Series of records that must not rise steadily for long, and the value below which they may rise."""
-_HANDS = {"written_ratio", "forgotten_share"}
-_KEPT = {"update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", "kept_gradient", LOSS, *_HANDS}
+_KEPT = {"update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", "kept_gradient", LOSS, *HANDS}
 JUDGED = {*PASTS, *_KEPT}
 _LAGS = ("gradient_norm", "update_norm")
 _UPDATES = ("update_norm", "update_ratio", "weight_norm", "unmoved_parameters", "without_gradient")
@@ -114,10 +106,6 @@ _IDLE = ("gradient_norm", "update_norm", "update_ratio")  # zero where a step do
 _MOVES = ("gradient_norm", "update_norm", "first_moment", "second_moment")
 _EVERY_STEP = {metric for metric, past in PASTS.items() if past.fewest == EVERY_STEP}
 _STILL = {*_MOVES, *_IDLE, NORM, "unmoved_parameters"}  # not judged while equal rewards give no gradient
-AVERAGED = (
-    "code other than the optimizer changed all weights, but by no more than training had changed them before "
-    "(look-ahead, DiLoCo, weight averages, a loaded checkpoint). Lamina raises no alarm for such a change"
-)
 ESTIMATES = (
     "the optimizer raises its own estimate of the learning rate. Until the estimate stays level, Lamina "
     "does not compare weights, updates and hidden states with their past"
@@ -193,8 +181,7 @@ class Rules:
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * WINDOW))
     _sums: dict[str, float] = field(default_factory=dict)  # of the loss' control charts
     _skipped: int = 0  # steps in a row that a loss scaler left out
-    _means: int = 0  # writes to all weights,
-    _total: float = 0.0  # and what was written by the last step, in all
+    _writes: WrittenWeights = field(default_factory=WrittenWeights)
     _peak: tuple[float, float, int] = (0.0, 0.0, 0)  # the rate's highest before, and at all, and when it rose to that
     _estimate: tuple[float, int] = (0.0, -INTERVAL)  # the highest rate that an optimizer estimated, and when it grew
     _changed: dict[Place, int] = field(default_factory=dict)  # the last step at which others were trained
@@ -231,6 +218,9 @@ class Rules:
         self._chance |= bool(left_out)
         rows = [row for row in rows if row[6] != 0.0 or row[1] not in left_out or row[5] not in _IDLE]
         rows = [*rows, *_experts_used(step, rows)]
+        compares = bool(self._weights) or any(row[2] != "model" for row in rows)  # else there is nothing to compare
+        if compares:
+            yield from self._written(step, rows, rate if latest else None)
         for row in rows:
             if row[5] not in JUDGED or row[5] == "expert_load":
                 continue
@@ -241,10 +231,9 @@ class Rules:
             yield from self._hard(row)
             if (past := PASTS.get(row[5])) is not None:
                 yield from self._past(row, past, rate)
-        if self._weights or any(row[2] != "model" for row in rows):  # else there is nothing to compare
+        if compares:
             yield from self._peers(rows)
             yield from self._dead(rows)
-            yield from self._written(step, rows)
             yield from self._updates(step, rows)
         yield from self._batch(rows)
         for row in rows:
@@ -315,6 +304,10 @@ class Rules:
         if several:
             self._sums, self._losses, self._peak = {}, deque(maxlen=2 * WINDOW), (0.0, 0.0, 0)
 
+    def _past_of(self, row: Row) -> deque[float]:
+        """Return the latest values of a row's series."""
+        return self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
+
     def note_score(self, name: str, score: float) -> None:
         """Keep the highest score of a fitted limit."""
         self.worst[name] = max(self.worst.get(name, -math.inf), score)
@@ -337,7 +330,7 @@ class Rules:
         """Judge a value by the median of its series' past, and a record also by the trend of the last two."""
         step, _, sublayer, _, _, metric, value = row
         scaled = value / rate if metric == "update_norm" and rate else value
-        recent = self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
+        recent = self._past_of(row)
         before, last = self._seen.get(series_of(row), (step - 2, step - 1))
         gaps = max(1.0, (step - last) / max(1, last - before))  # a history may have a step twice
         warms_up = self._peak[0] == 0 and self._peak[2] == step
@@ -505,58 +498,26 @@ class Rules:
             if (weights := of.get("weight_norm")) is not None:
                 self._weights[location] = (step, weights[6], 0.0 if update is None else update[6])
 
-    def _written(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge changes to weights and moments that no optimizer made.
-
-        A change that is present from the first record on belongs to the training loop. Averaging with other models may
-        change many parts at once; the change must then exceed what their own updates could have done.
-        """
-        hands = {*_HANDS, "moved_ratio"}
-        of = {(row[1:4], row[5]): row for row in rows if row[5] in hands and math.isfinite(row[6])}
-        recorded = any(row[5] == "update_norm" for row in rows)
+    def _written(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
+        """Judge changes to weights and moments that no optimizer made."""
+        judge = self._writes
         several = max(1, FEW * len(self._weights))
-        trained = [location for location, (_, _, update) in self._weights.items() if update > 0]
-        touched = sum((location, "written_ratio") in of for location in trained)
-        whole_way = touched >= max(2, MEANS * len(trained))
-        many = sum(row[5] == "written_ratio" and row[6] > WRITTEN for row in of.values()) > several
-        lost = sorted(row[6] for row in of.values() if row[5] == "forgotten_share" and row[6] > FORGOTTEN)
-        whole = (step, -1, "model", "all", 0, "forgotten_share", lost[-1] if lost else 0.0)
-        if recorded or lost:
-            yield Found("forgotten", whole, 0.0, left=len(lost) > several)
-        total = sum(row[6] for (_, metric), row in of.items() if metric == "written_ratio")
-        again, self._total = whole_way and total != self._total, total
-        self._means += again
-        reach = REACH if self._means <= STAYS else FAR  # momentum carries DiLoCo's steps further
-        averaged = False
-        for location, (last, norm, update) in self._weights.items() if recorded or of else ():
-            written, share = (of.get((location, x), (step, *location, 0, x, 0.0)) for x in ("written_ratio", whole[5]))
-            yield Found("forgotten", share, 0.0, left=share[6] > FORGOTTEN and len(lost) <= several)
-            recent = self._recent.setdefault(series_of(written), deque(maxlen=WINDOW))
-            could = (step - last) * update / norm if many and norm else 0.0
-            events = [value for value in recent if value > 0]
-            median_ratio = statistics.median(events if len(events) > 1 else recent or [math.inf])
-            usual = max(WRITTEN, OWN_WAY * median_ratio, could)
-            if whole_way and (back := of.get((location, "moved_ratio"))) is not None:
-                usual = max(usual, reach * back[6])
-                averaged |= written[6] > WRITTEN
-            yield Found("written", written, usual, left=update > 0 and written[6] > usual)
-            if recorded:
-                recent.append(written[6])
-        far = max((row[6] for (_, metric), row in of.items() if metric == "written_ratio"), default=0.0)
-        if averaged and again and far > JUMP:  # the model goes on from elsewhere
+        for rule, row, usual, left in judge.see(step, rows, self._weights, self._past_of, several, rate):
+            yield Found(rule, row, usual, left=left)
+        if judge.elsewhere:
             for series in [series for series in self._recent if series[3] != "written_ratio"]:
                 del self._recent[series]
                 self._seen.pop(series, None)
             self._sums, self._losses = {}, deque(maxlen=2 * WINDOW)
-        if averaged and not any(AVERAGED in note for note in self.notes):
-            self.notes.append(f"step {step}: {AVERAGED}")
+        if judge.note and not any(judge.note in note for note in self.notes):
+            self.notes.append(f"step {step}: {judge.note}")
 
     def _batch(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge how often a batch repeats, and whether labels have stopped being the batch's tokens."""
         again = next((row[6] for row in rows if row[5] == "batch_repeats"), 0.0)
         for row in rows:
             if row[5] == "label_match":
-                past = self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
+                past = self._past_of(row)
                 usual = statistics.median(past or [0.0])
                 yield Found("fall", row, usual, left=len(past) >= EVERY_STEP and usual > MATCH and row[6] < NO_MATCH)
                 past.append(row[6])
@@ -577,7 +538,7 @@ class Rules:
         before = list(losses)[:-LAG]
         if len(before) >= CALM_LOSSES:
             noise = max(noise_of(before), LEAST_NOISE)
-            if self._means:  # the loss rises and falls with each way back
+            if self._writes.means:  # the loss rises and falls with each way back
                 middle = statistics.median(before[-WINDOW:])
                 noise = max(noise, 1.4826 * statistics.median(abs(loss - middle) for loss in before[-WINDOW:]))
             level, earlier = statistics.median(before[-LAG:]), statistics.median(before[-3 * LAG : -LAG] or before)
@@ -610,7 +571,7 @@ class Rules:
             "weights": [[*location, list(values)] for location, values in self._weights.items()],
             "course": [list(self._losses), self._sums, self._skipped],
             "changed": [[*location, step] for location, step in self._changed.items()],
-            "ways": [self._chance, self._means, self._total],
+            "ways": [self._chance, self._writes.means, self._writes.total],
             "harmful": sorted(map(list, self._harmful)),
             "estimate": list(self._estimate),
             "peak": list(self._peak),
@@ -634,7 +595,7 @@ class Rules:
             for layer, sublayer, role, (step, norm, update) in state.get("weights", [])
         }
         self._changed = {(layer, sublayer, role): at for layer, sublayer, role, at in state.get("changed", [])}
-        self._chance, self._means, self._total = state.get("ways", (False, 0, 0.0))
+        self._chance, self._writes.means, self._writes.total = state.get("ways", (False, 0, 0.0))
         self._zeros = {(layer, sublayer, role): counts for layer, sublayer, role, *counts in state.get("zeros", [])}
         self._harmful = {(layer, sublayer, role) for layer, sublayer, role in state.get("harmful", [])}
         self._silent = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -241,6 +242,7 @@ class Instruments:
         self._measuring = ExitStack()
         self._looking = self._looked = self._measured = self._moved = False
         self._began: set[int] = set()  # the optimizers whose step began
+        self._inner = Counter[int]()  # by optimizer: its steps within a step, where a subclass calls its base's step
         self.ended: set[int] = set()  # those whose step has ended, or was left out by a loss scaler
         self._rate: float | None = None  # the step's, which a schedule changes once the optimizer took it
         self._measured_rate = 0.0  # that of the last measured update
@@ -473,6 +475,9 @@ class Instruments:
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs
     ) -> tuple[tuple, Kwargs] | None:
         """Look at the gradients before an optimizer's step, or once its closure has computed them."""
+        self._inner[id(optimizer)] += 1
+        if self._inner[id(optimizer)] > 1:
+            return None
         if not self._began:
             self._rate = largest_rate(self.optimizers)
         return after_closure(args, kwargs, partial(self._with_gradients, optimizer))
@@ -498,6 +503,9 @@ class Instruments:
             self._updates.before_step(self._groups, recorded=self._moved)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
+        self._inner[id(optimizer)] -= 1
+        if self._inner[id(optimizer)] > 0:
+            return
         self.ended.add(id(optimizer))
         if len(self.ended) == len(self.optimizers) and self._updates is not None:
             self._updates.after_step(self._groups)  # behind all optimizers' steps, in any order
@@ -544,6 +552,7 @@ class Instruments:
         self._moved = self._measured = False
         self._began, self.ended, self.losses, self._passed = set(), set(), [], False
         self._differentiated, self._apart = [], []
+        self._inner.clear()  # a step that raised an error never ended
         if squares is not None:
             weights = torch.zeros_like(squares) if self._weights is None or taken.measured else self._weights
             batch = torch.full((4,), math.nan) if self._batch is None else self._batch

@@ -325,6 +325,26 @@ def test_what_somebody_else_writes_is_told_at_its_step_and_where(tmp_path, act, 
     assert not said or told[0].step == AT + (act is spoil)  # in the next pass
 
 
+class Shrinking(torch.optim.AdamW):
+    """An optimizer whose step calls its base's step, whose hooks torch then calls, too."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.95)
+        return loss
+
+
+def test_what_a_step_does_after_its_bases_step_is_the_optimizers(tmp_path):
+    model = NanoGpt()
+    torch.optim.AdamW(model.parameters())  # torch gives a class its hooks with its first optimizer
+    loop(model, tmp_path / "run", STEPS, Shrinking(model.parameters(), lr=1e-3), every=5)
+    assert [alarm.rule for alarm in read_alarms(tmp_path / "run") if alarm.rule == "written"] == []
+    assert found(tmp_path / "run", "written_ratio", 5) == {}
+
+
 def test_labels_that_are_shifted_and_a_batch_that_stays_are_told(tmp_path):
     batches = list(Tokens(items=2 * STEPS).ids.split(2))
     step = iter(range(1, STEPS + 1))

@@ -1,0 +1,127 @@
+"""Judges changes to weights and to an optimizer's moments that no optimizer made."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lamina.training.monitor.writers import RATE, Row
+
+HANDS = ("written_ratio", "forgotten_share")
+# Share of the weights, and multiple of the usual change. Below both, a change of weights between two steps may be the
+# loop's own normalization or averaging.
+WRITTEN, OWN_WAY = 0.02, 3.0
+FORGOTTEN = 0.5  # share of an optimizer's moments that is lost when it counts as reset
+HABIT, RECORDS = 0.3, 3  # the same share, if the loop changed these weights before each of so many records
+# Share of the trained parts that must change together, and multiples of the distance since the last change, for a
+# change to count as averaged weights or as a way back to earlier ones.
+MEANS, REACH, FAR = 0.8, 1.5, 8.0
+FIRST = 3  # changes of all weights; later ones may reach further
+JUMP = 0.1  # series start again after an averaging that changes this share of the weights
+RESTARTED = 2.0  # factor between two learning rates of a restart
+AVERAGED = (
+    "code other than the optimizer changed all weights, but by no more than training had changed them before "
+    "(look-ahead, DiLoCo, weight averages, a loaded checkpoint). Lamina raises no alarm for such a change"
+)
+RESTARTS = (
+    "the optimizer's moments were emptied, and the learning rate changed at once (a warm restart, ReLoRA). All series "
+    "start again. Lamina raises no alarm for such a restart"
+)
+Place = tuple[int, str, str]
+
+
+class Judged(NamedTuple):
+    """A judgment: the rule, the row, the usual value, and whether the row is outside its range."""
+
+    rule: str
+    row: Row
+    usual: float
+    left: bool
+
+
+@dataclass
+class WrittenWeights:
+    """Judges a run's written weights and forgotten moments, one step after another.
+
+    Attributes:
+        means: the number of changes of all weights so far.
+        total: what the last step's changes were, in all.
+        rate: the learning rate at the last step that has one; a resumed run has none yet.
+        restarts: whether the last step's lost moments belong to a restart; they are rows until they are recorded.
+        elsewhere: whether the model goes on from elsewhere after this step, so that series start again.
+        note: the observation of this step that is no alarm.
+    """
+
+    means: int = 0
+    total: float = 0.0
+    rate: float | None = None
+    restarts: bool = False
+    elsewhere: bool = False
+    note: str = ""
+
+    def see(
+        self,
+        step: int,
+        rows: Sequence[Row],
+        weights: Mapping[Place, tuple[int, float, float]],
+        recent_of: Callable[[Row], deque[float]],
+        several: float,
+        rate: float | None,
+    ) -> Iterator[Judged]:
+        """Judge a step.
+
+        A change that is present from the first record on belongs to the training loop. Averaging with other models may
+        change many parts at once; the change must then exceed what their own updates could have done.
+
+        Args:
+            weights: by part, the step of its last record, its norm and its update's norm.
+            recent_of: returns the latest recorded values of a row's series.
+            several: a number of parts; more of them are many.
+            rate: the step's learning rate, if it is known.
+        """
+        self.elsewhere, self.note = False, ""
+        rate = next((row[6] for row in rows if row[5] == RATE), rate)
+        factor = rate / self.rate if rate and self.rate else 1.0
+        self.rate = rate or self.rate
+        of = {(row[1:4], row[5]): row for row in rows if row[5] in {*HANDS, "moved_ratio"} and math.isfinite(row[6])}
+        written_now = {place: row[6] for (place, metric), row in of.items() if metric == "written_ratio"}
+        recorded = any(row[5] == "update_norm" for row in rows)
+        trained = [place for place, (_, _, update) in weights.items() if update > 0]
+        whole_way = sum(place in written_now for place in trained) >= max(2, MEANS * len(trained))
+        again, self.total = whole_way and sum(written_now.values()) != self.total, sum(written_now.values())
+        self.means += again
+        reach = REACH if self.means <= FIRST else FAR  # momentum carries DiLoCo's steps further
+
+        lost = sorted(row[6] for (_, metric), row in of.items() if metric == "forgotten_share" and row[6] > FORGOTTEN)
+        many_lost = len(lost) > several
+        began, restarts = self.restarts, many_lost and (self.restarts or not 1 / RESTARTED < factor < RESTARTED)
+        self.restarts = restarts
+        many = sum(share > WRITTEN for share in written_now.values()) > several
+        averaged, found = False, list[Judged]()
+        for place, (last, norm, update) in weights.items() if recorded or of else ():
+            written, share = (of.get((place, name), (step, *place, 0, name, 0.0)) for name in HANDS)
+            found.append(Judged("forgotten", share, 0.0, share[6] > FORGOTTEN and not many_lost))
+            recent = recent_of(written)
+            could = (step - last) * update / norm if many and norm else 0.0
+            events = [value for value in recent if value > 0]
+            median_ratio = statistics.median(events if len(events) > 1 else recent or [math.inf])
+            usual = max(WRITTEN, OWN_WAY * median_ratio, could)
+            if len(recent) >= RECORDS and all([*recent][-RECORDS:]):
+                usual = max(usual, HABIT)
+            if whole_way and (back := of.get((place, "moved_ratio"))) is not None:
+                usual = max(usual, reach * back[6])
+                averaged |= written[6] > WRITTEN
+            found.append(Judged("written", written, usual, update > 0 and written[6] > usual and not restarts))
+            if recorded:
+                recent.append(written[6])
+        way_back = averaged and not any(each.left for each in found)
+        if recorded or lost:
+            whole = (step, -1, "model", "all", 0, "forgotten_share", lost[-1] if lost else 0.0)
+            yield Judged("forgotten", whole, 0.0, many_lost and not restarts and not way_back)
+        yield from found
+        self.elsewhere = (restarts and not began) or (averaged and again and max(written_now.values()) > JUMP)
+        self.note = RESTARTS if restarts else AVERAGED if averaged else ""
