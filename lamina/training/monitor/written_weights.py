@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 from lamina.training.monitor.writers import RATE, Row
 
@@ -31,16 +31,10 @@ RESTARTS = (
     "the optimizer's moments were emptied, and the learning rate changed at once (a warm restart, ReLoRA). All series "
     "start again. Lamina raises no alarm for such a restart"
 )
-Place = tuple[int, str, str]
-
-
-class Judged(NamedTuple):
-    """A judgment: the rule, the row, the usual value, and whether the row is outside its range."""
-
-    rule: str
-    row: Row
-    usual: float
-    left: bool
+Place: TypeAlias = tuple[int, str, str]
+"""layer, sub-layer, role"""
+Judgment: TypeAlias = tuple[str, Row, float, bool]
+"""The rule, the row, the usual value, and whether the row is outside its range."""
 
 
 @dataclass
@@ -71,7 +65,7 @@ class WrittenWeights:
         recent_of: Callable[[Row], deque[float]],
         several: float,
         rate: float | None,
-    ) -> Iterator[Judged]:
+    ) -> Iterator[Judgment]:
         """Judge a step.
 
         A change that is present from the first record on belongs to the training loop. Averaging with other models may
@@ -84,9 +78,6 @@ class WrittenWeights:
             rate: the step's learning rate, if it is known.
         """
         self.elsewhere, self.note = False, ""
-        rate = next((row[6] for row in rows if row[5] == RATE), rate)
-        factor = rate / self.rate if rate and self.rate else 1.0
-        self.rate = rate or self.rate
         of = {(row[1:4], row[5]): row for row in rows if row[5] in {*HANDS, "moved_ratio"} and math.isfinite(row[6])}
         written_now = {place: row[6] for (place, metric), row in of.items() if metric == "written_ratio"}
         recorded = any(row[5] == "update_norm" for row in rows)
@@ -98,30 +89,40 @@ class WrittenWeights:
 
         lost = sorted(row[6] for (_, metric), row in of.items() if metric == "forgotten_share" and row[6] > FORGOTTEN)
         many_lost = len(lost) > several
-        began, restarts = self.restarts, many_lost and (self.restarts or not 1 / RESTARTED < factor < RESTARTED)
-        self.restarts = restarts
+        before, jumped = self.restarts, self._jumps(next((row[6] for row in rows if row[5] == RATE), rate))
+        self.restarts = restarts = many_lost and (before or jumped)
         many = sum(share > WRITTEN for share in written_now.values()) > several
-        averaged, found = False, list[Judged]()
+        averaged, found = False, list[Judgment]()
         for place, (last, norm, update) in weights.items() if recorded or of else ():
             written, share = (of.get((place, name), (step, *place, 0, name, 0.0)) for name in HANDS)
-            found.append(Judged("forgotten", share, 0.0, share[6] > FORGOTTEN and not many_lost))
+            found.append(("forgotten", share, 0.0, share[6] > FORGOTTEN and not many_lost))
             recent = recent_of(written)
             could = (step - last) * update / norm if many and norm else 0.0
-            events = [value for value in recent if value > 0]
-            median_ratio = statistics.median(events if len(events) > 1 else recent or [math.inf])
-            usual = max(WRITTEN, OWN_WAY * median_ratio, could)
-            if len(recent) >= RECORDS and all([*recent][-RECORDS:]):
-                usual = max(usual, HABIT)
+            usual = max(_usual(recent), could)
             if whole_way and (back := of.get((place, "moved_ratio"))) is not None:
                 usual = max(usual, reach * back[6])
                 averaged |= written[6] > WRITTEN
-            found.append(Judged("written", written, usual, update > 0 and written[6] > usual and not restarts))
+            found.append(("written", written, usual, update > 0 and written[6] > usual and not restarts))
             if recorded:
                 recent.append(written[6])
-        way_back = averaged and not any(each.left for each in found)
+        way_back = averaged and not any(outside for _, _, _, outside in found)
         if recorded or lost:
             whole = (step, -1, "model", "all", 0, "forgotten_share", lost[-1] if lost else 0.0)
-            yield Judged("forgotten", whole, 0.0, many_lost and not restarts and not way_back)
+            yield ("forgotten", whole, 0.0, many_lost and not restarts and not way_back)
         yield from found
-        self.elsewhere = (restarts and not began) or (averaged and again and max(written_now.values()) > JUMP)
+        self.elsewhere = (restarts and not before) or (averaged and again and max(written_now.values()) > JUMP)
         self.note = RESTARTS if restarts else AVERAGED if averaged else ""
+
+    def _jumps(self, rate: float | None) -> bool:
+        """Return whether the learning rate is far from the last one."""
+        factor = rate / self.rate if rate and self.rate else 1.0
+        self.rate = rate or self.rate
+        return not 1 / RESTARTED < factor < RESTARTED
+
+
+def _usual(recent: Sequence[float]) -> float:
+    """Return the share of its weights by which a part may change, from its shares at the latest records."""
+    events = [value for value in recent if value > 0]
+    usual = OWN_WAY * statistics.median(events if len(events) > 1 else recent or [math.inf])
+    habit = len(recent) >= RECORDS and all([*recent][-RECORDS:])
+    return max(WRITTEN, usual, HABIT if habit else 0.0)
