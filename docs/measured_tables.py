@@ -28,7 +28,7 @@ def history_odds_table() -> str:
 
 
 def alarms_table(record: dict[str, Any] | None, where: str) -> str:
-    """A row per failure of which something was missed, the others and the healthy set-ups in a line each, counts."""
+    """A row per failure of which something was missed, a list of the others, a line for healthy set-ups, and counts."""
     if record is None:
         return _unmeasured("alarms")
     lines = [
@@ -40,7 +40,7 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
         missed = (counts["failures"] - counts["told"], counts["rose"] - counts["before"])
         missed += (counts["placed"] - counts["place"], counts["failures"] - counts["cause"])
         if not any(missed):
-            whole.append(f"{_marked(counts['what'], counts)} ({counts['failures']})")
+            whole.append(f"- {_marked(counts['what'], counts)} ({counts['failures']})")
             continue
         early = f"{counts['before']}" if counts["rose"] else ""
         place = f"{counts['place']} of {counts['placed']}" if counts["placed"] else ""
@@ -57,8 +57,9 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
     names = {"seen": "seen before"}
     texts = [f"- Runs that were {names.get(name, name)}: {_alarm_counts(c)}" for name, c in parts if c["failures"]]
     said = [
-        f"These raised an alarm before the loss rose, with the right location and cause, in all of their runs: "
-        f"{', '.join(whole)}.",
+        "In all runs of these failures, Lamina named the right location and cause. If the loss rose, the alarm came "
+        "before. The number of runs is in brackets:",
+        "\n".join(whole),
         *([f"Alarmed steps of healthy set-ups: {', '.join(healthy)}."] if healthy else []),
     ]
     return "\n".join([*lines, *(f"\n{line}" for line in said), "", *texts, "", where])
@@ -71,9 +72,9 @@ def alarms_sentence(record: dict[str, Any] | None) -> str:
     counts = record["parts"]["judged"]
     return (
         f"In watched test runs, an alarm came before the loss rose in {counts['before']} of {counts['rose']} failures. "
-        f"The location was right in {counts['place']} of {counts['placed']}, and the cause in {counts['cause']} of "
-        f"{counts['failures']}. {counts['alarmed_steps']} of {counts['healthy_steps']:,} healthy steps had an alarm "
-        "([evidence](evidence/alarms.md))."
+        f"Lamina named the right location in {counts['place']} of {counts['placed']} failures, and the right cause in "
+        f"{counts['cause']} of {counts['failures']}. In healthy runs, {counts['alarmed_steps']} of "
+        f"{counts['healthy_steps']:,} steps had an alarm ([evidence](evidence/alarms.md))."
     )
 
 
@@ -85,15 +86,16 @@ def _marked(name: str, counts: dict[str, Any]) -> str:
 def _alarm_counts(counts: dict[str, Any]) -> str:
     spikes = f" ({counts['in_spikes']} in a real spike of the loss)" if counts.get("in_spikes") else ""
     healthy = (
-        f"{counts['alarmed_steps']} of {counts['healthy_steps']:,} healthy steps had an alarm{spikes}, and "
-        f"{counts['diverged']} of {counts['healthy_runs']} healthy runs counted as diverged. "
+        f"In healthy runs, {counts['alarmed_steps']} of {counts['healthy_steps']:,} steps had an alarm{spikes}, and "
+        f"{counts['diverged']} of {counts['healthy_runs']} runs counted as diverged. "
     )
-    heard = f" ({counts['heard_before']} reported by then)" if "heard_before" in counts else ""
+    heard = f" (Lamina also reported it before in {counts['heard_before']})" if "heard_before" in counts else ""
     return (
-        f"{healthy if counts['healthy_runs'] else ''}An alarm came before the loss rose in {counts['before']} of "
-        f"{counts['rose']} failures in which it did{heard}. The location was right in {counts['place']} of "
-        f"{counts['placed']} and the cause in {counts['cause']} of {counts['failures']}. The cause was wrong in "
-        f"{counts['wrong_cause']} failures, and {counts['failures'] - counts['told']} failures raised no alarm."
+        f"{healthy if counts['healthy_runs'] else ''}In {counts['rose']} failures, the loss rose after the second "
+        f"step, and the first anomaly came before in {counts['before']}{heard}. Lamina named the right location in "
+        f"{counts['place']} of {counts['placed']} failures, and the right cause in {counts['cause']} of "
+        f"{counts['failures']}. It named a wrong cause in {counts['wrong_cause']} failures, and raised no alarm in "
+        f"{counts['failures'] - counts['told']}."
     )
 
 

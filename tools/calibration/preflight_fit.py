@@ -445,7 +445,7 @@ def details(made: dict[str, Any]) -> str:
 
 def _groups(made: dict[str, Any]) -> list[str]:
     rule = "below a constant prediction after the burn-in"
-    lines = ["Verdicts that were right, on runs outside the fit (95 % interval):", ""]
+    lines = ["The table counts the verdicts that were right, on runs outside the fit (with 95 % intervals):", ""]
     lines += [
         "| runs | | trained | fine | will not train | left open | a rule of one number |",
         "|---|---:|---:|---|---|---:|---|",
@@ -497,9 +497,9 @@ def _share(found: list[Any]) -> str:
 def _deciding(found: dict[str, int]) -> list[str]:
     return [
         _wrapped(
-            f"{found['undecided']} runs were undecided. For {found['told a step']} of them, preflight named a step "
-            f"before the end that should decide. {found['trained']} of these runs trained, and {found['shown by it']} "
-            "had learned by that step."
+            f"{found['undecided']} runs were undecided. For {found['told a step']} of them, preflight named a "
+            f"deciding step before the planned end. Of these runs, {found['trained']} trained, and "
+            f"{found['shown by it']} had learned by that step."
         ),
         "",
     ]
