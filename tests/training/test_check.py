@@ -251,6 +251,19 @@ def masked_words():
     return BertForMaskedLM(BertConfig(**sizes, intermediate_size=32))
 
 
+class Images(nn.Module):
+    """A convolution whose norm keeps statistics, and takes images alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.Linear(8, 10)
+
+    def forward(self, x, targets):
+        logits = self.head(self.norm(self.conv(x)).mean((2, 3)))
+        return logits, functional.cross_entropy(logits, targets)
+
+
 def t5():
     sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
     return T5(T5Config(**sizes, decoder_start_token_id=0))
@@ -279,6 +292,7 @@ SOUND = {
     "an own loop": lambda: (NanoGpt(), nano_batch()),
     "bidirectional": lambda: (masked_words(), BATCH),
     "an encoder and a decoder": lambda: (t5(), BATCH),
+    "a batch norm": lambda: (Images(), {"x": torch.rand(8, 3, 8, 8), "targets": torch.arange(8)}),
 }
 
 

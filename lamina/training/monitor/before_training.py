@@ -1,0 +1,133 @@
+"""The setup of a training before its first step, and the checks that examine it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamina.probes.structure.hooks import Output
+from lamina.probes.structure.sites import Structure
+from lamina.training.monitor.first_pass import FirstPass
+
+IGNORED = -100  # a label without a loss
+SAME = 0.99  # of the labels
+NARROW = 0.03  # a standard deviation times sqrt(inputs)
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """A mistake: the name of the check that found it, the fault, why it matters, and what to do."""
+
+    what: str
+    why: str
+    do: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}. {self.do}."
+
+
+@dataclass(kw_only=True)
+class BeforeTraining:
+    """The training setup that the checks examine.
+
+    Attributes:
+        model: the bare model.
+        optimizers: the optimizers; empty if the caller gave none.
+        structure: the model's layers; None if Lamina did not find them.
+        batch: the tensors of the batch by the model's argument; empty without a batch.
+        trial: the result of one pass; None without a batch or a loss.
+        scaler: whether a GradScaler scales the loss; None if unknown.
+        half: whether autocast computes in float16.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    structure: Structure | None = None
+    batch: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    trial: FirstPass | None = None
+    scaler: bool | None = None
+    half: bool = False
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The parameters' names by id."""
+        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    @cached_property
+    def trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @cached_property
+    def groups(self) -> dict[int, list[Mapping[str, Output]]]:
+        """For each parameter's id, the optimizers' groups that contain the parameter."""
+        outputs: dict[int, list[Mapping[str, Output]]] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    outputs.setdefault(id(parameter), []).append(group)
+        return outputs
+
+    @cached_property
+    def blocks(self) -> list[tuple[str, list[nn.Module]]]:
+        """The paths and modules of the lists of repeated layers."""
+        lists = [
+            (name, list(module)) for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList)
+        ]
+        return [(name, layers) for name, layers in lists if len(layers) > 1 and len(set(map(type, layers))) == 1]
+
+    @cached_property
+    def tokens(self) -> torch.Tensor | None:
+        """The batch's token ids [batch, tokens]."""
+        inputs = (value for name, value in self.batch.items() if "label" not in name and "target" not in name)
+        return next((value for value in inputs if value.ndim == 2 and not value.is_floating_point()), None)
+
+    @cached_property
+    def labels(self) -> torch.Tensor | None:
+        return next((value for name, value in self.batch.items() if "label" in name or "target" in name), None)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+
+    @cached_property
+    def shifted(self) -> bool | None:
+        """True if each label is the next token, False if each is the token at its own position, otherwise None."""
+        tokens, labels = self.tokens, self.labels
+        if tokens is None or labels is None or labels.shape != tokens.shape or labels.shape[1] < 4:
+            return None
+        there = labels >= 0
+        same, following = labels == tokens, labels[:, :-1] == tokens[:, 1:]
+        for value, equal, counted in ((False, same, there), (True, following, there[:, :-1])):
+            if counted.sum() > 3 and float(equal[counted].float().mean()) >= SAME:
+                return None if value is False and float(following[there[:, :-1]].float().mean()) >= SAME else value
+        return None
+
+    def listed(self, parameters: Iterable[torch.Tensor]) -> str:
+        return listing([self.names.get(id(parameter), "?") for parameter in parameters])
+
+
+Check: TypeAlias = Callable[[BeforeTraining], Iterator[Mistake]]
+CHECKS: dict[str, Check] = {}
+"""The checks by name, in the order of their findings."""
+
+
+def checks(function: Check) -> Check:
+    """Register a check under its function's name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def listing(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()

@@ -1,0 +1,228 @@
+"""Mistakes in a model: its weights, its norms and the way of its gradients."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamina.probes.structure.hooks import Output
+from lamina.probes.structure.sites import effective_gain, is_norm
+from lamina.training.monitor.before_training import NARROW, BeforeTraining, Mistake, checks, listing, whole
+from lamina.training.monitor.silent_parameters import named_alike
+
+NEAR_ZERO, TWICE = 0.05, (1.9, 2.1)  # mean gains that switch a norm off, or count the 1 of a "1 + weight" twice
+WIDE, SOLE = 4.0, 8.0  # standard deviations times sqrt(inputs); and times that of the same part elsewhere
+
+
+@checks
+def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find layers that run but get no gradient: behind a detach, or in reentrant checkpoints with frozen inputs."""
+    reentrant = _is_reentrant(setup.model)
+    for path, layers in setup.blocks:
+        trained = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
+        if not any(trained):
+            continue
+        dead = [str(at) for at, parameters in enumerate(trained) if parameters]
+        if setup.trial is not None:
+            ran = [at for at, layer in enumerate(layers) if id(layer) in setup.trial.ran]
+            dead = [str(at) for at in ran if trained[at] and not {id(p) for p in trained[at]} & setup.trial.reached]
+        elif not (reentrant and _inputs_are_frozen(setup.model)):
+            continue
+        if dead and (setup.trial is None or setup.trial.reached):
+            do = "Call model.enable_input_require_grads(), or checkpoint with use_reentrant=False"
+            yield Mistake(
+                what=f"layers {', '.join(dead[:8])}{' ...' * (len(dead) > 8)} of {path} get no gradient",
+                why="reentrant checkpointing needs an input that requires a gradient, but these layers' inputs are "
+                "frozen"
+                if reentrant
+                else "an operation between these layers and the loss detaches the residual stream",
+                do=do if reentrant else "Look for .detach(), .data, torch.no_grad() or .item() after these layers",
+            )
+
+
+@checks
+def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find layers' parameters that get no gradient, although their modules run and most other layers' parameters do."""
+    if setup.trial is None:
+        return
+    for _, layers in setup.blocks:
+        peers: dict[str, list[nn.Parameter]] = {}
+        for layer in layers:
+            for name, module, parameter in named_alike(layer):
+                if parameter.requires_grad and id(module) in setup.trial.ran:
+                    peers.setdefault(name, []).append(parameter)
+        alive = {id(layer): {*map(id, layer.parameters())} & setup.trial.reached for layer in layers}
+        inside = {id(p) for layer in layers if alive[id(layer)] for p in layer.parameters()}
+        silent = [
+            p
+            for of in peers.values()
+            if sum(id(p) in setup.trial.reached for p in of) > len(of) / 2
+            for p in of
+            if id(p) not in setup.trial.reached and id(p) in inside
+        ]
+        if silent:
+            yield Mistake(
+                what=f"{len(silent)} layers' parameters get no gradient ({setup.listed(silent)})",
+                why="most other layers' parameters of these names get a gradient, so an operation detaches "
+                "these layers' outputs",
+                do="Look for .detach(), .data, torch.no_grad() or .item() behind their modules",
+            )
+
+
+@checks
+def untied(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find an embedding and an output head that should be one tensor but are two."""
+    model: Output = setup.model
+    with suppress(AttributeError, NotImplementedError, TypeError):  # no model of transformers, or one without a head
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        config = model.config.get_text_config()
+        wanted = bool(config.tie_word_embeddings) and bool(getattr(model, "_tied_weights_keys", None))
+        if wanted and table is not head and table.shape == head.shape:
+            yield _untied("config.tie_word_embeddings is true, but embedding and output head are two tensors")
+            return
+    tables = [m.weight for m in setup.model.modules() if isinstance(m, nn.Embedding)]
+    heads = [m.weight for m in setup.model.modules() if isinstance(m, nn.Linear)]
+    for table in tables:
+        for head in heads:
+            if isinstance(table, DTensor) or isinstance(head, DTensor):
+                continue
+            if table is not head and table.shape == head.shape and bool(table.any()) and torch.equal(table, head):
+                yield _untied(
+                    f"{setup.listed([table])} and {setup.listed([head])} have equal values but are two tensors"
+                )
+                return
+
+
+def _untied(what: str) -> Mistake:
+    return Mistake(
+        what=what,
+        why="training will make the two tensors, which were tied, differ more and more",
+        do="Tie them again before you create the optimizer (model.tie_weights(), or head.weight = embedding.weight)",
+    )
+
+
+@checks
+def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find norms whose gain starts at 0 or at 2. Only a norm at the end of a branch may start at 0."""
+    sites = list(setup.structure.norms()) if setup.structure is not None else []
+    ends = {id(site.module) for _, _, site in sites if site.role == "out_norm"}
+    norm_ids = {id(site.module) for _, _, site in sites}
+    norms = [module for module in setup.model.modules() if is_norm(module)]
+    gains = {module: gain for module in norms if (gain := _gain(module)) is not None and gain.numel() > 1}
+    off = [module for module, gain in gains.items() if float(gain.abs().max()) < NEAR_ZERO and id(module) not in ends]
+    off = [module for module in off if id(module) in norm_ids] if len(off) < len(gains) else off
+    off = [module for module in off if not _is_as_made(module)]
+    flat = {m: float(gain.mean()) for m, gain in gains.items() if float(gain.std()) < 1e-3 and not _is_as_made(m)}
+    double = [module for module, mean in flat.items() if TWICE[0] < mean < TWICE[1]]
+    for found, size, why, do in (
+        (off, 0, "its layer sees zeros", "Start gains at 1 (at 0 only where the norm computes 1 + weight)"),
+        (double, 2, "the weights of norms that compute 1 + weight start at 1", "Start such weights at 0"),
+    ):
+        if found:
+            names = {id(module): name for name, module in setup.model.named_modules()}
+            what = f"{len(found)} norms have a gain of about {size} ({listing([names[id(m)] for m in found])})"
+            yield Mistake(what=what, why=why, do=do)
+
+
+@checks
+def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find layers' matrices whose standard deviation does not suit the width, or differs from other layers."""
+    scales: dict[str, dict[str, float]] = {}
+    for path, layers in setup.blocks:
+        for at, layer in enumerate(layers):
+            for name, module in layer.named_modules():
+                weight = getattr(module, "weight", None)
+                if type(module).__name__ not in ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear"):
+                    continue
+                if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
+                    inputs = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
+                    scale = float(whole(weight).float().std()) * math.sqrt(inputs)
+                    scales.setdefault(f"{path}.N.{name}", {})[f"{path}.{at}.{name}"] = scale
+    flat = {name: scale for of in scales.values() for name, scale in of.items() if scale > 0}
+    if not flat:
+        return
+    usual = statistics.median(flat.values())
+    wide = [name for name, scale in flat.items() if scale > WIDE]
+    odd = []
+    for of in scales.values():
+        middle = statistics.median(of.values())
+        apart = [n for n, s in of.items() if s > 0 and middle > 0 and not 1 / SOLE < s / middle < SOLE]
+        odd += apart if len(of) > 3 and len(apart) <= len(of) / 4 else []
+    for paths, what, why in (
+        (
+            wide,
+            f"a standard deviation of more than {WIDE:g}/sqrt(inputs)",
+            "the residual stream's variance explodes with depth",
+        ),
+        (
+            [*flat] if usual < NARROW else [],
+            f"a standard deviation of less than {NARROW:g}/sqrt(inputs)",
+            "the layers add almost nothing, and their gradients vanish",
+        ),
+        (
+            [n for n in odd if n not in wide],
+            f"{SOLE:g} times the scale of their peers, or less than 1/{SOLE:g}",
+            "one layer will dominate, or have no effect",
+        ),
+    ):
+        if paths:
+            yield Mistake(
+                what=f"{len(paths)} matrices have {what} ({listing(paths)})",
+                why=why,
+                do=(
+                    "Initialize them with a standard deviation of 0.02 or 1/sqrt(inputs), and divide output "
+                    "projections by sqrt(2 layers)"
+                ),
+            )
+
+
+@checks
+def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find matrices of zeros whose gradient stays 0, because the matrix that they are multiplied by is 0 as well."""
+    stuck = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.stuck]
+    if stuck:
+        yield Mistake(
+            what=f"{len(stuck)} matrices of zeros get a gradient of 0 ({setup.listed(stuck)})",
+            why="each is multiplied by another matrix of zeros, so both stay 0",
+            do="Initialize one of the two at random",
+        )
+
+
+def _gain(norm: nn.Module) -> torch.Tensor | None:
+    if hasattr(norm, "running_mean"):  # a pass through a batch norm changes its statistics
+        return None
+    try:
+        return effective_gain(norm)
+    except (RuntimeError, ValueError):  # a sharded weight, or one that takes other shapes
+        return None
+
+
+def _is_as_made(norm: nn.Module) -> bool:
+    """Return whether a norm's weight is what its class starts with: Nemotron's 1 + weight starts at 2."""
+    weight: Output = norm.weight
+    try:
+        new: Output = type(norm)(len(weight))
+        return bool(torch.equal(new.weight.detach(), weight.detach().cpu()))
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return False
+
+
+def _is_reentrant(model: nn.Module) -> bool:
+    for module in model.modules():
+        inner = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(module, "gradient_checkpointing", False) and inner is not None:
+            return bool(getattr(inner, "keywords", {}).get("use_reentrant", False))
+    return False
+
+
+def _inputs_are_frozen(model: nn.Module) -> bool:
+    """Return whether what goes into the layers requires no gradient: frozen tables whose outputs no hook changes."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    hooked = any(module._forward_hooks for module in tables)
+    return bool(tables) and not hooked and not any(p.requires_grad for module in tables for p in module.parameters())
