@@ -41,6 +41,12 @@ def test_a_job_by_epochs_takes_the_steps_of_its_examples(given, job):
     assert result["steps"] == math.ceil(0.4 * result["examples"] / 8)
 
 
+@pytest.mark.parametrize(("job", "steps"), [(job, 9 if job == "sft" else 3) for job in JOBS])
+def test_without_epochs_sft_makes_three_passes_and_the_other_jobs_one(given, job, steps):
+    with pytest.raises(UserError, match=rf"pause_step: 50 is after the last step, {steps}\."):
+        JOBS[job](given(job, pause_step=50), bar=False)
+
+
 @pytest.mark.parametrize(
     "preset", [pytest.param(name, marks=[pytest.mark.slow] * (name != "lima")) for name in PRESETS]
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import shutil
@@ -19,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lamina.errors import UserError
 from lamina.lab.posttraining.pairs import dpo, reward
 from lamina.lab.posttraining.rewards import _number, in_time, make_rewards
-from lamina.lab.posttraining.rlhf import ReMaxTrainer, rlhf, write_held_out
+from lamina.lab.posttraining.rlhf import PolicyTrainer, ReMaxTrainer, rlhf, write_held_out
 from lamina.lab.posttraining.settings import RlhfSettings
 from lamina.reports import report
 from lamina.training.monitor.writers import read_rows
@@ -336,6 +337,35 @@ def test_several_rewards_are_summed_by_their_weights_and_recorded_apart(policy, 
     trained = next(r for r in records(folder) if "loss" in r)
     assert {"reward_run", "reward_length", "reward_vowels"} <= set(trained)
     report(folder)
+
+
+def test_a_held_out_answer_ends_at_its_first_end_token(policy, monkeypatch, tmp_path):
+    """A batch goes on until its longest answer has ended: the tokens after an end belong to no answer."""
+    (tmp_path / "own.py").write_text(REWARDS)
+    answers = {(65, 256, 66, 256): [65, 256], (256, 67, 68, 69): [256], (65, 66, 67, 68): [65, 66, 67, 68]}
+    naive, measure = [], PolicyTrainer._held_out_answers
+
+    def measured(self, rows):
+        model, reference = self.bare_model(), self.ref_model
+        drawn = list(itertools.islice(itertools.cycle(answers), len(rows)))
+        fixed = torch.tensor(drawn)
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "generate", lambda input_ids, **options: torch.cat([input_ids, fixed], 1))
+            numbers = measure(self, rows)
+        for row, answer, number in zip(rows, map(answers.get, drawn), numbers, strict=True):
+            ids = torch.tensor([[*row["prompt_ids"], *answer]])
+            ours, theirs = (m(input_ids=ids).logits[0, :-1].log_softmax(-1) for m in (model, reference))
+            at = torch.arange(len(row["prompt_ids"]) - 1, ids.shape[1] - 1), torch.tensor(answer)
+            naive.append((number, float((ours[at] - theirs[at]).sum()), len(answer), float(answer[-1] == 256)))
+        return numbers
+
+    monkeypatch.setattr(PolicyTrainer, "_held_out_answers", measured)
+    policy(reward_model=..., reward_function=f"{tmp_path / 'own.py'}:length", steps=2)
+    assert len({number["length"] for number, *_ in naive}) == 3
+    assert max(abs(kl) for _, kl, *_ in naive) > 1e-3, "the policy has moved"
+    for number, kl, length, ended in naive:
+        assert number["kl"] == pytest.approx(kl, abs=1e-4)
+        assert (number["length"], number["ended"]) == (length, ended)
 
 
 OF_TRLS_FORM = """
