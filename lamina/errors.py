@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _JOINERS = "\u200c\u200d"  # formatting characters that scripts and emoji need
@@ -48,6 +49,15 @@ class UserError(ValueError):
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows in place of a traceback."""
         return [f"{type(self).__name__}: {self}"]
+
+
+@contextmanager
+def renamed_setting(old: str, new: str) -> Iterator[None]:
+    """Make UserErrors inside the context name the setting ``new``, for a caller that passes its value as ``old``."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{new}: {str(error).removeprefix(f'{old}: ')}") from error
 
 
 class TrialsFailed(UserError):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lamina.core.values import real_path
 from lamina.data.tokenizers import load_tokenizer
-from lamina.errors import UserError
+from lamina.errors import UserError, renamed_setting
 from lamina.evaluation.settings import EvalSettings
 from lamina.jobs.files import read_config, read_result
 from lamina.jobs.manifest import model_folder
@@ -114,7 +113,7 @@ def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
 
     Raises UserError if weights or tokenizer are missing.
     """
-    with _about_models():
+    with renamed_setting("checkpoint", "models"):
         folder = str(model_folder(path))
         config, tokenizer_folder = config_of(folder), tokenizer_of(folder)
     tokenizer = _tokenizer(tokenizer_folder, path, settings)
@@ -132,7 +131,7 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
         UserError: the path holds no checkpoint; the model does not predict next tokens or has no tokenizer; or the
             tokenizer has more tokens than the model.
     """
-    with _about_models():
+    with renamed_setting("checkpoint", "models"):
         loaded = load(str(model_folder(path)), dtype=settings.dtype, device=device)
     model = loaded.model
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
@@ -158,12 +157,3 @@ def _tokenizer(own: PreTrainedTokenizerBase | None, path: str, settings: EvalSet
     if tokenizer is None:
         raise UserError(f"tokenizer: {path!r} holds no tokenizer. Name a tokenizer with --tokenizer.")
     return tokenizer
-
-
-@contextmanager
-def _about_models() -> Iterator[None]:
-    """Make errors about an invalid checkpoint inside the context name the setting ``models``."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"models: {str(error).removeprefix('checkpoint: ')}") from error

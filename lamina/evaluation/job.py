@@ -25,7 +25,7 @@ from lamina.core.progress import has_bars
 from lamina.core.terminal import show_line
 from lamina.core.values import comma_separated
 from lamina.data.corpus import Corpus
-from lamina.errors import UserError, one_line, unknown
+from lamina.errors import UserError, one_line, renamed_setting, unknown
 from lamina.evaluation import generated
 from lamina.evaluation.candidates import Candidate, Expand, candidates_of, check_candidate, load_candidate, stamp
 from lamina.evaluation.harness import WRITES, Runner
@@ -434,14 +434,12 @@ class TaskMeasure:
     ) -> TaskMeasure:
         """Find the tasks and read their data. Raises UserError about the setting eval_tasks."""
         reading = {"limit": limit or None, "batch_size": batch_size, "seed": seed, "run_code": run_code}
-        try:
+        with renamed_setting("tasks", "eval_tasks"):
             settings = EvalSettings(tasks=names, data_dir=data_dir, **reading)
             columns, tasks = what_to_run(settings)
             assert tasks is not None
             for task in dict.fromkeys(column.task for column in columns):
                 tasks.build(task)
-        except UserError as error:
-            raise UserError(f"eval_tasks: {str(error).removeprefix('tasks: ')}") from error
         return TaskMeasure(settings=settings, columns=tuple(columns), tasks=tasks)
 
     def scores(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:

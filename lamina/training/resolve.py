@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 from lamina.core import initializers
 from lamina.data.blocks import Splits
 from lamina.data.packed import single_corpus_of
-from lamina.errors import UserError
+from lamina.errors import UserError, renamed_setting
 from lamina.jobs.job import ResumePolicy
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.backbones.presets import used_by_a_token
@@ -32,7 +32,6 @@ from lamina.training.execution.float8 import check_float8
 from lamina.training.monitor.experts import choose, find_routers
 from lamina.training.monitor.trackers import installed
 from lamina.training.objectives.objective import Objective, Processor, objective_of
-from lamina.training.objectives.text import about_eval_corpus
 from lamina.training.optimization.optimizer import check_optimizer, scaling_of, step_factors
 from lamina.training.setting_groups import TrainerSettings
 from lamina.training.settings import PretrainSettings
@@ -203,7 +202,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
     if settings.push_to_hub is not None:
         check_repository(settings.push_to_hub)
     if settings.eval_corpus is not None:
-        with about_eval_corpus():
+        with renamed_setting("corpus", "eval_corpus"):
             single_corpus_of(settings.eval_corpus, settings.text_field)
     task_measure(settings)
     installed(settings.report_to)

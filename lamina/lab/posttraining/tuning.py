@@ -25,7 +25,7 @@ from lamina.core.extras import require
 from lamina.core.json_types import Json
 from lamina.data.blocks import spread
 from lamina.data.packed import single_corpus_of, whole_blocks
-from lamina.errors import UserError, one_line, unknown
+from lamina.errors import UserError, one_line, renamed_setting, unknown
 from lamina.evaluation.scores import is_of, lower_is_better
 from lamina.jobs.files import write_json, writing
 from lamina.jobs.folder import Resume
@@ -68,7 +68,6 @@ from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.recorder import RunRecorder
 from lamina.training.monitor.scheduled_probes import undisturbed
 from lamina.training.monitor.writers import LastEvaluation
-from lamina.training.objectives.text import about_eval_corpus
 from lamina.training.optimization.optimizer import schedule_of
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.resolve import check_sharded, task_measure
@@ -228,7 +227,7 @@ class Watched:
     def __init__(self, settings: TuningSettings, start: Start, processes: Processes):
         self.tokenizer, self.blocks = start.tokenizer, None
         if settings.eval_corpus is not None:
-            with about_eval_corpus():
+            with renamed_setting("corpus", "eval_corpus"):
                 length = min(start.longest, PACKED)
                 read = partial(whole_blocks, settings.eval_corpus, start.tokenizer, length, progress=False)
                 self.blocks = processes.first_per_host(read)
@@ -386,7 +385,7 @@ class TuningStage(TrainingStage[S]):
         self.notes["skipped"] = skipped + others
         data = fingerprint(train, held_out)
         if settings.eval_corpus is not None:
-            with about_eval_corpus():
+            with renamed_setting("corpus", "eval_corpus"):
                 data += f"+{single_corpus_of(settings.eval_corpus, 'text').fingerprint()}"
         self.identity = TuningIdentity(self, data, content_hash(self.start.path), rewards)
 

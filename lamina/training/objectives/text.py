@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -16,7 +14,7 @@ from lamina.data.encoding import vocab_size_of
 from lamina.data.masked_blocks import MaskedBlocks, with_mask_token
 from lamina.data.packed import prepare_blocks, whole_blocks
 from lamina.data.streamed import stream_blocks
-from lamina.errors import UserError
+from lamina.errors import renamed_setting
 from lamina.modeling.backbones import PRESETS, resolve_backbone
 from lamina.training import source
 from lamina.training.objectives.objective import Objective, Processor, objective
@@ -95,19 +93,10 @@ def read_text(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrained
         blocks, tokenizer = prepare_blocks(**read, padded=padded, progress=bar)
     if settings.eval_corpus is None:
         return blocks, tokenizer
-    with about_eval_corpus():
+    with renamed_setting("corpus", "eval_corpus"):
         field, length = settings.text_field, settings.sequence_length
         second = whole_blocks(settings.eval_corpus, tokenizer, length, text_field=field, padded=padded, progress=bar)
     return replace(blocks, second=second), tokenizer
-
-
-@contextmanager
-def about_eval_corpus() -> Iterator[None]:
-    """Rename ``corpus`` to ``eval_corpus`` in the UserErrors that are raised inside the context."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"eval_corpus: {str(error).removeprefix('corpus: ')}") from None
 
 
 @objective
