@@ -1,8 +1,9 @@
 """A trial of `make demo` beside a plain loop over the same model, batches and optimizer: 24 blocks of width 64, 512
 tokens a step, one thread.
 
-Both are processes of their own that alternate; a round's ratio is of two neighbors, and the result is the median of the
-rounds. Evaluations and the first steps do not count, records do: a trial writes about 20, the loop none.
+Both run in one process: after every 8 steps of the trial, the loop takes 8 steps with a copy of its model, so that a
+machine whose speed drifts drifts for both. Evaluations and the first steps do not count, records do: a trial writes
+about 20, the loop none. A process is a turn, because two of them differ by their memory's layout.
 
     python benchmarks/small_trials.py --output benchmarks/results/small_trials.json
 """
@@ -10,13 +11,13 @@ rounds. Evaluations and the first steps do not count, records do: a trial writes
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,101 +26,99 @@ from common import ROOT, settings_of_machine, write_record
 
 TRIAL = {"backbone": "llama-nano", "num_layers": 24, "batch_size": 8, "sequence_length": 64, "placement": "pre_ln"}
 ALIKE = {"precision": "fp32", "compile": "off", "save_steps": 0}
-FIRST = 10  # steps before the clock starts
+BLOCK = 8  # steps of one way before the other's turn
+FIRST = 3 * BLOCK  # steps before the clock starts
 
 
-def settings(steps: int, folder: str) -> Any:
-    from lamina.training.settings import PretrainSettings
+class PlainLoop:
+    """A loop over a copy of a trainer's model, with its optimizer's class and settings and its batches."""
 
-    return PretrainSettings.from_dict({**TRIAL, **ALIKE, "steps": steps, "eval_steps": steps, "output": folder})
+    def __init__(self, trainer: Any):
+        import torch
+
+        model = copy.deepcopy(trainer.model)
+        trained = dict(zip(trainer.model.parameters(), model.parameters(), strict=True))
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's
+        groups = [{**group, "params": [trained[each] for each in group["params"]]} for group in optimizer.param_groups]
+        self.model, self.optimizer = model.train(), type(optimizer)(groups)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, step / 24))
+        self.batches = cycle(trainer.get_train_dataloader())
+
+    def run(self, steps: int) -> None:
+        from torch.nn.utils import clip_grad_norm_
+
+        for _ in range(steps):
+            loss = self.model(**next(self.batches)).loss
+            loss.backward()
+            clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            loss.item()
 
 
-def trial(steps: int, folder: str) -> float:
-    """Return the CPU seconds of a step of `lamina pretrain`, records and all."""
-    from lamina.training.monitor.recorder import RunRecorder
-    from lamina.training.pretrain import pretrain
-
-    clock: dict[int, float] = {}
-    ends = RunRecorder.on_step_end
-
-    def timed(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        ends(self, args, state, control, **kwargs)
-        clock[state.global_step] = time.process_time()
-
-    RunRecorder.on_step_end = timed
-    pretrain(settings(steps, folder), bar=False)
-    return (clock[steps - 1] - clock[FIRST]) / (steps - 1 - FIRST)
-
-
-def loop(steps: int, folder: str) -> float:
-    """Return the CPU seconds of a step of a plain loop over what a trial has prepared."""
+def turn(steps: int) -> dict[str, float]:
+    """Return the CPU seconds of a step in a trial of ``steps`` steps, and of a step in the loop beside it."""
     import torch
 
+    from lamina.training.monitor.recorder import RunRecorder
     from lamina.training.pretrain import pretrain
-    from lamina.training.trainer import LaminaTrainer
+    from lamina.training.settings import PretrainSettings
 
-    seconds: list[float] = []
+    torch.set_num_threads(1)
+    begins, ends = RunRecorder.on_train_begin, RunRecorder.on_step_end
+    loops: list[PlainLoop] = []
+    seconds = {"trial": 0.0, "loop": 0.0}
+    since = counted = 0
 
-    def train(self: Any, *args: Any, **kwargs: Any) -> None:
-        model, optimizer = self.model.train(), self.create_optimizer()
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 24))
-        begun = 0.0
-        for step, batch in zip(range(steps), cycle(self.get_train_dataloader()), strict=False):
-            begun = time.process_time() if step == FIRST else begun
-            loss = model(**batch).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            loss.item()
-        seconds.append((time.process_time() - begun) / (steps - FIRST))
-        raise KeyboardInterrupt
+    def begin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        loops.append(PlainLoop(self.trainer))
+        begins(self, args, state, control, **kwargs)
 
-    LaminaTrainer.train = train  # pyright: ignore[reportAttributeAccessIssue]
-    with suppress(KeyboardInterrupt):
-        pretrain(settings(steps, folder), bar=False)
-    return seconds[0]
+    def end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        nonlocal since, counted
+        ends(self, args, state, control, **kwargs)
+        if state.global_step % BLOCK or state.global_step == steps:  # the last step is evaluated
+            return
+        now = time.process_time()
+        loops[0].run(BLOCK)
+        done = time.process_time()
+        if state.global_step > FIRST:
+            seconds["trial"], seconds["loop"] = seconds["trial"] + now - since, seconds["loop"] + done - now
+            counted += BLOCK
+        since = time.process_time()
 
-
-WAYS = {"trial": trial, "loop": loop}
-
-
-def turn(way: str, steps: int) -> float:
-    """Return the CPU seconds of a step in a process of its own."""
+    RunRecorder.on_train_begin, RunRecorder.on_step_end = begin, end
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--way", way, "--steps", str(steps), "--folder", f"{folder}/run"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr[-2000:])
-    return json.loads(done.stdout.splitlines()[-1])
+        given = {**TRIAL, **ALIKE, "steps": steps, "eval_steps": steps, "output": f"{folder}/run"}
+        pretrain(PretrainSettings.from_dict(given), bar=False)
+    return {way: total / counted for way, total in seconds.items()}
 
 
 def main() -> None:
-    """Measure the rounds and print, or write, the record."""
+    """Measure the turns and print, or write, the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=240, help="steps of a turn: 240, as in the demo")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.way:
-        import torch
-
-        torch.set_num_threads(1)
-        print(json.dumps(WAYS[arguments.way](arguments.steps, arguments.folder)))
+    if arguments.one:
+        print(json.dumps(turn(arguments.steps)))
         return
-    rounds = []
-    for number in range(arguments.rounds):
-        ways = sorted(WAYS, reverse=bool(number % 2))
-        rounds.append({way: turn(way, arguments.steps) for way in ways})
-        print({way: f"{1000 * seconds:.1f} ms" for way, seconds in rounds[-1].items()}, flush=True)
-    speed = statistics.median(each["loop"] / each["trial"] for each in rounds)
+    turns = []
+    command = [sys.executable, __file__, "--one", "--steps", str(arguments.steps)]
+    for _ in range(arguments.turns):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr[-2000:])
+        turns.append(json.loads(done.stdout.splitlines()[-1]))
+        print({way: f"{1000 * seconds:.1f} ms" for way, seconds in turns[-1].items()}, flush=True)
+    speed = statistics.median(each["loop"] / each["trial"] for each in turns)
     print(f"a trial has {speed:.3f} of the loop's speed")
     if arguments.output:
         record = {"benchmark": "small_trials", "trial": {**TRIAL, **ALIKE}, **settings_of_machine()}
-        write_record(arguments.output, {**record, "speed": speed, "rounds": rounds})
+        write_record(arguments.output, {**record, "speed": speed, "turns": turns})
 
 
 if __name__ == "__main__":
