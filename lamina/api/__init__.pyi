@@ -343,7 +343,7 @@ def sft(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Fine-tune a model; chat with OUTPUT/model by `lamina generate --chat`.
+    """Fine-tune a model on instructions or conversations. To chat with it, run `lamina generate OUTPUT --chat`.
 
     The keywords are the settings of `lamina sft`. ``data`` may also be a list of rows or a datasets.Dataset.
     Returns the content of result.json; OUTPUT/model is the model, OUTPUT/report.html the page.
@@ -803,7 +803,7 @@ def max_lr(
     bar: bool = True,
 ) -> Comparison:
     """Find the largest learning rate that each placement tolerates. Each placement and seed has one run, whose
-    learning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol).
+    learning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). A run ends if
 
     The keywords are the settings of `lamina max-lr`. Returns the rows of results.csv (``max_learning_rate``,
     ``stop_rule`` and ``loss_at_stop`` of every placement and seed) and the page. ``placements`` and ``seeds`` may

@@ -203,16 +203,18 @@ class Parser:
         """
         self.record = record
         self.add_flag("--config", "a YAML file with any of these settings", metavar="YAML")
+        two_words = rf"\b({'|'.join(name for name in record.names() if '_' in name) or '(?!)'})\b"
         for name in record.names():
+            about = re.sub(two_words, lambda found: f"--{found[0].replace('_', '-')}", record.help(name))
             flag, kind = f"--{name.replace('_', '-')}", record.kind(name)
             flags = (flag, f"--no-{flag[2:]}") if kind is bool else (flag, *SHORTER.get(name, ()))
             more: Json = {"default": record.default(name), "is_setting": True}
             if name in positional or f"{name}..." in positional:
-                self.arguments.append(Argument(name, str, record.help(name), is_list=name not in positional, **more))
+                self.arguments.append(Argument(name, str, about, is_list=name not in positional, **more))
                 continue
             is_list = not positional and record.check_of(name) in (comma_separated, factors)
             files = record.outside.get(name, ())
-            self.arguments.append(Argument(name, kind, record.help(name), flags, is_list=is_list, files=files, **more))
+            self.arguments.append(Argument(name, kind, about, flags, is_list=is_list, files=files, **more))
 
     def add_word(self, name: str, about: str, *, needed: bool = True) -> None:
         """Add a word that stands alone."""

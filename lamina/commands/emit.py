@@ -22,8 +22,9 @@ def parser() -> Parser:
 
     flags = Parser(
         "emit",
-        "Write a placement as one file for the trainer that you use. The file holds the block, the constants for\n"
-        "your depth, and the matching initializer. It does not import Lamina, so you can commit it to your repository.",
+        "Write a placement as one file for the trainer that you use. The file holds the block, the constants for your\n"
+        "depth, and the matching initializer. It does not import Lamina, so you can commit it to your repository. For\n"
+        "TRL or transformers, you need no file: build the model with lamina.build.",
         EXAMPLES,
         "PLACEMENT ",
     )

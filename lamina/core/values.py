@@ -225,8 +225,8 @@ def existing_file(name: str, source: str) -> None:
     if file and ":" not in file and not (path := home(name, file)).exists():
         beside = os.listdir(path.parent) if path.parent.is_dir() else ()
         hint = nearest_file(path.name, (name for name in beside if re.search(_ROWS, name)))
-        kinds = "a .jsonl, .json, .csv or .parquet file, hf:NAME"
-        raise UserError(f"{name}: {_shown(file)}: no such file{hint} (allowed: {kinds})")
+        kinds = "a .jsonl, .json, .csv or .parquet file, or hf:NAME"
+        raise UserError(f"{name}: {_shown(file)}: no such file{hint or '.'} Give {kinds}.")
 
 
 def text(name: str, value: object) -> str:

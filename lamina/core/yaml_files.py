@@ -41,18 +41,18 @@ def read_back(data: Json) -> object:
     return safe_load(yaml.dump(data, Dumper=_Dumper))
 
 
-def read_mapping(path: Path, needed: str = "a YAML mapping") -> Json:
+def read_mapping(path: Path, needed: str = "lines NAME: VALUE") -> Json:
     """Read a YAML file's mapping. Raises UserError that names the file and the problem."""
     source = repr(str(path))
     try:
         if not path.exists():
-            raise UserError(f"{source}: no such file")
+            raise UserError(f"{source}: no such file. Give a YAML file.")
         if not path.is_file():
-            raise UserError(f"{source}: not a file")
+            raise UserError(f"{source} is not a file. Give a YAML file.")
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
-            raise UserError(f"{source}: too large for a YAML file of settings. Shorten it to {LARGEST // 2**20} MiB.")
+            raise UserError(f"{source} is too large for a YAML file of settings. Shorten it to {LARGEST // 2**20} MiB.")
         text = content.decode("utf-8")
         _bounded(source, text)
         data = yaml.load(text, Loader=_Strict)
@@ -61,9 +61,9 @@ def read_mapping(path: Path, needed: str = "a YAML mapping") -> Json:
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, OSError, AttributeError, TypeError) as error:
         # ValueError: bytes that are no UTF-8, numbers of thousands of digits, dates that are none
         reason = shortened(" ".join(str(error).split()), 300)
-        raise UserError(f"{source}: not readable as YAML ({reason})") from None
+        raise UserError(f"{source} is not readable as YAML: {reason}") from None
     if not isinstance(data, dict):
-        raise UserError(f"{source}: {needed} is needed, not {type(data).__name__}")
+        raise UserError(f"{source} holds no mapping. Give {needed}.")
     return data
 
 
@@ -75,7 +75,7 @@ def _bounded(source: str, text: str) -> None:
         anchor, size = getattr(event, "anchor", None), 0
         if isinstance(event, yaml.CollectionStartEvent):
             if len(open_) > DEEPEST:
-                raise UserError(f"{source}: nested too deep. Use at most {DEEPEST} levels.")
+                raise UserError(f"{source} is nested too deep. Use at most {DEEPEST} levels.")
             open_.append((anchor, 1))
             continue
         if isinstance(event, yaml.AliasEvent):
@@ -94,5 +94,5 @@ def _bounded(source: str, text: str) -> None:
         open_[-1] = (name, count + size)
         if count + size > MOST_VALUES:
             raise UserError(
-                f"{source}: more than {MOST_VALUES} values, each alias counted as its content. Shorten the file."
+                f"{source} has more than {MOST_VALUES} values, if each alias counts as its content. Shorten the file."
             )

@@ -93,7 +93,7 @@ class FileShard:
             self._refuse_change()
         except NotTextError as error:
             if self.skip is None:
-                raise UserError(f"corpus: {self.corpus!r} {error} (allowed: {ALLOWED})") from None
+                raise UserError(f"corpus: {self.corpus!r} {error}. Give {ALLOWED}.") from None
             if begun:
                 # its first documents have been handed out, and nobody wants half a file
                 raise UserError(
@@ -233,7 +233,7 @@ class SingleCorpus(Corpus):
             empty = False
             yield document
         if empty:
-            raise UserError(f"corpus: {self.spec!r} holds no text (allowed: {ALLOWED})")
+            raise UserError(f"corpus: {self.spec!r} holds no text. Give {ALLOWED}.")
 
     @abstractmethod
     def _documents(self) -> Iterator[Document]:
@@ -380,10 +380,10 @@ def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
     if hub_datasets.is_hub(spec):
         return HubCorpus(spec=spec, text_field=text_field, source=hub_datasets.parse(spec))
     if not spec:
-        raise UserError(f"corpus: the name is empty (allowed: {ALLOWED})")
-    path = existing(spec, [EMBEDDED], f"allowed: {ALLOWED}")
+        raise UserError(f"corpus: the name is empty. Give {ALLOWED}.")
+    path = existing(spec, [EMBEDDED], ALLOWED)
     if not path.is_file() and not path.is_dir():
-        raise UserError(f"corpus: {spec!r} is neither a regular file nor a folder (allowed: {ALLOWED})")
+        raise UserError(f"corpus: {spec!r} is neither a regular file nor a folder. Give {ALLOWED}.")
     return FileCorpus(spec=spec, text_field=text_field, path=path)
 
 
@@ -391,11 +391,11 @@ def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
     """Return the path of an existing file or folder. The UserError for others suggests a file or one of ``names``."""
     path = Path(spec).expanduser()
     if spec and path.is_symlink() and not path.exists():
-        raise UserError(f"corpus: {spec!r} is a link to nothing ({allowed})")
+        raise UserError(f"corpus: {spec!r} is a link to nothing. Give {allowed}.")
     if not spec or not path.exists():
         siblings = os.listdir(path.parent) if spec and path.parent.is_dir() else []
         hint = nearest(path.name, [*names, *siblings])
-        raise UserError(f"corpus: {spec!r}: no such file or folder{hint} ({allowed})")
+        raise UserError(f"corpus: {spec!r}: no such file or folder{hint or '.'} Give {allowed}.")
     return path
 
 
@@ -433,7 +433,7 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
         return {}
     for name, weight in weights:
         if not math.isfinite(float(weight)) or float(weight) <= 0:
-            raise UserError(f"{where}: the weight {weight} of {name!r}. Write {_ALLOWED}.")
+            raise UserError(f"{where}: {name!r} has the weight {weight}. Write {_ALLOWED}.")
     names = [name for name, _ in weights]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

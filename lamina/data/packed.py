@@ -236,7 +236,7 @@ class _Packing:
             if not self.padded and (fraction >= 0.5 or packed.all_tokens < 2 * length):
                 raise UserError(
                     f"corpus: {corpus.spec!r} has {packed.all_tokens} tokens, too few for a sequence_length of "
-                    f"{length}: one block to train on and one held out need at least {2 * length}"
+                    f"{length}. Give at least {2 * length} tokens, or lower sequence_length."
                 )
             fraction = min(0.5, 2 * fraction)
 
@@ -369,7 +369,7 @@ def whole_blocks(
         if not packed.held_out.tokens:
             raise UserError(
                 f"corpus: {spec!r} has {packed.all_tokens} tokens, too few for a block of sequence_length = "
-                f"{sequence_length}"
+                f"{sequence_length}. Give a longer text."
             )
         return {}
 

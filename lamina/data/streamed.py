@@ -203,8 +203,7 @@ def hold_out(
         if fraction >= 0.5:
             raise UserError(
                 f"corpus: {corpus!r} has about {held_out.tokens + rest.tokens} tokens, too few for a sequence_length "
-                f"of {sequence_length}. Choose a longer text or a shorter sequence_length: one block to train on and "
-                "one held-out block are needed."
+                f"of {sequence_length}. Give a longer text, or lower sequence_length."
             )
         fraction = min(0.5, 2 * fraction)
 

@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257
 EVAL_FRACTION = 0.05
 _ALLOWED = (
-    f"bytes, bpe:SIZE with SIZE >= {SMALLEST_BPE}, or a tokenizer of transformers by folder, tokenizer.json or name"
+    f"bytes, bpe:SIZE with SIZE >= {SMALLEST_BPE}, or the folder, tokenizer.json or name of a transformers tokenizer"
 )
 _BPE_FORMAT = "bpe-1"
 
@@ -38,13 +38,13 @@ def validate_spec(spec: str) -> None:
     Raises UserError if the name is empty, if the size in bpe:SIZE is invalid, or if a path does not exist.
     """
     if not spec.strip():
-        raise UserError(f"tokenizer: the name is empty (allowed: {_ALLOWED})")
+        raise UserError(f"tokenizer: the name is empty. Give {_ALLOWED}.")
     if is_trained(spec):
         _bpe_size(spec)
         return
     looks_like_path = spec.startswith((".", "/", "~", os.sep)) or spec.endswith(".json")
     if looks_like_path and not Path(spec).expanduser().exists():
-        raise UserError(f"tokenizer: {spec!r}: no such file or folder (allowed: {_ALLOWED})")
+        raise UserError(f"tokenizer: {spec!r}: no such file or folder. Give {_ALLOWED}.")
 
 
 def is_trained(spec: str) -> bool:
@@ -175,7 +175,7 @@ def _pretrained(spec: str) -> PreTrainedTokenizerFast:
         else:
             reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
         raise UserError(
-            f"tokenizer: {spec!r} could not be loaded ({reason}){nearest(spec, [BYTES])} (allowed: {_ALLOWED})"
+            f"tokenizer: {spec!r} could not be loaded ({reason}){nearest(spec, [BYTES]) or '.'} Give {_ALLOWED}."
         ) from error
     if tokenizer.eos_token is None and tokenizer.sep_token is not None:
         tokenizer.eos_token = tokenizer.sep_token  # as in BERT

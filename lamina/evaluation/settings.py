@@ -82,7 +82,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     )
     tasks: str = setting(
         "",
-        "comma-separated: tasks, groups or tags of lm-evaluation-harness (TASK@5: with five examples), a "
+        "comma-separated: tasks, groups or tags of lm-evaluation-harness (TASK@5 gives five examples), a "
         "paper's set (fusenorm, peri_ln, mix_ln, keel), or generated (Lamina's own tasks, no download)",
         comma_separated,
         decides=False,
@@ -116,12 +116,13 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     system: str | None = setting(None, "with chat_template, the system message before each question", text)
     generation: Json = setting(
         {},
-        "arguments of transformers' generate for tasks that generate text, e.g. --generation.temperature 0.6",
+        "argument of transformers' generate, for tasks in which the model writes text, e.g. "
+        "--generation.temperature 0.6",
         mapping,
     )
     run_code: bool = setting(
         False,
-        "allow code to run: task files in --data-dir, and programs that a model writes (HumanEval, MBPP)",
+        "run the code that tasks need: task files in --data-dir, and programs that a model writes (HumanEval, MBPP)",
         decides=False,
     )
     seed: int = changed(0, help="seed of the few-shot examples")

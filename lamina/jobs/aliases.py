@@ -43,7 +43,7 @@ resume: resume_from_checkpoint;
 overwrite: overwrite_output_dir; reward_function: reward_funcs; reward_clip: reward_clip_range;
 num_heads: heads n_heads; num_layers: layers depth; hidden_size: hidden_dim dim width; weight_decay: wd;
 sequence_length: seqlen max_len context_length; workers: num_workers; learning_rate: learningrate; output: out outdir;
-learning_rates: learningrate; beta: kl_coef; temperature: temp temperature;
+learning_rates: learningrate; max_learning_rate: lr learning_rate max_lr; beta: kl_coef; temperature: temp temperature;
 checkpoint: ckpt; from_model: ckpt; drop_path: dropout;
 generation: gen_kwargs; data_dir: include_path
 """)

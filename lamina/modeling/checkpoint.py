@@ -48,7 +48,7 @@ def checked_device(name: str | None) -> str:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"device: {name!r}: {str(error).splitlines()[0]}. Choose cpu, or a device of this machine."
+            f"device: PyTorch cannot use {name!r} ({str(error).splitlines()[0]}). Choose cpu, or this machine's device."
         ) from None
     return name
 

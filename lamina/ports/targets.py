@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from lamina.errors import unknown
+from lamina.errors import UserError, unknown
 
 FOLDER = Path(__file__).parent / "targets"
 
@@ -69,5 +69,5 @@ TARGETS = tuple(sorted(path.name.removesuffix(".yaml") for path in FOLDER.glob("
 def target_of(name: str) -> Target:
     """Read a target's table. Raises UserError that suggests the nearest name."""
     if name not in TARGETS:
-        raise unknown("--to", name, TARGETS)
+        raise UserError(f"{unknown('--to', name, TARGETS)}. For TRL or transformers, use lamina.build in Python.")
     return Target(name=name, **yaml.safe_load((FOLDER / f"{name}.yaml").read_text("utf-8")))

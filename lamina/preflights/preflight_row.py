@@ -36,7 +36,7 @@ PREFLIGHT = JobRow(
         "Check a run before you start it. Lamina trains its first steps at full depth, measures the layers, and\n"
         "reports whether the run will train, why, and what to change. The verdicts:\n\n"
         "  fine, risky      the model learned in these steps\n"
-        '  undecided        the model has not learned yet; the line "change" names steps that can decide\n'
+        '  undecided        too few steps to tell; the line "change" gives a number of steps that should be enough\n'
         "  will not train   we do not expect the model to learn\n\n"
         'The exit code is 0. With --strict it is 1 if any verdict is "will not train".'
     ),

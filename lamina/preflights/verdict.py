@@ -255,7 +255,7 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) 
     if kind == "undecided":
         return (
             f"these steps cannot decide: {after} {constant}, and the input improves the predictions by {worth}, "
-            f"so we cannot tell yet whether the run gets below{weak}"
+            f"so we cannot tell yet whether the run gets below a constant prediction{weak}"
         )
     return (
         f"{after} steps the input improves the predictions by only {worth}, and {constant}{weak}: the estimated "
@@ -272,8 +272,8 @@ def _longer(numbers: Features, burn_in: BurnIn, deciding: int) -> str:
     else:
         times = calibration()["deciding"]["times"]
         estimate = (
-            "the loss is close to a constant prediction's; four in five of the runs that got below it had done "
-            f"so at {times:g} times the sum of learning rates so far, {by}"
+            "the loss is close to a constant prediction's; of the runs that got below it, four in five did so within "
+            f"{times:g} times the sum of learning rates so far, {by}"
         )
     if deciding >= burn_in.planned.steps:
         return f"only the whole run can decide: {estimate}; or {_faster(numbers, burn_in)}"

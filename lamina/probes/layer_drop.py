@@ -116,9 +116,9 @@ class LayerDrop(Probe):
         sequences: int | None = None,
     ):
         if score is not None and not callable(score):
-            raise UserError(f"score: {score!r} is no function. Give, from Python, a function of the model.")
+            raise UserError(f"score: {score!r} is not a function. In Python, give a function of the model.")
         if sum(each is not None for each in (score, task, squad)) > 1:
-            raise UserError("score, squad, task: cannot be combined. Give one of them.")
+            raise UserError("score, squad and task exclude one another. Give one of them.")
         self.block = whole_number("block", block)
         self._wants_all = one_of("meaning", meaning, (*MEANINGS, "all")) == "all"
         self.meanings = MEANINGS if self._wants_all else (meaning,)

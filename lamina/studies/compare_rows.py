@@ -137,15 +137,15 @@ def max_lr(settings: Given, **modes: Unpack[Modes]) -> Frame:
 MAX_LR = JobRow(
     name="max-lr",
     kind=Kind.MAX_LR,
-    summary="find the largest learning rate that each placement tolerates: one warm-up until it fails",
+    summary="find the largest learning rate that each placement tolerates, in a run whose learning rate rises",
     about=(
-        "Find the largest learning rate that each placement tolerates. Each placement and seed has one run, "
-        "whose\nlearning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). The run ends at "
-        "the first\nof these:\n\n not finite a loss or a gradient is NaN or infinite\n spike the loss stays at least "
-        "--spike-margin nats above its minimum for --spike-patience\n plateau the loss falls by less than "
-        "--plateau-margin nats while the learning rate grows by\n --plateau-factor; Lamina calls the run stuck if "
-        "the loss never fell below the corpus's unigram entropy\n\nLamina reports the last learning rate at which "
-        "the loss still fell or stayed at its minimum."
+        "Find the largest learning rate that each placement tolerates. Each placement and seed has one run, whose\n"
+        "learning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). A run ends if\n\n"
+        "  not finite   a loss or a gradient is NaN or infinite\n"
+        "  spike        the loss stays --spike-margin nats above its minimum for --spike-patience\n"
+        "  plateau      the loss falls by less than --plateau-margin nats while the learning rate grows by a factor\n"
+        "               of --plateau-factor (stuck: the loss never fell below the corpus's unigram entropy)\n\n"
+        "Lamina reports the last learning rate at which the loss still fell or stayed at its minimum."
     ),
     examples="""
   lamina max-lr

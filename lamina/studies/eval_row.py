@@ -40,8 +40,8 @@ Evaluate trained models: perplexity on a text per token, word and byte (--corpus
 (--tasks). MODEL is a Lamina or transformers checkpoint, the folder of a run, or the folder of a study. Lamina averages
 a study's runs over the seeds, with a standard deviation.
 
-OUTPUT/report.html is the page. table.csv, table.md and table.tex hold the table in the papers' form. results.csv has
-every number, and items/ has every question.
+OUTPUT/report.html is the page. table.csv, table.md and table.tex hold the table in the papers' form, results.csv all
+numbers, and items/ the scores of every question.
 
 --tasks takes any task, group or tag of the harness, and these sets:""",
     examples="""

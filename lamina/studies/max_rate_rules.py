@@ -105,7 +105,7 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
     step = min(count + 1, len(values))
     what = f"the loss is {values[count]}" if count < len(values) else "the gradient norm is not finite"
     before = _last_low(rules, smooth, low, step - 1)
-    reason = f"{what} at step {step}; the loss was last at its minimum at step {before}, at a rate of "
+    reason = f"{what} at step {step}; the loss was last at its minimum at step {before}, at a learning rate of "
     return _stop(NON_FINITE, rules, smooth, before, step, f"{reason}{rules.rate(max(1, before)):.3g}")
 
 
@@ -117,7 +117,7 @@ def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
         return _stop(STUCK, rules, smooth, 1, len(losses), reason)
     loss = float(smooth[-1]) if len(smooth) else math.nan
     top = rules.given.max_learning_rate
-    reason = f"the loss still fell at the end of the warm-up, at a rate of {top:g}"
+    reason = f"the loss still fell at the end of the warm-up, at a learning rate of {top:g}"
     return Stop(rule=NONE, step=len(losses), rate=top, loss=loss, seen=len(losses), reason=reason)
 
 
@@ -126,15 +126,16 @@ def _spike(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int, 
     before = _last_low(rules, smooth, low, began - 1)
     reason = (
         f"the loss stayed more than {rules.given.spike_margin:g} nats above its minimum of {low[step - 1]:.3f} "
-        f"from step {began} to {step}; it began to rise after step {before}, at a rate of {rules.rate(before):.3g}"
+        f"from step {began} to {step}; it began to rise after step {before}, at a learning rate of "
+        f"{rules.rate(before):.3g}"
     )
     return _stop(SPIKE, rules, smooth, before, step, reason)
 
 
 def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int, fallen_at: int) -> Stop:
     reason = (
-        f"the loss has not fallen by {rules.given.plateau_margin:g} nats since step {fallen_at}, while the rate rose "
-        f"from {rules.rate(fallen_at):.3g} to {rules.rate(step):.3g}"
+        f"the loss has not fallen by {rules.given.plateau_margin:g} nats since step {fallen_at}, while the learning "
+        f"rate rose from {rules.rate(fallen_at):.3g} to {rules.rate(step):.3g}"
     )
     if low[step - 1] <= rules.unigram_entropy - rules.given.stuck_margin:
         return _stop(PLATEAU, rules, smooth, fallen_at, step, reason)

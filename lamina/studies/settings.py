@@ -202,7 +202,7 @@ class RisingSettings(RunSettings):
         2.0, "plateau: factor by which the learning rate must grow while the loss stays flat", above(1.0)
     )
     stuck_margin: float = changed(
-        help="a plateau counts as stuck unless the loss is this far below the corpus's unigram entropy, in nats",
+        help="how far the loss must be below the corpus's unigram entropy, in nats; otherwise a plateau is stuck",
         default=0.1,
     )
 
@@ -316,7 +316,7 @@ class CoordCheckSettings(
         "", "comma-separated numbers of blocks, at least two, to compare in place of widths", depths_or_none
     )
     hidden_size: int | None = changed(None, help="with depths, the width of all models (default: the backbone's)")
-    num_layers: int = changed(6, help="number of blocks (ignored if you set depths)")
+    num_layers: int = changed(6, help="number of blocks (do not set it with depths)")
     width_scaling: str = changed(
         "standard",
         help=(

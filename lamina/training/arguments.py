@@ -76,7 +76,7 @@ OPTIONS: dict[str, Check] = {
 def check_value(name: str, value: Any) -> None:
     """Raise UserError for an option that a run does not accept, or an invalid value."""
     if name not in OPTIONS:
-        raise UserError(f"trainer.{name}: has no effect in a run of Lamina (allowed: {', '.join(OPTIONS)})")
+        raise UserError(f"trainer.{name} has no effect in a run of Lamina (allowed: {', '.join(OPTIONS)})")
     if name == "lr_scheduler_type" and value == "warmup_stable_decay":
         raise UserError(
             "trainer.lr_scheduler_type: 'warmup_stable_decay' is Lamina's own schedule. Use --schedule wsd."
@@ -89,7 +89,7 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
     clash = [name for name in ("lr_scheduler_type", "lr_scheduler_kwargs") if name in options]
     if schedule != "cosine" and clash:
         raise UserError(
-            f"trainer.{clash[0]}: has no effect with --schedule {schedule}. Leave it out, or use --schedule cosine."
+            f"trainer.{clash[0]} has no effect with --schedule {schedule}. Leave it out, or use --schedule cosine."
         )
     if not options.get("dataloader_num_workers"):
         for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
@@ -186,10 +186,8 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
         if name in _OURS and _OURS[name] not in record.names():
             raise UserError(f"trainer.{name}: `lamina {record.command_name}` sets this argument. Leave it out.")
         if name in _OURS:
-            raise UserError(
-                f"trainer.{name}: --{_OURS[name].replace('_', '-')} sets this argument. Use that flag, or the "
-                "command's flag for the same setting."
-            )
+            flag = f"--{_OURS[name].replace('_', '-')}"
+            raise UserError(f"trainer.{name}: {flag} sets this argument. Use {flag}.")
         if name not in names:
             raise unknown("trainer argument", name, names & set(OPTIONS))
         check_value(name, value)

@@ -224,7 +224,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
         check_optimizer(arguments)
     if settings.precision == "fp16" and arguments.device.type == "cpu":
         # accelerate has no loss scaler on the CPU and would silently train in float32
-        raise UserError("precision: 'fp16' needs a GPU and its loss scaler (allowed on the CPU: auto, fp32, bf16)")
+        raise UserError("precision: 'fp16' needs a GPU. On the CPU, choose auto, fp32 or bf16.")
     if settings.cuda_graphs and processes > 1:
         raise UserError(f"cuda_graphs: true does not work in {processes} processes. Leave it out, or run one process.")
     if settings.compile == "on" and (missing := missing_compiler(arguments.device)):

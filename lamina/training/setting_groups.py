@@ -103,7 +103,7 @@ class PackingSettings(Settings, group="data"):
     packing: Literal["on", "off"] = setting(
         "on",
         "on: join the documents and cut them into full blocks; off: one block per document, cut or padded to "
-        "sequence_length (padding counts neither in the loss nor as tokens)",
+        "sequence_length (the loss and the number of tokens leave out the padding)",
     )
 
 
@@ -179,7 +179,7 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
 
     schedule: Literal["cosine", "wsd"] = setting(
         "cosine",
-        "learning rate after the warm-up: cosine, or wsd (warm-up, stable, decay: constant until the decay)",
+        "learning rate after the warm-up: cosine, or wsd (warm-up-stable-decay: constant, then a final decay)",
     )
     min_learning_rate: float = setting(
         0.1, "learning rate at the end of the schedule, as a share of the peak", between(0.0, 1.0)
@@ -313,7 +313,7 @@ class RecordSettings(Settings, group="records"):
     )
     run_code: bool = setting(
         False,
-        "for eval_tasks, allow code to run: task files in eval_data_dir, and programs that the model writes",
+        "run the code that eval_tasks need: task files in eval_data_dir, and programs that the model writes",
         decides=False,
     )
     save_steps: int = setting(
@@ -342,7 +342,7 @@ class GuardSettings(Settings, group="divergence"):
     )
     stuck_margin: float = setting(
         0.1,
-        "a run counts as stuck unless its eval loss falls this many nats below the corpus's unigram entropy",
+        "how far the eval loss must fall below the corpus's unigram entropy, in nats; otherwise the run is stuck",
         not_below(0.0),
     )
 

@@ -100,8 +100,7 @@ class RollbackSettings(Settings, group="divergence"):
 
     rollback: int = setting(
         0,
-        "maximum number of rollbacks, each to the last good checkpoint before a divergence (0: a divergence "
-        "ends the run)",
+        "how often a run that diverges may go back to its last good checkpoint (0: a divergence ends the run)",
         at_least(0),
     )
     rollback_factor: float = setting(
@@ -112,7 +111,7 @@ class RollbackSettings(Settings, group="divergence"):
     )
     rollback_skip: int | None = setting(
         None,
-        "number of steps of data to skip at a rollback (default: from the checkpoint to the step that diverged)",
+        "steps whose data a rollback skips (default: all from the checkpoint to the step that diverged)",
         at_least(0),
         decides=False,
     )
@@ -242,16 +241,17 @@ class PretrainSettings(
         }
         for name in (name for name, out in ruled_out.items() if out):
             raise UserError(
-                f"branches: {self.branches!r} does not work with {name} = {getattr(self, name)!r}. Use --schedule "
-                "wsd, without --streaming, --ema-decay, --rollback and fp16."
+                f"branches: {self.branches!r} does not work with {name} = {getattr(self, name)!r}. "
+                f"{'Set schedule to wsd' if name == 'schedule' else f'Change {name}'}, or leave branches out."
             )
         earliest, latest = in_steps(self.warmup, self.steps), self.steps - in_steps(self.decay, self.steps)
         for steps in self.branch_steps():
             begins = steps - in_steps(self.decay, steps)
             if not max(1, earliest) <= begins < steps or steps >= self.steps or begins > latest:
                 raise UserError(
-                    f"branches: a run of {steps} steps would begin to decay after {begins}. Choose lengths below "
-                    f"steps = {self.steps} whose decay begins between {earliest}, the end of the warm-up, and {latest}."
+                    f"branches: a run of {steps} steps would begin to decay after step {begins}. Choose lengths below "
+                    f"steps = {self.steps} that begin to decay between step {earliest} (the end of the warm-up) and "
+                    f"step {latest}."
                 )
 
 

@@ -64,7 +64,7 @@ class ShortRun(TrainerCallback):
         schedule: Callable[[int], float] | None = None,
     ):
         if settings.precision == "float8":
-            raise UserError("precision: 'float8' (allowed here: auto, fp32, bf16, fp16)")
+            raise UserError("precision: 'float8' does not work here. Choose auto, fp32, bf16 or fp16.")
         precision = "fp32" if settings.precision == "auto" else settings.precision
         self.settings = replace(
             settings, precision=precision, compile="off", device=device, probe_every=0, report_to="none"

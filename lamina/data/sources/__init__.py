@@ -1,6 +1,6 @@
 """Sources of documents: files, folders and data sets of the hub."""
 
 ALLOWED = (
-    "embedded, a UTF-8 text file, a .jsonl file with a text field, either with .gz, .xz or .zst, a .parquet file, a "
-    "folder of these, or hf:NAME[:CONFIG][@SPLIT]"
+    "embedded, a UTF-8 text file, a .jsonl file with a text field (both also as .gz, .xz or .zst), a .parquet file, "
+    "a folder of such files, or hf:NAME[:CONFIG][@SPLIT]"
 )

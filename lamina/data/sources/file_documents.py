@@ -286,7 +286,9 @@ def _rows(path: Path, text_field: str, start: Position) -> Iterator[tuple[Docume
                 raise UserError(f"{where}: a row must be an object with the field {text_field!r}, not {_kind(row)}")
             if text_field not in row:
                 hint = nearest(text_field, row)
-                raise UserError(f"{where}: no field {text_field!r}{hint} (text_field; allowed: {', '.join(row)})")
+                raise UserError(
+                    f"{where} has no field {text_field!r}{hint or '.'} Set text_field to one of: {', '.join(row)}."
+                )
             text = row[text_field]
             if not isinstance(text, str):
                 raise UserError(f"{where}: the field {text_field!r} must be a string, not {_kind(text)}")

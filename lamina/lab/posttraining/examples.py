@@ -49,7 +49,7 @@ READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", 
 GENERATED = "generated:"
 ALLOWED_GENERATED = "generated:KIND[:TASK[+TASK...]][@test]"
 ALLOWED = (
-    "a .jsonl, .json, .csv or .parquet file, also .gz, .xz or .zst, a folder, a name of the hub such as "
+    "a .jsonl, .json, .csv or .parquet file (also as .gz, .xz or .zst), a folder, a name on the hub such as "
     f"trl-lib/Capybara, hf:NAME[:CONFIG][@SPLIT], or {ALLOWED_GENERATED}"
 )
 BATCH = 1000
@@ -77,7 +77,7 @@ def load(name: str, source: str) -> Dataset:
         rows = hub_datasets.load(hub_datasets.parse(source if hub else f"hf:{source}", name))
     elif reader is None or not path.is_file():
         why = "no such file" if reader else f"it ends in {inner_suffix(path) or 'nothing'}"
-        raise UserError(f"{name}: {source!r}: {why} (allowed: {ALLOWED})")
+        raise UserError(f"{name}: {source!r}: {why}. Give {ALLOWED}.")
     else:
         files = glob.escape(str(path.resolve()))
         try:
@@ -118,7 +118,7 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
     if kind not in ("answers", "preferences"):
         raise unknown("kind", kind, ("answers", "preferences"), name)
     if split not in ("train", "test"):
-        raise UserError(f"{name}: {source!r} (allowed: {ALLOWED_GENERATED})")
+        raise UserError(f"{name}: {source!r}. Write {ALLOWED_GENERATED}.")
     tasks = [f"lamina_{task}" for task in rest.split("+")] if rest else list(NAMES)
     for task in tasks:
         if task not in NAMES:

@@ -346,7 +346,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
     def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
         if "tools" in rows.column_names:
             raise UserError(
-                "the column 'tools' has tools, which a policy of Lamina cannot call. Give rows without tools"
+                "the rows have a column 'tools', but Lamina's policies cannot call tools. Remove the column"
             )
         return prompts(rows, turns=turns), ("prompt",)
 
@@ -381,9 +381,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         elif job.settings.algorithm == "grpo":
             self.made_by, self.configured_by = GrpoTrainer, GRPOConfig
         elif unsupported := set(job.settings.trl) - SAMPLING:  # its loss is Lamina's, its greedy answers transformers'
-            raise UserError(
-                f"trl.{min(unsupported)}: it has no effect on remax (allowed: {', '.join(sorted(SAMPLING))})"
-            )
+            raise UserError(f"trl.{min(unsupported)} has no effect with remax (allowed: {', '.join(sorted(SAMPLING))})")
         for name in REUSE & job.settings.trl.keys():
             at_least(1)(f"trl.{name}", job.settings.trl[name])
         super().check(job, processes)

@@ -87,7 +87,7 @@ class DataSettings(Settings, group="data"):
 
     data: str | None = setting(
         None,
-        "the examples: a .jsonl, .json, .csv or .parquet file, a folder, a name of the hub (trl-lib/Capybara), "
+        "the examples: a .jsonl, .json, .csv or .parquet file, a folder, a name on the hub (trl-lib/Capybara), "
         "hf:NAME[:CONFIG][@SPLIT], generated:answers or generated:preferences",
         examples_name,
     )
@@ -126,7 +126,7 @@ class LoraSettings(Settings, group="LoRA"):
     lora_alpha: float | None = setting(None, "alpha of LoRA (default: twice the rank)", above(0.0))
     lora_dropout: float = setting(0.0, "dropout on LoRA's input", between(0.0, 1.0, open_high=True))
     lora_targets: str = setting(
-        "all-linear", "which linear layers get LoRA: all-linear, or comma-separated names such as q_proj,v_proj",
+        "all-linear", "linear layers that get LoRA: all-linear, or comma-separated names such as q_proj,v_proj",
         comma_separated,
     )  # fmt: skip
     lora: Json = setting({}, "any other argument of peft's LoraConfig, e.g. --lora.use_dora true", mapping)
@@ -137,7 +137,7 @@ class MemorySettings(Settings, group="machine"):
 
     weights: Literal["fp32", "bf16", "nf4", "int8"] = setting(
         "fp32",
-        "number format of the weights in memory: fp32 or bf16. LoRA also allows nf4 and int8 (by bitsandbytes)",
+        "number format of the weights in memory: fp32 or bf16; for LoRA also nf4 or int8 (needs bitsandbytes)",
     )
     attn_implementation: str = setting(
         "auto",
@@ -358,7 +358,7 @@ class RlhfSettings(TuningSettings):
     algorithm: Literal["remax", "rloo", "grpo"] = setting("remax", "remax, rloo or grpo")
     kl_per: Literal["step", "sequence"] = setting(
         "step",
-        "with remax, apply the KL penalty to each token (step, as in Adam-mini) or to the whole answer (sequence, as "
+        "with remax, apply the KL penalty to each token (step: as in Adam-mini) or to the whole answer (sequence: as "
         "in TRL)",
     )
     beta: float = setting(

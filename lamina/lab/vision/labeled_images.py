@@ -147,7 +147,7 @@ def open_images(spec: str) -> LabeledImages:
     if hub_datasets.is_hub(spec):
         images: LabeledImages = _of_hub(spec)
     else:
-        path = packaged_file(spec) or existing(spec, [MNIST], f"allowed for images: {ALLOWED}")
+        path = packaged_file(spec) or existing(spec, [MNIST], ALLOWED)
         if path.is_dir():
             images = _of_folder(spec, path)
         elif path.name.endswith((".csv", ".csv.gz")):

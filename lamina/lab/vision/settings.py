@@ -26,7 +26,7 @@ class ImageSettings(Settings, group="images"):
     )
     random_erasing: float = setting(0.0, "probability that a rectangle becomes noise", between(0.0, 1.0))
     repeated_augmentation: int = setting(
-        1, "repeated augmentation: copies of each image, drawn in a row (DeiT: 3)", at_least(1)
+        1, "repeated augmentation: number of augmented copies of each image (DeiT: 3)", at_least(1)
     )
     mixup: float = setting(0.0, "alpha of mixup (0 for none; DeiT: 0.8)", not_below(0.0))
     cutmix: float = setting(0.0, "alpha of CutMix (0 for none; DeiT: 1)", not_below(0.0))

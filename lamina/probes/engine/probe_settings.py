@@ -51,12 +51,12 @@ class ProbeSettings(
     )
     tolerance: float | None = setting(
         None,
-        "relative standard error at which the forward passes stop (0: measure all blocks; default: 0 for your "
-        "corpus, 0.02 for the embedded corpus)",
+        "stop at this relative standard error (0: measure all blocks; default: 0 for your corpus, 0.02 for the "
+        "embedded corpus)",
         between(0.0, 1.0, open_high=True),
     )
     layers: str | None = setting(
-        None, "path to the list of layers, e.g. encoder.block (default: Lamina finds it by following the tensors)"
+        None, "module path of the list of layers, e.g. encoder.block (default: Lamina finds it)"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "float32", "float32, bfloat16, float16, or auto (the checkpoint's)"

@@ -97,7 +97,7 @@ def test_texts_of_a_csv_file_that_look_like_numbers_or_nothing_stay_texts(tmp_pa
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"x", r"it ends in .txt \(allowed: a .jsonl, .json"),
+        ("a.txt", b"x", r"it ends in .txt\. Give a .jsonl, .json"),
         ("a.jsonl", b"", "Lamina cannot read .*: it has no rows"),
         ("a.jsonl", b"\n\n", "Lamina cannot read"),
         ("a.jsonl", b"\xff\xfe\x00", "Lamina cannot read .*JSON parse error"),
@@ -379,7 +379,7 @@ def test_generated_preferences_have_a_right_and_another_answer(made):
     [
         ("generated:answer", "data: unknown kind 'answer'.*answers"),
         ("generated:answers:sort", "data: unknown task 'sort'.*sorting"),
-        ("generated:answers@dev", r"data: 'generated:answers@dev' \(allowed: generated:KIND"),
+        ("generated:answers@dev", r"data: 'generated:answers@dev'\. Write generated:KIND"),
     ],
 )
 def test_a_generated_source_that_does_not_exist_is_named(source, message):

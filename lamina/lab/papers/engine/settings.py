@@ -47,7 +47,7 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     study: str | None = setting(None, "a study's name (see `lamina study list`), or your YAML file", place)
     scale: ScaleName = setting("cpu", "cpu (2 cores, minutes to an hour), gpu (one GPU), or paper (the paper's size)")
     seeds: str | None = setting(None, "comma-separated seeds (default: the study's seeds)", seed_list)
-    corpus: str | None = setting(None, "corpus (default: the study's corpus)", corpus_name)
+    corpus: str | None = setting(None, "text to train on (default: the study's corpus)", corpus_name)
     set: Json = setting({}, "any other setting of the trials, e.g. --set.steps 200", mapping)
     engine: Engine = setting(
         "local", "local (processes on this machine) or ray (a Ray cluster; the extra ray)", decides=False
@@ -66,7 +66,7 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     )
     threads: int | None = changed(1, help="CPU threads per trial")
     run_code: bool = setting(
-        False, "run code from task files that trials name, and code that a model writes", decides=False
+        False, "run the code that tasks need: the trials' task files, and programs that a model writes", decides=False
     )
 
     def check(self) -> None:
