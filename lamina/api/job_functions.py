@@ -60,7 +60,7 @@ def function_of(row: JobRow) -> Callable[..., Any]:
 
 
 def run_row(row: JobRow, settings: Json, modes: Json) -> Any:
-    """Check the settings, which have Lamina's names, run the job, write its page, and return the result."""
+    """Check the settings (by Lamina's names), run the job, write its page, and return the result."""
     require(row.name, row.extra)
     if settings.get("output") is not None:
         settings["output"] = path("output", settings["output"])

@@ -156,9 +156,9 @@ def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
 
     An initializer suits a width d if a weight changes the size of a norm's output by at most a factor of about two. Its
     standard deviation then lies between half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895,
-    Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun et al. 1998, Eq 16). GPT-2's 0.02 equals SmallInit's at width 1,000,
-    and does not suit widths below 250 or above 10,000. Returns None if the initializer suits the width, or if the name
-    is unknown.
+    Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun et al. 1998, Eq 16). GPT-2's standard deviation of 0.02 equals
+    SmallInit's at width 1,000. It does not suit widths below 250 or above 10,000. Returns None if the initializer suits
+    the width, or if the name is unknown.
     """
     try:
         name, base = check(init)

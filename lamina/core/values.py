@@ -95,7 +95,7 @@ def seed_number(name: str, value: object) -> int:
 def number(
     name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> float:
-    """Return the value if it is a finite number from ``low`` to ``high``; an open end excludes its bound."""
+    """Return the value if it is a finite number from ``low`` to ``high``; an open side excludes its bound."""
     if is_finite(value):
         too_low = value <= low if open_low else value < low
         too_high = value >= high if open_high else value > high

@@ -251,9 +251,9 @@ def perplexity(loss: float) -> float:
 def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
     """Return bits per UTF-8 byte of text: ``loss * eval_tokens / (eval_bytes * ln 2)``, comparable across tokenizers.
 
-    The result makes three approximations, each below one percent for blocks of useful length. The mean loss over the
-    predicted tokens (all but the first of each block) stands for all tokens. End-of-text tokens cost bits but have no
-    bytes. The dropped remainder counts as if it were like the rest.
+    The result makes three approximations, each below one percent for blocks of useful length. The result uses the mean
+    loss over the predicted tokens (all except the first of each block) for all tokens. End-of-text tokens cost bits but
+    have no bytes. The dropped remainder counts as if it were like the rest.
 
     Args:
         loss_per_token: mean cross-entropy in nats on the eval split.
@@ -293,9 +293,9 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
 
     Like a model, the table predicts all tokens of a block but the first. It is smoothed after Witten and Bell (1991),
     p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)), with c the counts of pairs, n(u) the number of different tokens
-    after u, and p(v) the frequency of v with add-one smoothing. To save memory, only pairs count whose first token also
-    begins a held-out pair. Pairs that end in padding (the id ``vocab_size``) do not count. For the arguments, see
-    ``unigram_entropy``.
+    after u, and p(v) the frequency of v with add-one smoothing. To save memory, Lamina counts only the pairs whose
+    first token also begins a held-out pair. It does not count pairs that end in padding (the id ``vocab_size``). For
+    the arguments, see ``unigram_entropy``.
     """
     wanted = held_out.astype(np.int64)
     real = wanted[:, 1:] < vocab_size
@@ -326,8 +326,8 @@ class DrawnItems(ItemSource[T]):
     Args:
         source: the items before the change.
         seed: the seed of the order and of the changes.
-        training: True: the items come in the order of a run, endlessly, with a new shuffle for each pass. False: they
-            come in the source's order.
+        training: whether the items come in the order of a run, endlessly, with a new shuffle for each pass; otherwise
+            they come in the source's order.
         repeats: the number of consecutive positions that draw the same item.
     """
 

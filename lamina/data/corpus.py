@@ -63,9 +63,9 @@ class Shard(Protocol):
 class FileShard:
     """A file of a corpus; plain text comes in parts of about ``part_chars`` characters.
 
-    ``state`` is the file's state at the beginning of a stream; the file must not change later. None reads the file in
-    any state. ``warn`` logs a message. ``skip`` records a file that is not text; without ``skip``, such a file is an
-    error.
+    ``state`` is the file's state at the beginning of a stream; the file must not change later. If ``state`` is None,
+    the file may be in any state. ``warn`` logs a message. ``skip`` records a file that is not text; without ``skip``,
+    such a file is an error.
     """
 
     corpus: str
@@ -388,7 +388,7 @@ def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
 
 
 def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
-    """Return the path of an existing file or folder. The UserError for others suggests a file or one of ``names``."""
+    """Return the path of an existing file or folder; for another path, the UserError suggests a file or a name."""
     path = Path(spec).expanduser()
     if spec and path.is_symlink() and not path.exists():
         raise UserError(f"corpus: {spec!r} is a link to nothing. Give {allowed}.")

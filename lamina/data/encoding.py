@@ -46,7 +46,7 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 class TextEncoder:
-    """Encodes texts without special tokens: it adds none, and recognizes none in the text.
+    """Encodes texts without special tokens: the encoder adds no special token, and recognizes none in the text.
 
     So a text that contains ``<|endoftext|>`` cannot forge the end of a document. Truncation and padding are off. The
     tokenizer itself stays unchanged.

@@ -66,10 +66,10 @@ def stream_blocks(
 
     The held-out pieces come from the beginnings of up to 64 files, spread over 64 million characters, and fill
     ``eval_blocks``. Lamina never trains on them. The unigram entropy is the cross-entropy of these pieces under the
-    token frequencies of the text between them, which is twice as much text. ``stats.train_tokens``, ``train_bytes`` and
-    ``documents`` are 0, because Lamina does not know them.
+    token frequencies of the text between them. This text is twice as long as the pieces. ``stats.train_tokens``,
+    ``train_bytes`` and ``documents`` are 0, because Lamina does not know them.
 
-    For arguments and errors, see :func:`lamina.data.packed.prepare_blocks`, except for:
+    :func:`lamina.data.packed.prepare_blocks` documents the errors and all arguments except these:
 
     Args:
         tokenizer_spec: ``bytes``, or a tokenizer of transformers; not ``bpe:SIZE``, which would have to read the whole

@@ -72,7 +72,7 @@ def at_least(low: int) -> Check:
 
 
 def between(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> Check:
-    """Make a check for finite numbers from ``low`` to ``high``; an open end excludes its bound."""
+    """Make a check for finite numbers from ``low`` to ``high``; an open side excludes its bound."""
     return partial(number, low=low, high=high, open_low=open_low, open_high=open_high)
 
 

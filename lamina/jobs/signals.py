@@ -17,8 +17,8 @@ WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasatt
 def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
     """End the process with the code that ``leave`` returns if Ctrl-C arrives during an import.
 
-    An import can lose a KeyboardInterrupt. In ``__set_name__`` it becomes a RuntimeError, in a weak reference's
-    callback a printed remark, in transformers a ModuleNotFoundError, and in torch's C++ code it aborts the process. If
+    An import can lose a KeyboardInterrupt. ``__set_name__`` turns it into a RuntimeError, and transformers turns it
+    into a ModuleNotFoundError. A weak reference's callback only prints it, and torch's C++ code aborts the process. If
     the process already ignores SIGINT or has another handler for it, nothing changes.
     """
 

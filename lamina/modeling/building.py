@@ -169,12 +169,12 @@ def _check_runs(model: PreTrainedModel) -> None:
 
 
 def recommended(plan: Plan) -> str:
-    """Return the plan's initializer; "normal" if it names none."""
+    """Return the plan's initializer; "normal" if the plan names no initializer."""
     return plan.initialization or "normal"
 
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
-    """Resolve a placement, or pass a plan through. Raises UserError for a plan of another depth or with options."""
+    """Resolve a placement, or pass a plan through. Raises UserError for a plan with another depth, or with options."""
     if not isinstance(placement, Plan):
         return resolve(placement, num_layers, **options)
     if options:

@@ -73,7 +73,7 @@ class Processes:
         return bool(flag.item())
 
     def mean(self, value: float) -> float:
-        """Return the mean of a number over all processes. It is not finite if any process's number is not."""
+        """Return the mean of a number over all processes; it is finite only if every process's number is finite."""
         if self.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64)

@@ -2,9 +2,9 @@
 suits models of different sizes.
 
 Everett et al. 2024 (arXiv 2407.05872): at width n, a weight has the multiplier n^-a, the initial standard deviation
-n^-b and the learning rate n^-c. Lamina folds the multiplier into the other two factors. Under Adam, whose steps don't
-depend on the gradient's size, (a, b, c) and (0, a + b, a + c) train the same function (up to Adam's epsilon and
-gradient clipping), and a checkpoint stays a plain model.
+n^-b and the learning rate n^-c. Lamina folds the multiplier into the other two factors. Adam's steps don't depend on
+the gradient's size. Under Adam, (a, b, c) and (0, a + b, a + c) therefore train the same function, up to Adam's epsilon
+and gradient clipping. A checkpoint stays a plain model.
 
 CompleteP (Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth, Lamina divides every branch by
 m^alpha. For all parameters of a block, including norms and biases, the learning rate has the factor m^(alpha - 1) and
@@ -143,9 +143,9 @@ def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledW
     """Yield every parameter of a Lamina model once, with its factors.
 
     The learning rate of a hidden weight or output head depends on m = hidden size / base width, and its standard
-    deviation on the ratio of its fan-ins. If the fan-in does not grow with the width, as for weights that read MLA's
-    latent, neither changes. If the model multiplies the embedding by the square root of the width, Lamina removes this
-    factor.
+    deviation depends on the ratio of its fan-ins. If the fan-in does not grow with the width, as for weights that read
+    MLA's latent, neither changes. If the model multiplies the embedding by the square root of the width, Lamina removes
+    this factor.
 
     Raises UserError under width scaling for tied embeddings, and for a base width that the backbone or the placement
     cannot have; under depth scaling, for a plan without the multiplier.

@@ -290,12 +290,12 @@ class Collapse(nn.Module):
 
 
 class BlockState(NamedTuple):
-    """A block's part in the streams and the memory.
+    """How a block changes the streams and the memory.
 
     ``streams`` is the number of streams that the first block makes of its input; it is 0 for all other blocks.
     ``sources`` replace the stream. With ``remembers``, the entering stream goes into the memory, which then has
-    ``slots`` states. With ``remembers_inside``, so does the stream between the sub-layers. ``has_memory`` says whether
-    the plan has a memory.
+    ``slots`` states. With ``remembers_inside``, the stream between the sub-layers also goes into the memory.
+    ``has_memory`` says whether the plan has a memory.
     """
 
     streams: int = 0

@@ -95,8 +95,9 @@ class LaminaNorm(nn.Module):
 class LaminaRMSNorm(LaminaNorm):
     """x / sqrt(mean(x^2) + eps) * gain over the last axis, with statistics in float32 (bit-identical to LlamaRMSNorm).
 
-    The gain is learned. Each other formula is a separate class with another ending of the class name, because serving
-    engines replace all modules of a class (vLLM), or all modules with such a class name (SGLang), by their own norm.
+    The gain is learned. Each other formula is a separate class with another ending of the class name. Otherwise,
+    serving engines would replace it by their own norm: vLLM replaces all modules of a class, and SGLang all modules
+    with such a class name.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +191,8 @@ NORMS: dict[str, type[LaminaNorm]] = {
 class NormStyle:
     """The style of the backbone's norms. A plan's norms of kind "backbone" have the same style.
 
-    ``kind`` is "rms" or "layer", ``eps`` the epsilon of every norm, ``bias`` whether a LayerNorm has a bias.
+    ``kind`` is "rms" or "layer", ``eps`` is the epsilon of every norm, and ``bias`` says whether a LayerNorm has a
+    bias.
     """
 
     kind: str = "rms"
@@ -209,7 +211,7 @@ class NormStyle:
 
 
 def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
-    """Make the norm of a plan's record; None for None."""
+    """Make the norm of a plan's record; None without a record."""
     if spec is None:
         return None
     kind = style.kind if spec["kind"] == "backbone" else spec["kind"]

@@ -338,7 +338,7 @@ def equations(layers: list[Layer]) -> tuple[str, str]:
     """Return the equations of layers with the same wiring: ``("y = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y )
     )")``.
 
-    ``[64 learned] x`` is a learned scale that starts at 64, ``LN[no gain]`` a norm without a learned gain.
+    ``[64 learned] x`` is a learned scale that starts at 64, and ``LN[no gain]`` is a norm without a learned gain.
     """
     attention = _expression([layer.attention for layer in layers], "A", "x")
     return f"y  = {attention}", f"x' = {_expression([layer.feed_forward for layer in layers], 'F', 'y')}"

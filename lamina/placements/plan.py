@@ -233,11 +233,11 @@ class Sources:
 class Sublayer:
     """One residual sub-layer (attention or feed-forward).
 
-    ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes the factor 1 - b, "variance" sqrt(1 - b^2). A
-    learned b is then the sigmoid of a parameter divided by ``gate_temperature``. ``read`` names the input: a
-    feed-forward may read the "block_input", in parallel with its attention (GPT-J); "depth" reads a softmax-weighted
-    sum of the memory's states and the stream, and "memory" a softmax-weighted sum of the memory's states alone
-    (Attention Residuals). ``inner_norm`` is inside the module, before its last projection (SubLN).
+    ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes the factor 1 - b, and "variance" makes it
+    sqrt(1 - b^2). A learned b is then the sigmoid of a parameter divided by ``gate_temperature``. ``read`` names the
+    input: a feed-forward may read the "block_input", in parallel with its attention (GPT-J); "depth" reads a
+    softmax-weighted sum of the memory's states and the stream, and "memory" a softmax-weighted sum of the memory's
+    states alone (Attention Residuals). ``inner_norm`` is inside the module, before its last projection (SubLN).
 
     ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
     output projections; ``gate_gain`` is the same factor for a gated feed-forward's gate. The forward pass uses neither.
@@ -356,9 +356,9 @@ class Plan:
     ``placement`` is the placement's name; a scheme leaves it out, and ``resolve`` sets it. ``embedding_scale``
     multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width. ``initialization`` is
     the recommended initializer's name ("": the initializer of the placement's registration). ``qk_norm`` normalizes
-    queries and keys, ``v_norm`` values: per head, or over the full projected width. ``qkv_norm`` is the norm for them.
-    If it has the kind "group" and works per head, it is an RMSNorm, since a head is a group. ``readout`` joins several
-    streams into one after the last block. ``final_sources`` replace the stream after the last block.
+    queries and keys, and ``v_norm`` normalizes values, per head or over the full projected width. ``qkv_norm`` is the
+    norm for them. If it has the kind "group" and works per head, it is an RMSNorm, since a head is a group. ``readout``
+    joins several streams into one after the last block. ``final_sources`` replace the stream after the last block.
     """
 
     placement: str = ""

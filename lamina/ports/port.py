@@ -434,7 +434,7 @@ class Initialization:
 
     ``std`` is the standard deviation; if it is None, the variance is ``variance`` / width. ``out`` divides the weights
     at a branch's end; ``gains`` are Xavier's gains in the blocks, by role (None for another initializer); ``cut``
-    truncates.
+    is the number of standard deviations at which the distribution ends (None: no cut).
     """
 
     def __init__(self, plan: Plan, placement: Placement):

@@ -224,8 +224,8 @@ class Bounds(ShortProbe):
     FuseNorm's Theorem 1 has these roles at each layer:
 
     - fusenorm_eq_9: blocks without a norm on the sums. ``left`` is ||J - I||_2, and ``right`` is c / sigma_l. sigma_l
-      is the standard deviation of x^l, and c makes the geometric mean of the ratios 1. In layer -1, ``left`` is the
-      exponent: the slope of log ||J - I|| over log sigma_l, where the paper has -1.
+      is the standard deviation of x^l, and c makes the geometric mean of the ratios 1. In layer -1, ``left`` is an
+      exponent, the slope of log ||J - I|| over log sigma_l. The paper has -1.
     - fusenorm_eq_9_depth: only layer -1. ``left`` is the slope of log ||J - I|| over log(l + 1). The paper has -1/2,
       for a variance that grows linearly.
     - fusenorm_eq_21: by sub-layer. ``left`` is Var(F), and ``right`` is c / L for L blocks and the option ``constant``

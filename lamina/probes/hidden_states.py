@@ -311,7 +311,7 @@ class Moments:
     """The moments of each token over its channels, float64 [sequences, tokens]; the variance is the population
     variance.
 
-    ``valid`` as in TokenStates.
+    ``valid`` is as in TokenStates.
     """
 
     valid: torch.Tensor | None

@@ -366,7 +366,8 @@ class Signs:
     Attributes:
         alarms: the alarms, oldest first; within a step, the alarm that explains most comes first.
         rose: the first step at which the loss had risen; None if it never rose.
-        losses, rates: the training loss and the learning rate by step.
+        losses: the training loss by step.
+        rates: the learning rate by step.
         half: whether the model computes in float16; None if unknown.
         clock: the number of the record at each step, if there are gaps between records. Lamina then counts records, not
             steps.

@@ -128,8 +128,10 @@ def panels(
     """Return a figure of panels, row by row from the top, with axes numbered as in plotly.
 
     Args:
-        rows, cols: the numbers of rows and columns.
-        across, down: the gap between two panels, as a share of the figure.
+        rows: the number of rows.
+        cols: the number of columns.
+        across: the gap between two panels in a row, as a share of the figure.
+        down: the gap between two panels in a column, as a share of the figure.
         titles: the text above each panel.
         share_x: whether the panels of a column share their x axis.
         share_y: "row" or "all": which panels share their y axis.

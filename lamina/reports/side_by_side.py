@@ -57,8 +57,8 @@ class SideBySide:
         series: the series that both runs have: the first run's and the second run's values by step.
         alone: the layers that only the first run has, and the layers that only the second run has.
         same_until: the last step up to which all series are equal; None if they differ from the start.
-        whole, layer: the first difference in a series of the whole model, and the first difference in a layer; None if
-            there is no difference.
+        whole: the first difference in a series of the whole model; None if there is no difference.
+        layer: the first difference in a layer; None if there is no difference.
         rate: the step at which the learning rates first differ; None if they do not differ, or if the runs did not
             record them.
     """

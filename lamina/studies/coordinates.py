@@ -2,7 +2,7 @@
 
 Models of several widths or depths take a few optimizer steps on the same batch. Lamina records the mean magnitude of
 every module's output before each step and after the last step. Under the right scaling, this magnitude is equal at all
-sizes: the slope of log|x| against log(size) is 0. (The check of the muP package, Yang et al. 2022, App. D.1.)
+sizes: the slope of log|x| against log(size) is 0. The muP package has this check, too (Yang et al. 2022, Appendix D.1).
 """
 
 from __future__ import annotations

@@ -257,11 +257,10 @@ def check_modules(
     *,
     trained: bool = True,
 ) -> None:
-    """Raise UserError for faults that only built modules show, such as too little memory.
+    """Raise UserError for faults that only built modules show, such as groups of a norm that do not divide a width.
 
-    Norm groups that do not divide a width are another example.
-
-    Lamina builds one layer of each kind on the meta device. For ``trained``, see ``resolve_run``.
+    Too little memory is another such fault. Lamina builds one layer of each kind on the meta device. For ``trained``,
+    see ``resolve_run``.
     """
     kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])  # which would name other layers
     with torch.device("meta"):

@@ -52,7 +52,8 @@ def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
     """Build a model of every arm on the meta device, and count its parameters and FLOPs.
 
     Args:
-        arms: by arm, the complete settings of its trials (by any name), which differ only in learning rate and seed.
+        arms: for each arm, the complete settings of its trials under any names. The trials of an arm differ only in
+            learning rate and seed.
 
     Returns:
         A row per arm with ``COLUMNS``. Sizes and costs are for one trial, and ``total_gpu_hours`` for all trials of the

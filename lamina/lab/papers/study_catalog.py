@@ -108,9 +108,8 @@ class Tuning:
         rule: the rule that chooses an arm's rate: ``best``, or ``one-se`` for the lowest rate that is equally good
             within the noise.
         widen: how often Lamina widens a sweep with its best rate at the edge.
-        also: a mapping from a value's label on an axis to another value's label. Arms with the first label also train
-            at the best rate of the arms with the second label, with all seeds, since the papers compare at one learning
-            rate.
+        also: a mapping from a value's label on an axis to another value's label. Arms with the first label also train,
+            with all seeds, at the best rate of the arms with the second label. The papers compare at one learning rate.
         settings: settings in which the tuning seeds' trials differ from the study's trials, such as fewer steps.
     """
 

@@ -45,8 +45,8 @@ class PairTrainer(TunedTrainer):
         """Return the mean loss over held-out pairs, and pass TRL the metrics to log, which are means over pairs or
         tokens.
 
-        TRL's own evaluation averages over batches, and repeats pairs until all processes have the same number. And
-        Trainer's evaluation before training would prevent training under DDP.
+        TRL's own evaluation averages over batches, and repeats pairs until all processes have the same number.
+        Trainer's evaluation before training would also prevent training under DDP.
         """
         batches = [batch for part in self.processes.everyones(self.measured_here()) for batch in part]
         overall: dict[str, float] = {}
@@ -122,7 +122,7 @@ class RewardModeling(PairStage[RewardSettings]):
         return rows
 
     def wrong(self, row: Fields) -> str:
-        """Reject pairs that are too long, which TRL drops, because the score would not be of the complete answer."""
+        """Reject pairs that are too long: the score would not be of the complete answer, and TRL drops such pairs."""
         if max(len(row["chosen_ids"]), len(row["rejected_ids"])) > self.start.longest:
             return f"an answer ends after {self.start.longest} tokens, including the prompt"
         return "the two answers are equal" if row["chosen_ids"] == row["rejected_ids"] else ""
@@ -180,7 +180,7 @@ class DirectPreferences(PairStage[DpoSettings]):
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
 
     def wrong(self, row: Fields) -> str:
-        """Reject rows with equal answers, and rows with a prompt that leaves no room, which TRL drops."""
+        """Reject the rows that TRL drops: rows with equal answers, and rows with a prompt that leaves no room."""
         room = self.start.longest - len(row["prompt_ids"])
         if room < 1 and self.config.truncation_mode == "keep_start":
             return f"the prompt leaves none of {self.start.longest} tokens for the answer"

@@ -86,8 +86,8 @@ class LabeledImages(ABC):
 def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the training images, and the numbers of the held-out images.
 
-    These are the set's own splits, if it has any. Otherwise Lamina holds out ``eval_fraction`` of every class with two
-    images or more. It holds out at least one image of each class, and always the same images.
+    If the set has its own splits, Lamina uses them. Otherwise, Lamina holds out ``eval_fraction`` of every class with
+    two images or more. It holds out at least one image of each class, and always the same images.
     """
     every = np.arange(len(images.labels))
     if images.held_out is not None:

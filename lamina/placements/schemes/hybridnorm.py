@@ -46,7 +46,7 @@ def hybridnorm(num_layers: int) -> Plan:
     advice=_ADVICE,
 )
 def hybridnorm_star(num_layers: int) -> Plan:
-    """HybridNorm with a Pre-LN first block, which keeps its norms on q, k and v."""
+    """HybridNorm whose first block is a Pre-LN block. This block also has norms on q, k and v."""
     pre = Sublayer(pre_norm=Norm())
     first = Layer.of(pre)
     rest = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)

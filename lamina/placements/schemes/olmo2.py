@@ -37,5 +37,5 @@ def olmo2(num_layers: int) -> Plan:
     ),
 )
 def out_ln(num_layers: int) -> Plan:
-    """OLMo 2's wiring without its norms on queries and keys: position B alone."""
+    """OLMo 2's wiring without its norms on queries and keys. It has a norm at the Peri-LN paper's position B alone."""
     return _plan(num_layers)

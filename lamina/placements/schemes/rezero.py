@@ -38,6 +38,6 @@ def skipinit(num_layers: int, *, start: Literal["depth", "zero"] = "depth") -> P
     """ReZero's wiring with gates that start at 1 / sqrt(sub-layers), the factor at which batch norm scales a branch.
 
     Args:
-        start: "depth": the paper's 1 / sqrt(number of branches); "zero": its other choice, which is ReZero.
+        start: "depth": the paper's 1 / sqrt(number of branches); "zero": the paper's other choice, which is ReZero.
     """
     return _plan(num_layers, (2 * num_layers) ** -0.5 if start == "depth" else 0.0)

@@ -38,7 +38,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     depend on no other sequence, that a token's first state depends on the token, and that two passes agree.
 
     Raises:
-        UserError: if one of these is not true, since the measurements would then not be of the stream.
+        UserError: if one of these conditions is not true, since probes would then not measure the stream.
     """
     fixed = not all(isinstance(value, torch.Tensor) for value in inputs.values())
     few = dict(inputs) if fixed else few_inputs(inputs, structure.hidden_size)

@@ -57,8 +57,8 @@ def with_commas(
     """Return the numbers in texts with a comma, by column; None if the comma may be a decimal comma or a thousands
     separator.
 
-    2,31 has a decimal comma, and 1,000.5 has a comma between thousands. 2,310 may have either. Lamina decides by the
-    other numbers of its column, or else by the numbers of other columns.
+    2,31 has a decimal comma, and 1,000.5 has a comma between thousands. The comma in 2,310 may be either. Lamina
+    decides by the other numbers of its column, or else by the numbers of other columns.
 
     Args:
         texts: by the column's name, each with a comma.

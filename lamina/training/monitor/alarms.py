@@ -52,8 +52,9 @@ class Alarm:
     """An alarm: a series that left its usual range at a step.
 
     Attributes:
-        rule: the name of the rule, one of ``ORDER``. value, usual: the value, and the usual value with which the rule
-            compares the value.
+        rule: the name of the rule, one of ``ORDER``.
+        value: the value that raised the alarm.
+        usual: the value with which the rule compares it.
     """
 
     step: int
@@ -70,7 +71,7 @@ class Alarm:
 
     @property
     def excess(self) -> float:
-        """The value divided by the usual one; infinite if either is not a positive finite number."""
+        """The value divided by the usual value; infinite if either is not a positive finite number."""
         return self.value / self.usual if self.usual > 0 and math.isfinite(self.value) else math.inf
 
     @property

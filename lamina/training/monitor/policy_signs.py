@@ -77,8 +77,9 @@ class PolicyCourse:
     Attributes:
         last: the step of the last record; 0 before the first.
         begun: the first step of the current period in which all rewards of each group are equal; 0 if they differ.
-        run: the number of records in this period. records, equal: the number of records before this period, and the
-            number of them with equal rewards in each group.
+        run: the number of records in this period.
+        records: the number of records before this period.
+        equal: the number of these earlier records with equal rewards in each group.
         idle: whether the rewards have given no gradient for too long to be chance.
         first: the first values of each metric.
         recent: the last KL values inside the usual range.

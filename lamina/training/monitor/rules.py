@@ -62,7 +62,8 @@ class Past:
     """The comparison of a metric's series with their own past.
 
     Attributes:
-        rises, falls: whether a value above the past values counts, and whether a value below them counts.
+        rises: whether a value above the past values counts.
+        falls: whether a value below the past values counts.
         fewest: the number of past values that the rule needs.
         calm: the value below which a rise does not count, such as an attention logit that grows early in training, or a
             gain that began at 0.

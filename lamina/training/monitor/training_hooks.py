@@ -165,8 +165,8 @@ def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple
     """Call ``act`` once a step has its gradients: after the step's closure computed them, or now without a closure.
 
     Args:
-        args, kwargs: the arguments of ``optimizer.step``, as the optimizer's pre-hooks get them; ``args`` begin with
-            the optimizer.
+        args: the positional arguments of ``optimizer.step``, as its pre-hooks get them: first the optimizer.
+        kwargs: the keyword arguments of ``optimizer.step``.
         act: called before the update, once for each call of the closure (LBFGS calls the closure several times a step).
 
     Returns new arguments for the step, or None if the old arguments stay.
@@ -390,7 +390,7 @@ class Instruments:
     def differentiates(self, loss: torch.Tensor) -> None:
         """Keep the loss that a loop differentiates. It counts if neither the model nor the user gives a loss.
 
-        A loss that the loop differentiates after the optimizer's step is not of this step's model.
+        A loss that the loop differentiates after the optimizer's step does not belong to this step.
         """
         whole, scaled = self._scaled
         self._scaled = None, None

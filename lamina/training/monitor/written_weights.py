@@ -43,11 +43,11 @@ class WrittenWeights:
 
     Attributes:
         means: the number of changes of all weights so far.
-        total: what the last step's changes were, in all.
+        total: the sum of the last step's changes.
         rate: the learning rate at the last step that has one; a resumed run has none yet.
         restarts: whether the last step's lost moments belong to a restart; they are rows until they are recorded.
-        elsewhere: whether the model goes on from elsewhere after this step, so that series start again.
-        note: the observation of this step that is no alarm.
+        elsewhere: whether training continues from other weights after this step, so that series start again.
+        note: the text of this step's note; empty if there is none.
     """
 
     means: int = 0
@@ -68,13 +68,14 @@ class WrittenWeights:
     ) -> Iterator[Judgment]:
         """Judge a step.
 
-        A change that is present from the first record on belongs to the training loop. Averaging with other models may
-        change many parts at once; the change must then exceed what their own updates could have done.
+        If a change is present from the first record on, it belongs to the training loop. Averaging with other models
+        may change many parts at once. Such a change is outside its range only if it exceeds the largest change that the
+        parts' own updates could have made.
 
         Args:
             weights: by part, the step of its last record, its norm and its update's norm.
             recent_of: returns the latest recorded values of a row's series.
-            several: a number of parts; more of them are many.
+            several: the number of parts above which a change counts as a change of many parts.
             rate: the step's learning rate, if it is known.
         """
         self.elsewhere, self.note = False, ""

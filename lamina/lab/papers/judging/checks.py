@@ -106,11 +106,11 @@ def lower(
 ) -> Finding:
     """Judge whether arm ``a`` has the lower value, paired over seeds, by at least ``by``.
 
-    The claim holds if the 95 % t interval of the difference a - b is below 0 and the mean is at most -``by``. It is
-    `reversed` by the same rule with the arms exchanged, and `excluded` if the test excludes a difference of ``by`` at
-    the same level. Otherwise, and with fewer than 3 pairs, it is inconclusive. ``by`` is the smallest difference that
-    counts (default: 0.01 for a loss; any other column needs a value). ``any_status`` compares all runs with any status,
-    for a column that is meaningful in a diverged run, such as the number of spikes.
+    The claim holds if the 95 % t interval of the difference a - b is below 0 and the mean is at most -``by``. The claim
+    is `reversed` if the same rule holds with the arms exchanged. It is `excluded` if a test at the same level excludes
+    a difference of ``by``. Otherwise, and with fewer than 3 pairs, it is inconclusive. ``by`` is the smallest
+    difference that counts (default: 0.01 for a loss; any other column needs a value). ``any_status`` compares all runs
+    with any status, for a column that is meaningful in a diverged run, such as the number of spikes.
     """
     return _compared(trials, (a, than), column, Region(below=0.0), by=by, any_status=any_status)
 
@@ -156,7 +156,8 @@ def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: 
     Args:
         a: the arm here.
         record: the folder of the other study's record. If it is missing, the claim is inconclusive.
-        axis, value: the recorded arm has this value on this axis, at its tuned learning rate.
+        axis: the axis that distinguishes the recorded arm.
+        value: the recorded arm's value on this axis; the arm has its tuned learning rate.
         where: the name of the other study in words.
     """
     import pandas as pd

@@ -19,11 +19,11 @@ class Verdict(StrEnum):
     """The verdict on a claim.
 
     Attributes:
-        HOLDS: the trials show it.
-        HOLDS_AT_ISO_LOSS: the trials also show it at equal pretraining loss.
-        EXPLAINED: the trials show it, but not at equal pretraining loss.
+        HOLDS: the trials show that the claim is true.
+        HOLDS_AT_ISO_LOSS: the trials show that the claim is true, also at equal pretraining loss.
+        EXPLAINED: the trials show that the claim is true, but not at equal pretraining loss.
         REVERSED: the trials show the opposite.
-        EXCLUDED: the trials exclude the smallest difference that counts.
+        EXCLUDED: the trials show that a difference on the claimed side is too small to count.
         PART_FAILED: the trials show that a part of the claim is false.
         FAILS: a count or a formula contradicts the claim, or there is a difference where the claim says that there is
             none.
@@ -121,8 +121,8 @@ def all_of(*findings: Finding) -> Finding:
     """Join findings by "and": the claim holds if all findings hold, and fails if one of them fails.
 
     The p value that all hold is the largest p of the parts (an intersection-union test). The p value that one is false
-    is the smallest p times the number of parts (Bonferroni). So a part that fails only before this correction leaves
-    the conjunction inconclusive. Margin and interval come from the deciding part: the first part that fails or is
+    is the smallest p times the number of parts (Bonferroni). If a part fails before this correction but not after it,
+    the joined finding is inconclusive. Margin and interval come from the deciding part: the first part that fails or is
     undecided, or else the part with the largest p.
     """
     p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])

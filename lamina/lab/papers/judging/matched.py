@@ -65,9 +65,10 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
     (``at_loss``).
 
     Returns:
-        The result is ``raw`` if ``raw`` does not hold. Otherwise ``holds at iso-loss`` if our values are also higher at
-        equal loss, ``explained by loss`` if the test excludes a difference of ``by`` there, and ``holds`` if neither is
-        shown. The first two need both tests, so their p is the larger p.
+        If ``raw`` does not hold, the result is ``raw``. Otherwise, the verdict is ``holds at iso-loss`` if our values
+        are also higher at equal loss. It is ``explained by loss`` if the test excludes a difference of ``by`` at equal
+        loss, and ``holds`` if the test shows neither. The first two verdicts need both tests, so their p is the larger
+        p.
     """
     matched = at_loss(others, ours.losses)
     equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
@@ -87,9 +88,9 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
 def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
     """Return an arm's value at a loss, by seed, on the line through its two budgets around that loss.
 
-    A loss above all losses of the arm gets the value at the highest of them. So the comparison uses the arm's value at
-    a lower loss, which can only favor the arm. Lamina leaves out a loss below all losses of the arm, since its value is
-    unknown.
+    If a loss is above all losses of the arm, the function returns the value at the arm's highest loss. This value
+    belongs to a lower loss, so it can only favor the arm. Lamina leaves out a loss below all losses of the arm, since
+    the arm's value there is unknown.
     """
     scores: dict[int, float] = {}
     for seed, loss in losses.items():

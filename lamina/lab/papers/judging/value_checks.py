@@ -36,8 +36,8 @@ def compare_values(
 ) -> Finding:
     """Judge whether a is below b (``lower=False``: above b), paired over the seeds of both.
 
-    The smallest difference that counts is ``by`` in the values' unit, or ``share`` of the mean of b. Give one of them.
-    Use ``share`` if the size of a quantity depends on the model, such as an angle per layer.
+    The smallest difference that counts is ``by`` in the values' unit, or ``share`` of the mean of b. Give either ``by``
+    or ``share``. Use ``share`` if the size of a quantity depends on the model, such as an angle per layer.
     """
     assert (by is None) != (share is None)
     if share is not None:
@@ -91,9 +91,9 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
     """Judge whether values by seed rise (or fall) with x; ``values`` maps each x to values by seed.
 
     The claim holds under two conditions. Kendall's tau between x and value, averaged over the seeds, is at least
-    ``at_least`` in the claimed direction. And a one-sided t test at 2.5 % over the seeds shows that the slope of value
-    over the rank of x has this direction. The claim is reversed if both are true in the other direction. Lamina leaves
-    out seeds that lack an x, or a finite value there.
+    ``at_least`` in the claimed direction. A one-sided t test at 2.5 % over the seeds also shows that the slope of value
+    over the rank of x has this direction. The claim is reversed if both conditions are true in the other direction.
+    Lamina leaves out a seed that lacks an x, or has no finite value at an x.
     """
     xs = sorted(values)
     seeds = sorted(set.intersection(*({s for s, v in values[x].items() if math.isfinite(v)} for x in xs)))
@@ -124,8 +124,8 @@ def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: fl
     """Judge whether two mappings of arms to values by seed rank the arms in the same order, by Kendall's tau of the
     means.
 
-    The claim holds if a test at 2.5 % shows that tau is at least ``at_least``, and is reversed if it shows that tau is
-    below. The test draws the means from their t distributions. An arm without a value ranks last.
+    The claim holds if a test at 2.5 % shows that tau is at least ``at_least``. It is reversed if the test shows that
+    tau is below ``at_least``. The test draws the means from their t distributions. An arm without a value ranks last.
     """
     arms = sorted(a.keys() & b.keys())
     seeds = min(len(set().union(*side.values())) for side in (a, b))
@@ -155,9 +155,9 @@ def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: fl
 
 
 def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: int = 0) -> Finding:
-    """Judge whether a share of cases (layers, pairs, steps) is at least ``at_least``. It is a count, without a test.
+    """Judge whether a share of cases (layers, pairs, steps) is at least ``at_least``.
 
-    With fewer than 3 cases, the claim is inconclusive.
+    The check counts cases, and runs no statistical test. With fewer than 3 cases, the claim is inconclusive.
     """
     cases = [bool(flag) for flag in flags]
     if not cases:

@@ -20,8 +20,10 @@ class Series:
     """A line with its spread over seeds.
 
     Attributes:
-        x, y: the points of the line, sorted along x.
-        low, high: the ends of each point's spread; empty if there is no spread.
+        x: the points' positions along x, sorted.
+        y: the points' values.
+        low: the lower end of each point's spread; empty if there is no spread.
+        high: the upper end of each point's spread; empty if there is no spread.
         lost: the x values at which no seed trained, and how these runs ended. The figure shows them at the top edge.
     """
 
@@ -97,7 +99,8 @@ class Drawing:
 
     Attributes:
         name: the stem of its files.
-        x, y: the axes that all panels share.
+        x: the x axis that all panels share.
+        y: the y axis that all panels share.
         panels: the panels, at most three in a row.
         joined: whether the points of a series are joined by a line.
         quantity: the quantity that a map's color shows.
@@ -142,7 +145,8 @@ class Request:
 
     Attributes:
         kind: a name in ``lamina.lab.papers.pages.study_figures.KINDS``.
-        x, y: columns; "" leaves them to the kind.
+        x: the column along x; "" leaves it to the kind.
+        y: the column along y; "" leaves it to the kind.
         color: the axis whose values are the lines; "" for the placement, or the first axis that varies.
         measure: the table's file without its ending (``init-gradients``), for kinds that draw a measure.
         more: further entries of the YAML.

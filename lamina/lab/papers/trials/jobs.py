@@ -91,8 +91,8 @@ class TrialJob:
         settings: a function that returns the class of the job's settings, which have ``output`` and ``seed``.
         run: a function of the settings, ``resume`` and ``bar`` that writes a run's folder.
         trains: whether the job leaves a trained model.
-        inputs: the settings that take the folder of an earlier trial, the main one first; empty for a job that starts
-            a chain, whose settings have ``placement``.
+        inputs: the settings that take the folder of an earlier trial, the main setting first. A job that starts a chain
+            has none; its settings have ``placement``.
         files: the settings that name data or code; an identity contains a hash of their content.
         seeded: whether the job takes the seed of its chain.
         numbers: a function from result.json to the columns of a row.
