@@ -19,10 +19,11 @@ IDS = Tokens(items=2).ids
 BATCH = {"input_ids": IDS, "labels": IDS}
 
 
-def adamw(model, decay=0.1):
+def adamw(model, decay=0.1, kind=torch.optim.AdamW, **options):
     """AdamW whose decay leaves gains and biases out."""
     groups = ([p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == large] for large in (True, False))
-    return torch.optim.AdamW([{"params": p, "weight_decay": decay * (not n)} for n, p in enumerate(groups)], lr=1e-3)
+    groups = [{"params": p, "weight_decay": decay * (not n)} for n, p in enumerate(groups)]
+    return kind(groups, **{"lr": 1e-3, **options})
 
 
 def names(model, optimizer=None, **options):
@@ -117,6 +118,34 @@ def stale(model):
     return optimizer
 
 
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+
+
+def trained(model, optimizer, steps=12):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(**BATCH).loss.backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def restored(model):
+    """An optimizer with the state of a training, for a model without its weights."""
+    optimizer = adamw(model)
+    optimizer.load_state_dict(trained(*(lambda m: (m, adamw(m)))(llama()))[1].state_dict())
+    return optimizer
+
+
+def falling(model):
+    """Rates that halve from layer to layer, where they should double."""
+    rates = {f"layers.{at}.": 1e-3 * 0.5**at for at in range(3)}
+    named = list(model.named_parameters())
+    groups = [{"params": [p for n, p in named if part in n], "lr": rate} for part, rate in rates.items()]
+    rest = [p for n, p in named if "layers." not in n]
+    return torch.optim.AdamW([*groups, {"params": rest}], weight_decay=0.0)
+
+
 def two(model):
     head = torch.optim.SGD([model.lm_head.weight], lr=0.1)
     return [adamw(model), head]
@@ -169,7 +198,21 @@ FAULTS = {
     "weight_scales: one layer": lambda: (changed(llama(layers=6), scaled("layers.3.", 12.0)), None, {}),
     "float16_gradients": lambda: (llama().half(), None, {}),
     "idle_groups": lambda: (m := llama(), steps_of(0.0, "layers.1.")(m), {}),
+    "idle_groups: all": lambda: (m := llama(), steps_of(0.0)(m), {}),
     "rate_of_adam": lambda: (m := llama(), steps_of(0.5)(m), {}),
+    "maximizes": lambda: (m := llama(), adamw(m, maximize=True), {"batch": BATCH}),
+    "maximizes: unseen": lambda: (m := llama(), sgd(m, maximize=True), {}),
+    "coefficients": lambda: (m := llama(), adamw(m, betas=(0.999, 0.9)), {}),
+    "coefficients: momentum": lambda: (m := llama(), sgd(m, momentum=1.0), {}),
+    "large_epsilon": lambda: (m := llama(), adamw(m, eps=0.1), {"batch": BATCH}),
+    "large_epsilon: unseen": lambda: (m := llama(), adamw(m, eps=0.1), {}),
+    "strong_decay": lambda: (m := llama(), adamw(m, decay=10.0, lr=1e-5), {}),
+    "strong_decay: of SGD": lambda: (m := llama(), adamw(m, 0.1, torch.optim.SGD, lr=0.1), {}),
+    "strong_decay: of Adam": lambda: (m := llama(), adamw(m, 0.1, torch.optim.Adam), {}),
+    "rounded_updates": lambda: (m := llama().bfloat16(), adamw(m, lr=1e-5), {}),
+    "rounded_updates: of float32": lambda: (m := llama(), sgd(m, lr=1e-9), {"batch": BATCH}),
+    "restored_alone": lambda: (m := llama(), restored(m), {}),
+    "rates_by_depth": lambda: (m := llama(layers=3), falling(m), {}),
     "mask_and_labels": lambda: (llama(), None, {"batch": padded(labels="all")}),
     "mask_and_labels: inverted": lambda: (llama(pad_token_id=0), None, {"batch": padded(mask=lambda m: 1 - m)}),
     "sees_next_token": lambda: (Bidirectional(), None, {"batch": nano_batch()}),
@@ -327,6 +370,51 @@ def test_a_schedule_that_starts_at_zero_is_no_mistake():
     assert names(model, optimizer) == []
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 1e-3})
     assert names(model, optimizer) == []
+
+
+class Prodigy(torch.optim.Optimizer):
+    """An optimizer that finds its own rate, in factors of ``d``."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1.0, "d": 1e-6, "weight_decay": 0.01})
+
+
+class Adan(torch.optim.Optimizer):
+    """An optimizer of three betas, and a decay that its small rates make weak, as Lion's."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-4, "betas": (0.98, 0.92, 0.99), "weight_decay": 10.0})
+
+
+def gentle(model):
+    """A schedule of torch whose first rate is 10,000 times below its highest."""
+    optimizer = adamw(model, lr=3e-4)
+    torch.optim.lr_scheduler.LinearLR(optimizer, 1e-4)
+    return optimizer
+
+
+HEALTHY_OPTIMIZERS = {
+    "a rate of its own": (llama, lambda m: Prodigy([p for p in m.parameters() if p.ndim > 1])),
+    "three betas": (llama, lambda m: Adan([p for p in m.parameters() if p.ndim > 1])),
+    "a reward": (llama, lambda m: adamw(m, maximize=True)),
+    "equal betas": (llama, lambda m: adamw(m, betas=(0.95, 0.95))),
+    "an epsilon of 1e-5": (llama, lambda m: adamw(m, eps=1e-5)),
+    "a small decay of Adam": (llama, lambda m: torch.optim.Adam(m.parameters(), weight_decay=0.01)),
+    "a low rate in bfloat16": (lambda: llama().bfloat16(), lambda m: adamw(m, lr=1e-4)),
+    "a schedule from near 0 in bfloat16": (lambda: llama().bfloat16(), gentle),
+    "a rate of 1e-7 in float32": (llama, lambda m: adamw(m, lr=1e-7)),
+    "layer-wise decay": (lambda: llama(layers=3), lambda m: steps_of(1e-4, "layers.0.")(m)),
+    "Muon": (llama, lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2], lr=0.02, weight_decay=0.1)),
+    "none that restarts": (llama, lambda m: trained(m, adamw(m))[1]),
+}
+
+
+@pytest.mark.parametrize("case", HEALTHY_OPTIMIZERS)
+def test_an_unusual_optimizer_is_no_mistake(case):
+    make, optimizer = HEALTHY_OPTIMIZERS[case]
+    model = make()
+    loss = (lambda m, b: -m(**b).loss) if case == "a reward" else None
+    assert names(model, optimizer(model), batch=BATCH, loss=loss) in ([], ["in_no_optimizer"])
 
 
 def test_zeros_are_zeros_again_after_the_passes():

@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Structure
@@ -46,6 +45,7 @@ class BeforeTraining:
         trial: the result of one pass; None without a batch or a loss.
         scaler: whether a GradScaler scales the loss; None if unknown.
         half: whether autocast computes in float16.
+        running: whether the model runs its first training step.
     """
 
     model: nn.Module
@@ -55,6 +55,7 @@ class BeforeTraining:
     trial: FirstPass | None = None
     scaler: bool | None = None
     half: bool = False
+    running: bool = False
 
     @cached_property
     def names(self) -> dict[int, str]:
@@ -65,14 +66,18 @@ class BeforeTraining:
     def trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+    @property
+    def settings(self) -> list[tuple[torch.optim.Optimizer, Mapping[str, Output]]]:
+        """The optimizers' groups, each with its optimizer."""
+        return [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
+
     @cached_property
     def groups(self) -> dict[int, list[Mapping[str, Output]]]:
         """For each parameter's id, the optimizers' groups that contain the parameter."""
         outputs: dict[int, list[Mapping[str, Output]]] = {}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    outputs.setdefault(id(parameter), []).append(group)
+        for _, group in self.settings:
+            for parameter in group["params"]:
+                outputs.setdefault(id(parameter), []).append(group)
         return outputs
 
     @cached_property
@@ -127,7 +132,3 @@ def checks(function: Check) -> Check:
 
 def listing(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,7 +23,7 @@ class FirstPass:
     Attributes:
         loss: the loss's value.
         logits: the model's logits, if it returns any.
-        reached: the ids of the parameters that got a gradient.
+        gradients: the root mean square of each parameter's gradient, by the ids of the parameters that got one.
         ran: the ids of the modules that were called.
         causal: whether the first token's logits do not depend on the last token; None if unknown.
         stuck: the ids of matrices of zeros that can never get another gradient than 0.
@@ -31,10 +31,20 @@ class FirstPass:
 
     loss: float
     logits: torch.Tensor | None
-    reached: frozenset[int]
+    gradients: Mapping[int, float]
     ran: frozenset[int]
     causal: bool | None
     stuck: frozenset[int]
+
+    @property
+    def reached(self) -> Set[int]:
+        """The ids of the parameters that got a gradient."""
+        return self.gradients.keys()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values; of a sharded one, this process's part."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def arguments_of(model: nn.Module, batch: object) -> tuple[tuple, dict[str, Output]]:
@@ -78,13 +88,17 @@ def first_pass(
                 return None
             if loss.requires_grad:
                 loss.backward()
-            reached = frozenset(id(p) for p in model.parameters() if p.grad is not None)
+            gradients = {
+                id(p): float(whole(p.grad).float().square().mean().sqrt())
+                for p in model.parameters()
+                if p.grad is not None
+            }
             logits = None if logits is None else logits.detach()
             stuck = _stuck(model, lambda: loss_and_logits()[0])
         return FirstPass(
             loss=float(loss.detach()),
             logits=logits,
-            reached=reached,
+            gradients=gradients,
             ran=frozenset(ran),
             causal=None if logits is None or tokens is None else _is_causal(model, args, kwargs, tokens),
             stuck=stuck,

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import effective_gain, is_norm
-from lamina.training.monitor.before_training import NARROW, BeforeTraining, Mistake, checks, listing, whole
+from lamina.training.monitor.before_training import NARROW, BeforeTraining, Mistake, checks, listing
+from lamina.training.monitor.first_pass import whole
 from lamina.training.monitor.silent_parameters import named_alike
 
 NEAR_ZERO, TWICE = 0.05, (1.9, 2.1)  # mean gains that switch a norm off, or count the 1 of a "1 + weight" twice

@@ -5,16 +5,26 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 
 import torch
 from torch import nn
 
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import is_norm
-from lamina.training.monitor.before_training import NARROW, BeforeTraining, Mistake, checks, whole
+from lamina.training.monitor.before_training import NARROW, BeforeTraining, Mistake, checks
+from lamina.training.monitor.first_pass import whole
 
 HEAD_ONLY = 0.1  # of the trainable elements: an optimizer that has fewer of them trains a head on purpose
 DECAY = 0.05  # a weight decay that shrinks a gain within a run; torch's default is 0.01
+ERASING = 5e-3  # rate times decay: the share of the weights that decay takes away at each step
+USUAL = 0.2  # a weight decay of AdamW: with a rate that makes it erase the weights, the rate is the mistake
+STRONG = 5.0  # a weight decay of AdamW, at any rate; Lion's rates are smaller, and its decays larger
+SWAPPED = 0.98  # a first beta that is a second one
+EPSILON, UNSEEN_EPSILON = 1e-4, 1e-2  # of Adam, with a batch to compare it with gradients, and without
+LOST = 0.6  # of the matrices' elements: updates that are rounded away
+_SAMPLE = 65536  # elements of a matrix
+RESTORED = 10  # steps of an optimizer, after which no bias and no gain is as it was
 LARGE_STEP = 2.0  # times a matrix's root mean square: a step of Adam that replaces the weights
 
 
@@ -99,16 +109,16 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
 
 def _rate_of(groups: Iterable[Mapping[str, Output]]) -> float:
     """Return the highest rate of groups, before a schedule lowered it; infinity if an optimizer sets its own."""
-    rates = [group.get(name, 0.0) for group in groups for name in ("lr", "initial_lr")]
-    return max(math.inf if rate is None else float(rate) for rate in rates)
+    rates = [group.get(name, 0.0) for group in groups for name in ("lr", "initial_lr", "max_lr")]
+    return max((math.inf if rate is None else float(rate) for rate in rates), default=0.0)
 
 
 @checks
 def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find parameters whose learning rate is 0 while others have one; a schedule that starts at 0 is no mistake."""
+    """Find parameters whose learning rate is 0; a schedule that starts at 0 is no mistake."""
     rates = {id(p): _rate_of(setup.groups[id(p)]) for p in setup.trained if id(p) in setup.groups}
     idle = [p for p in setup.trained if rates.get(id(p)) == 0]
-    if idle and any(rates.values()):
+    if idle and (any(rates.values()) or not setup.running):
         yield Mistake(
             what=f"{len(idle)} trainable parameters have a learning rate of 0 ({setup.listed(idle)})",
             why="they get a gradient but never change",
@@ -140,3 +150,155 @@ def rate_of_adam(setup: BeforeTraining) -> Iterator[Mistake]:
             ),
             do="Lower the learning rate, to 1e-2 or less",
         )
+
+
+@checks
+def maximizes(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find an optimizer that raises the loss. It may raise a reward, whose first value is often below 0."""
+    rises = any(group.get("maximize") for _, group in setup.settings)
+    if rises and not (setup.trial is not None and setup.trial.loss < 0):
+        yield Mistake(
+            what="the optimizer has maximize=True",
+            why="each step raises the loss",
+            do="Leave maximize out, unless you call backward on a reward",
+        )
+
+
+@checks
+def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find betas in the wrong order and a momentum of 1. Optimizers of three betas (Adan) have other orders."""
+    for _, group in setup.settings:
+        betas, momentum = group.get("betas") or (), group.get("momentum") or 0.0
+        if len(betas) == 2 and betas[0] > betas[1] and betas[0] >= SWAPPED:
+            yield Mistake(
+                what=f"the optimizer's betas are ({betas[0]:g}, {betas[1]:g})",
+                why="the first beta averages gradients and the second their squares, so the direction of the steps "
+                f"lags by {1 / max(1 - float(betas[0]), 1e-9):.0f} steps",
+                do="Pass betas=(0.9, 0.95) or (0.9, 0.999)",
+            )
+            return
+        if momentum >= 1:
+            yield Mistake(
+                what=f"the optimizer has a momentum of {momentum:g}",
+                why="it adds up all earlier gradients and forgets none",
+                do="Use 0.9 to 0.95",
+            )
+            return
+
+
+def _is_adam(group: Mapping[str, Output]) -> bool:
+    return len(group.get("betas") or ()) == 2 and group.get("eps") is not None
+
+
+@checks
+def large_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find an Adam whose epsilon is far above the gradients."""
+    groups = [group for _, group in setup.settings if _is_adam(group)]
+    epsilon = max((float(group["eps"]) for group in groups), default=0.0)
+    seen = setup.trial.gradients if setup.trial is not None else {}
+    matrices = [p for group in groups for p in group["params"] if p.ndim > 1]
+    sizes = [size for p in matrices if (size := seen.get(id(p), 0.0)) > 0]
+    if epsilon >= UNSEEN_EPSILON if not sizes else epsilon >= EPSILON and epsilon > 3 * statistics.median(sizes):
+        yield Mistake(
+            what=f"the optimizer's eps is {epsilon:g}"
+            + (f", and the gradients' elements are about {statistics.median(sizes):.1g}" if sizes else ""),
+            why="Adam divides by the gradients' size plus eps, so an eps above them makes all steps tiny",
+            do="Pass eps=1e-8",
+        )
+
+
+@checks
+def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find a weight decay that erases the weights, and one that Adam adds to its gradients."""
+    for optimizer, group in setup.settings:
+        decay, rate = float(group.get("weight_decay") or 0.0), _rate_of([group])
+        if not any(p.requires_grad and p.ndim > 1 for p in group["params"]) or not math.isfinite(rate):
+            continue
+        if group.get("decoupled_weight_decay") is False and decay >= DECAY:
+            yield Mistake(
+                what=f"the weight decay of {decay:g} belongs to an Adam that adds it to the gradients",
+                why="Adam divides their sum by its size, so where gradients are small the weights follow the decay",
+                do="Use AdamW, whose decay is apart from the gradients",
+            )
+            return
+        added = isinstance(optimizer, torch.optim.SGD)  # to the gradients, which its momentum multiplies
+        share = rate * decay / (max(1 - float(group["momentum"]), 0.01) if added else 1.0)
+        erased = share >= ERASING and (decay > USUAL or not _is_adam(group))
+        if "d" not in group and (erased or (_is_adam(group) and decay >= STRONG)):  # "d" finds its own rate
+            yield Mistake(
+                what=f"the weight decay is {decay:g} at a learning rate of {rate:g}",
+                why=f"it takes {share:.1g} of each weight away at every step",
+                do="Use a weight decay of 0.01 to 0.1",
+            )
+            return
+
+
+@checks
+def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find rates at which most updates of matrices are smaller than what their type can add to a weight."""
+    lost = total = 0
+    rates, types = [], set[torch.dtype]()
+    for optimizer, group in setup.settings:
+        rate = _rate_of([group])
+        for p in group["params"]:
+            if isinstance(optimizer, torch.optim.Adam | torch.optim.NAdam | torch.optim.RAdam):
+                step = rate
+            else:  # only a step without a state is known
+                size = setup.trial.gradients.get(id(p), 0.0) if setup.trial is not None else 0.0
+                plain = isinstance(optimizer, torch.optim.SGD)
+                step = rate * size / max(1 - float(group["momentum"]), 0.01) if plain else 0.0
+            if p.requires_grad and p.ndim > 1 and 0 < step < math.inf:
+                weights = whole(p).flatten()
+                weights = weights[:: max(1, weights.numel() // _SAMPLE)]
+                moved = [(weights.double() + sign * step).to(p.dtype) != weights for sign in (1, -1)]
+                stays = 1 - float((moved[0] | moved[1]).float().mean())
+                lost, total = lost + stays * p.numel(), total + p.numel()
+                rates.append(rate)
+                types.add(p.dtype)
+    if total and lost >= LOST * total:
+        kept = "Raise the learning rate"
+        if types != {torch.float32}:
+            kept = (
+                "Keep the weights in float32 and compute under autocast, or use an optimizer with stochastic rounding"
+            )
+        yield Mistake(
+            what=f"{lost / total:.0%} of the weights are too large for updates at a learning rate of {max(rates):g}",
+            why=f"{' and '.join(sorted(str(each).removeprefix('torch.') for each in types))} rounds these updates to 0",
+            do=kept,
+        )
+
+
+@checks
+def restored_alone(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find an optimizer that has taken steps while gains and biases are still at their start: a lost checkpoint."""
+    held = [
+        p
+        for optimizer, group in setup.settings
+        for p in group["params"]
+        if p.requires_grad and p.ndim == 1 and p.numel() > 1 and p.dtype == torch.float32 and _rate_of([group]) >= 1e-6
+        if float(optimizer.state.get(p, {}).get("step", 0)) >= RESTORED
+        if any(bool(torch.as_tensor(optimizer.state[p].get(name, 0)).any()) for name in ("exp_avg", "momentum_buffer"))
+    ]
+    new = [p for p in held if bool((whole(p) == 1).all()) or not bool(whole(p).any())]
+    if new and len(new) > len(held) / 2:
+        yield Mistake(
+            what=f"the optimizer has taken steps, but {len(new)} gains or biases are exactly 1 or 0 "
+            f"({setup.listed(new)})",
+            why="the optimizer's state was restored, and the model's weights were not",
+            do="Load the weights of the same checkpoint",
+        )
+
+
+@checks
+def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find learning rates that fall from layer to layer: layer-wise decay in the wrong direction."""
+    for path, layers in setup.blocks:
+        rates = [_rate_of(g for p in layer.parameters() for g in setup.groups.get(id(p), ())) for layer in layers]
+        falls = all(first > second for first, second in pairwise(rates))
+        if len(rates) > 2 and falls and math.isfinite(rates[0]) and rates[0] >= 2 * rates[-1] > 0:
+            yield Mistake(
+                what=f"the learning rates of {path} fall from {rates[0]:g} (layer 0) to {rates[-1]:g} "
+                f"(layer {len(rates) - 1})",
+                why="layer-wise decay is for the layers near the input, and here it slows the last layers",
+                do="Reverse the order of the rates",
+            )

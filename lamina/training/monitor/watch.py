@@ -177,7 +177,9 @@ class LoopMonitor(Monitor):
         if (followed := self.instruments.followed) is None:
             return
         if batch is not None and self.step == 0:
-            setup = BeforeTraining(model=self.instruments.model, optimizers=self.instruments.optimizers, batch=batch)
+            setup = BeforeTraining(
+                model=self.instruments.model, optimizers=self.instruments.optimizers, batch=batch, running=True
+            )
             setup.structure = followed.structure
             for finding in findings(setup):
                 self.instruments.note(f"check: {finding}")
