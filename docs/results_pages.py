@@ -79,7 +79,7 @@ def paper_page(
     source = f"[The paper](https://arxiv.org/abs/{number_}). " if number_ else ""
     heading = f"# {title}: the paper's claims on our small models" if number_ else f"# {title}"
     shown = [one for one in said.best(own) if said.is_whole(one) or one["verdict"] not in _UNDECIDED]
-    order, whole = [*said.PLAIN.values()], {one["study"]: one for one in shown if said.is_whole(one)}
+    order, whole = [*said.IN_WORDS.values()], {one["study"]: one for one in shown if said.is_whole(one)}
     rank = {study: (order.index(said.verdict(one)), study) for study, one in whole.items()}
     shown.sort(key=lambda one: (rank.get(one["study"], (0, "")), not said.is_whole(one)))
     rows = [_claim(one) for one in shown]

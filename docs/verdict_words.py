@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from lamina.core.json_types import Json
-from lamina.lab.papers.judging.findings import FAILED, Verdict
+from lamina.lab.papers.judging.findings import FAILED, IN_WORDS, Verdict
 from lamina.reports.ranking import listed
 
 NONE = "–"
@@ -40,24 +40,9 @@ def number(value: object, form: str) -> str:
     return format(value, form).replace("-", "−") if known else NONE
 
 
-PLAIN = {
-    Verdict.HOLDS: "supported",
-    Verdict.HOLDS_AT_ISO_LOSS: "supported, also at equal loss",
-    Verdict.EXPLAINED: "explained by a lower loss",
-    Verdict.REVERSED: "opposite",
-    Verdict.EXCLUDED: "not supported",
-    Verdict.FAILS: "not supported",
-    Verdict.PART_FAILED: "not supported in a part",
-    Verdict.INCONCLUSIVE: "cannot tell",
-    Verdict.NEEDS_SCALE: "cannot tell at this size",
-    Verdict.NOT_RUN: "not run yet",
-}
-"""Each verdict of the records in the words of the pages, in the order in which the pages list them."""
-
-
 def verdict(one: Json) -> str:
     """The verdict of a claim in the words of the pages."""
-    return PLAIN.get(one["verdict"], str(one["verdict"]))
+    return IN_WORDS.get(one["verdict"], str(one["verdict"]))
 
 
 def is_whole(one: Json) -> bool:
@@ -69,7 +54,7 @@ def counts(verdicts: Sequence[Json]) -> str:
     """Count the main claims by verdict. Each counts once, at the scale where it was decided."""
     whole = best(filter(is_whole, verdicts))
     by_word: dict[str, int] = {}
-    for word in PLAIN.values():
+    for word in IN_WORDS.values():
         by_word[word] = sum(verdict(one) == word for one in whole)
     words = [f"**{count}** {word}" for word, count in by_word.items() if count]
     return f"{len(whole)} main claims: {listed(words)}." if whole else "There is no claim yet."
@@ -115,7 +100,7 @@ def in_short(one: Json) -> str:
     if one["verdict"] == Verdict.NOT_RUN:
         return ours(one)
     parts = one.get("parts") or [one.get("ours") or NONE]
-    first = re.sub(rf"^({'|'.join(map(re.escape, PLAIN))}): ", "", str(parts[0]))
+    first = re.sub(rf"^({'|'.join(map(re.escape, IN_WORDS))}): ", "", str(parts[0]))
     more = f" (1 of {len(parts)} comparisons)" if len(parts) > 1 else ""
     return plain(re.split(r": difference | \(95 %", first)[0]) + more
 

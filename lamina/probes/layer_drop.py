@@ -305,18 +305,18 @@ def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
     harmless = group[group["value"] < border]
     if not len(harmless):
         text = (
-            "Every layer matters: removing any single layer costs more than 1 % of the whole model's value and "
-            "over two standard errors."
+            "Every layer matters: removing any one layer worsens the value by more than 1 % and by more than two "
+            "standard errors."
         )
         return [text]
     limit = f"(harm below 1 % of the whole model's {whole:.3g}{unit}, or below two standard errors)"
     if len(harmless) == len(group):
         return [
-            f"You can remove any single layer {limit}, so the text is too short to tell, or the model hardly uses "
-            "its depth."
+            f"Removing any one layer does little harm {limit}. Either the text is too short to tell, or the model "
+            "hardly uses its depth."
         ]
-    layers = ranges([int(layer) for layer in harmless["layer"]])
-    return [f"Layers that you can remove, one at a time: {layers} {limit}."]
+    one_of = "one of the layers" if len(harmless) > 1 else "layer"
+    return [f"You can remove {one_of} {ranges([int(layer) for layer in harmless['layer']])} {limit}."]
 
 
 def _agreement(frame: Frame, harm: Frame) -> list[str]:
@@ -333,7 +333,7 @@ def _agreement(frame: Frame, harm: Frame) -> list[str]:
         return [f"The angular distance agrees that {_which(turned, size)} matters least ({rank})."]
     return [
         f"By angular distance, {_which(turned, size)} matters least, but removing {_which(missed, size)} harms least "
-        f"({rank}). Believe the measured harm, because the angle only predicts the harm."
+        f"({rank}). Believe the measured harm, because the angle only predicts it."
     ]
 
 

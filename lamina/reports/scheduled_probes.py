@@ -118,10 +118,11 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
     if frames:
         everything: Frame = pd.concat(frames.values(), ignore_index=True)
         every = quantities(name, everything, tuple(facts.get("over_steps") or ()))
-        for quantity in every[:_QUANTITIES]:
-            html += figure(depth.by_steps(items, quantity), _LINES_CAPTION, quantity.label.capitalize())
+        for at, quantity in enumerate(every[:_QUANTITIES]):
+            caption = "" if at else _LINES_CAPTION
+            html += figure(depth.by_steps(items, quantity), caption, quantity.label.capitalize())
             if everything["step"].nunique() > 2:
-                html += figure(depth.heat_maps(items, quantity), _MAPS_CAPTION.format(by=quantity.by))
+                html += figure(depth.heat_maps(items, quantity), "" if at else _MAPS_CAPTION.format(by=quantity.by))
         if len(every) > _QUANTITIES:
             left = ", ".join(quantity.label for quantity in every[_QUANTITIES:])
             html += callouts([f"The page draws {_QUANTITIES} of {len(every)} quantities. The folder also has {left}."])
@@ -148,6 +149,6 @@ def _notes(name: str, items: Sequence[Shown]) -> list[str]:
 
 _LINES_CAPTION = "From the first step (light) to the last (dark), against the depth."
 _MAPS_CAPTION = (
-    "The same quantity at every probed step, with {by} upward and the steps to the right. A map that brightens "
-    "upward shows growth with depth, and a map that brightens to the right shows growth during training."
+    "The same quantity at every probed step, with {by} upward and the steps to the right. A map that becomes "
+    "brighter upward shows growth with depth. A map that becomes brighter to the right shows growth during training."
 )

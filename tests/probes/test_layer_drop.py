@@ -362,7 +362,7 @@ def _frame(values, meanings=("remove",)):
 def test_sentences_name_the_layers_that_could_go():
     said = list(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3])))
     assert said[0] == "Removing layer 3 harms least (loss increase 0.01 nats), removing layer 0 most (2 nats)."
-    assert "Layers that you can remove, one at a time: 2-3" in said[1]
+    assert "You can remove one of the layers 2-3" in said[1]
     assert (
         said[2] == "The angular distance agrees that layer 3 matters least (Spearman correlation 1.00 over all layers)."
     )
@@ -370,9 +370,9 @@ def test_sentences_name_the_layers_that_could_go():
     turned = frame["metric"].eq("angular_distance") & frame["layer"].eq(1)
     apart = list(LayerDrop().sentences(frame.assign(value=frame["value"].mask(turned, 1e-4))))[2]
     assert apart.startswith("By angular distance, layer 1 matters least, but removing layer 3 harms least (Spearman")
-    assert apart.endswith("Believe the measured harm, because the angle only predicts the harm.")
+    assert apart.endswith("Believe the measured harm, because the angle only predicts it.")
     every = list(LayerDrop().sentences(_frame([0.01, 0.02, 0.005, 0.0])))[1]
-    assert every.startswith("You can remove any single layer")  # and not a list of all layers
+    assert every.startswith("Removing any one layer does little harm")  # and not a list of all layers
     equal = next(LayerDrop().sentences(_frame([0.3] * 4)))
     assert equal == "Removing any one layer harms equally (loss increase 0.3 nats)."
     both = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3], ("remove", "branch"))))
@@ -381,4 +381,4 @@ def test_sentences_name_the_layers_that_could_go():
     frame = _frame([2.0, 0.4, 0.02, 0.01])
     assert "layers 3 to 4" in next(LayerDrop().sentences(frame.assign(size=2)))
     # of one sequence the error is unknown, and excuses no layer
-    assert "one at a time: 2-3" in list(LayerDrop().sentences(frame.assign(standard_error=np.inf)))[1]
+    assert "one of the layers 2-3" in list(LayerDrop().sentences(frame.assign(standard_error=np.inf)))[1]

@@ -49,6 +49,7 @@ def probing_report(folder: Path) -> Path:
     model, probes = result.get("model") or {}, result["probes"]
     facts = {k: v for k, v in model.items() if k != "notes" and v not in (None, "", [])}
     notes = callouts(str(note) for note in model.get("notes") or ())
+    told = _removal(probes) if model.get("num_layers") else []
     opened, count = {}, 0
     for name, entry in probes.items():
         opened[name] = count < OPEN
@@ -62,7 +63,7 @@ def probing_report(folder: Path) -> Path:
             _in_short(result, probes),
             _prune(model, probes),
             Section("Model", "The model", (tables.settings_table(facts) if facts else "") + notes),
-            *(_probe(folder, name, entry, opened[name]) for name, entry in probes.items()),
+            *(_probe(folder, name, entry, opened[name], told) for name, entry in probes.items()),
             sections.settings_of(result.get("settings"), environment),
         ],
     )
@@ -167,33 +168,36 @@ def _prune(model: Json, probes: Json) -> Section:
     done = [name for name in ("layer_drop", "angular_distance") if probes.get(name, {}).get("status") == "finished"]
     if not done or not model.get("num_layers"):
         return Section("Prune", "Remove layers", "")
-    believe = {
-        1: (
-            "The angular distance only predicts how much a removal harms. Before you remove layers, measure the "
-            "harm with --probes layer_drop."
-        ),
-        2: "If layer_drop and the angular distance disagree, believe layer_drop: it measures the loss without the "
-        "layer, and the angle only predicts this loss.",
-    }
-    texts = [str(text) for text in probes[done[0]].get("sentences") or ()][1:] if done[0] == "layer_drop" else []
-    compared = any("angular distance" in text for text in texts)
-    texts = [text for at, text in enumerate(texts) if at == 0 or "angular distance" in text]  # as prune removes it
-    texts.append(believe[len(done)] if not compared and (len(done) == 2 or not texts) else "")
+    predicted = (
+        "The angular distance only predicts how much a removal harms. Before you remove layers, measure the harm with "
+        "--probes layer_drop."
+    )
+    texts = _removal(probes) if done[0] == "layer_drop" else [predicted]
+    if len(done) == 2 and not any("angular distance" in text for text in texts):
+        texts.append("If the angular distance disagrees, believe layer_drop, which measures the harm.")
     command = f"lamina prune {model.get('name') or 'MODEL'} --by {done[0]} --drop 1 --output pruned"
     run = (
         '<p>To remove the layer whose removal harms least, run:</p><pre class="command" '
         f'tabindex="0">{escape(command)}</pre>'
     )
-    return Section("Prune", "Remove layers", prose([text for text in texts if text], {}) + run)
+    return Section("Prune", "Remove layers", prose(texts, {}) + run)
 
 
-def _probe(folder: Path, name: str, result: Json, opened: bool) -> Section:
+def _removal(probes: Json) -> list[str]:
+    """Return the sentences of layer_drop that say which layers can go. They stand only above the command of prune."""
+    texts = [str(text) for text in probes.get("layer_drop", {}).get("sentences") or ()][1:]
+    return [text for at, text in enumerate(texts) if at == 0 or "angular distance" in text]
+
+
+def _probe(folder: Path, name: str, result: Json, opened: bool, told: list[str]) -> Section:
     html = f'<p class="lead">{escape(sentence(str(result.get("summary") or "")))}</p>'
     if result.get("status") != "finished":
         reason = result.get("reason")
         why = f"Not measured: {reason}" if reason else f"not measured ({result.get('status') or 'not reached'})"
         return _section(name, result, html + callouts([why]))
-    html += prose(map(str, result.get("sentences") or ()), {}) + callouts(map(str, result.get("notes") or ()))
+    told = told if name == "layer_drop" else []
+    html += prose([text for text in map(str, result.get("sentences") or ()) if text not in told], {})
+    html += callouts(map(str, result.get("notes") or ()))
     pictures = ""
     for drawn in result.get("figures") or ():
         try:

@@ -60,6 +60,19 @@ class Verdict(StrEnum):
 
 
 FAILED = (Verdict.REVERSED, Verdict.EXCLUDED, Verdict.PART_FAILED, Verdict.FAILS)
+IN_WORDS: dict[str, str] = {
+    Verdict.HOLDS: "supported",
+    Verdict.HOLDS_AT_ISO_LOSS: "supported, also at equal loss",
+    Verdict.EXPLAINED: "explained by a lower loss",
+    Verdict.REVERSED: "opposite",
+    Verdict.EXCLUDED: "not supported",
+    Verdict.FAILS: "not supported",
+    Verdict.PART_FAILED: "not supported in a part",
+    Verdict.INCONCLUSIVE: "cannot tell",
+    Verdict.NEEDS_SCALE: "cannot tell at this size",
+    Verdict.NOT_RUN: "not run yet",
+}
+"""Each verdict of the records in the words of the pages, in the order in which the pages list them."""
 
 
 @dataclass(frozen=True, kw_only=True)

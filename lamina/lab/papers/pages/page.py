@@ -6,19 +6,20 @@ from html import escape
 from pathlib import Path
 
 from lamina.jobs.kinds import Kind
+from lamina.lab.papers.judging.findings import IN_WORDS
 from lamina.lab.papers.pages.drawing import LOST_AT, Drawing, Series, Value, marks
 from lamina.lab.papers.pages.folder import OURS, StudyFolder, arms, read_folder
 from lamina.lab.papers.pages.lines import arms_title
 from lamina.lab.papers.pages.study_figures import chosen
 from lamina.reports import charts, tables
 from lamina.reports.charts import Grid
-from lamina.reports.page import Section, details, figure, moment, write_page
+from lamina.reports.page import Section, details, figure, moment, sentence, write_page
 from lamina.reports.plotting import Figure, panels
 from lamina.reports.records import rows_of
 from lamina.reports.registry import drawing_of, report_of
 from lamina.reports.sections import scale_note
 from lamina.reports.style import colors, polish, rgba
-from lamina.reports.tables import NONE, Field, Row, in_form, number, status, swatch, table, text
+from lamina.reports.tables import NONE, Field, Row, chip, in_form, number, swatch, table, text
 
 _HEIGHT, _MAP = 330, 250  # of a row of panels, in pixels
 
@@ -138,11 +139,13 @@ def claims_report(folder: Path) -> Path:
     settings = [
         details(name, tables.settings_table(verdict)) for name, verdict in recorded.items() if isinstance(verdict, dict)
     ]
-    title = str(definition.get("title") or study.name)
+    main = next((one for one in study.claims if one.get("claim") == study.name), None)
+    title = f"{study.name}: {definition.get('title') or study.name}"
     return write_page(
         folder,
-        title=f"{study.name}: {title}",
+        title=title if main is None else f"{sentence(_verdict(main))}: {main.get('says')}",
         facts=[
+            "" if main is None else title,
             "Lamina's own study" if definition.get("source") == OURS else str(definition.get("source") or ""),
             f"scale {study.scale}",
             f"{len(study.results):,} trials",
@@ -167,11 +170,12 @@ def _verdicts(study: StudyFolder) -> str:
         return escape(str(row.get(name) or ""))
 
     def ours(row: Row) -> str:
-        return "<br>".join(escape(str(part)) for part in row.get("parts") or [row.get("ours") or "–"])
+        parts = [str(part).partition(": ") for part in row.get("parts") or [row.get("ours") or "–"]]
+        return "<br>".join(escape(f"{IN_WORDS.get(head, head)}{mark}{rest}") for head, mark, rest in parts)
 
     fields = [
         Field("claim", lambda row: f"{said(row, 'says')} <code>{said(row, 'claim')}</code>", "reason"),
-        status("verdict", "verdict"),
+        Field("verdict", lambda row: chip(str(row["verdict"]), _verdict(row))),
         Field("ours", ours, "reason"),
         Field("paper", lambda row: said(row, "paper") or "–", "reason"),
         Field("margin", _margin, "number"),
@@ -181,6 +185,10 @@ def _verdicts(study: StudyFolder) -> str:
     ]
     notes = "".join(f'<p class="source">{escape(note)}</p>' for note in (_HOW, *scale_note(study.results)))
     return table(fields, study.claims, "trials claims") + notes
+
+
+def _verdict(one: Row) -> str:
+    return IN_WORDS.get(one["verdict"], str(one["verdict"]))
 
 
 def _margin(row: Row) -> str:
@@ -195,7 +203,11 @@ def _margin(row: Row) -> str:
 
 def _figures(study: StudyFolder) -> list[Section]:
     shown, left_out = chosen(study)
-    html = "".join(figure(plot(drawing), drawing.caption, drawing.title) for drawing in shown)
+    firsts = {drawing.caption: drawing for drawing in reversed(shown)}  # a caption stands once
+    html = "".join(
+        figure(plot(drawing), drawing.caption if firsts[drawing.caption] is drawing else "", drawing.title)
+        for drawing in shown
+    )
     note = "For a paper, write the figures as SVG and PDF with <code>lamina report FOLDER --figures</code>"
     names = ", ".join(escape(drawing.title) for drawing in left_out)
     note = f'<p class="source">{note}{f". This also draws: {names}" if names else ""}.</p>'
