@@ -50,10 +50,12 @@ def noise(count, spread=0.3):
 
 
 BY_HEART = [0.7, 0.43, 0.36, 0.34, 0.32, 0.32, 0.34, 0.34, 0.37, 0.42, 0.48, 0.63]  # a healthy Llama's embedding
+FROM_ZERO = [0.0, 0.0006, 0.0026, 0.008, 0.016, 0.047, 0.08, 0.19, 0.31, 0.42, 0.51, 0.58, 0.61]  # Gemma 2's last norm
 GROWN = [0.06 * 1.5**record for record in range(16)]  # to 26, as with Muon's usual rates
 WHOLE, EVERY_20TH = {"layer": -1, "sublayer": "block"}, {"every": 20}
 LARGEST, LOGIT, GAIN = ({"metric": name} for name in ("hidden_abs_max", "attention_logit", "gain_mean"))
 VARIANCE, HEAD = {"metric": "hidden_variance"}, {**WHOLE, "role": "readout", "metric": "row_norm_abs_max"}
+READOUT = {**WHOLE, **EVERY_20TH, "role": "readout", "metric": "weight_norm"}
 KEPT, FIRST = {**WHOLE, "metric": "kept_gradient"}, {**WHOLE, "metric": "step_loss", "vocabulary": 256}
 COURSES = {  # of one series each: its values, what else is so, and (step, rule) of what is told
     "a rise": ([*noise(40), 50.0, 60.0, *noise(10), 55.0], LARGEST, [(41, "rise"), (53, "rise")]),
@@ -69,6 +71,8 @@ COURSES = {  # of one series each: its values, what else is so, and (step, rule)
     "gains that shrink a little": ([0.9 * 0.98**at for at in range(1, 14)], GAIN | EVERY_20TH, []),
     "a small variance that doubles": ([1e-4 * 2.0**at for at in range(1, 12)], VARIANCE | EVERY_20TH, []),
     "a large variance that doubles": ([3.0 * 2.0**at for at in range(1, 12)], VARIANCE | EVERY_20TH, [(200, "rise")]),
+    "weights that start at zero": (FROM_ZERO, READOUT, []),
+    "weights that start small": (FROM_ZERO[1:], READOUT, [(120, "rise")]),
     "a gradient that is not set to zero": ([0.6 * (step > 5) for step in range(1, 9)], KEPT, [(6, "kept")]),
     "a head that starts near zero": ([0.01 * 1.3**at for at in range(11)], HEAD | EVERY_20TH, []),
     "a head that does not": ([0.5 * 1.3**at for at in range(11)], HEAD | EVERY_20TH, [(220, "rise")]),

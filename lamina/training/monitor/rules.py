@@ -353,10 +353,15 @@ class Rules:
         self._seen[series_of(row)] = last, step
 
     def _course(self, rule: str, row: Row, sign: float) -> Found | None:
-        """Judge how far a record's series has gone in one direction over its last records; None while there are few."""
-        recent = [*self._recent[series_of(row)]][-RECENT:]
-        if len(recent) < SAME_WAY:
+        """Judge how far a record's series has gone in one direction over its last records.
+
+        None while there are few, or while the records hold a 0 from which the series rises: a part that starts at zero
+        grows by any factor in healthy training.
+        """
+        recent = [*self._recent[series_of(row)]]
+        if len(recent) < SAME_WAY or (rule == "rise" and 0.0 in recent):
             return None
+        recent = recent[-RECENT:]
         begin = min(range(len(recent)), key=lambda at: sign * recent[at])
         course, least = [*recent[begin:], row[6]], COURSES[row[5]] if rule == "rise" else 0.0
         back = sum(sign * (later - earlier) <= 0 for earlier, later in pairwise(course))
