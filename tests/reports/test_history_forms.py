@@ -32,6 +32,8 @@ CONSOLES = {
     "learning rate: {r:.3E} | global batch size:    64 | lm loss: {l:.6E} | loss scale: 1.0 | grad norm: {g:.3f} |",
     "NeMo's lines": "(pid=4112) Training epoch 0, iteration {s}/99 | lr: {r:.4g} | global_batch_size: 32 | global_step: {s} | "
     "reduced_train_loss: {l:.4g} | grad_norm: {g:.4g} | train_step_timing in s: 46.86",
+    "Megatron's wrapped lines": "iteration {s}/50 | elapsed time per iteration: 21392.5 ms |\nlearning rate: {r:.6E} | global batch size: 4096 |\n"
+    "lm loss: {l:.6E} | loss scale: 1.0 | grad norm: {g:.3f} |\nnumber of skipped iterations: 0 | number of nan iterations: 0",
     "printed dictionaries": "{{'loss': {l:.4f}, 'grad_norm': {g}, 'learning_rate': {r}, 'epoch': {e:.2f}}}",
     "OLMo-core's lines": "2026-01-01 INFO [step={s}/740,epoch=1,eta=3h]\n    train/CE loss={l:.4f}\n    train/Z loss=0.0001\n"
     "    optim/total grad norm={g:.4f}\n    optim/LR (group 0)={r:.2E}\n    throughput/device/TPS=12,345",
@@ -51,6 +53,10 @@ CONSOLES = {
     "torchtitan's lines": "[titan] 2026-01-01 10:00:00,123 - root - INFO - \x1b[31mstep: {s:2}  \x1b[32mloss: {l:8.5f}  "
     "\x1b[38;2;180;60;0mgrad_norm: {g:7.4f}  \x1b[36mmemory: 10.00GiB(12.00%)  \x1b[34mtps: 8,000  \x1b[39m",
     "DeepSpeed's lines": "steps: {s} loss: {l:0.4f} iter time (s): 0.512 samples/sec: 62.500",
+    "Marian's lines": "[2017-10-18 18:14:31] Ep. 7 : Up. {s} : Sen. 5,630,845 : Cost {l:.8f} * 1,022 @ 90 after 5,630 : Time 6.91s : "
+    "13596.73 words/s : gNorm {g:.4f} : L.r. {r:.4e}",
+    "ESPnet's lines": "2020-11-11 16:45:17,681 (trainer:486) INFO: 1epoch:train:1-{s}batch: iter_time=0.001, loss_ctc=90.1, loss={l:.3f}, "
+    "backward_time=0.005, grad_norm={g:.3f}, optim0_lr0={r:.3e}, train_time=0.014",
     "timm's lines": "Train: 0 [{s:>4d}/1251 (  4%)]  Loss: {l:#.5g} ({l:#.3g})  Time: 0.361s, 2836.45/s  (0.361s, 2836.45/s)  "
     "LR: {r:.3e}  Data: 0.010 (0.012)",
     "llama2.c's lines": "{s} | loss {l:.4f} | lr {r:e} | 120.12ms | mfu 12.30%",

@@ -32,9 +32,9 @@ _BESIDE = rf"^\s*[|│┃║]\s*(?P<name>[A-Za-z][^|│┃║]*?)\s*[|│┃║]
 """| loss | 2.3 |"""
 _ALONE = rf"^\W*(?P<name>[A-Za-z][^:=|]*?)\s*[:=|]\s*{_VALUE}(?:\s*\([^()]*\))?\s*$"
 """  • Loss: 2.3, | > loss: 2.3 (2.4)"""
-_RATED = r"(?i:(?:\bglobal[ _-]?|\b)(?:step|iter(?:ation)?|update|batch)s?)"
+_RATED = r"(?i:(?:\bglobal[ _-]?|\b)(?:step|iter(?:ation)?|update|batch)s?(?:_id|_idx|_num)?)"
 _TO_STEP = r"""(?: ?\(\w+\))?["']?[ .:=#\[(]*"""
-_JUDGED = r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b"
+_JUDGED = r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b|\bcost\b"
 """What a record has at least one of."""
 
 
@@ -58,6 +58,12 @@ class Form(NamedTuple):
 FORMS = (
     Form("NeMo's lines", r"Training epoch \d+, iteration (?P<step>\d+)/\d+ \|", _PIPES),
     Form("Megatron's lines", r"iteration[\s:=]+(?P<step>\d+)\s*/\s*\d+ \|", _PIPES),
+    Form(
+        "Megatron's wrapped lines",
+        r"iteration[\s:=]+(?P<step>\d+)\s*/\s*\d+ \|(?![^\n]*(?:loss|norm))",
+        rf"(?:^|\|)\s*(?P<name>[^|:=]*[A-Za-z][^|:=]*?)\s*[:=]\s*{_VALUE}",
+        more=True,
+    ),
     Form("printed dictionaries", r"""\{\s*['"][^'"{}]+['"]\s*:[^{}]*\}""", _QUOTED),
     Form("dictionaries on several lines", r"""^\s*\{\s*(?:['"][^{}]*)?$""", _QUOTED, more=True),
     Form("OLMo-core's lines", r"\[step=(?P<step>\d+)/", _INDENTED, more=True),
@@ -78,13 +84,15 @@ FORMS = (
     Form("MaxText's lines", r"completed step: (?P<step>\d+),", _SIGNED),
     Form("torchtitan's lines", r"\bstep:\s*(?P<step>[\d,]+)\s.*?\bloss:", _SIGNED),
     Form("DeepSpeed's lines", r"\bsteps: (?P<step>\d+) loss:", _SIGNED),
+    Form("Marian's lines", rf"\bEp\. (?P<epoch>\d+)\S* : Up\. {_STEP} :", rf"(?P<name>Cost|gNorm|L\.r\.) {_VALUE}"),
+    Form("ESPnet's lines", r"(?P<epoch>\d+)epoch:train:\d+-(?P<step>\d+)batch", rf"(?P<name>\w+)={_VALUE}"),
     Form("timm's lines", r"\bTrain: (?P<epoch>\d+) \[\s*(?P<step>\d+)/(?P<of>\d+) ", _SIGNED),
     Form("llama2.c's lines", r"^(?P<step>\d+) \| loss ", _SPACED),
     Form("Levanter's lines", rf"Progress on:\s*train {_STEP}it/", _SIGNED),
     Form("lines with a global step", rf"(?i:\bglobal)[ _-]?{_RATED}{_TO_STEP}{_STEP}", _SPACED),
     Form(
         "lines with an epoch and its steps",
-        r"(?i:\bepoch|\btrain:)(?:\(train\))?[\s:\[(=]*(?P<epoch>\d+)(?:\s*/\s*\d+)?"
+        r"(?i:\bepoch|\btrain:)(?:\(train\))?[\s:\[(=]*(?P<epoch>\d+)(?![\d%])(?:\s*/\s*\d+)?"
         r"(?:(?!loss)[^\n])*?(?P<step>\d+)\s*/\s*(?P<of>\d+)(?![\d/:])",
         _SPACED,
     ),
@@ -101,7 +109,9 @@ _BAR = re.compile(r"(?P<step>\d+)/\d+ \[\d*\d:\d\d")  # of tqdm, before or betwe
 _EPOCH = re.compile(r"^\s*Epoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # Keras prints it above the steps
 _BEFORE = re.compile(rf"{_RATED}{_TO_STEP}{_STEP}")  # step 10: {'loss': 2.3}
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_HELD_OUT = re.compile(r"(?i)(?<![\w/-])(?:val|valid|validation|eval|evaluation|test|testing|dev)\b(?![\w/-])")
+_HELD_OUT = re.compile(
+    r"(?i)(?<![\w/-])(?:val|valid|validati(?:on|ng)|eval|evaluati(?:on|ng)|test|testing|dev)\b(?![\w/-])"
+)
 _SPECIAL = 5  # lines of no special form that count as much as one of a trainer's
 _ENOUGH, _TRIED = 200, 2000  # lines of a trainer's form that are enough to choose it, and lines that are tried
 _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
@@ -109,7 +119,7 @@ _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
 
 def lines_of(text: str) -> Iterator[str]:
     """Yield a console's lines without colors. A text that a progress bar has overwritten is also a line."""
-    text = _ANSI.sub("", text) if "\x1b" in text else text
+    text = (_ANSI.sub("", text) if "\x1b" in text else text).replace("**", "")  # bold, in a pasted text
     yield from (line for line in re.split(r"[\r\n]+", text) if line and not line.isspace())
 
 
@@ -133,7 +143,7 @@ def form_of(lines: Iterable[str]) -> Form | None:
         tried += bool(fitting)
         if tried == _TRIED or any(count >= _ENOUGH for form, count in counts.items() if form not in GENERAL):
             break
-    best = max(counts, key=lambda form: counts[form] * (1 if form in GENERAL else _SPECIAL))
+    best = max(counts, key=lambda form: counts[form] * (_SPECIAL if form not in GENERAL else 1 + ("step" in form.line)))
     return best if counts[best] else None
 
 
@@ -178,7 +188,7 @@ class _Console:
         """Read the line in which a record begins."""
         groups, self.record = match.groupdict(), {}
         self.epoch = groups.get("epoch") or self.epoch
-        if self.epoch and self.general:
+        if self.epoch and (self.general or "epoch" in groups):
             self.record["epoch"] = self.epoch
         step = _step(groups.get("step"))
         if step is None and match.start() and (seen := _BEFORE.search(line, 0, match.start())) is not None:

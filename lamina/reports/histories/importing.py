@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ Key: TypeAlias = tuple[Owner, str]
 _MODEL: Owner = (-1, "model", "all")
 _WORDS = {LOSS: "loss", NORM: "gradient norm", RATE: "learning rate"}
 _SHOWN = 5
+_CALMER, _MOST = 4.0, 0.8  # times the later moves, and share of the epochs, that tell an average over the epoch so far
+_FEW = 5  # rows of a run without steps, below which a table only sums runs up
 _LONG, _MANY = 300_000, 20_000  # gradient norms of layers, and records, up to which all are judged
 _OFF = 1.5  # noises by which a loss moves: a smaller step leaves no chart before the past has followed it
 EPOCH = "epoch"
@@ -100,7 +103,8 @@ class History:
         counted += "" if self.clock else " (no column has the steps, so Lamina counts records)"
         said = [f"{_WORDS.get(metric, metric.replace('_', ' '))} {name!r}" for metric, name in self.read.items()]
         if count := self.parameters.get("gradient_norm"):
-            said.append(f"gradient norms of {count} parameters in {len(self.layers)} layers")
+            inside = f" in {len(self.layers)} layers" if self.layers else ""
+            said.append(f"gradient norms of {count} parameter{'s' * (count > 1)}{inside}")
         return "; ".join([f"{counted}: {', '.join(said)}", *self.notes])
 
 
@@ -129,6 +133,12 @@ def read_history(path: Path, run: str = "") -> History:
     }
     if run and run not in runs:
         raise UserError(f"run: {str(source)!r} holds no run {run!r} (allowed: {', '.join(map(repr, runs))})")
+    most = max((recording.rows for recording in useful.values() if not recording.clock), default=_FEW)
+    if len(useful) > 1 and most < _FEW:
+        raise UserError(
+            f"run: {str(source)!r} sums {len(useful)} runs up in {most} row{'s' * (most > 1)} or fewer each, so it "
+            "holds no run's history. Give a record with a row for each step (in W&B, export a chart as CSV)."
+        )
     if len(useful) > 1 and not run:
         told = ", ".join(f"{name!r} ({_span(kept)})" for name, kept in list(useful.items())[:20])
         raise UserError(
@@ -181,6 +191,7 @@ def _placed(recording: Recording, source: Path) -> History:
         elif name not in named and name not in history.read.values() and not name.startswith("_"):
             history.unused += [] if OTHER & set(plain(name).split("_")) else [name]  # else nobody expects it to be used
     _read_filtered_losses(history)
+    _read_running_means(history)
     if not any(metric in (LOSS, NORM, "gradient_norm") for _, metric in history.series):
         if odd := [name for name in recording.odd if whole(name)]:
             raise UserError(
@@ -237,6 +248,28 @@ def _read_filtered_losses(history: History) -> None:
         )
 
 
+def _read_running_means(history: History) -> None:
+    """Keep the last loss of each later epoch if a tool averages over the epoch so far: others are of fewer batches."""
+    loss, epoch = (history.series.get((_MODEL, metric)) for metric in (LOSS, EPOCH))
+    if loss is None or epoch is None or not len(epoch[0]):
+        return
+    steps, values = loss
+    numbers = epoch[1][np.maximum(np.searchsorted(epoch[0], steps, side="right") - 1, 0)]
+    begins = np.flatnonzero(np.diff(np.floor(numbers)) > 0) + 1
+    parts = [part for part in np.split(np.arange(len(steps)), begins)[1:] if len(part) >= 2 * BEFORE]
+    moves = [np.abs(np.diff(values[part])) for part in parts]
+    calmer = [moved[: BEFORE // 2].mean() > _CALMER * np.median(moved[BEFORE:]) for moved in moves]
+    if len(parts) > 1 and np.mean(calmer) > _MOST:
+        kept = ~np.isfinite(values)
+        kept[: begins[0]] = kept[begins - 1] = kept[-1] = True
+        history.series[_MODEL, LOSS] = steps[kept], values[kept]
+        del history.series[_MODEL, EPOCH]  # these losses say nothing of an epoch's beginning
+        history.notes.append(
+            "the loss becomes calmer within each epoch, as an average over the epoch so far does, so Lamina reads one "
+            f"loss in each epoch, the last, and skips {int((~kept).sum())}"
+        )
+
+
 def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
     notes = []
     if not history.clock and (steps := [name for name in odd if step_rank(name) is not None]):
@@ -245,6 +278,8 @@ def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
         notes.append("no series by layer, so Lamina judges only the whole model")
     if absent := [words for metric, words in _WORDS.items() if (_MODEL, metric) not in history.series]:
         notes.append(f"not recorded: {', '.join(absent)}")
+    if LOSS in history.read and not history.series[_MODEL, LOSS][1].any():
+        notes.append(f"{history.read[LOSS]!r} is 0 in every record")
     if LOSS not in history.read and (side := [name for name in history.unused if is_side_loss(name)]):
         notes.append(f"{side[0]!r} is not the task's loss, so Lamina does not use it as the loss")
     if NORM not in history.read and history.parameters["gradient_norm"]:
@@ -366,13 +401,17 @@ def _moves(losses: Floats) -> Ints:
 
 
 def _rose(alarm: Alarm, losses: Mapping[int, float], calm: Sequence[int]) -> bool:
-    """Return whether a loss that left its noise has risen: by more than it wanders, and not as the rate starts anew."""
+    """Return whether a loss that left its noise has risen: by more than it wanders, above most of the losses before it,
+    and not as the rate starts anew.
+    """
     steps = sorted(losses)
     at = bisect_left(steps, alarm.step)
     if any(bisect_left(steps, step) <= at < bisect_left(steps, step) + 2 * BEFORE for step in calm):
         return False
     after = [losses[step] for step in steps[at : at + BEFORE // 2]]
-    return statistics.median(after) - alarm.usual > wander_of([losses[step] for step in steps[:at]])
+    before, level = [losses[step] for step in steps[:at]], statistics.median(after)
+    high = sorted(before[-2 * BEFORE - LAG : -LAG])[-2:-1]  # near a loss of 0, single batches are ten times the others
+    return level - alarm.usual > wander_of(before) and level > max(high, default=-math.inf)
 
 
 def import_history(path: Path, folder: Path, run: str = "") -> History:

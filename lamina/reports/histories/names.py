@@ -36,7 +36,7 @@ _NEUTRAL = _set(
 )
 _HELD_OUT = _set("eval evals evaluation val valid validation test dev heldout holdout best")
 _GRADIENT = _set("grad grads gradient gradients gnorm gradnorm")
-_LOSSES = _set("loss losses nll ce xent lm trl")
+_LOSSES = _set("loss losses nll ce xent lm trl cost")
 _SIDE = _set(
     "aux auxiliary balance balancing lb z zloss router entropy kl reg regularization mtp vf value critic commit "
     "commitment load penalty"
@@ -66,7 +66,7 @@ class Whole(NamedTuple):
 
 def words_of(name: str) -> list[str]:
     """Return a name's words in lower case: "optim/LR (group 0)" has optim, lr, group and 0."""
-    apart = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", name)
+    apart = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", name.replace("gNorm", "gnorm").replace("L.r.", "lr"))  # Marian's
     return [word for word in re.split(r"[^a-z0-9]+", apart.lower()) if word]
 
 
@@ -112,6 +112,8 @@ def _loss(words: list[str]) -> Whole | None:
         return None
     if not some & {"loss", "losses"} and not crossed and some - _NEUTRAL - _LOSSES:
         return None  # "lm" and "ce" are parts of other names, too
+    if "cost" in some and some - {"cost", "train", "training", "total"}:
+        return None  # batch_cost is a time
     if some & {"max", "min", "ema", "smooth", "smoothed", "last"}:
         return Whole(LOSS, 7)
     kinds = [rank for word, rank in _RATED.items() if word in some]
@@ -147,7 +149,11 @@ _BEFORE = re.compile(
     r"(?:[/.](?:l2_?)?norms?)?[/._ ](?P<name>.+)",
     re.IGNORECASE,
 )
-_OTHER = re.compile(r"(?:.*/)?(?:updates?|moments?|hist|opt_state|cosine)(?:[-_ ]?norms?)?/", re.IGNORECASE)
+_OTHER = re.compile(
+    r"(?:.*/)?(?:updates?|moments?|hist|opt_state|cosine)(?:[-_ ]?norms?)?/|"
+    r".*[/._ -](?:mean|std|var|min|max|l1(?:[-_]?norm)?)$",
+    re.IGNORECASE,
+)
 _SETTING = re.compile(r"(?:.*/)?(?:grad(?:ient)?|weight|param(?:eter)?)s?_[a-z_]+", re.IGNORECASE)
 """grad_scale, weight_decay"""
 
@@ -177,4 +183,6 @@ def best(names: Mapping[str, tuple[Whole, int]]) -> str:
     """Choose one of several series with the same metric. Each comes with its rank and its number of values."""
     most = max(length for _, length in names.values())
     long = [name for name, (_, length) in names.items() if 2 * length >= most]
+    if {3, 4} & (ranks := {names[name][0].rank for name in long}) and 5 in ranks:  # of a sum, a part's CE is no whole
+        long = [name for name in long if names[name][0].rank not in (1, 2)]
     return min(long, key=lambda name: (names[name][0].rank, len(name), name))

@@ -31,7 +31,7 @@ _KINDS = {
 _WEAK = {"mixer": "attention", "conv": "attention", "wo": "attention"}  # where nothing inside says more
 _OUTSIDE = {
     "embedding": r"\w*embed\w*|wte|wpe|tok_?emb\w*|token_embedder|shared",
-    "readout": r"\w*head|output|unembed\w*|embed_out|logits_dense",
+    "readout": r"\w*head|output(?:_proj\w*|_layer)?|unembed\w*|embed_out|logits_dense",
 }
 
 

@@ -35,6 +35,7 @@ Series: TypeAlias = tuple[Ints, Floats]
 _MOST = 2**53  # the largest step: beyond it a float is no whole number
 _COVERED = 0.9  # of the lines that a column of steps must have, beside the best one
 _DIFFERENT = 0.01  # of its values, which many processes may repeat: an epoch that is called a batch repeats far more
+_OWN = 0.5  # of the same of a progress bar, which stands still while records are printed beside it
 _SHUFFLED = 0.25  # of the lines: where steps go back more often, the lines are in no order
 _SHOWN = 5
 _NOTHING: Series = (np.array([], np.int64), np.array([]))
@@ -325,7 +326,8 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
         if np.isfinite(of).all() and (np.abs(of) > _MOST).any():
             raise UserError(f"step {np.abs(of).max():.0e} in the column {name!r} is too large. Give steps up to 2^53.")
         different = len(np.unique(of))
-        if _is_whole(of) and different > min(1, len(lines) - 1) and different >= _DIFFERENT * len(of):
+        least = _DIFFERENT if plain(name) != "progress_bar" else _OWN
+        if _is_whole(of) and different > min(1, len(lines) - 1) and different >= least * len(of):
             covered = float(np.isin(lines, at).mean()) if len(lines) else 0.0
             candidates.append((covered, name, _carried((at, of), columns.rows).astype(np.int64)))
     usable = [candidate for candidate in candidates if candidate[0] >= _COVERED * max(each[0] for each in candidates)]

@@ -26,7 +26,7 @@ from lamina.core.extras import install
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
 from lamina.jobs.names import CONFIG
-from lamina.reports.histories.consoles import FORMS, GENERAL, form_of, lines_of, records_of
+from lamina.reports.histories.consoles import form_of, lines_of, records_of
 from lamina.reports.histories.names import RUNS, STEPS, plain, step_rank
 from lamina.reports.histories.numbers import has_comma, is_numeric, number_of
 from lamina.reports.histories.recordings import Columns, Recording, add_commas, of_lines, of_points, runs_of
@@ -155,14 +155,35 @@ def _of_text(data: bytes, name: str) -> Columns:
     if (form := form_of(lines)) is not None:
         told = _Reading(name, sum(map(len, lines)))
         return of_lines(records_of(form, told.over(lines)), form.name)
-    if whole is not None:
+    if records := list(_below_headers(lines)):
+        return of_lines(records, "tables below repeated headers")
+    if whole is not None and re.match(r"\s*[\[{]\s*[\"\[{]", text):
         raise whole
-    forms = ", ".join(form.name for form in FORMS if form not in GENERAL)
     raise UserError(
         f"{_not_a_table(text)}neither JSON, nor a table with a header, nor lines with a loss or a gradient norm",
-        "Give a run's folder, trainer_state.json, a CSV or JSON history, files of TensorBoard, W&B or trackio, a log "
-        f'({forms}), or lines such as "step 10 loss 2.3 grad_norm 0.5".',
+        "Give a training log, trainer_state.json, a CSV or JSON history, or files of TensorBoard, W&B or trackio. A "
+        'log needs lines such as "step 10 loss 2.3 grad_norm 0.5".',
     )
+
+
+def _below_headers(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
+    """Yield the rows below headers with a loss, as Ultralytics prints them in each epoch; of a row that a progress bar
+    overwrites, the last.
+    """
+    names, row = list[str](), dict[str, str]()
+    for line in lines:
+        cells = line.split()
+        if len(cells) > 2 and all(re.fullmatch(r"[A-Za-z][\w/.()-]*", cell) for cell in cells):
+            names = cells if any("loss" in cell.lower() for cell in cells) else []
+        elif names and len(cells) >= len(names) and sum(map(is_numeric, cells[1 : len(names)])) > len(names) / 2:
+            new = dict(zip(names, (cell.partition("/")[0] for cell in cells), strict=False))
+            if not is_numeric(new[names[0]]):  # a row of an evaluation
+                continue
+            if row and new[names[0]] != row.get(names[0]):
+                yield row
+            row = new
+    if row:
+        yield row
 
 
 def _long(path: Path) -> Columns | None:

@@ -1,0 +1,127 @@
+# ruff: noqa: E501  (lines as trainers print them)
+"""What people paste: each kind of log that was once read wrongly is read as it is meant."""
+
+import json
+import random
+from itertools import accumulate
+
+import pytest
+
+from lamina.reports.diagnosis import gather
+from lamina.reports.histories import import_history, read_history
+from lamina.reports.histories.names import parameter_of, whole
+from lamina.training.monitor.writers import LOSS, NORM
+
+BAR = " {p}%|## | {p}/100 [00:10<01:30, 3.78s/it]"
+DIVISION = "\n                 Class     Images  Instances      Box(P          R      mAP50  mAP50-95): 100%|##| 66/66 [00:34<00:00,  1.90it/s]\n                   all       1049       1186      0.929      0.872      0.933      0.543\n\n"
+HEAD = "      Epoch    GPU_mem   box_loss   cls_loss   dfl_loss  Instances       Size\n"
+
+PASTED = {
+    "an evaluation's bar between two epochs": (
+        "Training Epoch: 4/150, step 62/64 completed (loss: 0.25): 98%|##| 63/64 [04:00<00:00]\n"
+        "Training Epoch: 4/150, step 63/64 completed (loss: 0.20): 100%|##| 64/64 [04:02<00:00]\n"
+        "evaluating Epoch: 100%|##| 200/200 [01:53<00:00,  1.77it/s]\n eval_ppl=tensor(nan, device='cuda:0') eval_epoch_loss=tensor(nan, device='cuda:0')\n"
+        "Epoch 4: train_perplexity=1.2, train_epoch_loss=0.3, epoch time 242.3s\n"
+        "Training Epoch: 5/150, step 0/64 completed (loss: 0.18): 2%|#| 1/64 [00:03<04:00]\n",
+        {254: 0.25, 255: 0.20, 256: 0.18},
+    ),
+    "a sum of losses, of which one is a cross-entropy": (
+        "Epoch [1][100/62598]\tlr: 1.000e-03, loss_ce: 1.27, bbox_loss: 0.28, loss: 1.9, grad_norm: nan\n"
+        "Epoch [1][200/62598]\tlr: 1.000e-03, loss_ce: 0.59, bbox_loss: 0.22, loss: 0.9, grad_norm: 3.9\n",
+        {100: 1.9, 200: 0.9},
+    ),
+    "a number in bold": (
+        BAR.format(p=5) + "\n{'loss': **4.75**, 'grad_norm': 3.06}\n" + BAR.format(p=6) + "\n{'loss': **4.5**, 'grad_norm': 3.0}\n",
+        {5: 4.75, 6: 4.5},
+    ),
+    "a batch's number in an epoch": (
+        "".join(f"epoch: {n // 8}, batch_id: {100 * (n % 8 + 1)}, AUC:0.93, loss:{3 - n / 100}, avg_batch_cost: 0.56 sec\n" for n in range(16))
+        + "epoch: 1 done, epoch time: 280 s, loss:0.19\n",
+        {100 * (n + 1): 3 - n / 100 for n in range(16)},
+    ),
+    "epochs and their steps beside sums": (
+        "".join(f"- Train | Epoch {e} | {s}/573 | 1.45 it/sec | Loss {loss} | Grad 0.12\n" for e, s, loss in ((1, 143, 0.23), (1, 286, 0.21), (2, 143, 0.2)))
+        + "- Train | Epoch 2 | Loss 0.2\n- Valid | Epoch 2 | 1/3 | 0.39 it/sec | Loss 0.14\n",
+        {143: 0.23, 286: 0.21, 716: 0.2},
+    ),
+    "timm's epochs": (
+        "".join(f"Train: {e} [{s:>4d}/1251 ( 4%)]  Loss: {loss} (6.9)  LR: 1.0e-03\n" for e, s, loss in ((0, 0, 6.9), (0, 1250, 6.5), (1, 0, 6.4), (1, 1250, 6.0))),
+        {0: 6.9, 1250: 6.5, 1251: 6.4, 2501: 6.0},
+    ),
+    "a header above each row": (
+        "".join(f"{HEAD}      {e}/55      9.95G    1.9    5.0    2.9    12    640:   1%|1| 1/787 [09:07<00:00]\r      {e}/55      9.95G    {loss}    5.0    2.9    12    640: 100%|##| 787/787 [09:07<00:00]{DIVISION}" for e, loss in ((21, 0.5), (22, 0.4))),
+        {21: 0.5, 22: 0.4},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PASTED)
+def test_a_pasted_log_has_its_steps_and_its_loss(tmp_path, kind):
+    text, losses = PASTED[kind]
+    path = tmp_path / "log.txt"
+    path.write_text(text)
+    assert read_history(path).values(LOSS) == pytest.approx(losses)
+
+
+def test_a_progress_bar_that_stands_still_is_not_the_steps(tmp_path):
+    path = tmp_path / "log.txt"
+    records = "".join(f"{{'loss': {3 - n / 100}, 'grad_norm': 1.0}}\n" for n in range(20))
+    path.write_text(BAR.format(p=10) + records + BAR.format(p=90) + records)
+    assert read_history(path).steps == list(range(1, 41))
+
+
+def test_an_average_over_the_epoch_so_far_is_read_at_the_epochs_end(tmp_path):
+    draw, lines = random.Random(3), []
+    for epoch in range(6):
+        sums = accumulate(3 - 0.3 * epoch + draw.gauss(0, 1.0) for _ in range(100))
+        lines += [f"epoch: {epoch} | iter: {100 * epoch + n} | loss: {s / n:.4f}" for n, s in enumerate(sums, start=1)]
+    path = tmp_path / "log.txt"
+    path.write_text("\n".join(lines))
+    history = import_history(path, tmp_path / "read")
+    assert history.steps == [*range(1, 101), *range(200, 601, 100)]
+    assert "reads one loss in each epoch, the last, and skips 495" in str(history)
+    evidence = gather(tmp_path / "read")
+    assert (evidence.rose, evidence.alarms, evidence.epochs) == (None, (), {})
+
+
+@pytest.mark.parametrize("rises", [False, True])
+def test_single_batches_far_above_a_small_loss_are_no_rise(tmp_path, rises):
+    draw = random.Random(5)
+    losses = [draw.lognormvariate(-3 - n / 500, 1.6) + (n >= 2000) * rises for n in range(2500)]
+    path = tmp_path / "h.jsonl"
+    path.write_text("\n".join(json.dumps({"step": n, "loss": loss}) for n, loss in enumerate(losses)))
+    import_history(path, tmp_path / "read")
+    evidence = gather(tmp_path / "read")
+    assert evidence.rose == (2000 if rises else None)
+    assert bool(evidence.alarms) == rises
+
+
+def test_a_table_that_sums_runs_up_is_no_history(tmp_path, refused):
+    path = tmp_path / "runs.csv"
+    path.write_text(
+        "Name,State,run_name,lr,train/loss\n" + "".join(f"r{n},finished,r{n},0.001,1.{n}\n" for n in range(9))
+    )
+    assert "sums 9 runs up in 1 row" in refused("diagnose", path)
+
+
+def test_a_log_that_begins_with_a_bracket_is_not_called_json(tmp_path, refused):
+    path = tmp_path / "log.txt"
+    path.write_text("[2017-10-18 18:14:31] training started\n[2017-10-18 18:14:32] nothing else\n")
+    said = refused("diagnose", path)
+    assert "neither JSON" in said
+    assert "JSONDecodeError" not in said
+
+
+def test_a_gradients_mean_is_no_norm(tmp_path):
+    assert parameter_of("grads/embedding_grad_l2_norm") == ("gradient_norm", "grads/embedding")
+    for name in ("grads/embedding_grad_mean", "grads/embedding_grad_abs_mean", "grads/embedding_grad_l1_norm"):
+        assert parameter_of(name) is None
+    assert [whole(name) and whole(name).metric for name in ("Cost", "avg_batch_cost", "gNorm", "L.r.")] == [
+        LOSS, None, NORM, "learning_rate",
+    ]  # fmt: skip
+
+
+def test_a_loss_that_is_always_0_is_said(tmp_path):
+    path = tmp_path / "h.csv"
+    path.write_text("step,loss,grad_norm\n" + "".join(f"{n},0.0,1.0\n" for n in range(9)))
+    assert "'loss' is 0 in every record" in str(read_history(path))
