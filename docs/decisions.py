@@ -40,9 +40,9 @@ Each placement is at its best learning rate.
 <!-- /front-page -->
 
 A standard deviation of 0.09 suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). A
-standard deviation of 0.02 (`scaled`) is 4.5 times too small, and one of FuseNorm's runs got stuck with it. The table
-shows how fast these models start to learn. After 20 tokens per parameter, in shallower models, the placements have a
-different order ([evidence](results/ours.md#ladder))."""
+standard deviation of 0.02 (`scaled`) is 4.5 times too small. With this standard deviation, one FuseNorm run got stuck.
+The table shows how fast these models start to learn. After 20 tokens per parameter, shallower models give a different
+order of the placements ([evidence](results/ours.md#ladder))."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 
 

@@ -118,15 +118,19 @@ def study_section(
             earlier = folders[name].definition_of_scale != read_mapping(study.file)["scales"][name]
             inside += _ran(folders[name], here, figures.get(name, []), earlier=earlier)
         elif scale.needs:
-            later.append(f"Not decidable at scale {name}: {plain(scale.needs)}.")
+            later.append(f"The scale {name} cannot decide this study: {plain(scale.needs)}.")
         else:
-            later.append(f"Not run yet: {code(said.command(study.name, name))}.")
+            later.append(f"We have not run the scale {name} yet: {code(said.command(study.name, name))}.")
             says = [f"- {plain(one.get('says') or one['claim'])}" for one in here]
             later += ["\n".join(says)] if says else []
     return [
         f"### {study.name}",
-        f"{plain(study.title)}.{source}",
-        *(f"To run it again: {code(said.command(study.name, name))}." for name in study.scales if name in folders),
+        f"{plain(study.title)}{'' if study.title.endswith('?') else '.'}{source}",
+        *(
+            f"To run this study again: {code(said.command(study.name, name))}."
+            for name in study.scales
+            if name in folders
+        ),
         '<details markdown="1">\n<summary>All numbers and figures</summary>',
         *inside,
         *later,
@@ -171,7 +175,7 @@ def _ran(
     """Return the parts of a scale with a record. ``earlier``: its trials are not those that the study now asks for."""
     headings = ["claim", "verdict", "ours", "paper", "margin and 95 % interval", "p (Holm):", "seeds:", "note"]
     now = code(said.command(folder.name, folder.scale))
-    old = f"**These trials are of an earlier design.** Those of the present one are not on record: {now}."
+    old = f"**These trials belong to an earlier design.** No trials of the present design are on record: {now}."
     parts = ["" if folder.scale == "cpu" else f"**At scale {folder.scale}**", old if earlier else ""]
     if verdicts:
         parts.append(table(headings, [said.row(one) for one in verdicts]))
@@ -274,9 +278,13 @@ def resolution(folder: StudyFolder) -> list[str]:
     lost = [str(placement) for placement in trials.values("placement") if placement not in trained]
     shown = sorted(row["detectable"] for row in rows if math.isfinite(row["detectable"]))
     words = [
-        "A difference that pairs show is one that a two-sided t test at 95 % finds nine times in ten.",
+        "Pairs show a difference if a two-sided t test at 95 % finds it nine times in ten.",
         *([f"Here {PAIRS} pairs show {shown[0]:.3f} nats at best, {shown[-1]:.3f} at worst."] if shown else []),
-        *([f"At no rate did all seeds of these train: {', '.join(map(plain, lost))}."] if lost else []),
+        *(
+            [f"These placements have no rate at which all seeds trained: {', '.join(map(plain, lost))}."]
+            if lost
+            else []
+        ),
     ]
     return [
         "**What this size can decide**",

@@ -45,11 +45,11 @@ SUITES = {  # tools/reliability/NAME.py: what each of its cases does, and what i
     "models": ("loads a saved model with broken files", "one line names the fault, and no code of the model runs"),
     "kills": (
         "kills a run or a watched loop at a random moment and resumes it",
-        "losses, layers and weights are bit-identical; a watched loop's rows before the kill are there",
+        "losses, layers and weights are bit-identical; a watched loop keeps its rows from before the kill",
     ),
     "families": (
         "probes a small random model of a model family of transformers",
-        "every number equals independent code's, or one line says why not",
+        "every number equals the result of independent code, or one line gives the reason",
     ),
 }
 
@@ -151,18 +151,16 @@ def depth_speed(name: str) -> str:
     compiled = []
     for case in record["compiling"]:
         shallow, deep = case["runs"][0]
-        compiled.append(
-            f"{deep['num_layers']:,} layers of {deep['placement']} compile in {case['compile_ratio']:.2f} times"
-        )
-        fewest = shallow["num_layers"]
+        compiled.append(f"{case['compile_ratio']:.2f} times as long for `{deep['placement']}`")
+        fewest, most = shallow["num_layers"], deep["num_layers"]
     trained = [
         f"{row['num_layers']} blocks of `{row['placement']}` ({row['parameters'] / 1e9:.1f}B parameters, "
         f"{row['step_seconds']:.0f} s per step, {row['peak_memory_mib'] / 1024:.1f} GiB)"
         for row in record["training"]
     ]
     return (
-        f"{' and '.join(compiled)} the time of {fewest} layers. We trained {' and '.join(trained)} on a CPU. "
-        f"{_where(name)}"
+        f"Compiling {most:,} layers instead of {fewest} takes {' and '.join(compiled)}. "
+        f"We trained {' and '.join(trained)} on a CPU. {_where(name)}"
     )
 
 

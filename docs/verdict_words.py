@@ -40,6 +40,16 @@ def number(value: object, form: str) -> str:
     return format(value, form).replace("-", "−") if known else NONE
 
 
+_PAST = "not past the loss of a table of bigrams (in brackets)"
+_RECORDED = re.compile(rf"^({'|'.join(map(re.escape, IN_WORDS))}): ")
+
+
+def worded(text: object) -> str:
+    """Escape a record's text, with the verdict at its beginning and the note on bigrams in the words of the pages."""
+    said = _RECORDED.sub(lambda found: f"{IN_WORDS[Verdict(found[1])]}: ", str(text))
+    return plain(said.replace(_PAST, "no lower loss than a table of bigrams, whose loss is in brackets"))
+
+
 def verdict(one: Json) -> str:
     """The verdict of a claim in the words of the pages."""
     return IN_WORDS.get(one["verdict"], str(one["verdict"]))
@@ -88,19 +98,19 @@ def ours(one: Json) -> str:
     if one["verdict"] == Verdict.NOT_RUN:
         return code(command(one["study"], one["scale"]))
     if one["verdict"] == Verdict.NEEDS_SCALE:
-        return plain(one.get("note") or NONE)
-    return "<br>".join(plain(part) for part in one.get("parts") or [one.get("ours") or NONE])
+        return worded(one.get("note") or NONE)
+    return "<br>".join(worded(part) for part in one.get("parts") or [one.get("ours") or NONE])
 
 
 def in_short(one: Json) -> str:
     """Say what we found in one line: the values that decided, or why they cannot."""
     note = str(one.get("note") or NONE)
     if one["verdict"] == Verdict.NEEDS_SCALE:
-        return "some settings did not beat a table of bigrams" if "bigrams" in note else plain(note)
+        return "some settings did not beat a table of bigrams" if "bigrams" in note else worded(note)
     if one["verdict"] == Verdict.NOT_RUN:
         return ours(one)
     parts = one.get("parts") or [one.get("ours") or NONE]
-    first = re.sub(rf"^({'|'.join(map(re.escape, IN_WORDS))}): ", "", str(parts[0]))
+    first = _RECORDED.sub("", str(parts[0]))
     more = f" (1 of {len(parts)} comparisons)" if len(parts) > 1 else ""
     return plain(re.split(r": difference | \(95 %", first)[0]) + more
 
@@ -111,7 +121,7 @@ def row(one: Json) -> list[str]:
     within = f" [{number(interval[0], '.3g')}, {number(interval[1], '.3g')}]" if interval else ""
     margin = number(one.get("margin"), ".3g")
     p = one.get("p_holm", one.get("p"))
-    note = "" if one["verdict"] in (Verdict.NOT_RUN, Verdict.NEEDS_SCALE) else plain(one.get("note") or "")
+    note = "" if one["verdict"] in (Verdict.NOT_RUN, Verdict.NEEDS_SCALE) else worded(one.get("note") or "")
     return [
         f"{plain(one.get('says') or '')} ({code(one['claim'])})",
         f"**{verdict(one)}**",

@@ -64,7 +64,7 @@ _OLMO2 = Conversion(
     placement="olmo2(qk_norm=off)",
     norms={"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"},
     rounds=_GAIN,
-    note="its norms on queries and keys are part of its attention",
+    note="the attention itself norms queries and keys",
 )
 # Gemma has no norm on its embedding; the factor sqrt(hidden_size) is part of its embed_tokens, which stays as it is.
 _GEMMA = Conversion(
@@ -106,7 +106,7 @@ _NEOX = Conversion(
     norms=_PRE_LN.norms,
     options=_PARALLEL,
     rounds=_ADDS,
-    note="`wiring=parallel` if its configuration sets it",
+    note="with `wiring=parallel` if the checkpoint's configuration asks for it",
 )
 _STABLELM = replace(_NEOX, rounds="", one_norm=True)
 _COHERE = Conversion(
@@ -114,7 +114,7 @@ _COHERE = Conversion(
     norms=_PRE_LN.norms,
     one_norm=True,
     rounds="computes its LayerNorms in several operations, whereas Lamina uses one operation",
-    note="the norm of both branches twice",
+    note="both branches share one norm, which Lamina stores twice",
 )
 _PHI = replace(_COHERE, rounds=_ADDS)
 # Why other types are neither wired nor converted.

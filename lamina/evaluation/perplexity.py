@@ -90,7 +90,8 @@ def perplexity(
 
     Args:
         model: a causal language model in evaluation mode; input [batch, tokens], logits [batch, tokens, vocab_size].
-        tokenizer: the model's tokenizer; its beginning-of-text token, else its end-of-text token, precedes each text.
+        tokenizer: the model's tokenizer. Its beginning-of-text token, or otherwise its end-of-text token, precedes each
+            text.
         window: tokens that the model reads at once.
         stride: tokens by which the window moves.
         batch_size: windows per forward pass.

@@ -78,7 +78,7 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
 
 
 def findings(said: Answer) -> str:
-    """Return the cause and a list of changes; without a cause, the course of the loss."""
+    """Return the cause and a list of changes, or the course of the loss if no cause is known."""
     todo = [sentence(text.removeprefix("To change: ")) for text in said.changes]
     advice = "".join(f"<li>{escape(text)}</li>" for text in todo)
     return prose(said.cause or said.evidence, {}, "finding") + (f"<ol>{advice}</ol>" if advice else "")

@@ -1,15 +1,16 @@
 """Load balancing of experts, as in the DeepSeek papers, and the load of each expert.
 
-Bias (DeepSeek-V3, arXiv 2412.19437 Section 2.1.2; Wang et al., arXiv 2408.15664 Algorithm 1): after each optimizer step
+With "bias" (DeepSeek-V3, arXiv 2412.19437 Section 2.1.2; Wang et al., arXiv 2408.15664 Algorithm 1), Lamina changes
+each expert's bias after each optimizer step:
 
     bias_e += rate * sign(mean load - load_e)
 
-on the bias that the router adds to the scores when it chooses experts. The bias has no gradient and does not enter the
-experts' weights in the sum. Auxiliary loss (DeepSeek-V2, arXiv 2405.04434 Eq 23-25; DeepSeek-V3 Eq 17-20): per sequence
+The router adds the bias to the scores when it chooses experts. The bias has no gradient and does not enter the experts'
+weights in the sum. With "loss" (DeepSeek-V2, arXiv 2405.04434 Eq 23-25; DeepSeek-V3 Eq 17-20), each sequence adds:
 
     rate * sum_e f_e P_e    f_e = num_experts / (top_k tokens) * (tokens that chose e)    P_e = mean share of e's score
 
-averaged over the sequences and summed over the layers.
+Lamina averages this loss over the sequences and sums it over the layers.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Taken:
         norm: the norm of the gradient before clipping; None if the step had no gradient.
         stepped: whether an optimizer took the step.
         measured: whether Lamina measured the update.
-        rate: the largest learning rate of the step; without a step, the current largest learning rate.
+        rate: the largest learning rate of the step, or the current largest rate if there was no step.
     """
 
     loss: torch.Tensor | None
