@@ -195,6 +195,8 @@ def test_every_verdict_of_the_records_is_on_its_page_and_in_what_diagnose_cites(
         assert not said or any(f"| {words.verdict(one)} |" in line for line in said), "run make results-docs"
         found += bool(said)
     assert found > 100
+    recorded = re.compile(r"(\| |<br>)(holds|excluded|reversed|inconclusive|fails): ")
+    assert not any(recorded.search(line) for line in lines), "the details have the verdicts' words of the pages, too"
 
 
 @pytest.mark.slow  # every table and figure is made again
