@@ -65,6 +65,8 @@ COURSES = {  # of one series each: its values, what else is so, and (step, rule)
     "a stream that grows on": ([GROWN[-1] * 1.5**record for record in range(16)], LARGEST, [(9, "rise")]),
     "what is not finite": ([1.0, math.nan, math.inf], {}, [(2, "not_finite")]),
     "a saturated attention": ([10.0, 60.0, 700.0], LOGIT, [(3, "logit")]),  # 60: at high rates
+    "logits that begin large": ([70.0, 100.0, 400.0, 600.0], LOGIT, [(4, "logit")]),
+    "an attention that begins saturated": ([400.0], LOGIT, [(1, "logit")]),
     "the end of float16": ([10.0, 2e4], {**LARGEST, "half": True}, [(2, "fp16")]),
     "the end of float16, in another type": ([10.0, 2e4], LARGEST, []),
     "gains that shrink": ([0.9 * 0.7**at for at in range(1, 14)], GAIN | EVERY_20TH, [(120, "fall")]),
@@ -85,6 +87,12 @@ COURSES = {  # of one series each: its values, what else is so, and (step, rule)
 def test_what_leaves_its_course_is_told_once(name):
     values, kind, said = COURSES[name]
     assert [(alarm.step, alarm.rule) for alarm in run(values, **kind)] == said
+
+
+def test_a_resumed_run_knows_its_layers_first_logits():
+    alarms = Alarms()
+    assert told([[row(1, 70.0, metric="attention_logit")]], alarms) == []
+    assert told([[row(2, 400.0, metric="attention_logit")]], resumed(alarms)) == []
 
 
 def test_an_alarm_says_where_and_how_much():

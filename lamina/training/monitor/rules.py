@@ -37,6 +37,7 @@ EVERY_STEP, RECORDS = 8, 4  # values that a series needs before it is judged: on
 INTERVAL = 20  # usual steps between two records; if there are more, a series may move further in proportion
 LEAST = 0.15  # a score, the logarithm of a factor, below this is ignored
 LOGIT = 50.0  # an attention logit of this size makes all others negligible
+FROM_FIRST = 8.0  # times a layer's first logit, which is large under query and key norms without a scale (Gemma 4)
 FP16_MAX = 65504.0
 FEW = 0.25  # share of the layers whose weights may stand apart; more of them are another kind of layer
 CERTAIN, ZEROS = 1e-7, 5  # zero gradients are no chance below this probability, with at least so many in a row
@@ -181,6 +182,7 @@ class Rules:
     _weights: dict[Place, tuple[int, float, float]] = field(default_factory=dict)  # step, norm, update of a record
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * WINDOW))
     _sums: dict[str, float] = field(default_factory=dict)  # of the loss' control charts
+    _logits: dict[int, float] = field(default_factory=dict)  # each layer's first attention logit
     _skipped: int = 0  # steps in a row that a loss scaler left out
     _writes: WrittenWeights = field(default_factory=WrittenWeights)
     _peak: tuple[float, float, int] = (0.0, 0.0, 0)  # the rate's highest before, and at all, and when it rose to that
@@ -321,7 +323,9 @@ class Rules:
         """Judge a value by a limit on the value itself."""
         if row[5] == "attention_logit":
             limit = LOGIT * math.exp(self.limits["logit/attention_logit"])
-            yield self._fitted("logit", row, limit, math.log(max(row[6], 1e-30) / LOGIT))
+            first = self._logits.setdefault(row[1], row[6])
+            above = max(1.0, FROM_FIRST * first / limit) if first <= limit else 1.0
+            yield self._fitted("logit", row, above * limit, math.log(max(row[6], 1e-30) / above / LOGIT))
         if row[5] == "hidden_abs_max" and self.half:
             yield Found("fp16", row, FP16_MAX, left=row[6] > FP16_MAX / 4)
         if row[5] == "kept_gradient":
@@ -585,6 +589,7 @@ class Rules:
             "silent": [[*location, *counts] for location, counts in self._silent.items()],
             "policy": self._policy.state_dict(),
             "zeros": [[*location, *counts] for location, counts in self._zeros.items()],
+            "logits": list(map(list, self._logits.items())),
         }
 
     def load_state_dict(self, state: Json) -> None:
@@ -607,6 +612,7 @@ class Rules:
         self._silent = {
             (layer, sublayer, role): (run, begun) for layer, sublayer, role, run, begun in state.get("silent", [])
         }
+        self._logits = dict(state.get("logits", []))
         highest, grew = state.get("estimate", self._estimate)
         self._estimate, self._policy = (highest, grew), PolicyCourse(**state.get("policy", {}))
         before, highest, at = state.get("peak", self._peak)
