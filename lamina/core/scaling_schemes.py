@@ -16,7 +16,7 @@ class Parametrization:
 
     ``multiplier`` (the paper's -a) applies to the weight in the forward pass, and ``std`` (-b) to the weight's initial
     standard deviation. ``full`` and ``none`` (-c) apply to Adam's learning rate: ``full`` assumes that updates align
-    fully with the activations, ``none`` that they do not align.
+    fully with the activations, and ``none`` assumes that they do not align.
     """
 
     multiplier: tuple[float, float, float]

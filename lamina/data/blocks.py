@@ -291,11 +291,11 @@ def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) ->
 def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
     """Return the cross-entropy, in nats per token, of held-out tokens under a table of the train split's token pairs.
 
-    Like a model, the table predicts all tokens of a block but the first. It is smoothed after Witten and Bell (1991),
-    p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)), with c the counts of pairs, n(u) the number of different tokens
-    after u, and p(v) the frequency of v with add-one smoothing. To save memory, Lamina counts only the pairs whose
-    first token also begins a held-out pair. It does not count pairs that end in padding (the id ``vocab_size``). For
-    the arguments, see ``unigram_entropy``.
+    Like a model, the table predicts all tokens of a block but the first. It is smoothed after Witten and Bell (1991):
+    p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)). Here c are the counts of pairs, n(u) is the number of different
+    tokens after u, and p(v) is the frequency of v with add-one smoothing. To save memory, Lamina counts only the pairs
+    whose first token also begins a held-out pair. It does not count pairs that end in padding (the id ``vocab_size``).
+    For the arguments, see ``unigram_entropy``.
     """
     wanted = held_out.astype(np.int64)
     real = wanted[:, 1:] < vocab_size

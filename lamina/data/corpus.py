@@ -183,9 +183,9 @@ class Corpus(ABC):
     def fingerprint(self) -> str:
         """Hash the content, the files' names and the text field, but not the shares of a mix.
 
-        For files and folders: SHA-256 of relative names and bytes, 64 hexadecimal digits. For the hub: a hash of name,
-        configuration, split and the library's fingerprint of the data set. For a mix: the hashes of its parts, joined.
-        Raises UserError if the corpus cannot be read.
+        For files and folders: SHA-256 of relative names and bytes, 64 hexadecimal digits. For the hub, the fingerprint
+        is a hash of name, configuration, split and the library's fingerprint of the data set. For a mix, it joins the
+        hashes of the parts. Raises UserError if the corpus cannot be read.
         """
         return "+".join(part.corpus.fingerprint() for part in self.parts)
 

@@ -51,7 +51,7 @@ class ResumePolicy:
             defaults: the values of settings that neither has.
 
         Raises:
-            UserError: if the user changed a setting that may not change; the message names the first one.
+            UserError: if the user changed a setting that may not change; the message names the first such setting.
         """
         given = {name: value for name, value in given.items() if value != "auto" or name in self.free}
         for name, value in given.items():

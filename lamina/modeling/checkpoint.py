@@ -29,7 +29,7 @@ _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClas
 
 @dataclass(kw_only=True)
 class Loaded:
-    """A model in evaluation mode, with its tokenizer and its run's folder, if any, and notes."""
+    """A model in evaluation mode, its tokenizer and its run's folder (each None if missing), and notes."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None

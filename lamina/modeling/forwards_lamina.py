@@ -47,9 +47,9 @@ def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[
     """Return a module's forward with added calls of the module's own methods, before or after its calls of inner
     modules.
 
-    ``before`` maps an inner module's name to a method for its input, ``after`` to a method for its output. The new
-    forward keeps the decorators, globals, closure and defaults. Raises ValueError if the forward does not call one of
-    the inner modules itself, or if Lamina cannot read its source.
+    ``before`` maps an inner module's name to a method for its input, and ``after`` maps it to a method for its output.
+    The new forward keeps the decorators, globals, closure and defaults. Raises ValueError if the forward does not call
+    one of the inner modules itself, or if Lamina cannot read its source.
     """
     name = f"{base.__name__}.forward"
     wrappers, forward = list[FunctionType](), base.forward

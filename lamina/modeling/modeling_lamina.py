@@ -49,7 +49,7 @@ class Adapter:
 
     Args:
         layers: the backbone's list of layers. ``attention`` and ``feed_forward`` are a layer's two modules; if there
-            are several names ("self_attn|mamba"), Lamina takes the first one that the layer has. ``norm`` is the
+            are several names ("self_attn|mamba"), Lamina takes the first name that the layer has. ``norm`` is the
             backbone's final norm.
         dropout: the configuration's field for dropout on the branches, if the layer applies it and not the layer's
             modules.

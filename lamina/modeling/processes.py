@@ -219,7 +219,7 @@ def device_of(device: str) -> str:
 
 @contextmanager
 def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
-    """Join the other processes that torchrun or accelerate launch has started, if any, and leave them at the end.
+    """Join the processes that torchrun or accelerate launch has started, and leave them at the end.
 
     Args:
         device: the setting: "auto", "cpu", "cuda" (one GPU per process) or "mps".

@@ -236,8 +236,8 @@ class Sublayer:
     ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes the factor 1 - b, and "variance" makes it
     sqrt(1 - b^2). A learned b is then the sigmoid of a parameter divided by ``gate_temperature``. ``read`` names the
     input: a feed-forward may read the "block_input", in parallel with its attention (GPT-J); "depth" reads a
-    softmax-weighted sum of the memory's states and the stream, and "memory" a softmax-weighted sum of the memory's
-    states alone (Attention Residuals). ``inner_norm`` is inside the module, before its last projection (SubLN).
+    softmax-weighted sum of the memory's states and the stream (Attention Residuals). "memory" reads such a sum of the
+    memory's states alone. ``inner_norm`` is inside the module, before its last projection (SubLN).
 
     ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
     output projections; ``gate_gain`` is the same factor for a gated feed-forward's gate. The forward pass uses neither.

@@ -157,9 +157,10 @@ def take_snapshot(
     By block (sublayer "block", layer l for x^{l+1}, -1 for x^0): the state's statistics; ``token_similarity``, the mean
     cosine over all pairs of tokens; ``state_gradient_norm``, the norm of the loss's gradient with respect to the state;
     ``jacobian_gain``, the root mean square gain of the Jacobian from that state to x^N (its Frobenius norm over the
-    root of its rows, estimated with one random vector v as |J^T v| / |v|). By sub-layer: ``branch_variance``, the
-    variance of the module's output, ``added_variance``, that of the sum's branch term (after an output norm),
-    ``skip_variance``, that of the scaled skip, ``gradient_norm`` of its weights.
+    root of its rows, estimated with one random vector v as |J^T v| / |v|). The rows of a sub-layer are
+    ``branch_variance`` (the variance of the module's output), ``added_variance`` (the variance of the sum's branch
+    term, after an output norm), ``skip_variance`` (the variance of the scaled skip), and ``gradient_norm`` of its
+    weights.
     """
     base = body_of(model)
     model.zero_grad()

@@ -48,7 +48,7 @@ class Features:
 
 
 def features(burn_in: BurnIn, end: int = -1) -> Features:
-    """Compute a burn-in's features at its last snapshot, or at the one with index ``end``."""
+    """Compute a burn-in's features at its last snapshot, or at the snapshot with index ``end``."""
     shots = burn_in.snapshots
     last = shots[end]
     half = min(shots, key=lambda shot: abs(shot.step - last.step / 2))

@@ -494,7 +494,7 @@ def _rate_around(rates: Mapping[int, float], step: int) -> str:
 
 def rate_jump(signs: Signs) -> tuple[int, float, float] | None:
     """Return the step at which the learning rate jumped before the first alarm, with the values before and after; None
-    if it did not.
+    if it did not jump.
     """
     if (first := signs.first) is None or signature(signs)["rate"] != "jumped":
         return None

@@ -34,7 +34,7 @@ class Line:
         legend: whether the line is in the legend; None leaves it to plotly.
         width: the line's width in pixels; None: plotly's default.
         dash: plotly's name of a dash pattern.
-        markers: whether each point has a marker; ``marker`` is its size in pixels, ``symbol`` its form.
+        markers: whether each point has a marker; ``marker`` is its size in pixels, and ``symbol`` is its form.
         hover: plotly's template for a point's text; None: no text.
         band: a band around the line: the points, and the lower and upper edge there.
     """

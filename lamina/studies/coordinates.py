@@ -243,8 +243,8 @@ def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
     """Return the content of result.json: the worst verdict (flat, grows, shrinks or broken) and its modules.
 
     Two outputs may start smaller by up to n^-1/2, because they grow during training: the logits under muP, and the
-    residual stream under CompleteP, which is at first a sum of L random branches divided by L. Lamina accepts these
-    slopes.
+    residual stream under CompleteP. At first, this stream is a sum of L random branches divided by L. Lamina accepts
+    these slopes.
     """
     sizes = rows[rows["metric"] == "size"]
     smaller: tuple[str, ...] = ()

@@ -76,8 +76,8 @@ Ended: TypeAlias = Callable[[str, Json], None]
 
 
 def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]) -> None:
-    """Run every trial, ``workers`` at a time. ``ended`` gets each trial's id and result, ``tick`` the ids of running
-    trials.
+    """Run every trial, ``workers`` at a time. ``ended`` gets each trial's id and result, and ``tick`` gets the ids of
+    running trials.
 
     On KeyboardInterrupt the running trials save a checkpoint and end as `interrupted`; then Lamina raises the exception
     again. A trial whose process dies gets a result with status `failed`. Each trial sees the GPU with the fewest

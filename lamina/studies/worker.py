@@ -38,8 +38,8 @@ ROUND_SECONDS = 0.05
 def serve(descriptor: int, driver: int) -> NoReturn:
     """Until the driver ends, fork a trial for each request, and send the driver each trial's exit code.
 
-    ``descriptor`` is this end of a pipe, ``driver`` the id of the process at the other end. The server imports torch
-    and transformers once, so a trial starts in milliseconds.
+    ``descriptor`` is this end of a pipe, and ``driver`` is the id of the process at the other end. The server imports
+    torch and transformers once, so a trial starts in milliseconds.
     """
     for number in STOP_SIGNALS:  # the driver signals each trial; the server ends when the driver does
         signal.signal(number, signal.SIG_IGN)

@@ -224,7 +224,7 @@ def read_file(
 
     Raises:
         NotTextError: the file is binary, not UTF-8, damaged, or no valid .parquet file.
-        UserError: a row does not have the field, or its value is no text; or reading the file is not permitted.
+        UserError: a row lacks the field, the field's value is no text, or Lamina may not read the file.
     """
     suffix = inner_suffix(path)
     if suffix in (".jsonl", ".ndjson"):

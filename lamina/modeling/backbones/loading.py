@@ -98,8 +98,9 @@ def read_config(
         more: further arguments of ``AutoConfig.from_pretrained``.
 
     Raises:
-        UserError: if the folder is damaged, or the configuration is missing; for an unknown model type or an invalid
-            field; for a field that asks for code on the hub, or a tensor in an undeclared quantized format.
+        UserError: if the folder is damaged, the configuration is missing, the model type is unknown, or a field is
+            invalid. Also if a field asks for code on the hub, or a tensor has a quantized format that the configuration
+            does not declare.
     """
     name, folder = str(path), Path(path)
     source = f"{field} {name!r}: config.json"

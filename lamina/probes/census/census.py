@@ -62,7 +62,7 @@ _SINKHORN = 1e-3  # by which its matrix' sums are off 1
 class LayerGroup:
     """Layers with the same equations: their indices, one layer's sums, and the norms inside its sub-layers.
 
-    ``streams`` has the sums of several streams, and ``reads`` the sums of earlier states.
+    ``streams`` has the sums of several streams, and ``reads`` has the sums of earlier states.
     """
 
     layers: tuple[int, ...]

@@ -184,7 +184,7 @@ class DirectionsProbe(Probe):
 
 
 def ratio_rows(start: np.ndarray | int, size: np.ndarray, metric: str, ratio: Ratio) -> pd.DataFrame:
-    """Return a ratio's values as rows of blocks of layers: ``start`` is the first layer, ``size`` the number of
+    """Return a ratio's values as rows of blocks of layers: ``start`` is the first layer, ``size`` is the number of
     layers.
     """
     value, error = ratio.mean.numpy(), ratio.standard_error.numpy()

@@ -64,8 +64,8 @@ def decided(settings: S) -> S:
 
     The rule measures no times, so a run's numbers are reproducible.
 
-    On a GPU that computes in bfloat16: bf16, compiled for ``COMPILED_FROM`` steps or more unless CUDA graphs are used.
-    Elsewhere: fp32, not compiled.
+    On a GPU that computes in bfloat16, the run uses bf16, and is compiled if it has ``COMPILED_FROM`` steps or more and
+    no CUDA graphs. Elsewhere, it uses fp32 and is not compiled.
     """
     device = device_of(getattr(settings, "device", "auto"))
     fast = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,5 +1,4 @@
-"""Parts that learn little: experts without tokens, and layers whose gradient or update fell far below that in other
-layers.
+"""Parts that learn little: experts without tokens, and layers whose gradient or update fell far below the usual value of other layers.
 
 Such parts need not do harm, so Lamina writes a note and raises no alarm. This module loads neither torch nor
 transformers.

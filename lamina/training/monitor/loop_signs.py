@@ -62,7 +62,7 @@ class LoopSigns:
     Args:
         norms: the gradient norms, with the followed parameters.
         structure: the model's structure; None if Lamina found no layers.
-        hooks: whether hooks inside the model run; in a compiled model they do not.
+        hooks: whether hooks inside the model run; in a compiled model, they do not run.
         note: gets a line for the user.
     """
 

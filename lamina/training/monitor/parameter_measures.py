@@ -462,12 +462,12 @@ class UpdateRatios(TrainerCallback):
     """Measures the updates of recorded optimizer steps, by sub-layer and block, and for embedding and output head.
 
     w are the weights before the optimizer's step and w' the weights after it, so the update includes clipping, the
-    learning rate and weight decay. Metrics: ``update_norm`` |w' - w|, ``weight_norm`` |w|, ``update_ratio`` |w' - w| /
-    |w|, and if the optimizer has Adam's moments after the step, ``first_moment`` |m| and ``second_moment``, the norm of
-    sqrt(v) (both in units of the gradient). ``unmoved_parameters`` is the number of parameters with a gradient and an
-    update of exactly 0. ``without_gradient`` is the number of ``SilentParameters``. If the groups have different
-    learning rates, ``rate_ratio`` is the largest learning rate divided by the rate of most parameters.
-    ``rate_estimate`` is the learning rate that an optimizer estimates itself.
+    learning rate and weight decay. The metrics are ``update_norm`` |w' - w|, ``weight_norm`` |w| and ``update_ratio``
+    |w' - w| / |w|. If the optimizer has Adam's moments after the step, they are also ``first_moment`` |m| and
+    ``second_moment``, the norm of sqrt(v), both in units of the gradient. ``unmoved_parameters`` is the number of
+    parameters with a gradient and an update of exactly 0. ``without_gradient`` is the number of ``SilentParameters``.
+    If the groups have different learning rates, ``rate_ratio`` is the largest learning rate divided by the rate of most
+    parameters. ``rate_estimate`` is the learning rate that an optimizer estimates itself.
 
     At a recorded step, memory holds a copy of the weights from the backward pass to the end of the step; at other
     steps, only a copy of ``samples``. Only ``rows`` waits for the device.

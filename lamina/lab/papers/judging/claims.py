@@ -58,10 +58,10 @@ def limited(
 ) -> Finding:
     """Apply the rules of statistical power to a finding, given the part of ``results`` that its claim has read.
 
-    The verdict becomes "needs scale" if an arm trains but has not learned more than a bigram table, is not above chance
-    on the tasks, or has policies that have not moved. It becomes "inconclusive" if the tested seeds chose the learning
-    rate, or if the best rate is at the sweep's edge. With ``exact``, the claim is an identity of any model, and no rule
-    applies. With ``one_learned``, one arm below the bigram table's loss is enough.
+    The verdict becomes "needs scale" if an arm trains but learns no more than a bigram table, is at chance on the
+    tasks, or has policies that do not move. It becomes "inconclusive" if the tested seeds chose the learning rate, or
+    if the best rate is at the sweep's edge. With ``exact``, the claim is an identity of any model, and no rule applies.
+    With ``one_learned``, one arm below the bigram table's loss is enough.
     """
     if exact or not reads.columns or "key" not in results or "status" not in results:
         return finding

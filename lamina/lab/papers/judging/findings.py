@@ -133,10 +133,10 @@ def needs_scale(scale: str, why: str) -> Finding:
 def all_of(*findings: Finding) -> Finding:
     """Join findings by "and": the claim holds if all findings hold, and fails if one of them fails.
 
-    The p value that all hold is the largest p of the parts (an intersection-union test). The p value that one is false
-    is the smallest p times the number of parts (Bonferroni). If a part fails before this correction but not after it,
-    the joined finding is inconclusive. Margin and interval come from the deciding part: the first part that fails or is
-    undecided, or else the part with the largest p.
+    The p value that all hold is the largest p of the parts (an intersection-union test). The p value that at least one
+    finding is false is the smallest p times the number of parts (Bonferroni). If a part fails before this correction
+    but not after it, the joined finding is inconclusive. Margin and interval come from the deciding part: the first
+    part that fails or is undecided, or else the part with the largest p.
     """
     p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
     failed = [each for each in findings if each.verdict.failed]

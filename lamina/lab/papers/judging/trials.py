@@ -39,9 +39,10 @@ class Trials:
     """The trials of a study, or a selection of them.
 
     Args:
-        table: one row per trial: a column per axis, ``seed``, ``learning_rate``, the columns of a result
-            (``lamina.jobs.columns``), ``tuned`` (trained at its arm's chosen rate, with one of the study's seeds),
-            ``at_edge`` (that arm's best rate is the lowest or the highest that was tried) and ``key``.
+        table: one row per trial. The columns are each axis, ``seed``, ``learning_rate``, the columns of a result
+            (``lamina.jobs.columns``), ``tuned``, ``at_edge`` and ``key``. ``tuned`` says whether the trial has its
+            arm's chosen rate and one of the study's seeds. ``at_edge`` says whether the arm's best rate is the lowest
+            or the highest that was tried.
         axes: the names of the study's axes; ``learning_rate`` and ``seed`` may be among them.
         scale: cpu, gpu or paper.
         measures: a function that returns the tables of probes and records.
