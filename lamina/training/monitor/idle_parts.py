@@ -1,4 +1,4 @@
-"""Parts that learn little: experts without tokens, and layers whose gradient or update fell far below the usual value of other layers.
+"""Parts that learn little: experts without tokens, and layers with a far smaller gradient or update than other layers.
 
 Such parts need not do harm, so Lamina writes a note and raises no alarm. This module loads neither torch nor
 transformers.
