@@ -98,9 +98,8 @@ def read_config(
         more: further arguments of ``AutoConfig.from_pretrained``.
 
     Raises:
-        UserError: if the folder is damaged, the configuration is missing, the model type is unknown, or a field is
-            invalid. Also if a field asks for code on the hub, or a tensor has a quantized format that the configuration
-            does not declare.
+        UserError: if the folder is damaged, the configuration is missing, the model type is unknown, a field is invalid
+            or asks for code on the hub, or a tensor has a quantized format that the configuration does not declare.
     """
     name, folder = str(path), Path(path)
     source = f"{field} {name!r}: config.json"
