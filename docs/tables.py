@@ -103,8 +103,8 @@ def placements_speed(name: str) -> str:
     speeds, memory = ([row[column] for row in rows] for column in ("speed_ratio", "memory_ratio"))
     s = record["settings"]
     return (
-        f"Beside transformers' Llama, {len(rows)} of {len(names())} placements train at {min(speeds):.2f} to "
-        f"{max(speeds):.2f} times its speed and take {min(memory):.2f} to {max(memory):.2f} times its memory (eager, "
+        f"{len(rows)} of {len(names())} placements train at {min(speeds):.2f} to {max(speeds):.2f} times the speed of "
+        f"transformers' Llama, and take {min(memory):.2f} to {max(memory):.2f} times its memory (eager, "
         f"{s['num_hidden_layers']} layers of width {s['hidden_size']}). {_where(name)}"
     )
 
