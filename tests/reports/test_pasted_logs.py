@@ -1,6 +1,7 @@
 # ruff: noqa: E501  (lines as trainers print them)
 """What people paste: each kind of log that was once read wrongly is read as it is meant."""
 
+import gzip
 import json
 import random
 from itertools import accumulate
@@ -125,3 +126,36 @@ def test_a_loss_that_is_always_0_is_said(tmp_path):
     path = tmp_path / "h.csv"
     path.write_text("step,loss,grad_norm\n" + "".join(f"{n},0.0,1.0\n" for n in range(9)))
     assert "'loss' is 0 in every record" in str(read_history(path))
+
+
+@pytest.mark.parametrize(
+    ("files", "other"),
+    [
+        (("new/checkpoint-20", "new/checkpoint-10", "old/checkpoint-10"), "old/checkpoint-10"),
+        (("version_10", "version_9"), "version_9"),
+    ],
+)
+def test_of_several_runs_in_a_folder_the_one_that_is_read_is_named(tmp_path, files, other):
+    name = "metrics.csv" if "version" in other else "trainer_state.json"
+    for loss, folder in enumerate(files, start=1):
+        path = tmp_path / folder / name
+        path.parent.mkdir(parents=True)
+        rows = [{"step": n, "loss": loss} for n in range(3)]
+        table = "step,loss\n" + "".join(f"{n},{loss}\n" for n in range(3))
+        path.write_text(table if name.endswith("csv") else json.dumps({"log_history": rows}))
+    history = read_history(tmp_path)
+    assert history.values(LOSS)[0] == 1.0
+    assert f"{files[0]}/{name}, 3 records" in str(history)
+    assert f"the folder holds another run ({other}/{name})" in str(history)
+
+
+def test_a_compressed_table_is_read_in_pieces_and_a_cut_one_is_refused(tmp_path, monkeypatch, refused):
+    pytest.importorskip("pandas")
+    monkeypatch.setattr("lamina.reports.histories.sources._LARGE", 10)
+    text = "step,loss\n" + "".join(f"{n},{3 - n / 50}\n" for n in range(99))
+    path = tmp_path / "run.csv.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+    monkeypatch.setattr("lamina.reports.histories.sources._of_text", None)  # which takes twice as long
+    assert read_history(path).values(LOSS) == pytest.approx({n: 3 - n / 50 for n in range(99)})
+    path.write_bytes(path.read_bytes()[:-40])
+    assert "is not readable" in refused("diagnose", path)

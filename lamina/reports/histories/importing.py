@@ -25,7 +25,7 @@ from lamina.reports.diagnosis import BEFORE, restarts, wander_of
 from lamina.reports.histories.names import OTHER, RATE, best, is_side_loss, parameter_of, plain, step_rank, whole
 from lamina.reports.histories.owners import Owner, Places, places_of
 from lamina.reports.histories.recordings import Bools, Floats, Ints, Recording, Series
-from lamina.reports.histories.sources import read_runs, recorded_in
+from lamina.reports.histories.sources import read_runs, recorded_in, runs_in
 from lamina.training.monitor.alarms import Alarm, Alarms, events, write_alarms
 from lamina.training.monitor.policy_signs import METRICS as POLICY
 from lamina.training.monitor.policy_signs import metrics_of
@@ -151,6 +151,10 @@ def read_history(path: Path, run: str = "") -> History:
     history = _placed(chosen, source)
     if source != path:
         history.form = f"{history.form} {source.relative_to(path)}"
+        if others := [str(other.relative_to(path)) for other in runs_in(path)[1:]]:
+            shown = f"{', '.join(others[:_SHOWN])}{', ...' * (len(others) > _SHOWN)}"
+            one = len(others) == 1
+            history.notes.append(f"the folder holds {'another run' if one else f'{len(others)} other runs'} ({shown})")
     return history
 
 

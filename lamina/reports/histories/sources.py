@@ -13,6 +13,7 @@ import re
 import sqlite3
 import struct
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -50,6 +51,7 @@ _FILES = (
 )
 """Files in the folders of trainers, the first one that is there is read."""
 _TRACKED = ("*.wandb", "events.out.tfevents.*")
+_ZIPPED = b"\x1f\x8b"
 _SAID = 5.0  # seconds after which a reader says how far it is
 _LARGE, _LONGEST = 2**20, 2**26  # bytes from which a file is read in pieces, and of a line
 
@@ -60,17 +62,29 @@ def recorded_in(folder: Path) -> Path | None:
     """
     if (folder / CONFIG).exists() and (folder / "layers").exists():
         return None
-    for pattern in _FILES:
-        if files := [path for path in folder.glob(pattern) if path.is_file()]:
-            return max(files, key=lambda path: (_step_in(path), path.stat().st_mtime))
+    if files := runs_in(folder):
+        return files[0]
     databases = list(folder.glob("*.db"))
     if len(databases) == 1:
         return databases[0]
     return folder if tracked(folder) else None
 
 
-def _step_in(path: Path) -> int:
-    return int(match[1]) if (match := re.search(r"(?:checkpoint-|version_)(\d+)$", path.parent.name)) else -1
+def runs_in(folder: Path) -> list[Path]:
+    """Return the files of a trainer's runs in a folder: of each the latest, and first the highest number."""
+    newest: dict[Path, Path] = {}
+    for pattern in _FILES:
+        for path in sorted(folder.glob(pattern), key=_age):
+            run = path.parent.parent if path.parent.name.startswith("checkpoint-") else path.parent
+            newest[run] = path
+        if newest:
+            break
+    return sorted(newest.values(), key=_age, reverse=True)
+
+
+def _age(path: Path) -> tuple[int, float]:
+    number = re.search(r"(?:checkpoint-|version_)(\d+)$", path.parent.name)
+    return int(number[1]) if number else -1, path.stat().st_mtime
 
 
 def tracked(folder: Path) -> list[Path]:
@@ -96,7 +110,7 @@ def read_runs(path: Path) -> dict[str, Recording]:
         large = path.stat().st_size > _LARGE
         if large and (columns := _long(path)) is not None:
             return runs_of(columns)
-        large = large and path.suffix.lower() in (".csv", ".tsv")
+        large = large and re.search(r"\.[ct]sv(\.gz)?$", path.name.lower()) is not None
         return runs_of(_wide(path) if large and find_spec("pandas") else _of_text(path.read_bytes(), path.stem))
     except ModuleNotFoundError as error:
         name = "wandb" if str(error.name).startswith(("wandb", "google")) else "tensorboard"
@@ -104,7 +118,8 @@ def read_runs(path: Path) -> dict[str, Recording]:
     except UserError as error:
         raise UserError(f"run: {str(path)!r}: {error}") from None
     except (
-        OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError, csv.Error, sqlite3.Error
+        EOFError, zlib.error, OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError, csv.Error,
+        sqlite3.Error,
     ) as error:  # fmt: skip
         raise UserError(f"run: {str(path)!r} is not readable ({one_line(error)})") from None
 
@@ -129,7 +144,7 @@ def _of_folder(folder: Path) -> dict[str, Recording]:
 
 
 def _text(data: bytes) -> str:
-    if data[:2] == b"\x1f\x8b":
+    if data[:2] == _ZIPPED:
         data = gzip.decompress(data)
     wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")  # as PowerShell writes what it is piped
     return data.decode("utf-16" if wide else "utf-8-sig", errors="replace")
@@ -324,9 +339,11 @@ def _wide(path: Path) -> Columns:
     """Read a large table in pieces, by column, and say how far it is."""
     import pandas as pd
 
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        first = file.readline().rstrip("\r\n")
-    if (header := _header(first)) is None or "\ufffd" in first:  # another encoding, or compressed
+    with path.open("rb") as file:
+        zipped = file.read(2) == _ZIPPED
+    with gzip.open(path) if zipped else path.open("rb") as file:
+        first = file.readline(_LONGEST).decode("utf-8-sig", errors="replace").rstrip("\r\n")
+    if (header := _header(first)) is None or "\ufffd" in first:  # another encoding
         return _of_text(path.read_bytes(), path.stem)
     separator, names = header
     columns, parts = Columns(form="CSV" if separator == "," else f"a table separated by {separator!r}"), {}
@@ -336,6 +353,7 @@ def _wide(path: Path) -> Columns:
         pieces: Proto = pd.read_csv(
             file,
             sep=separator,
+            compression="gzip" if zipped else None,
             chunksize=max(100, 2**22 // len(names)),
             na_values=[""],
             keep_default_na=False,
