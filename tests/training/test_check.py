@@ -8,7 +8,14 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
 from training.watching.loops import VOCAB, NanoGpt, Tokens, llama
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, T5Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    T5Config,
+)
 from transformers import T5ForConditionalGeneration as T5
 
 import lamina
@@ -146,6 +153,64 @@ def falling(model):
     return torch.optim.AdamW([*groups, {"params": rest}], weight_decay=0.0)
 
 
+def loaded(lacks):
+    """A trained model, of which what holds a part of a name was not loaded."""
+    made, _ = trained(*(lambda m: (m, adamw(m, lr=0.02)))(llama(layers=4)))
+    state = {name: value for name, value in made.state_dict().items() if not any(part in name for part in lacks)}
+    model = llama(layers=4)
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+class Listed(nn.Module):
+    """A model whose layers stand in a plain list."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.layers, self.head = nn.Embedding(VOCAB, 16), [nn.Linear(16, 16)], nn.Linear(16, VOCAB)
+        nn.init.normal_(self.words.weight, std=0.02)
+
+    def forward(self, idx, targets):
+        hidden = self.words(idx)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        logits = self.head(hidden)
+        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def set_all(model, name, value):
+    for parameter in model.model.parameters():
+        setattr(parameter, name, value)
+    return model
+
+
+def repeated():
+    model = NanoGpt()
+    model.h = nn.ModuleList([model.h[0]] * 3)
+    return model
+
+
+def tied_by_data():
+    model = llama()
+    model.lm_head.weight.data = model.model.embed_tokens.weight.data
+    return model
+
+
+def classes(**options):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return BertForSequenceClassification(BertConfig(**sizes, intermediate_size=32, num_labels=3, **options)).train()
+
+
+def disabled():
+    model = lora(llama())
+    model.disable_adapter_layers()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name)
+    return model
+
+
 def two(model):
     head = torch.optim.SGD([model.lm_head.weight], lr=0.1)
     return [adamw(model), head]
@@ -212,6 +277,25 @@ FAULTS = {
     "rounded_updates": lambda: (m := llama().bfloat16(), adamw(m, lr=1e-5), {}),
     "rounded_updates: of float32": lambda: (m := llama(), sgd(m, lr=1e-9), {"batch": BATCH}),
     "restored_alone": lambda: (m := llama(), restored(m), {}),
+    "no_gradient": lambda: (m := llama().requires_grad_(False), torch.optim.AdamW(m.parameters()), {}),
+    "no_gradient: detached": lambda: (llama(), None, {"batch": BATCH, "loss": lambda m, b: m(**b).loss.detach()}),
+    "no_gradient: adapters": lambda: (disabled(), None, {"batch": BATCH}),
+    "no_gradient: scaled by 0": lambda: (lora(llama(), lora_alpha=0), None, {"batch": BATCH}),
+    "no_gradient_to_tables": lambda: (detached("model.embed_tokens"), None, {"batch": BATCH}),
+    "unregistered": lambda: (Listed(), None, {"batch": nano_batch()}),
+    "unregistered: unseen": lambda: (Listed(), None, {}),
+    "repeated_layer": lambda: (repeated(), None, {}),
+    "shared_memory": lambda: (tied_by_data(), None, {"batch": BATCH}),
+    "not_finite": lambda: (changed(llama(), lambda m: m.lm_head.weight[1].fill_(float("nan"))), None, {}),
+    "equal_units": lambda: (changed(llama(), lambda m: m.lm_head.weight.fill_(0.02)), None, {}),
+    "high_dropout": lambda: (classes(hidden_dropout_prob=0.9), None, {}),
+    "high_dropout: of attention": lambda: (llama(attention_dropout=1.0), None, {}),
+    "freezing_without_effect": lambda: (m := llama(), setattr(m.model, "requires_grad", False), {}),
+    "freezing_without_effect: a misspelling": lambda: (set_all(llama(), "require_grad", False), None, {}),
+    "partly_loaded": lambda: (loaded(["layers.2.", "layers.3."]), None, {"batch": BATCH}),
+    "partly_loaded: the head": lambda: (loaded(["lm_head"]), None, {}),
+    "frozen_head": lambda: (get_peft_model(classes(), LoraConfig(r=2, target_modules=["query"])), None, {}),
+    "norm_epsilon": lambda: (llama(rms_norm_eps=1.0), None, {}),
     "rates_by_depth": lambda: (m := llama(layers=3), falling(m), {}),
     "mask_and_labels": lambda: (llama(), None, {"batch": padded(labels="all")}),
     "mask_and_labels: inverted": lambda: (llama(pad_token_id=0), None, {"batch": padded(mask=lambda m: 1 - m)}),
@@ -370,6 +454,28 @@ def test_a_schedule_that_starts_at_zero_is_no_mistake():
     assert names(model, optimizer) == []
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 1e-3})
     assert names(model, optimizer) == []
+
+
+def test_gradients_that_are_switched_off_are_a_mistake():
+    model = llama()
+    with torch.no_grad():
+        assert names(model) == names(model, batch=BATCH) == ["no_gradient"]
+
+
+HEALTHY_MODELS = {
+    "a new head on trained layers": lambda: get_peft_model(classes(), LoraConfig(task_type="SEQ_CLS")),
+    "a frozen part": lambda: frozen(llama(layers=4), "layers.3."),
+    "a trained model": lambda: loaded([]),
+    "a frozen teacher in a list": lambda: (m := NanoGpt(), setattr(m, "teacher", [NanoGpt().requires_grad_(False)]))[0],
+    "a dropout of a half": lambda: classes(hidden_dropout_prob=0.5),
+    "a method that freezes": lambda: (m := llama(), m.model.embed_tokens.requires_grad_(False))[0],
+    "a zero layer": lambda: changed(llama(), lambda m: m.lm_head.weight.zero_()),
+}
+
+
+@pytest.mark.parametrize("case", HEALTHY_MODELS)
+def test_a_model_that_was_put_together_on_purpose_is_no_mistake(case):
+    assert names(HEALTHY_MODELS[case]()) == []
 
 
 class Prodigy(torch.optim.Optimizer):

@@ -246,7 +246,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def fresh_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def fresh_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Set the parameters' gradients to None inside the context.
 
     Afterwards, restore the gradients and each parameter's requires_grad.

@@ -46,6 +46,7 @@ class BeforeTraining:
         scaler: whether a GradScaler scales the loss; None if unknown.
         half: whether autocast computes in float16.
         running: whether the model runs its first training step.
+        recording: whether autograd records operations.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class BeforeTraining:
     scaler: bool | None = None
     half: bool = False
     running: bool = False
+    recording: bool = True
 
     @cached_property
     def names(self) -> dict[int, str]:
@@ -65,6 +67,25 @@ class BeforeTraining:
     @cached_property
     def trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @cached_property
+    def modules(self) -> dict[int, str]:
+        """The modules' paths by id."""
+        return {id(module): path for path, module in self.model.named_modules()}
+
+    @cached_property
+    def unregistered(self) -> dict[str, torch.Tensor]:
+        """Trainable tensors by name, of which the model does not know: in plain lists, tuples, mappings or alone."""
+        found: dict[str, torch.Tensor] = {}
+        for path, module in self.model.named_modules():
+            for name, value in vars(module).items():
+                inside = value.values() if isinstance(value, dict) else value
+                values = list(inside) if isinstance(value, dict | list | tuple) else [value]
+                for each in [] if name.startswith("_") else values:
+                    own = list(each.parameters()) if isinstance(each, nn.Module) else [each]
+                    tensors = [x for x in own if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf]
+                    found |= {f"{path}.{name}".lstrip("."): x for x in tensors if id(x) not in self.names}
+        return found
 
     @property
     def settings(self) -> list[tuple[torch.optim.Optimizer, Mapping[str, Output]]]:

@@ -57,6 +57,7 @@ def check(
     setup = BeforeTraining(
         model=model_itself, optimizers=optimizers, batch=batch_of(arguments), half=in_half(device.type)
     )
+    setup.recording = torch.is_grad_enabled()
     setup.scaler = scaler is not None and bool(getattr(scaler, "is_enabled", lambda: True)())
     first = next(iter(inspect.signature(model_itself.forward).parameters), "input_ids")
     made_up = {str(getattr(model_itself, "main_input_name", first)): torch.arange(1, 9, device=device)[None]}
@@ -64,7 +65,7 @@ def check(
     if batch is None:
         unchecked.append("first loss, labels, masks and gradients. Pass batch= to check them")
     else:
-        setup.trial = first_pass(model_itself, batch, loss, setup.tokens)
+        setup.trial = first_pass(model_itself, batch, loss, setup.tokens, setup.unregistered.values())
         if setup.trial is None:
             unchecked.append(
                 "first loss and gradients: the model returns no loss. Pass loss=, a function of model and batch"

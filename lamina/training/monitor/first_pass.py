@@ -64,9 +64,17 @@ def _parts(output: Output) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 
 def first_pass(
-    model: nn.Module, batch: object, loss_of: LossOf | None, tokens: torch.Tensor | None
+    model: nn.Module,
+    batch: object,
+    loss_of: LossOf | None,
+    tokens: torch.Tensor | None,
+    others: Iterable[torch.Tensor] = (),
 ) -> FirstPass | None:
-    """Run a forward and backward pass; restore gradients, random states and buffers. Returns None without a loss."""
+    """Run a forward and backward pass; restore gradients, random states and buffers. Returns None without a loss.
+
+    ``others`` are trainable tensors that are not among the model's parameters.
+    """
+    every = [*model.parameters(), *others]
     args, kwargs = arguments_of(model, batch)
     ran, outputs = set[int](), []
     hooks = [module.register_forward_pre_hook(lambda m, a: ran.add(id(m))) for module in model.modules()]
@@ -82,16 +90,14 @@ def first_pass(
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = [p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"][:1]
     try:
-        with torch.random.fork_rng(devices=devices), fresh_gradients(model.parameters()):
+        with torch.random.fork_rng(devices=devices), fresh_gradients(every):
             loss, logits = loss_and_logits()
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 return None
             if loss.requires_grad:
                 loss.backward()
             gradients = {
-                id(p): float(whole(p.grad).float().square().mean().sqrt())
-                for p in model.parameters()
-                if p.grad is not None
+                id(p): float(whole(p.grad).float().square().mean().sqrt()) for p in every if p.grad is not None
             }
             logits = None if logits is None else logits.detach()
             stuck = _stuck(model, lambda: loss_and_logits()[0])

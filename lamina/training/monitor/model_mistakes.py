@@ -84,7 +84,8 @@ def untied(setup: BeforeTraining) -> Iterator[Mistake]:
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         config = model.config.get_text_config()
         wanted = bool(config.tie_word_embeddings) and bool(getattr(model, "_tied_weights_keys", None))
-        if wanted and table is not head and table.shape == head.shape:
+        same = table is head or table.data_ptr() == head.data_ptr()
+        if wanted and not same and table.shape == head.shape:
             yield _untied("config.tie_word_embeddings is true, but embedding and output head are two tensors")
             return
     tables = [m.weight for m in setup.model.modules() if isinstance(m, nn.Embedding)]
@@ -93,7 +94,9 @@ def untied(setup: BeforeTraining) -> Iterator[Mistake]:
         for head in heads:
             if isinstance(table, DTensor) or isinstance(head, DTensor):
                 continue
-            if table is not head and table.shape == head.shape and bool(table.any()) and torch.equal(table, head):
+            if table is head or table.shape != head.shape or table.data_ptr() == head.data_ptr():
+                continue
+            if bool(table.any()) and torch.equal(table, head):
                 yield _untied(
                     f"{setup.listed([table])} and {setup.listed([head])} have equal values but are two tensors"
                 )
@@ -126,8 +129,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
         (double, 2, "the weights of norms that compute 1 + weight start at 1", "Start such weights at 0"),
     ):
         if found:
-            names = {id(module): name for name, module in setup.model.named_modules()}
-            what = f"{len(found)} norms have a gain of about {size} ({listing([names[id(m)] for m in found])})"
+            what = f"{len(found)} norms have a gain of about {size} ({listing([setup.modules[id(m)] for m in found])})"
             yield Mistake(what=what, why=why, do=do)
 
 
