@@ -197,7 +197,7 @@ def emit(
             "in NAME."
         )
     if file is not None and (iskeyword(file.stem) or file.stem == "torch"):
-        raise UserError(f"output: Python or torch has a module of the name {file.name!r}. Choose another name.")
+        raise UserError(f"output: Python or torch reserves the name {file.name!r}. Choose another name.")
     emitted = run(spec, target, num_layers, module=file.stem if file else "")
     if file is not None:
         written = {file: emitted.code} | ({file.with_name(f"test_{file.name}"): emitted.test} if with_test else {})

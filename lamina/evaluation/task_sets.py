@@ -58,7 +58,7 @@ SETS: dict[str, TaskSet] = {
             Wanted(task="arc_challenge", metric="acc_norm", heading="ARC-c"),
             Wanted(task="winogrande", metric="acc", heading="Wino."),
         ),
-        source="FuseNorm, Tables 1 to 3 (zero-shot: the paper names no examples)",
+        source="FuseNorm, Tables 1 to 3 (zero-shot, because the paper states no number of examples)",
     ),
     "peri_ln": TaskSet(
         columns=(
@@ -68,7 +68,7 @@ SETS: dict[str, TaskSet] = {
             Wanted(task="social_iqa", metric="acc", heading="SIQA"),
             Wanted(task="winogrande", metric="acc", heading="Winogrande"),
         ),
-        source="Peri-LN, Table 1 and J.1 (zero-shot: the paper names no examples)",
+        source="Peri-LN, Table 1 and J.1 (zero-shot, because the paper states no number of examples)",
     ),
     "mix_ln": TaskSet(
         columns=(

@@ -235,13 +235,13 @@ def norm(kind: str) -> Callable[[N], N]:
     Raises UserError for an invalid name, or for a name that another module has registered (``refuse_namesake``).
     """
     if not str(kind).isidentifier():
-        raise UserError(f"norm: {kind!r} is no name. Give a text that is a valid identifier.")
+        raise UserError(f"norm: {kind!r} is not a name. Give a text that is a valid identifier.")
 
     def register(cls: N) -> N:
         holder = LaminaNorm if kind == "backbone" else NORMS.get(kind)
         refuse_namesake("norm", kind, cls.__module__, holder and holder.__module__)
         if not issubclass(cls, LaminaNorm):
-            raise UserError(f"norm: {cls.__name__} is no LaminaNorm. Give a subclass of LaminaNorm.")
+            raise UserError(f"norm: {cls.__name__} is not a subclass of LaminaNorm. Derive it from LaminaNorm.")
         NORMS[kind] = cls
         OWN_KINDS.add(kind)
         return cls

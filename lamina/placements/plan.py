@@ -212,7 +212,7 @@ class Sources:
         states = tuple(_tuple("states", state) for state in _tuple("states", self.states))
         if any(len(state) != 2 or type(state[0]) is not int for state in states):
             raise UserError(
-                f"states: {self.states!r} is no list of pairs. Give pairs of a state's index and its initial weight."
+                f"states: {self.states!r} is not a list of pairs. Give pairs of a state's index and its initial weight."
             )
         object.__setattr__(self, "states", states)
         for weight in (self.stream, *(weight for _, weight in states)):

@@ -32,7 +32,7 @@ from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Poin
 
 _TOLD = 0.5  # the largest standard error with which an exponent says something
 _STATEMENTS = {
-    "peri_ln_c1": "Peri-LN Prop C.1: no norm behind the last down-projection",
+    "peri_ln_c1": "Peri-LN Prop C.1: no norm after the last down-projection",
     "peri_ln_c2": "Peri-LN Prop C.2: a norm on its output",
     "peri_ln_c3": "Peri-LN Prop C.3: a norm on the sum",
     "peri_ln_c2_c3": "Peri-LN Prop C.2 and C.3: norms on its output and on the sum",
@@ -240,7 +240,7 @@ class Bounds(ShortProbe):
 
     name = "bounds"
     title = "Bounds"
-    summary = "both measured sides of the inequalities in Peri-LN's Proposition 3.1 and FuseNorm's Theorem 1"
+    summary = "measurements of both sides of the inequalities in Peri-LN's Proposition 3.1 and FuseNorm's Theorem 1"
     source = (
         "Peri-LN (arXiv 2502.02732) Prop 3.1, C.1-C.3; FuseNorm (SpanNorm, arXiv 2601.22580) Thm 1, Eq 9, 13, 19-21"
     )

@@ -155,9 +155,12 @@ def over_steps(lines_by_title: Mapping[str, Iterable[Line]], height: int) -> Fig
         return None
     figure = panels(1, len(lines_by_title), across=0.08)
     for number, (title, lines) in enumerate(lines_by_title.items(), start=1):
+        heights = set[float | None]()
         for line in lines:
             line.draw(figure, 1, number)
-        figure.update_yaxes(title=title, row=1, col=number)
+            heights.update(line.y)
+        level = len(heights) == 1  # plotly would draw a learning rate of 1e-3 at 0, between -1 and 1
+        figure.update_yaxes(title=title, rangemode="tozero" if level else None, row=1, col=number)
     return polish(figure.update_xaxes(title="step"), height)
 
 

@@ -231,7 +231,7 @@ class LayerRows:
                 yield self._arrays(part, columns)
             except (OSError, ValueError, TypeError, KeyError) as error:
                 if len(columns) == len(LAYER_COLUMNS):  # said once
-                    logger.warning("%s: left out of the report (%s)", part.name, error)
+                    logger.warning("%s is not readable, so the report leaves it out (%s)", part.name, error)
 
     def _arrays(self, part: Path, columns: Sequence[str]) -> Columns:
         arrays: Columns = {}

@@ -278,7 +278,7 @@ def lenient_mapping(path: Path) -> Json:
     except OSError:
         return {}
     except (ValueError, yaml.YAMLError):
-        logger.warning("%s: not readable, left out of the report", path.name)
+        logger.warning("%s is not readable, so the report leaves it out", path.name)
         return {}
     return {key: value for key, value in data.items() if key not in (DIGEST, SEAL)} if isinstance(data, dict) else {}
 
@@ -312,5 +312,5 @@ def _parts(paths: Iterable[Path]) -> Frame:
             part.loc[:, ["step", "value"]]
             parts.append(part)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            logger.warning("%s: left out of the report (%s)", path.name, error)
+            logger.warning("%s is not readable, so the report leaves it out (%s)", path.name, error)
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["step", "value"])

@@ -85,7 +85,7 @@ def joined(folder: Path) -> Path:
 def notes_of_stages(folder: Path) -> list[str]:
     """Return a note on the stages that Lamina joined in a folder; an empty text for any other folder."""
     told = read_about(folder).get("stages") if folder.is_dir() else None
-    return [f"Lamina {note}." if note.startswith("read") else f"Note: {note}." for note in told or ()]
+    return [f"{note}." for note in told or ()]
 
 
 def _write_rows(target: Path, stages: Sequence[Path]) -> dict[Path, set[int]]:
@@ -139,9 +139,9 @@ def _about(stages: Sequence[Path], abouts: Mapping[Path, Json], steps: Mapping[P
     ]
     first, last = min(layers, default=0), max(layers, default=-1)
     missing = [number for number in range(last + 1) if number not in layers]
-    notes = [f"read {len(told)} pipeline stages as one run: {', '.join(told)}"]
-    notes += ["the stages have records of different steps"] * (len({max(steps[at], default=0) for at in stages}) > 1)
-    notes += [f"layers {ranges(missing)} are in no folder"] * bool(missing)
+    notes = [f"Lamina read {len(told)} pipeline stages as one run: {', '.join(told)}"]
+    notes += ["The stages have records of different steps"] * (len({max(steps[at], default=0) for at in stages}) > 1)
+    notes += [f"No folder has the layers {ranges(missing)}"] * bool(missing)
     return {
         **abouts[stages[0]],
         "parameters": sum(about.get("parameters") or 0 for about in abouts.values()),

@@ -92,7 +92,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     )
     learning_rates_of: str | Json = setting(
         "",
-        'learning rates for single placements, which replace learning_rates: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" '
+        'learning rates for single placements, in place of learning_rates: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" '
         "(in YAML and Python also a mapping)",
         rates_by_placement,
         decides=False,

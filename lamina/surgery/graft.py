@@ -75,7 +75,7 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
     model = cast(PreTrainedModel, context.model)
     old = model if isinstance(model.config, LaminaConfig) else from_transformers(model)
     if not isinstance(old, LaminaForCausalLM):
-        raise UserError(f"model: a {type(old).__name__} is no decoder. Choose a decoder.")
+        raise UserError(f"model: a {type(old).__name__} is not a decoder. Choose a decoder.")
     before = Plan.from_dict(old.config.plan or {})
     plan = resolve(placement, before.num_layers)
     for which, name, plan_of in (("model", source, before), ("placement", placement, plan)):

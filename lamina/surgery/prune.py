@@ -59,7 +59,7 @@ def layers_of(text: str) -> list[int]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or not int(first) <= int(last or first) < _MOST:
             raise UserError(
-                f"layers: {shortened(repr(text), 80)} is no list of layers. Count layers from 0, as in 3,5-7."
+                f"layers: {shortened(repr(text), 80)} is not a list of layers. Count layers from 0, as in 3,5-7."
             )
         layers += range(int(first), int(last or first) + 1)
     return refuse_twice(layers)

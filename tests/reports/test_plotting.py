@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 import pytest
 from plotly.subplots import make_subplots
 
+from lamina.reports.charts import Line, over_steps
 from lamina.reports.plotting import Figure, panels
 
 
@@ -85,3 +86,12 @@ def test_lines_across_a_figure_are_plotlys():
     theirs.add_vline(x=7, line=line)
     found, wanted = json.loads(ours.to_json())["layout"], of_plotly(theirs)["layout"]
     assert (found["shapes"], found["annotations"]) == (wanted["shapes"], wanted["annotations"])
+
+
+def test_a_level_line_is_drawn_at_its_height():
+    """Plotly draws a learning rate of 1e-3 that never changes at 0, between -1 and 1, unless its axis begins at 0."""
+    lines = {
+        "learning rate": [Line(x=[1, 2], y=[1e-3, 1e-3], color="#000")],
+        "loss": [Line(x=[1, 2], y=[4.0, 3.0], color="#000")],
+    }
+    assert [axis.get("rangemode") for axis in over_steps(lines, 300).axes("y")] == ["tozero", None]

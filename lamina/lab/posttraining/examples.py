@@ -393,8 +393,9 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
         except ValueError:
             if choice == "auto":
                 return TEMPLATES.get(str(default))
-            allowed = f"(allowed: {', '.join(CHOICES)})"
-            raise UserError(f"template: {choice!r}, but the model's tokenizer has no chat template {allowed}") from None
+            raise UserError(
+                f"template: {choice!r}, but the tokenizer has no chat template. Choose one of {', '.join(TEMPLATES)}."
+            ) from None
     if path.suffix not in (".jinja", ".j2"):
         raise unknown("template", choice, (*CHOICES, "FILE.jinja"))
     text = ""

@@ -162,7 +162,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
     limit = min(PACKED, positions or PACKED) if getattr(settings, "packing", False) else positions or PACKED
     longest = settings.sequence_length or int(limit)
     if positions is not None and longest > positions:
-        raise UserError(f"sequence_length: {longest} is more than the model's {positions}. Lower it.")
+        raise UserError(f"sequence_length: {longest} is more than the model's {positions} positions. Choose fewer.")
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     rest = "bf16" if decided(settings).precision == "bf16" else "fp32"
     dtype = dtypes[rest if settings.quantized else settings.weights]

@@ -77,9 +77,9 @@ def _summary(folder: Path, about: Json, names: Mapping[int, str]) -> str:
     result, alarms = read_result(folder) or {}, events(read_alarms(folder))
     texts = [sentence(f"{result['reason']}.")] if result.get("reason") else []
     if alarms:
+        first = f"Lamina raised {len(alarms)} alarms. The first is" if len(alarms) > 1 else "Lamina raised an alarm"
         texts.append(
-            f"{len(alarms)} alarm{'s' * (len(alarms) > 1)}, the first at {describe(alarms[0][0], names)}. For charts "
-            f"of the failure, run: lamina diagnose {folder}"
+            f"{first} at {describe(alarms[0][0], names)}. For charts of the failure, run: lamina diagnose {folder}"
         )
     if result.get("skipped"):
         texts.append(f"The training skipped {result['skipped']} steps as outliers.")

@@ -72,7 +72,7 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
                 what=f"{len(silent)} layers' parameters get no gradient ({setup.listed(silent)})",
                 why="most other layers' parameters of these names get a gradient, so an operation detaches "
                 "these layers' outputs",
-                do="Look for .detach(), .data, torch.no_grad() or .item() behind their modules",
+                do="Look for .detach(), .data, torch.no_grad() or .item() after their modules",
             )
 
 

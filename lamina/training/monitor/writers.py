@@ -195,7 +195,7 @@ def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str 
         try:
             columns = read_part(part, metrics, sublayer)
         except (OSError, ValueError, KeyError) as error:  # ArrowInvalid is a ValueError
-            logger.warning("%s: left out (%s)", part, error)
+            logger.warning("%s is not readable, so Lamina leaves it out (%s)", part, error)
         except ModuleNotFoundError as error:
             raise missing_extra(str(part), error) or error from None
         else:

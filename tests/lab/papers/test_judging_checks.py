@@ -114,7 +114,7 @@ def test_runs_that_failed_are_ranked_last_and_counted():
     found = lower(both, "keel", than="pre_ln")
     assert (found.verdict, found.seeds) == ("inconclusive", 5), "five pairs of ranks cannot show it: p 0.0625"
     assert found.p == pytest.approx(2 * 0.5**5)
-    assert found.note == "pre_ln: 1 of 5 diverged (share that failed: 95 % 1% to 72%)"
+    assert found.note == "pre_ln: 1 of 5 runs diverged (95 % interval of the share that failed: 1% to 72%)"
     assert found.ours.startswith(
         "keel vs pre_ln, runs that failed last: lower in 5 of 5 pairs, median difference -0.0195"
     )
@@ -149,7 +149,7 @@ def test_two_arms_that_have_not_learned_have_no_order(check):
 
 def test_runs_that_are_short_are_compared_and_counted():
     table = trials(rows("a", [3.51, 3.52, 3.5], ["short", "short", "finished"]), rows("b", [3.6, 3.62, 3.61]))
-    assert lower(table, "a", than="b").note == "a: 2 of 3 short (too few steps to tell)"
+    assert lower(table, "a", than="b").note == "a: 2 of 3 runs are too short to tell"
 
 
 def test_an_arm_that_does_not_train_is_worse_than_any_that_does():
@@ -157,8 +157,8 @@ def test_an_arm_that_does_not_train_is_worse_than_any_that_does():
     both = trials(rows("post_ln", [2.0] * 5, stuck), rows("pre_ln", BASE))
     found = lower(both, "pre_ln", than="post_ln")
     assert found.verdict == "holds"
-    ending = "pre_ln 3.01 vs post_ln does not train (4 stuck and 1 diverged of 5)"
-    assert found.ours == f"{ending} (Fisher's exact test of the failed shares: p 0.0079)"
+    ending = "pre_ln 3.01 vs post_ln does not train (of 5 runs, 4 got stuck and 1 diverged)"
+    assert found.ours == f"{ending} (Fisher's exact test that the shares of failed runs differ: p 0.0079)"
     assert lower(both, "post_ln", than="pre_ln").verdict == "reversed"
     assert higher(both, "post_ln", than="pre_ln").verdict == "holds"
     assert equivalent(both, "post_ln", "pre_ln").verdict == "fails"

@@ -44,7 +44,8 @@ from lamina.lab.papers.judging.statistics import (
 from lamina.lab.papers.judging.trials import Arm, Trials, label
 
 TRAINED = (Status.FINISHED.value, Status.SHORT.value)
-NOT_TRAINED = (Status.DIVERGED.value, Status.STUCK.value)
+_ENDED = {Status.DIVERGED.value: "diverged", Status.STUCK.value: "got stuck"}
+NOT_TRAINED = (*_ENDED,)
 SMALLEST = 0.01
 """The smallest difference in loss that counts, in nats per token."""
 _LOSSES = ("eval_loss", "perplexity", "bits_per_byte", "eval_corpus_loss")
@@ -86,12 +87,12 @@ class _Arm:
         return {**self.values, **dict.fromkeys(self.lost_seeds, _worst(column))}
 
     def note(self) -> str:
-        parts = [f"{count} of {self.runs} {status}" for status, count in self.lost.items()]
+        parts = [f"{count} of {self.runs} runs {_ENDED[status]}" for status, count in self.lost.items()]
         if self.failed:
             low, high = share_interval(self.failed, self.runs)
-            parts[-1] += f" (share that failed: 95 % {low:.0%} to {high:.0%})"
-        parts += [f"{self.short} of {self.runs} short (too few steps to tell)"] if self.short else []
-        parts += [f"{self.broken} left out (an error or an interruption)"] if self.broken else []
+            parts[-1] += f" (95 % interval of the share that failed: {low:.0%} to {high:.0%})"
+        parts += [f"{self.short} of {self.runs} runs are too short to tell"] if self.short else []
+        parts += [f"Lamina leaves out {self.broken} with an error or an interruption"] if self.broken else []
         return f"{self.name}: {', '.join(parts)}" if parts else ""
 
 
@@ -282,12 +283,14 @@ def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | Non
     verdict = (Verdict.HOLDS if inside else outside) if p < ALPHA else Verdict.INCONCLUSIVE
     finding = Finding(
         verdict=verdict,
-        ours=f"{ours} (Fisher's exact test of the failed shares: p {p:.2g})",
+        ours=f"{ours} (Fisher's exact test that the shares of failed runs differ: p {p:.2g})",
         p=p if inside else 1.0,
         p_not=1.0 if inside else p,
         seeds=seeds,
     )
-    return finding if p < ALPHA else finding.noted("too few runs to tell the shares that failed apart")
+    return (
+        finding if p < ALPHA else finding.noted("the runs are too few to tell whether the shares of failed runs differ")
+    )
 
 
 def _ending(arm: _Arm) -> str:
@@ -295,8 +298,8 @@ def _ending(arm: _Arm) -> str:
         return (
             f"{arm.name} {number(sum(arm.values.values()) / len(arm.values))}" if arm.values else f"{arm.name}: no run"
         )
-    how = " and ".join(f"{count} {status}" for status, count in arm.lost.items())
-    return f"{arm.name} does not train ({how} of {arm.runs})"
+    how = " and ".join(f"{count} {_ENDED[status]}" for status, count in arm.lost.items())
+    return f"{arm.name} does not train (of {arm.runs} runs, {how})"
 
 
 def _share(trials: Trials, arm: Arm, statuses: Sequence[str], what: str) -> Finding:

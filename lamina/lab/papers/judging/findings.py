@@ -297,7 +297,7 @@ def too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding
     """Return the finding of a comparison without enough pairs; it names the arms that lack values."""
     empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
     ours, note = f"{names[0]} vs {names[1]}: {seeds_text(pairs)} in common", f"fewer than {TOO_FEW} pairs of seeds"
-    return inconclusive(ours, f"{note}; no run that has learned: {', '.join(empty)}" if empty else note, pairs)
+    return inconclusive(ours, f"{note}; no run has learned: {', '.join(empty)}" if empty else note, pairs)
 
 
 def number(value: float) -> str:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from lamina.core.frames import Frame
 from lamina.lab.papers.judging.checks import higher, values_of
 from lamina.lab.papers.judging.curves import trained
-from lamina.lab.papers.judging.findings import BySeed, Finding, Verdict
+from lamina.lab.papers.judging.findings import BySeed, Finding, Verdict, seeds_text
 from lamina.lab.papers.judging.trials import Arm, Trials, label
 from lamina.lab.papers.judging.value_checks import compare_values
 
@@ -73,7 +73,9 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
     matched = at_loss(others, ours.losses)
     equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
     lost = len((ours.losses.keys() & ours.values.keys()) - matched.keys())
-    note = f"{lost} left out at equal loss, because no {names[1]} run reaches their loss" if lost > 0 else ""
+    note = ""
+    if lost > 0:
+        note = f"Lamina leaves out {seeds_text(lost)} at equal loss, because no {names[1]} run reaches their loss"
     parts = (*raw.lines, *equal.lines)
     joined = replace(raw, ours="; ".join(parts), parts=parts).noted("; ".join(filter(None, [equal.note, note])))
     if raw.verdict != Verdict.HOLDS:
