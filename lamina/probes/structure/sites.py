@@ -203,6 +203,14 @@ class Structure:
         """Whether a layer passes on several streams, or earlier states."""
         return any(site.carries_more for site in self.layers)
 
+    def kinds(self) -> dict[int, str]:
+        """Return each layer's kind: the classes of the layer and of its children that have parameters."""
+        kinds = {}
+        for site in self.layers:
+            parts = (part for part in site.module.children() if next(part.parameters(), None) is not None)
+            kinds[site.index] = " ".join(type(module).__name__ for module in (site.module, *parts))
+        return kinds
+
     def states(self) -> dict[int, Point]:
         """Return the points of x^0 ... x^N, where x^N has not passed the final norm."""
         points = {site.index: site.input for site in self.layers}

@@ -163,8 +163,8 @@ class Rules:
 
     Attributes:
         half: whether the model computes in float16, whose largest number is 65504.
-        starts: the first layer of each further stack (a decoder, a tower); Lamina compares a layer only with its own
-            stack.
+        starts: the first layer of each further stack (a decoder, a tower). kinds: each layer's kind. Lamina compares a
+            layer only with layers of its own stack and kind.
         vocabulary: the number of tokens in the vocabulary; None if unknown.
         limits: the fitted limits by rule and metric.
         worst: the highest score so far for each fitted limit; for a rising gradient, a number of consecutive steps.
@@ -173,6 +173,7 @@ class Rules:
 
     half: bool = False
     starts: Sequence[int] = ()
+    kinds: Mapping[int, str] = field(default_factory=dict)
     vocabulary: int | None = None
     limits: Mapping[str, float] = field(default_factory=limits)
     worst: dict[str, float] = field(default_factory=dict)
@@ -243,7 +244,7 @@ class Rules:
             if row[5] == LOSS and math.isfinite(row[6]):
                 yield from self._loss(row)
         yield from self._scaler(rows)
-        groups = [members for metric in _LAGS for members in _groups(rows, metric, self.starts)]
+        groups = [members for metric in _LAGS for members in self._groups(rows, metric)]
         self.notes += self._idle.see(step, groups, (row for row in rows if row[5] == "expert_load"), self._recent)
 
     def _rewarded(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
@@ -421,18 +422,18 @@ class Rules:
         In most models the first layer's gradients and updates differ from the rest, so this comparison leaves it out.
         At the start of a training, a gradient far below both neighbors' belongs to weights that are too small.
         """
-        for members in _groups(rows, "weight_norm", self.starts):
+        for members in self._groups(rows, "weight_norm"):
             usual = statistics.median(row[6] for row in members)
             if len(members) < 3 or not usual > 0:
                 continue
             courses = [self._fitted("apart", row, usual, abs(math.log(max(row[6], 1e-30) / usual))) for row in members]
             few = sum(course.left for course in courses) <= max(1, FEW * len(members))
             yield from (course if few else course._replace(left=False, score=0.0) for course in courses)
-        groups = list(_groups(rows, "gradient_norm", self.starts))
+        groups = list(self._groups(rows, "gradient_norm"))
         for members in groups:
             if len(members) > 2 and len(self._recent.get(series_of(members[0]), ())) <= STAYS:
                 yield from self._low(members)
-        ratios = list(_groups(rows, "update_ratio", self.starts))
+        ratios = list(self._groups(rows, "update_ratio"))
         lowest = min((row[1] for members in (*groups, *ratios) for row in members), default=0)
         for members in (*groups, *ratios):
             peers = [row for row in members if row[1] > lowest and row[1] not in self.starts]
@@ -448,7 +449,7 @@ class Rules:
         """
         if not any(row[5] == "gradient_norm" and row[6] > 0 for row in rows):
             return  # a loss that is the same whatever the weights are: there is nothing to learn at this step
-        groups, dead = list(_groups(rows, "gradient_norm", self.starts)), list[tuple[Row, float, bool]]()
+        groups, dead = list(self._groups(rows, "gradient_norm")), list[tuple[Row, float, bool]]()
         for members in groups:
             usual, counts = statistics.median(row[6] for row in members), dict[Row, list[int]]()
             for row in members:
@@ -574,6 +575,15 @@ class Rules:
             row = (*loss[:5], "skipped_steps", float(self._skipped))
             yield self._fitted("skipped", row, self.limits["skipped/skipped_steps"], self._skipped)
 
+    def _groups(self, rows: Iterable[Row], metric: str) -> list[list[Row]]:
+        """Group a metric's finite rows by kind of sub-layer, stack of layers, and kind of layer."""
+        groups: dict[tuple[str, int, str], list[Row]] = {}
+        for row in rows:
+            if row[5] == metric and row[1] >= 0 and row[2] != "block" and row[3] == "all" and math.isfinite(row[6]):
+                key = row[2], bisect_right(self.starts, row[1]), self.kinds.get(row[1], "")
+                groups.setdefault(key, []).append(row)
+        return list(groups.values())
+
     def state_dict(self) -> Json:
         return {
             "recent": [[*series, list(values)] for series, values in self._recent.items()],
@@ -620,15 +630,6 @@ class Rules:
         self._idle.load_state_dict(state.get("idle", {}))
         losses, sums, self._skipped = state.get("course", [[], {}, 0])
         self._losses, self._sums = deque(losses, maxlen=2 * WINDOW), dict(sums)
-
-
-def _groups(rows: Iterable[Row], metric: str, starts: Sequence[int]) -> list[list[Row]]:
-    """Group a metric's finite rows by kind of sub-layer and stack of layers."""
-    groups: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        if row[5] == metric and row[1] >= 0 and row[2] != "block" and row[3] == "all" and math.isfinite(row[6]):
-            groups.setdefault((row[2], bisect_right(starts, row[1])), []).append(row)
-    return list(groups.values())
 
 
 def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:

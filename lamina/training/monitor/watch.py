@@ -185,7 +185,7 @@ class LoopMonitor(Monitor):
                 self.instruments.note(f"check: {finding}")
         if followed.structure is not None:
             self.alarms.paths = {site.index: site.path for site in followed.structure.layers}
-            self.alarms.starts = followed.structure.starts
+            self.alarms.starts, self.alarms.kinds = followed.structure.starts, followed.structure.kinds()
             self.alarms.vocabulary = max(map(len, tables_of(followed.structure).values()), default=None)
         if self.records is None:
             return

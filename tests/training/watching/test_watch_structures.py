@@ -16,6 +16,8 @@ from transformers import (
     CLIPConfig,
     CLIPModel,
     CLIPVisionConfig,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -120,11 +122,25 @@ def test_each_layer_of_both_stacks_has_its_own_place(tmp_path, make):
     assert {layer for layer, _, _ in updates} == {-1, *range(len(layers) + len(others))}
 
 
-@pytest.mark.parametrize("starts", [(), (9,)])
-def test_a_layer_is_compared_with_its_own_stack(starts):
-    alarms = Alarms(starts=starts)
+@pytest.mark.parametrize("apart", [{}, {"starts": (9,)}, {"kinds": {9: "other", 10: "other"}}])
+def test_a_layer_is_compared_with_its_own_stack_and_kind(apart):
+    alarms = Alarms(**apart)
     rows = [(1, layer, "attention", "all", 0, "weight_norm", 1.0 if layer < 9 else 100.0) for layer in range(11)]
-    assert [alarm.layer for alarm in alarms.see(rows)] == ([] if starts else [9, 10])
+    assert [alarm.layer for alarm in alarms.see(rows)] == ([] if apart else [9, 10])
+
+
+def test_the_kinds_of_layers_are_their_modules(tmp_path):
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8}
+    heads |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **experts, first_k_dense_replace=1))
+    ids = Tokens(items=4).ids
+    monitor = loop(model, tmp_path / "run", loss_of=lambda model, ids: model(ids, labels=ids).loss, batches=[ids])
+    first, *others = monitor.monitor.alarms.kinds.values()
+    assert "DeepseekV3MLP" in first
+    assert set(others) == {first.replace("DeepseekV3MLP", "DeepseekV3MoE")}
 
 
 class Encoder(nn.Module):
