@@ -49,6 +49,10 @@ PASTED = {
         "".join(f"Train: {e} [{s:>4d}/1251 ( 4%)]  Loss: {loss} (6.9)  LR: 1.0e-03\n" for e, s, loss in ((0, 0, 6.9), (0, 1250, 6.5), (1, 0, 6.4), (1, 1250, 6.0))),
         {0: 6.9, 1250: 6.5, 1251: 6.4, 2501: 6.0},
     ),
+    "a bar that is full where an epoch's loss is": (
+        "".join(f" 50%|# | 784/1568 [00:12<00:12, 63.84it/s]\r100%|##| 1568/1568 [00:24<00:00, 63.84it/s]epoch {e:3d} | train_loss: {9 - e}.5 | test_loss: 0.0\n" for e in range(8)),
+        {e: 9.5 - e for e in range(8)},
+    ),
     "a header above each row": (
         "".join(f"{HEAD}      {e}/55      9.95G    1.9    5.0    2.9    12    640:   1%|1| 1/787 [09:07<00:00]\r      {e}/55      9.95G    {loss}    5.0    2.9    12    640: 100%|##| 787/787 [09:07<00:00]{DIVISION}" for e, loss in ((21, 0.5), (22, 0.4))),
         {21: 0.5, 22: 0.4},

@@ -325,11 +325,14 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
         at, of = columns.values[name]
         if np.isfinite(of).all() and (np.abs(of) > _MOST).any():
             raise UserError(f"step {np.abs(of).max():.0e} in the column {name!r} is too large. Give steps up to 2^53.")
-        different = len(np.unique(of))
+        if not _is_whole(of):
+            continue
+        steps = _carried((at, of), columns.rows).astype(np.int64)
+        different = len(np.unique(steps[lines]))
         least = _DIFFERENT if plain(name) != "progress_bar" else _OWN
-        if _is_whole(of) and different > min(1, len(lines) - 1) and different >= least * len(of):
+        if different > min(1, len(lines) - 1) and different >= least * len(lines):
             covered = float(np.isin(lines, at).mean()) if len(lines) else 0.0
-            candidates.append((covered, name, _carried((at, of), columns.rows).astype(np.int64)))
+            candidates.append((covered, name, steps))
     usable = [candidate for candidate in candidates if candidate[0] >= _COVERED * max(each[0] for each in candidates)]
     ordered = [candidate for candidate in usable if not _starts(candidate[2][lines])] or [
         candidate for candidate in usable if plain(candidate[1]) != "progress_bar"
