@@ -40,8 +40,8 @@ class Context:
         notes: notes for the reader of the page; probes append to them.
         forwards: the number of batches that the forward passes used before they stopped (set before ``finish``).
         progress: a function (done, total, label) that slow probes call.
-        strict: whether a probe raises an error if it cannot measure everything (the user requested it by name). If not
-            (it is one of "all"), it measures the rest and adds a note.
+        strict: whether a probe raises an error if it cannot measure everything, because the user requested the probe by
+            name. Otherwise, the probe is one of "all"; it measures the rest and adds a note.
         state: {"step": ...} if the model is at a step of a run; otherwise empty.
         warnings: reasons to doubt the results; the page shows them first.
         new_weights: the head's weights that the checkpoint does not have. If there are any, the model's predictions are

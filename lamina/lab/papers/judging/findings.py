@@ -161,8 +161,8 @@ def all_of(*findings: Finding) -> Finding:
 def any_of(*findings: Finding) -> Finding:
     """Join findings by "or": the claim holds if one finding holds, and fails if all fail.
 
-    The p value that one holds is its p times the number of parts. The p value that all fail is the largest p against a
-    part.
+    The p value that a finding holds is its p times the number of parts. The p value that all fail is the largest p
+    against a part.
     """
     p, p_not = _smallest([each.p for each in findings]), _largest([each.p_not for each in findings])
     shown = (Verdict.HOLDS_AT_ISO_LOSS, Verdict.HOLDS, Verdict.EXPLAINED)

@@ -46,8 +46,8 @@ def shares_differ(counts: tuple[int, int], runs: tuple[int, int]) -> float:
 def p_above(values: Sequence[float]) -> float:
     """Return the one-sided p, doubled, that the center of values is above 0; the level is 2.5 % for each side.
 
-    It is Student's t test. If a value is infinite (a run that did not train, ranked last), it is Wilcoxon's signed-rank
-    test with the exact distribution. If all values are equal (counts, shares), it is the sign test.
+    The test is Student's t test. If a value is infinite (a run that did not train, ranked last), the test is Wilcoxon's
+    signed-rank test with the exact distribution. If all values are equal (counts, shares), the test is the sign test.
     """
     from scipy.special import stdtr
 
