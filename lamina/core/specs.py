@@ -24,14 +24,14 @@ def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
-        raise UserError(f"{kind} {spec!r}: not of the form name, file or name(option=value, ...)")
+        raise UserError(f"{kind} {spec!r} is not readable. Write a name, a file, or name(option=value, ...).")
     options: dict[str, object] = {}
     for part in _parts(match[2] or "", whole=True):
         if part is None:
-            raise UserError(f"{kind} {spec!r}: a bracket or quote is not closed")
+            raise UserError(f"{kind} {spec!r}: a bracket or quote is not closed. Close it.")
         option, equals, value = part.partition("=")
         if not equals:
-            raise UserError(f"{kind} {spec!r}: {part!r} is not of the form option=value")
+            raise UserError(f"{kind} {spec!r}: {part!r} has no value. Write option=value.")
         if option.strip() in options:
             raise UserError(f"{kind} {spec!r}: {option.strip()!r} is given twice. Give it once.")
         options[option.strip()] = read_value(value.strip())

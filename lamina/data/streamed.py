@@ -81,9 +81,8 @@ def stream_blocks(
     check_split(sequence_length, eval_fraction)
     if is_trained(tokenizer_spec):
         raise UserError(
-            f"tokenizer: {tokenizer_spec!r} would need the whole corpus, which --streaming never holds. Give "
-            "bytes, or a transformers tokenizer's folder or name, such as the folder model/ of a run on a part "
-            "of the corpus."
+            f"tokenizer: {tokenizer_spec!r} needs the whole corpus, but --streaming never holds all of it. Give "
+            "bytes, a transformers tokenizer, or the folder model/ of a run on a part of the corpus."
         )
     text = Corpus.parse(corpus, text_field)
     tokenizer = load_tokenizer(tokenizer_spec)

@@ -64,8 +64,8 @@ METRICS = {
             "changes the stream by a smaller share, and deep layers matter less. With a norm on the stream, it "
             "stays level."
         ), over_steps=(
-            "The variance at every record. A map that brightens upward shows growth with depth, and a map that "
-            "brightens to the right shows growth during training."
+            "The map shows the variance at every record. If it becomes brighter upward, the variance grows with "
+            "depth. If it becomes brighter to the right, the variance grows during training."
         )),
         Metric("update_ratio", "Updates", "Update-to-weight ratio by layer", "|update| / |weights|", caption=(
             "Norm of the optimizer's change to each block's weights, divided by the norm of these weights. It shows "

@@ -32,7 +32,6 @@ _PRETRAINED = {
     "bits_per_byte": "{:.3f} bits per byte",
 }
 _SPEED = {"tokens_per_second": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}"}
-_ABOUT_ONE = 2.0  # the share of a feed-forward's variance that counts as 1
 
 
 def run_ended(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
@@ -162,11 +161,11 @@ def preflight_json(folder: Path | None, rows: Frame) -> str:
 
 def _layers(row: Json) -> str:
     share = row["ffn_variance_share"]
-    theorem = "as O(1/L) per layer keeps it" if share <= _ABOUT_ONE else "O(1/L) per layer would keep it near 1"
     return (
         f"Var(x^N) is {10 ** row['growth']:.2g} × Var(x^0); the weights' gradients differ by at most a factor of "
         f"{10 ** -row['weight_gradient']:.2g}, the smallest in layer {row['weight_gradient_layer']}; before the "
-        f"first step the feed-forwards add {share:.2g} × their skips' variance in sum ({theorem})"
+        f"first step the feed-forwards add {share:.2g} × their skips' variance in sum (FuseNorm's Theorem 1 "
+        "assumes a sum near 1)"
     )
 
 

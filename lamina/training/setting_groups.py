@@ -295,8 +295,7 @@ class RecordSettings(Settings, group="records"):
     eval_blocks: int = setting(256, "held-out blocks per evaluation (0 for all)", at_least(0))
     eval_corpus: str | None = setting(
         None,
-        "second text to evaluate on, in any form of --corpus except a mix (with the same tokenizer and at most "
-        "eval_blocks blocks)",
+        "second text to evaluate on, with the same tokenizer; any corpus that `lamina pretrain` takes, except a mix",
         corpus_name,
     )
     eval_tasks: str | None = setting(

@@ -530,7 +530,7 @@ def _read_stages(scale: _Entries, first: str, axes: Axes, folder: Path) -> tuple
     stages: dict[str, Stage] = {}
     listed = scale.mapping("then")
     if listed and STAGE in axes:
-        raise UserError(f"{scale.where}: axes: {STAGE!r} is the axis of the stages. Choose another name.")
+        raise UserError(f"{scale.where}: axes: the stages already have an axis {STAGE!r}. Rename this axis.")
     for name, entry in listed.items():
         if name == first or not isinstance(entry, Mapping):
             allowed = f"a name other than {first!r}, and a mapping with job, settings"

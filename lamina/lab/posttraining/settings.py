@@ -91,15 +91,17 @@ class DataSettings(Settings, group="data"):
         "hf:NAME[:CONFIG][@SPLIT], generated:answers or generated:preferences",
         examples_name,
     )
-    eval_data: str | None = setting(None, "held-out examples (default: eval_fraction of the data)", examples_name)
+    eval_data: str | None = setting(
+        None, "held-out examples (default: the share eval_fraction of the data)", examples_name
+    )
     eval_fraction: float = setting(
         0.05, "share of the data to hold out, if you do not set eval_data", between(0.0, 0.5, open_low=True)
     )
     eval_examples: int = setting(256, "maximum number of held-out examples per evaluation (0 for all)", at_least(0))
     template: str = setting(
         "auto",
-        "prompt or chat template: auto (the tokenizer's template, otherwise alpaca or chat; none for plain texts), "
-        "none, tokenizer, alpaca, human, chat, plain, or a Jinja file",
+        "prompt or chat template: tokenizer (the tokenizer's), alpaca, human, chat, plain, none, a Jinja file, or auto "
+        "(the tokenizer's if it has one, otherwise alpaca or chat; plain texts get none)",
         place,
     )
     sequence_length: int | None = setting(
@@ -193,7 +195,7 @@ class TuningSettings(
         None,
         help="the model to start from: a run's folder, a Lamina checkpoint, or any causal model of transformers",
     )
-    steps: int = changed(0, help="optimizer steps (0: epochs decides)", check=at_least(0))
+    steps: int = changed(0, help="optimizer steps (0: as many as the epochs need)", check=at_least(0))
     epochs: float = setting(1.0, "passes over the examples, unless you set steps", above(0.0))
     group_by_length: bool = setting(False, "put examples of similar length into one batch, which saves padding")
     trl: Json = setting({}, "any other argument of TRL's own configuration, e.g. --trl.loss_type dft", mapping)

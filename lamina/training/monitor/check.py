@@ -53,7 +53,7 @@ def check(
     args, kwargs = arguments_of(model_itself, batch) if batch is not None else ((), {})
     inner, arguments = called(model_itself, args, kwargs)
     device = next((p.device for p in model_itself.parameters()), torch.device("cpu"))
-    unchecked = ["optimizers: none was given"] if not given else []
+    unchecked = ["optimizers. Pass optimizer= to check them"] if not given else []
     setup = BeforeTraining(
         model=model_itself, optimizers=optimizers, batch=batch_of(arguments), half=in_half(device.type)
     )

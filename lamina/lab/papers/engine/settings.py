@@ -50,7 +50,7 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     corpus: str | None = setting(None, "text to train on (default: the study's corpus)", corpus_name)
     set: Json = setting({}, "any other setting of the trials, e.g. --set.steps 200", mapping)
     engine: Engine = setting(
-        "local", "local (processes on this machine) or ray (a Ray cluster; the extra ray)", decides=False
+        "local", "local (processes on this machine) or ray (a Ray cluster; needs Lamina's extra `ray`)", decides=False
     )
     address: str | None = setting(
         None, "with --engine ray, the cluster's address (default: a new cluster on this machine)", decides=False
