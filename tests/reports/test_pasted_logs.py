@@ -53,6 +53,18 @@ PASTED = {
         "".join(f" 50%|# | 784/1568 [00:12<00:12, 63.84it/s]\r100%|##| 1568/1568 [00:24<00:00, 63.84it/s]epoch {e:3d} | train_loss: {9 - e}.5 | test_loss: 0.0\n" for e in range(8)),
         {e: 9.5 - e for e in range(8)},
     ),
+    "names in brackets": (
+        "".join(f"INFO | train_epochs:256 - [R0] | E{n} iter[ 14/ 15] | [Loss] {n}.5 | [exp] ./exp/lion_B40 | [url] none | [time] 0.4m (~5h)\n" for n in range(5, 9)),
+        {n - 4: n + 0.5 for n in range(5, 9)},
+    ),
+    "a loss beside the average of its cross-entropy": (
+        "".join(f"07:48:23.57 train_step: 10000  step:{n}\n07:48:23.57 train_loss: {9 - n}.5  step:{n}\n07:48:23.57 train_ma_ce_loss: 0.1  step:{n}\n" for n in range(1, 6)),
+        {n: 9.5 - n for n in range(1, 6)},
+    ),
+    "a dictionary that is cut": (
+        "{'loss': 2.09, 'grad_norm': 6.08, 'learning_rate': 1e-05, 'global_step/max_steps': '1/2046'}\n{'loss': 2.08, 'token_acc': 0.52, 'global_step/max_steps': '2/2046', 'grad_norm': nan, 'learn",
+        {1: 2.09, 2: 2.08},
+    ),
     "a header above each row": (
         "".join(f"{HEAD}      {e}/55      9.95G    1.9    5.0    2.9    12    640:   1%|1| 1/787 [09:07<00:00]\r      {e}/55      9.95G    {loss}    5.0    2.9    12    640: 100%|##| 787/787 [09:07<00:00]{DIVISION}" for e, loss in ((21, 0.5), (22, 0.4))),
         {21: 0.5, 22: 0.4},

@@ -22,8 +22,8 @@ _PIPES = rf"\|\s*(?P<name>[^|:=]*[A-Za-z][^|:=]*?)\s*[:=]\s*{_VALUE}"
 _NAME = r"(?<![\w./-])[A-Za-z][\w./-]*"
 _SIGNED = rf"(?P<name>(?<![\w./-])[A-Za-z][\w./()-]*(?: (?:norm|loss|rate)\b)?)\s*[:=]\s*\[?{_VALUE}"
 """loss: 2.3, grad_norm=1.0, learning rate: 1e-4"""
-_SPACED = rf"(?P<name>{_NAME}(?: [A-Za-z][\w./-]*)?(?: ?\(\w+\))?)(?:\s*[:=]\s*\[?\s*| +\[?)\s*{_VALUE}"
-"""loss 2.3, train loss 2.3, grad norm = 1.0, Iter(train) [ 10/500]"""
+_SPACED = rf"(?P<name>{_NAME}(?: [A-Za-z][\w./-]*)?(?: ?\(\w+\))?)\]?(?:\s*[:=]\s*\[?\s*| +\[?)\s*{_VALUE}"
+"""loss 2.3, train loss 2.3, grad norm = 1.0, Iter(train) [ 10/500], [Loss] 2.3"""
 _QUOTED = rf"""['"](?P<name>[^'"]+)['"]\s*:\s*['"]?{_VALUE}"""
 """'loss': 2.3, "loss": "2.3" """
 _INDENTED = rf"^\s+(?:Train )?(?P<name>[A-Za-z].*?)\s*(?:=|:(?=\s))\s*{_VALUE}\s*$"
@@ -64,7 +64,7 @@ FORMS = (
         rf"(?:^|\|)\s*(?P<name>[^|:=]*[A-Za-z][^|:=]*?)\s*[:=]\s*{_VALUE}",
         more=True,
     ),
-    Form("printed dictionaries", r"""\{\s*['"][^'"{}]+['"]\s*:[^{}]*\}""", _QUOTED),
+    Form("printed dictionaries", r"""\{\s*['"][^'"{}]+['"]\s*:[^{}]*(?:\}|(?:,[^{},]*){3,}$)""", _QUOTED),
     Form("dictionaries on several lines", r"""^\s*\{\s*(?:['"][^{}]*)?$""", _QUOTED, more=True),
     Form("OLMo-core's lines", r"\[step=(?P<step>\d+)/", _INDENTED, more=True),
     Form("Composer's lines", r"\[batch=(?P<step>\d+)(?:/\d+)?\]:", _INDENTED, more=True),

@@ -117,8 +117,8 @@ def _loss(words: list[str]) -> Whole | None:
     if some & {"max", "min", "ema", "smooth", "smoothed", "last"}:
         return Whole(LOSS, 7)
     kinds = [rank for word, rank in _RATED.items() if word in some]
-    rest = some - _NEUTRAL - _LOSSES - {"cross", "entropy"}
-    return Whole(LOSS, min(kinds) if kinds else 5 if rest else 4 if some & {"total", "tot"} else 3)
+    rest = some - _NEUTRAL - _LOSSES - {"cross", "entropy", *_RATED}
+    return Whole(LOSS, min(kinds) if kinds and not rest else 5 if rest else 4 if some & {"total", "tot"} else 3)
 
 
 def _norm(words: list[str]) -> Whole | None:
