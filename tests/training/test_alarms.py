@@ -144,7 +144,7 @@ def test_while_an_optimizer_raises_its_own_rate_weights_may_move_far(estimates):
     for step in range(1, 81):
         part = min(1.0, 2.0 ** (step - 16))
         rate = outside(step, 0.01 * part, metric="rate_estimate", role="all")
-        ratio = 0.3 if step == 70 else 0.2 * part * 0.9 ** max(0, step - 16)
+        ratio = 0.3 if step == 70 else 0.25 * part * 0.9 ** max(0, step - 16)
         rows = [row(step, ratio, metric="update_ratio"), row(step, 1.0, metric="update_norm")]
         rows += [row(step, 1.0 + 20 * part, metric=metric) for metric in ("weight_norm", "hidden_variance")]
         found += alarms.see([*rows, rate] if estimates else rows)
