@@ -211,6 +211,54 @@ def disabled():
     return model
 
 
+class Classifier(nn.Module):
+    """An own classifier of sequences, whose outputs go through a last function."""
+
+    def __init__(self, last=None, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head, self.last = nn.Embedding(VOCAB, 16), nn.Linear(16, 5), last or nn.Identity()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0.0, **options) for _ in range(2))
+        nn.init.normal_(self.words.weight, std=0.02)
+
+    def forward(self, x, mask=None):
+        hidden = self.words(x)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask)
+        return self.last(self.head(hidden.mean(1)))
+
+
+ROWS = (Tokens(items=16).ids, torch.arange(16) % 5)
+ENTROPY = functional.cross_entropy
+
+
+def by(loss, last=None, batch=ROWS, **options):
+    """An own classifier that a loss of its outputs and the labels trains."""
+    model = Classifier(last, **{"batch_first": True, **options})
+    return model, None, {"batch": batch, "loss": lambda m, b: loss(m(b[0]), b[1])}
+
+
+def masked_floats(square):
+    model = Classifier(batch_first=True)
+    return model, None, {"batch": ROWS, "loss": lambda m, b: ENTROPY(m(b[0], square), b[1])}
+
+
+def batch_of(model=None, **values):
+    return model or llama(), None, {"batch": {**BATCH, **values}}
+
+
+def tail(of=0, rows=1):
+    """Rows whose ends are one token."""
+    ids = IDS.clone()
+    ids[ids == of], ids[:rows, -5:] = 1, of
+    return ids
+
+
+def images(values):
+    torch.manual_seed(0)
+    return Images(), None, {"batch": {"x": values, "targets": torch.arange(8)}}
+
+
 def two(model):
     head = torch.optim.SGD([model.lm_head.weight], lr=0.1)
     return [adamw(model), head]
@@ -231,6 +279,8 @@ def norms(value, part="norm"):
     return lambda model: [p.fill_(value) for n, p in model.named_parameters() if part in n]
 
 
+COPIES = IDS[:1].expand(3, -1).contiguous()
+FEW = torch.full_like(IDS, 3).index_put((torch.tensor([0]), torch.tensor([1])), torch.tensor(4))
 FAULTS = {
     "in_no_optimizer": lambda: (m := llama(), without(m, "model.layers.1.mlp"), {}),
     "in_no_optimizer: the head": lambda: (m := llama(), without(m, "lm_head"), {}),
@@ -296,6 +346,29 @@ FAULTS = {
     "partly_loaded: the head": lambda: (loaded(["lm_head"]), None, {}),
     "frozen_head": lambda: (get_peft_model(classes(), LoraConfig(r=2, target_modules=["query"])), None, {}),
     "norm_epsilon": lambda: (llama(rms_norm_eps=1.0), None, {}),
+    "loss_inputs: probabilities": lambda: by(ENTROPY, nn.Softmax(-1)),
+    "loss_inputs: behind ReLU": lambda: by(ENTROPY, nn.ReLU()),
+    "loss_inputs: of a sigmoid": lambda: by(
+        lambda x, y: functional.binary_cross_entropy_with_logits(x, functional.one_hot(y, 5).float()), nn.Sigmoid()
+    ),
+    "loss_inputs: no logarithm": lambda: by(functional.nll_loss),
+    "label_smoothing": lambda: by(lambda x, y: ENTROPY(x, y, label_smoothing=0.9)),
+    "sign_of_loss": lambda: by(lambda x, y: -ENTROPY(x, y)),
+    "additive_mask": lambda: masked_floats(torch.ones(12, 12).tril()),
+    "mixed_rows": lambda: by(ENTROPY, batch_first=False),
+    "equal_inputs": lambda: (llama(), None, {"batch": {"input_ids": COPIES, "labels": COPIES}}),
+    "equal_inputs: images": lambda: images(torch.rand(1, 3, 8, 8).expand(8, -1, -1, -1)),
+    "equal_inputs: one token": lambda: (classes(), None, {"batch": {"input_ids": FEW, "labels": torch.arange(2)}}),
+    "positions": lambda: batch_of(position_ids=torch.zeros_like(IDS)),
+    "beyond_tables": lambda: batch_of(input_ids=IDS + 20, labels=IDS + 20),
+    "beyond_tables: labels": lambda: (classes(), None, {"batch": {"input_ids": ROWS[0], "labels": ROWS[1]}}),
+    "beyond_tables: positions": lambda: batch_of(llama(max_position_embeddings=8)),
+    "image_values": lambda: images(torch.rand(8, 3, 8, 8) * 255),
+    "image_values: twice": lambda: images(torch.rand(8, 3, 8, 8) / 255),
+    "decoder_inputs": lambda: batch_of(t5(), decoder_input_ids=IDS),
+    "reads_padding": lambda: (classes(), None, {"batch": {"input_ids": tail(), "labels": torch.arange(2)}}),
+    "labels_of_padding": lambda: (llama(pad_token_id=0), None, {"batch": {"input_ids": tail(), "labels": tail()}}),
+    "labels_of_others": lambda: batch_of(labels=IDS.flip(0)),
     "rates_by_depth": lambda: (m := llama(layers=3), falling(m), {}),
     "mask_and_labels": lambda: (llama(), None, {"batch": padded(labels="all")}),
     "mask_and_labels: inverted": lambda: (llama(pad_token_id=0), None, {"batch": padded(mask=lambda m: 1 - m)}),
@@ -476,6 +549,48 @@ HEALTHY_MODELS = {
 @pytest.mark.parametrize("case", HEALTHY_MODELS)
 def test_a_model_that_was_put_together_on_purpose_is_no_mistake(case):
     assert names(HEALTHY_MODELS[case]()) == []
+
+
+HEALTHY_LOSSES = {
+    "own logits": lambda: by(ENTROPY),
+    "log-probabilities": lambda: by(functional.nll_loss, nn.LogSoftmax(-1)),
+    "log-probabilities to cross_entropy": lambda: by(ENTROPY, nn.LogSoftmax(-1)),
+    "a usual smoothing": lambda: by(lambda x, y: ENTROPY(x, y, label_smoothing=0.1)),
+    "a part that is maximized": lambda: by(lambda x, y: ENTROPY(x, y) - 0.1 * ENTROPY(x, x.softmax(-1))),
+    "an added mask": lambda: masked_floats(torch.zeros(12, 12).masked_fill(torch.ones(12, 12).triu(1) == 1, -1e9)),
+    "images of both signs": lambda: images(torch.randn(8, 3, 8, 8)),
+    "two views of each row": lambda: (
+        llama(),
+        None,
+        {"batch": {"input_ids": IDS.repeat(2, 1), "labels": IDS.repeat(2, 1)}},
+    ),
+    "an end of text": lambda: (llama(pad_token_id=0), None, {"batch": {"input_ids": IDS, "labels": IDS}}),
+    "packed positions": lambda: batch_of(position_ids=(torch.arange(12) % 6)[None].expand(2, -1)),
+    "hidden padding": lambda: (
+        classes(),
+        None,
+        {"batch": {"input_ids": tail(), "attention_mask": (tail() != 0).long(), "labels": torch.arange(2)}},
+    ),
+    "an own decoder": lambda: (
+        NanoGpt(),
+        None,
+        {"batch": (IDS[:, :-1], IDS[:, 1:]), "loss": lambda m, b: ENTROPY(m(b[0])[0].transpose(1, 2), b[1])},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEALTHY_LOSSES)
+def test_a_usual_batch_and_loss_are_no_mistake(case):
+    model, _, options = HEALTHY_LOSSES[case]()
+    assert names(model, **options) == []
+
+
+def test_a_model_in_eval_mode_is_said_and_no_mistake():
+    model = classes().eval()
+    found = lamina.check(model, adamw(model), batch={"input_ids": ROWS[0], "labels": ROWS[1] % 3})
+    assert found == []
+    assert "Call model.train() before you train" in str(found)
+    assert "eval mode" not in str(lamina.check(model.train(), batch={"input_ids": ROWS[0], "labels": ROWS[1] % 3}))
 
 
 class Prodigy(torch.optim.Optimizer):

@@ -57,17 +57,37 @@ def check(
     setup = BeforeTraining(
         model=model_itself, optimizers=optimizers, batch=batch_of(arguments), half=in_half(device.type)
     )
+    if not arguments and isinstance(batch, tuple | list):  # a batch for ``loss``
+        tensors = [value for value in batch if isinstance(value, torch.Tensor)]
+        setup.batch = dict(zip(("inputs", "labels"), tensors, strict=False))
     setup.recording = torch.is_grad_enabled()
     setup.scaler = scaler is not None and bool(getattr(scaler, "is_enabled", lambda: True)())
     first = next(iter(inspect.signature(model_itself.forward).parameters), "input_ids")
     made_up = {str(getattr(model_itself, "main_input_name", first)): torch.arange(1, 9, device=device)[None]}
     setup.structure = follow(inner, arguments or made_up).structure
-    if batch is None:
-        unchecked.append("first loss, labels, masks and gradients. Pass batch= to check them")
-    else:
-        setup.trial = first_pass(model_itself, batch, loss, setup.tokens, setup.unregistered.values())
-        if setup.trial is None:
-            unchecked.append(
-                "first loss and gradients: the model returns no loss. Pass loss=, a function of model and batch"
-            )
+    unchecked += _tried(setup, batch, loss, setup.tokens if arguments else None)
     return Mistakes(findings(setup), unchecked)
+
+
+def _tried(setup: BeforeTraining, batch: object, loss: LossOf | None, tokens: torch.Tensor | None) -> list[str]:
+    """Run the model on a batch, if there is one; return what could not be checked."""
+    if batch is None:
+        return ["first loss, labels, masks and gradients. Pass batch= to check them"]
+    model = setup.model
+    try:
+        setup.trial = first_pass(model, batch, loss, tokens, setup.unregistered.values())
+    except UserError as error:
+        if not findings(setup):
+            raise
+        return [f"first loss and gradients: {error}"]
+    unchecked = []
+    differs = [
+        getattr(m, "p", 0) > 0 if isinstance(m, nn.Dropout) else hasattr(m, "running_mean") for m in model.modules()
+    ]
+    if not model.training and any(differs):
+        unchecked.append("dropout and batch norms: the model is in eval mode. Call model.train() before you train")
+    if setup.trial is None:
+        unchecked.append(
+            "first loss and gradients: the model returns no loss. Pass loss=, a function of model and batch"
+        )
+    return unchecked

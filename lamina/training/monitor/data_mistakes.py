@@ -9,9 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from lamina.training.monitor.before_training import IGNORED, BeforeTraining, Mistake, checks
+from lamina.training.monitor.before_training import IGNORED, SAME, BeforeTraining, Mistake, checks
 
 ABOVE, WIDER = 1.0, 2e-4  # nats above guessing at the first step, and more for each channel: a head's own 0.02
+ONE_TOKEN = 0.9  # of a batch's tokens: one that says nothing
+TAIL = 3  # equal tokens at a row's end that are padding, where one is an end of text
+LABELS = "Count labels from 0, and set num_labels"
 
 
 @checks
@@ -155,3 +158,150 @@ def _loss_shifts(setup: BeforeTraining) -> bool | None:
     if near > 0.01 * abs(trial.loss) or far < max(3 * near, 1e-5 * abs(trial.loss)):
         return None
     return shifted < plain
+
+
+@checks
+def equal_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find batches whose rows are equal, and batches that consist of a single token."""
+    rows = next(
+        (x for name, x in setup.batch.items() if x.ndim > 1 and not re.search("mask|label|pos|type", name)), None
+    )
+    if rows is None or rows.numel() < 16:
+        return
+    if len(rows) > 1 and 2 * len(rows.flatten(1).unique(dim=0)) <= len(rows) - (len(rows) > 2):
+        yield Mistake(
+            what=f"the batch's {len(rows)} rows hold only {len(rows.flatten(1).unique(dim=0))} different inputs",
+            why="copies of a row teach as much as the row alone",
+            do="Check the data set's indices and its shuffling",
+        )
+    if rows is setup.tokens:
+        value, count = rows.unique(return_counts=True)
+        if float(count.max()) >= ONE_TOKEN * rows.numel():
+            yield Mistake(
+                what=f"{float(count.max()) / rows.numel():.0%} of the tokens are token {int(value[count.argmax()])}",
+                why="the batch is almost only padding, or the tokenizer does not know the text",
+                do="Decode a row with the tokenizer",
+            )
+
+
+@checks
+def positions(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find position_ids that do not count."""
+    ids = setup.batch.get("position_ids")
+    if ids is not None and ids.shape[-1] > 2 and bool((ids == ids[..., :1]).all()):
+        yield Mistake(
+            what=f"all position_ids of a row are equal (such as {int(ids.flatten()[0])})",
+            why="the model does not see the tokens' order",
+            do="Pass torch.arange(tokens), from 0 again where a document starts",
+        )
+
+
+@checks
+def beyond_tables(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find tokens and labels for which the model has no row, and rows that are longer than its positions."""
+    config, tokens, labels = getattr(setup.model, "config", None), setup.tokens, setup.labels
+    if config is None or tokens is None or not hasattr(config, "get_text_config"):
+        return
+    text = config.get_text_config()
+    vocabulary, longest = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)
+    task = bool(re.search(r"Classification$", type(setup.model).__name__)) and getattr(config, "num_labels", 1) > 1
+    ids = labels if labels is not None and not labels.is_floating_point() and labels.numel() else None
+    for value, limit, what, do in (
+        (int(tokens.max()) + 1, vocabulary, "token", "Call model.resize_token_embeddings(len(tokenizer))"),
+        (int(ids.max()) + 1 if task and ids is not None else 0, getattr(config, "num_labels", 0), "label", LABELS),
+        (tokens.shape[1], longest, "position", "Cut the rows, or load the model with more positions"),
+    ):
+        if isinstance(limit, int) and 0 < limit < value:
+            yield Mistake(
+                what=f"the batch has {what} {value - 1}, and the model has {limit} {what}s (0 to {limit - 1})",
+                why="the model has no row for it" if what != "position" else "the model was not made for such rows",
+                do=do,
+            )
+
+
+@checks
+def image_values(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find images in bytes, images that were divided by 255 twice, and inputs that are not finite."""
+    for name, value in setup.batch.items():
+        if not value.is_floating_point() or not value.numel() or re.search("mask|label|embeds", name):
+            continue
+        low, high = float(value.min()), float(value.max())
+        if not math.isfinite(low + high):
+            yield Mistake(
+                what=f"{name} is not finite",
+                why="NaN or infinity reaches the loss and then all weights",
+                do="Look for a division by 0 in the preprocessing",
+            )
+        elif value.ndim == 4 and low >= 0 and (high > 10 or 0 < high <= 1 / 200):
+            yield Mistake(
+                what=f"{name} has values from {low:.2g} to {high:.2g}",
+                why="images were not divided by 255" if high > 10 else "images were divided by 255 twice",
+                do="Scale images as the model's processor does, mostly to a mean of 0 and a standard deviation of 1",
+            )
+
+
+@checks
+def decoder_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find a decoder that reads the token that it must predict."""
+    inputs, labels = setup.batch.get("decoder_input_ids"), setup.labels
+    if inputs is None or labels is None or inputs.shape != labels.shape or not bool((labels >= 0).any()):
+        return
+    if float((inputs == labels)[labels >= 0].float().mean()) >= SAME:
+        yield Mistake(
+            what="decoder_input_ids are the labels",
+            why="the decoder learns to copy its input",
+            do="Leave decoder_input_ids out, or shift them by one to the right",
+        )
+
+
+@checks
+def reads_padding(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find padding at the rows' ends that no mask hides, in an encoder."""
+    padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
+    mask, tokens = setup.batch.get("attention_mask"), setup.tokens
+    encodes = setup.is_encoder_decoder or re.search("bert", type(setup.model).__name__, re.IGNORECASE)
+    if tokens is None or not encodes or not isinstance(padding, int) or tokens.shape[1] <= TAIL:
+        return
+    ends = (tokens[:, -TAIL:] == padding).all(1)
+    if bool(ends.any()) and (mask is None or (mask.shape == tokens.shape and bool((mask[:, -TAIL:] != 0).all()))):
+        yield Mistake(
+            what=f"{int(ends.sum())} rows end in padding (token {padding}), and no mask hides it",
+            why="all tokens of an encoder read the padding",
+            do="Pass the tokenizer's attention_mask",
+        )
+
+
+@checks
+def labels_of_padding(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find padding among the labels of a language model, at the rows' ends."""
+    padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
+    mask, labels = setup.batch.get("attention_mask"), setup.labels
+    words = re.search(r"ForCausalLM|LMHeadModel|ForConditionalGeneration", type(setup.model).__name__)
+    if labels is None or labels.ndim != 2 or not isinstance(padding, int) or not words or labels.shape[1] <= TAIL:
+        return
+    hidden = mask is not None and mask.shape == labels.shape and bool((mask == 0).any())  # mask_and_labels looks there
+    ends = (labels[:, -TAIL:] == padding).all(1)
+    if bool(ends.any()) and not bool((labels == padding).all(1).any()) and not hidden:
+        yield Mistake(
+            what=f"{int(ends.sum())} rows of labels end in padding (token {padding})",
+            why="the loss counts padding, and the model learns to predict it",
+            do=f"Set the labels to {IGNORED} at padding",
+        )
+
+
+@checks
+def labels_of_others(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find labels of a causal language model that are not tokens of their own row."""
+    tokens, labels = setup.tokens, setup.labels
+    causal = re.search(r"ForCausalLM$|LMHeadModel$", type(setup.model).__name__)
+    if not causal or tokens is None or labels is None or labels.shape != tokens.shape or setup.shifted is not None:
+        return
+    there = labels >= 0
+    near = [labels[:, 1:-1] == tokens[:, 1 + shift : tokens.shape[1] - 1 + shift] for shift in (-1, 0, 1)]
+    shares = [float(same[there[:, 1:-1]].float().mean()) for same in near]
+    if int(there.sum()) >= 8 and max(shares[1:]) < 0.5:
+        yield Mistake(
+            what="each label is the previous token" if shares[0] >= SAME else "the labels are not the input's tokens",
+            why="a causal language model learns to predict its own row's next token",
+            do="Pass labels equal to the input ids. The model shifts them",
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lamina.training.monitor import data_mistakes, model_mistakes, optimizer_mistakes, structure_mistakes
+from lamina.training.monitor import data_mistakes, loss_mistakes, model_mistakes, optimizer_mistakes, structure_mistakes
 from lamina.training.monitor.before_training import CHECKS, BeforeTraining, Mistake
 from lamina.training.monitor.flat_parameters import FlatParameters
 from lamina.training.monitor.zero import is_deepspeeds
@@ -21,6 +21,7 @@ __all__ = [
     "Mistakes",
     "data_mistakes",
     "findings",
+    "loss_mistakes",
     "model_mistakes",
     "optimizer_mistakes",
     "structure_mistakes",
