@@ -131,7 +131,7 @@ def test_a_part_that_cannot_be_read_is_left_out_and_said_once(tmp_path, caplog):
     holes.loc[0, "metric"] = None
     holes.to_parquet(tmp_path / "layers" / "part-00003.parquet")
     assert len(item.trials[0].layers.frame) == 2 * len(recorded()) - 1
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
+    assert [record.message.partition(" ")[0] for record in caplog.records] == [
         "part-00001.parquet",
         "part-00002.parquet",
     ]

@@ -343,7 +343,7 @@ def _wide(path: Path) -> Columns:
         zipped = file.read(2) == _ZIPPED
     with gzip.open(path) if zipped else path.open("rb") as file:
         first = file.readline(_LONGEST).decode("utf-8-sig", errors="replace").rstrip("\r\n")
-    if (header := _header(first)) is None or "\ufffd" in first:  # another encoding
+    if "\ufffd" in first or (header := _header(first)) is None:  # another encoding
         return _of_text(path.read_bytes(), path.stem)
     separator, names = header
     columns, parts = Columns(form="CSV" if separator == "," else f"a table separated by {separator!r}"), {}
