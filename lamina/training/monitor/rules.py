@@ -36,6 +36,7 @@ DEVIATIONS = 5.0  # a value leaves its past if it is so many robust deviations a
 EVERY_STEP, RECORDS = 8, 4  # values that a series needs before it is judged: one per step, or one per record
 INTERVAL = 20  # usual steps between two records; if there are more, a series may move further in proportion
 LEAST = 0.15  # a score, the logarithm of a factor, below this is ignored
+LEAST_FALL = 0.5  # nats: a loss of few classes falls from 0.7 in some steps once the model has learned them
 LOGIT = 50.0  # an attention logit of this size makes all others negligible
 FROM_FIRST = 8.0  # times a layer's first logit, which is large under query and key norms without a scale (Gemma 4)
 FP16_MAX = 65504.0
@@ -560,6 +561,7 @@ class Rules:
                 self._sums[rule] = max(0.0, self._sums.get(rule, 0.0) + distance)
                 course = self._fitted(rule, row, usual, self._sums[rule])
                 left = course.left or (self._sums.get(f"{rule} told", 0.0) > 0 and course.score > 0)
+                left = left and (rule == "rise" or usual - value > LEAST_FALL)
                 self._sums[f"{rule} told"] = float(left)  # a chart that has told starts anew at 0
                 yield course._replace(left=left)
         losses.append(value)
