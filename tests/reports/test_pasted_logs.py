@@ -175,3 +175,24 @@ def test_a_compressed_table_is_read_in_pieces_and_a_cut_one_is_refused(tmp_path,
     assert read_history(path).values(LOSS) == pytest.approx({n: 3 - n / 50 for n in range(99)})
     path.write_bytes(path.read_bytes()[:-40])
     assert "is not readable" in refused("diagnose", path)
+
+
+STOPPED = {  # the last line in which a trainer says why it stopped, and the step at which it did
+    "Loss is nan, stopping training": 400,
+    "FloatingPointError: Loss became infinite or NaN at iteration=399!": 399,
+    "E0801 10:01:01 hooks.py:760] Model diverged with loss = NaN.": 400,
+    "Batch 400: Invalid loss, terminating training": 400,
+    "RuntimeError: the loss at step 399 is not finite": 399,
+}
+
+
+@pytest.mark.parametrize(("line", "step"), STOPPED.items())
+def test_a_sentence_that_ends_a_run_is_its_last_loss(tmp_path, line, step):
+    lines = [f"step {at} loss {5 - at / 100} lr 0.001\n" for at in range(0, 400, 20)]
+    file = tmp_path / "train.log"
+    file.write_text(
+        "".join([*lines[:10], "warning: loss is nan, the batch is skipped\n", *lines[10:], line, "\nbye\n"])
+    )
+    losses = read_history(file).values(LOSS)
+    assert (len(losses), max(losses)) == (21, step)
+    assert [at for at, loss in losses.items() if loss != loss] == [step]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from lamina.reports.histories.names import EPOCH_STEPS, whole
 from lamina.reports.histories.numbers import NUMBER, WHOLE, number_of
+from lamina.training.monitor.writers import LOSS
 
 _INSIDE = r"(?:[A-Za-z][\w.]*\(\[?|\{['\"][^'\"]*['\"]:\s*)?"
 """np.float64(2.3), tensor([2.3]), {'0_default': 2.3}"""
@@ -151,19 +152,43 @@ def _pairs(form: Form, line: str) -> Iterator[re.Match[str]]:
     return re.finditer(form.pair, line, re.IGNORECASE)
 
 
+_BROKEN = re.compile(
+    r"(?i)\bloss(?:es)?\b.{0,40}\b(?:is|are|was|became|turned)\b.{0,20}?\b(?:nan|inf(?:inite|inity)?|not finite)\b"
+    r"|\bdiverged with loss\W+nan\b|\b(?:nan|invalid|non-finite) (?:or inf )?loss\b"
+)
+"""Loss is nan, stopping training; Model diverged with loss = NaN; Invalid loss, terminating training."""
+
+
 def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
-    """Yield the records in the lines, with the step if the form has one."""
-    console = _Console(form)
+    """Yield the records in the lines, with the step if the form has one.
+
+    If the trainer stopped because the loss was not finite, and said so in a sentence, this is the last record.
+    """
+    console, ended, gap = _Console(form), "", 0
+    last: dict[str, object] = {}
     begins = re.compile(form.line).search
     for line in lines:
+        if _BROKEN.search(line) is not None:
+            ended = line
+            continue
         if (match := begins(line)) is None:
             console.go_on(line)
             continue
         if console.record:
             yield console.record
+            steps = _step(str(last.get("step"))), _step(str(console.record.get("step")))
+            gap = steps[1] - steps[0] if steps[0] is not None and steps[1] is not None else gap
+            last = console.record
         console.begin(line, match)
+        ended = ""
     if console.record:
         yield console.record
+    if (last := console.record or last) and ended:
+        losses = [name for name in last if (known := whole(name)) is not None and known.metric == LOSS]
+        if (step := _step(str(last.get("step")))) is not None:
+            named = re.search(rf"{_RATED}{_TO_STEP}(?P<step>{WHOLE})", ended)
+            last = {**last, "step": (named and _step(named["step"])) or step + max(gap, 1)}
+        yield {**last, **dict.fromkeys(losses, "nan")}
 
 
 class _Console:
