@@ -180,7 +180,7 @@ def test_a_kind_that_nothing_registers_and_a_name_that_is_taken_are_refused():
     for kind in ("rms", "backbone"):
         with pytest.raises(UserError, match=rf"^norm '{kind}': .*test_norms registers .*, but lamina.*_lamina has"):
             norm(kind)(type("Own", (LaminaNorm,), {"__module__": __name__}))
-    with pytest.raises(UserError, match="no LaminaNorm"):
+    with pytest.raises(UserError, match="Identity is not a subclass of LaminaNorm"):
         norm("mine")(nn.Identity)
 
 
