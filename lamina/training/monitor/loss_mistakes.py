@@ -36,8 +36,7 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
                 why="an activation such as ReLU behind the head stops the gradient of these logits",
                 do="Leave out the activation behind the head",
             )
-    known = isinstance(odds, torch.Tensor) and odds.numel() >= FEW
-    if known and 0 <= float(odds.detach().min()) <= float(odds.detach().max()) <= 1:
+    if isinstance(odds, torch.Tensor) and odds.numel() >= FEW and bool(((odds >= 0) & (odds <= 1)).all()):
         yield Mistake(
             what="binary_cross_entropy_with_logits gets numbers from 0 to 1 only",
             why="it applies a sigmoid itself, and after two no output is below 0.5",
