@@ -111,7 +111,7 @@ def test_an_interrupted_stage_goes_on_and_ends_as_an_uninterrupted_one(plan, sto
 
     def paused(trials, **given):
         later = {name: replace(t, settings=replace(t.settings, pause_step=2)) for name, t in trials.items()}
-        run_here(later if all(t.job.endswith(":sft") for t in trials.values()) else trials, **given)
+        run_here(later if all(t.job.__name__ == "sft" for t in trials.values()) else trials, **given)
 
     first = run_plan(made, other, workers=1, bar=False, execute=paused)
     assert sum(result["status"] == "interrupted" for result in first.values()) == 2
