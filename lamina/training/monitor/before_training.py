@@ -87,6 +87,16 @@ class BeforeTraining:
                     found |= {f"{path}.{name}".lstrip("."): x for x in tensors if id(x) not in self.names}
         return found
 
+    @cached_property
+    def ends(self) -> tuple[Output, Output] | None:
+        """The input embedding and the output head; None if the model names none, as models of transformers do."""
+        model: Output = self.model
+        try:
+            table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        except (AttributeError, NotImplementedError, TypeError):
+            return None
+        return (table, head) if hasattr(table, "weight") and hasattr(head, "weight") else None
+
     @property
     def settings(self) -> list[tuple[torch.optim.Optimizer, Mapping[str, Output]]]:
         """The optimizers' groups, each with its optimizer."""

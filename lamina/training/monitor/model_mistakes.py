@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -79,11 +78,11 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
 @checks
 def untied(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find an embedding and an output head that should be one tensor but are two."""
-    model: Output = setup.model
-    with suppress(AttributeError, NotImplementedError, TypeError):  # no model of transformers, or one without a head
-        table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        config = model.config.get_text_config()
-        wanted = bool(config.tie_word_embeddings) and bool(getattr(model, "_tied_weights_keys", None))
+    config: Output = getattr(setup.model, "config", None)
+    if setup.ends is not None and hasattr(config, "get_text_config"):
+        table, head = (module.weight for module in setup.ends)
+        tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+        wanted = tied and bool(getattr(setup.model, "_tied_weights_keys", None))
         same = table is head or table.data_ptr() == head.data_ptr()
         if wanted and not same and table.shape == head.shape:
             yield _untied("config.tie_word_embeddings is true, but embedding and output head are two tensors")

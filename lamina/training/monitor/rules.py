@@ -164,8 +164,9 @@ class Rules:
 
     Attributes:
         half: whether the model computes in float16, whose largest number is 65504.
-        starts: the first layer of each further stack (a decoder, a tower). kinds: each layer's kind. Lamina compares a
-            layer only with layers of its own stack and kind.
+        starts: the first layer of each further stack (a decoder, a tower); Lamina compares a layer only with its own
+            stack.
+        kinds: each layer's kind; Lamina compares a layer only with layers of its own kind.
         vocabulary: the number of tokens in the vocabulary; None if unknown.
         limits: the fitted limits by rule and metric.
         worst: the highest score so far for each fitted limit; for a rising gradient, a number of consecutive steps.

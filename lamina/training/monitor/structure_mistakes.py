@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -208,11 +207,10 @@ def partly_loaded(setup: BeforeTraining) -> Iterator[Mistake]:
         trained = [size > 0 and not unused for size, unused in zip(spread, fresh, strict=True)]
         loaded = loaded or (all(trained) and min(spread) > TRAINED)
         new += [f"{path}.{at}" for at, unused in enumerate(fresh) if any(trained) and unused and not spread[at]]
-    if loaded and not _TASKS.search(type(model).__name__):  # an embedding's rare rows stay as they were initialized
-        with suppress(AttributeError, NotImplementedError, TypeError):
-            head = model.get_output_embeddings()
-            tied = head.weight is model.get_input_embeddings().weight
-            new += [setup.modules[id(head)]] if not tied and _is_new(head.weight, deviation) else []
+    if loaded and setup.ends is not None and not _TASKS.search(type(model).__name__):
+        table, head = setup.ends  # an embedding's rare rows stay as they were initialized
+        tied = head.weight is table.weight
+        new += [setup.modules[id(head)]] if not tied and _is_new(head.weight, deviation) else []
     if new:
         yield Mistake(
             what=f"{listing(new)} look newly initialized, and other layers look trained",
