@@ -168,10 +168,12 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
     last: dict[str, object] = {}
     begins = re.compile(form.line).search
     for line in lines:
-        if _BROKEN.search(line) is not None:
+        match, low = begins(line), line.lower()
+        suspect = any(word in low for word in ("nan", "inf", "finite", "invalid"))  # far faster than the pattern
+        if suspect and _BROKEN.search(line) and not (match and _has_loss_at_step(form, match)):
             ended = line
             continue
-        if (match := begins(line)) is None:
+        if match is None:
             console.go_on(line)
             continue
         if console.record:
@@ -189,6 +191,13 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
             named = re.search(rf"{_RATED}{_TO_STEP}(?P<step>{WHOLE})", ended)
             last = {**last, "step": (named and _step(named["step"])) or step + max(gap, 1)}
         yield {**last, **dict.fromkeys(losses, "nan")}
+
+
+def _has_loss_at_step(form: Form, match: re.Match[str]) -> bool:
+    """Return whether a line that begins a record has a step and a loss: step: 9, loss is nan."""
+    names = (part["name"].strip() for part in _pairs(form, match.string))
+    losses = ((known := whole(name)) is not None and known.metric == LOSS for name in names)
+    return match.groupdict().get("step") is not None and any(losses)
 
 
 class _Console:
