@@ -4,11 +4,21 @@ import pytest
 import torch
 from training import tiny_runs
 from training.tiny_runs import at_each_pass, at_step, settings
+from transformers import ModernBertConfig
 
 from lamina.training import pretrain as pretraining
 from lamina.training.trainer import LaminaTrainer
 
 corpus = tiny_runs.corpus
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory):
+    """A folder with a small ModernBERT's configuration."""
+    folder = tmp_path_factory.mktemp("bert")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ModernBertConfig(**sizes, vocab_size=300, pad_token_id=0, max_position_embeddings=64).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

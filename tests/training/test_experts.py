@@ -162,20 +162,10 @@ def imbalance(table, step):
 
 @pytest.mark.parametrize("version", CONFIGS)
 def test_training_balances_the_experts_better_than_nothing_does(version, folder, trained, tmp_path):
-    after = {}
+    after, run = {}, {"backbone": folder(version), "hidden_size": None, "num_heads": None, "steps": 20, "batch_size": 8}
+    run |= {"logging_steps": 1, "init": "normal(std=0.3)", "expert_balance_rate": 0.03 if version == "v3" else 1.0}
     for mode in ("auto", "none"):
-        done = trained(
-            f"{version}-{mode}",
-            backbone=folder(version),
-            hidden_size=None,
-            num_heads=None,
-            steps=20,
-            batch_size=8,
-            logging_steps=1,
-            init="normal(std=0.3)",
-            expert_balance=mode,
-            expert_balance_rate=0.03 if version == "v3" else 1.0,
-        )
+        done = trained(f"{version}-{mode}", expert_balance=mode, **run)
         assert done["status"] in ("finished", "short", "stuck")
         table = layers(tmp_path / f"{version}-{mode}")
         after[mode] = sum(imbalance(table, step) for step in range(16, 21)) / 5

@@ -16,7 +16,6 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     LlamaConfig,
-    ModernBertConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -52,15 +51,6 @@ def squares(tmp_path_factory):
     path = tmp_path_factory.mktemp("images") / "squares.csv"
     path.write_text("\n".join(",".join(map(str, row)) for row in rows) + "\n")
     return path
-
-
-@pytest.fixture(scope="session")
-def bert(tmp_path_factory):
-    """A folder with a small ModernBERT's configuration."""
-    folder = tmp_path_factory.mktemp("bert")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ModernBertConfig(**sizes, vocab_size=300, pad_token_id=0, max_position_embeddings=64).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -204,13 +194,6 @@ def test_the_loss_of_masked_tokens_does_not_depend_on_the_batches_of_the_evaluat
     sizes = {f"by {size}": {"trainer": {"per_device_eval_batch_size": size}} for size in (1, 3, 64)}
     losses = [pretrain(masked(name, steps=1, **changed), bar=False)["eval_loss"] for name, changed in sizes.items()]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
-
-
-def test_a_resumed_masked_run_is_the_run_that_was_not_interrupted(masked, tmp_path):
-    pretrain(masked("whole", steps=6), bar=False)
-    pretrain(masked("stopped", steps=6, pause_step=2), bar=False)
-    pretrain({"output": str(tmp_path / "stopped")}, resume=True, bar=False)  # it has paused where it was told to
-    assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
 
 
 def test_a_classifier_is_trained_on_from_its_checkpoint(of_images, tmp_path, squares):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from training.tiny_runs import WORDS, assert_same_records, assert_same_weights, cut_at, records, result, settings
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, ModernBertConfig
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from lamina.data.blocks import pair_entropy
 from lamina.data.masked_blocks import MaskedBlocks
@@ -36,14 +36,6 @@ def corpus(tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents()))
     return path
-
-
-@pytest.fixture(scope="session")
-def bert(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bert")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ModernBertConfig(**sizes, vocab_size=300, pad_token_id=0, max_position_embeddings=64).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

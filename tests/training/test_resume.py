@@ -306,21 +306,17 @@ def argv(corpus, tmp_path):
     return ["pretrain", *flags(**LASTING, corpus=corpus, output=tmp_path / "run")]
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_resumes_to_the_same_end(corpus, tmp_path, capsys):
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    short = flags(**{**LASTING, "steps": 24, "eval_steps": 12, "save_steps": 9}, corpus=corpus)
-    with at_step(16, lambda trainer, model: os.kill(os.getpid(), signal.SIGINT)):
-        assert main(["pretrain", *short, "--output", str(folder)]) == 130
+def test_ctrl_c_saves_and_says_how_to_go_on(corpus, tmp_path, capsys):
+    folder = tmp_path / "run"
+    with at_step(3, interrupt):
+        assert main(["pretrain", *flags(**SMALL, corpus=corpus, output=folder)]) == 130
     said = "\n".join(capsys.readouterr())
     assert result(folder)["status"] == "interrupted"
     assert "SIGINT" in result(folder)["reason"]
     assert sum("interrupted" in line for line in said.splitlines()) == 1
     assert "--resume" in said
-    assert len(list((folder / "checkpoints").glob(f"checkpoint-{result(folder)['steps']}"))) == 1
+    assert (folder / "checkpoints" / f"checkpoint-{result(folder)['steps']}").is_dir()
     assert main(["pretrain", "--output", str(folder), "--resume"]) == 0
-    assert main(["pretrain", *short, "--output", str(whole)]) == 0
-    assert result(folder)["eval_loss"] == result(whole)["eval_loss"]
-    assert len(records(folder)) == len(records(whole))
 
 
 @pytest.mark.slow

@@ -113,15 +113,11 @@ def scalars(folder) -> dict:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-@pytest.fixture
-def no_stale_folder(monkeypatch):
-    """What a run writes into the environment is undone after the test."""
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "")
-    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR")
-
-
-def test_tensorboard_gets_the_layers_metrics(trained, tmp_path, no_stale_folder):
+def test_tensorboard_gets_the_layers_metrics_of_each_run_of_a_process(trained, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "")  # what a run writes into the environment is undone
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR")
+    trained("before", report_to="tensorboard", steps=1)
     trained(report_to="tensorboard", logging_steps=2)
     (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")
     tags = scalars(events.parent)
@@ -131,13 +127,6 @@ def test_tensorboard_gets_the_layers_metrics(trained, tmp_path, no_stale_folder)
     (found,) = layered.values()
     assert found == [(step, pytest.approx(value, rel=1e-5)) for step, value in zip(recorded.step, recorded.value)]  # noqa: B905
     assert any(tag.endswith("/loss") for tag in tags)
-
-
-def test_each_run_of_a_process_has_tensorboard_files_of_its_own(trained, tmp_path, no_stale_folder):
-    pytest.importorskip("tensorboard")
-    for name in ("a", "b"):
-        trained(name, report_to="tensorboard", steps=1)
-        assert len(list((tmp_path / name).rglob("events.out.tfevents.*"))) == 1, name
 
 
 def test_overwrite_deletes_what_lamina_wrote(copied):
@@ -229,14 +218,6 @@ def test_every_model_has_a_card_that_the_hub_can_read(trained, tmp_path, uploads
     assert uploads == []  # never by default
 
 
-def test_a_name_cannot_break_out_of_its_cell(tiny, tmp_path, corpus):
-    odd = tmp_path / "a | b `c`.txt"
-    odd.write_text(corpus.read_text())
-    pretraining.pretrain(replace(tiny(**PLAIN), corpus=str(odd)), bar=False)
-    row = next(r for r in (tmp_path / "run/model/README.md").read_text().splitlines() if r.startswith("| corpus"))
-    assert row.endswith("a \\| b 'c'.txt` |")
-
-
 def test_a_placements_name_and_the_machines_folders_stay_out_of_a_card(tmp_path):
     """A placement's name comes from somebody's YAML; the hub cleans what a card holds, other viewers do not."""
     name = "pl <script>alert(1)</script> [x](javascript:1)"
@@ -244,7 +225,7 @@ def test_a_placements_name_and_the_machines_folders_stay_out_of_a_card(tmp_path)
     model = build(LlamaConfig(vocab_size=61, **sizes), replace(make_plan("pre_ln", 2), placement=name))
     card = ModelCard(
         head="causal_lm",
-        data={"corpus": "/home/me/a b.txt:0.7,/home/me/c.txt:0.3", "data": "hf:GAIR/lima"},
+        data={"corpus": "/home/me/a | b `c`.txt:0.7,/home/me/c.txt:0.3", "data": "hf:GAIR/lima"},
         result={},
         command="lamina sft --from-model /home/me/base --placement '/home/me/p.yaml(alpha=1)' --data 'my rows.jsonl'",
         base_model="/home/me/base",
@@ -252,7 +233,7 @@ def test_a_placements_name_and_the_machines_folders_stay_out_of_a_card(tmp_path)
     card.write(model, tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert "/home" not in text
-    assert "| corpus | `a b.txt:0.7,c.txt:0.3` |" in text
+    assert "| corpus | `a \\| b 'c'.txt:0.7,c.txt:0.3` |" in text  # a name does not break out of its cell
     assert "| data | `hf:GAIR/lima` |" in text
     assert "lamina sft --from-model base --placement 'p.yaml(alpha=1)' --data 'my rows.jsonl'" in text
     outside = re.sub(r"```.*?```|`[^`\n]*`", "", HubCard(text).content, flags=re.DOTALL)

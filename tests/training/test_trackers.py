@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from training.watching.loops import NanoGpt, Tokens, loop
+from training.watching.loops import NanoGpt, Tokens, found, loop
 
 from lamina.errors import UserError
 from lamina.training.monitor import trackers
@@ -105,7 +105,11 @@ def test_an_alarm_goes_to_the_log_to_trackers_and_to_the_users_function(wandb, t
     logged = [line.partition("lamina.watch: ")[2] for line in caplog.messages if "lamina.watch: step" in line]
     assert logged == texts
     assert [given["text"] for kind, given in wandb.calls if kind == "alert"] == texts
-    written = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("alarms/text_summary")
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = {each.step: each.value for each in events.Scalars("update_norm.layers_000-007/001.attention.all")}
+    assert shown == pytest.approx({step: found(tmp_path, "update_norm", step)[1, "attention", "all"] for step in shown})
+    assert len(shown) == 40
+    written = events.Tensors("alarms/text_summary")
     assert [each.tensor_proto.string_val[0].decode() for each in written] == texts
     assert [each.step for each in written] == [alarm.step for alarm in told]
 

@@ -107,12 +107,8 @@ def main(kind, folder):
                 monitor.step(torch.stack(losses).mean() if losses else None)
     if distributed.get_rank() == 0:
         losses, gradients, norm = by_hand()
-        told = {
-            "refused": refused,
-            "losses": losses,
-            "norm": norm,
-            "gradients": [[*place, value] for place, value in gradients.items()],
-        }
+        told = {"refused": refused, "losses": losses, "norm": norm}
+        told |= {"gradients": [[*place, value] for place, value in gradients.items()]}
         (folder / "by_hand.json").write_text(json.dumps(told))
     distributed.barrier()
     distributed.destroy_process_group()

@@ -205,14 +205,16 @@ def test_another_models_clipping_says_nothing_of_this_ones_gradient(tmp_path):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clips", [False, True])
-def test_a_scaled_loss_is_measured_unscaled_and_its_overflow_is_no_divergence(tmp_path, fused, clips):
-    model = NanoGpt()
+@pytest.mark.parametrize("says", [False, True])
+def test_a_scaled_loss_is_measured_unscaled_and_its_overflow_is_no_divergence(tmp_path, fused, clips, says):
+    model, losses = NanoGpt(), []
     optimizer, naive = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), Naive(model, nano_parts())
     scaler, expected = torch.amp.GradScaler("cpu", init_scale=1024.0), {}
     watched = lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1, on_divergence="stop")
     with watched as monitor:
         for step in (1, 2, 3, 4):
             loss = loss_of(model, step)
+            losses.append(loss.item())
             scaler.scale(loss).backward()
             if step in (1, 3):
                 model.lm_head.weight.grad[0, 0] = math.inf
@@ -225,12 +227,14 @@ def test_a_scaled_loss_is_measured_unscaled_and_its_overflow_is_no_divergence(tm
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            monitor.step(loss)
+            if says:
+                monitor.step(loss)
     assert (result(tmp_path / "run")["steps"], watched.diverged) == (4, None)
     assert not (tmp_path / "run" / "alarms.jsonl").exists()
+    assert json.loads((tmp_path / "run" / "watched.json").read_text())["notes"] == []
     rows = layers(tmp_path / "run")
     assert set(rows[rows["metric"].str.endswith("gradient_norm")]["step"]) == {2, 4}
-    assert rows[rows["metric"] == "step_loss"]["step"].tolist() == [1, 2, 3, 4]
+    assert series(tmp_path / "run", "step_loss") == pytest.approx(dict(enumerate(losses, 1)), rel=1e-6)
     for step in (2, 4):
         assert found(tmp_path / "run", "gradient_norm", step) == pytest.approx(expected[step], **EXACT), step
 
@@ -291,16 +295,9 @@ def normalize(model, optimizer, step):
 
 
 BOTH = {("written", layer, part) for layer in (0, 1) for part in ("attention", "feed_forward")}
-CASES = [
-    (swap, BOTH),
-    (redraw, {("written", 1, "feed_forward")}),
-    (shrink, {("written", 1, "attention")}),
-    (lose, {("forgotten", -1, "model")}),
-    (lose_second, {("forgotten", -1, "block")}),
-    (spoil, {("not_finite", 1, "attention")}),
-    (swap_and_back, set()),
-    (normalize, set()),
-]
+CASES = [(swap, BOTH), (redraw, {("written", 1, "feed_forward")}), (shrink, {("written", 1, "attention")})]
+CASES += [(lose, {("forgotten", -1, "model")}), (lose_second, {("forgotten", -1, "block")})]
+CASES += [(spoil, {("not_finite", 1, "attention")}), (swap_and_back, set()), (normalize, set())]
 
 
 def watched(folder, act=None, **options):
