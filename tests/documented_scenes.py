@@ -74,13 +74,8 @@ def benchmarks(path):
     """The data of the set peri_ln, as `make eval-data` names them."""
     answers = {"answerA": "warm", "answerB": "cold", "answerC": "wet"}
     choices = {"label": ["A", "B"], "text": ["warm", "cold"]}
-    hellaswag = {
-        "ctx_a": "Fire burns.",
-        "ctx_b": "it",
-        "activity_label": "fire",
-        "endings": ["warms"] * 4,
-        "label": "0",
-    }
+    hellaswag = {"ctx_a": "Fire burns.", "ctx_b": "it", "activity_label": "fire"}
+    hellaswag |= {"endings": ["warms"] * 4, "label": "0"}
     rows = {
         "allenai/ai2_arc/ARC-Easy/test": {"question": "Fire is", "choices": choices, "answerKey": "A"},
         "Rowan/hellaswag/default/validation": hellaswag,

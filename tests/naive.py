@@ -150,12 +150,7 @@ def naive_hybridnorm(x, attention, feed_forward, norms, index, num_layers):
     return z + feed_forward(z)
 
 
-@formula(
-    "A A | C -",
-    final_norm=True,
-    parameters=lambda n: (WIDTH + 3 * HEAD_DIM) * n + WIDTH,
-    heads=("head", "head"),
-)
+@formula("A A | C -", final_norm=True, parameters=lambda n: (WIDTH + 3 * HEAD_DIM) * n + WIDTH, heads=("head", "head"))
 def naive_hybridnorm_star(x, attention, feed_forward, norms, index, num_layers):
     if index == 0:
         y = x + attention(norms.attention.pre(x))
@@ -303,14 +298,8 @@ def naive_norms(model, **norm):
 
 
 def llama(num_layers, **changes):
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 48,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KEY_VALUE_HEADS,
-        "rms_norm_eps": EPS,
-    }
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 48}
+    sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": KEY_VALUE_HEADS, "rms_norm_eps": EPS}
     return LlamaConfig(num_hidden_layers=num_layers, **{**sizes, **changes})
 
 

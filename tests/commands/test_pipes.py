@@ -44,25 +44,12 @@ def refused(argv, capsys, word):
     assert "is a pipe, a socket or a device. Give " in line
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        ["diagnose"],
-        ["report"],
-        ["generate"],
-        ["convert"],
-        ["probe"],
-        ["study", "run"],
-        ["pretrain", "--config"],
-        ["pretrain", "--corpus"],
-        ["pretrain", "--tokenizer"],
-        ["pretrain", "--from"],
-        ["pretrain", "--output"],
-        ["compare", "--placements"],
-        ["sft", "--data"],
-        ["eval", "--corpus"],
-    ],
-)
+READ = [[name] for name in ("diagnose", "report", "generate", "convert", "probe")]
+READ += [["pretrain", f"--{flag}"] for flag in ("config", "corpus", "tokenizer", "from", "output")]
+READ += [["study", "run"], ["compare", "--placements"], ["sft", "--data"], ["eval", "--corpus"]]
+
+
+@pytest.mark.parametrize("before", READ)
 def test_a_pipe_as_an_input_is_named(pipe, capsys, before):
     after = ["out"] if before[0] == "convert" else []
     refused([*before, pipe, *after], capsys, pipe)

@@ -13,18 +13,8 @@ from lamina.errors import UserError
 from lamina.jobs.aliases import NEAR, TAKEN, in_our_words
 
 SETTINGS = {name: row.settings() for name, row in JOBS.items()}
-EXPORTED = {
-    "__version__",
-    "build",
-    "check",
-    "evaluate",
-    "placements",
-    "probe",
-    "probe_folder",
-    "LayerMonitor",
-    "watch",
-    "wire",
-}
+EXPORTED = {"__version__", "build", "check", "evaluate", "placements", "probe", "probe_folder"}
+EXPORTED |= {"LayerMonitor", "watch", "wire"}
 EXPORTED |= {name.replace("-", "_") for name in COMMANDS} - {"placements", "probe"} | {"placement_of"}
 
 

@@ -21,12 +21,8 @@ from lamina.data.sources.hub_datasets import parse
 from lamina.errors import UserError
 
 TEXT = "Ein Wal, naïve café 🐋.\r\nThe second line.\n"
-COMPRESS = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".xz": lzma.compress,
-    ".zst": lambda content: zstandard.ZstdCompressor().compress(content),
-}
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
+COMPRESS |= {".zst": lambda content: zstandard.ZstdCompressor().compress(content)}
 
 
 def texts(corpus, **options):
@@ -97,19 +93,10 @@ def test_a_malformed_row_is_refused_by_line(tmp_path, row, part):
 
 def test_a_folder_is_walked_in_order_whatever_the_suffixes_and_without_hidden_or_binary_files(tmp_path, caplog):
     folder = tmp_path / "project"
-    for name, content in {
-        "b/main.py": b"print('b')\n",
-        "a.md": b"# a\n",
-        "a/z.c": b"int z;\n",
-        "Makefile": b"all:\n",
-        "rows.jsonl.gz": gzip.compress(b'{"text": "row"}'),
-        "logo.png": b"\x89PNG\r\n\x1a\n\x00\x00",
-        "latin.txt": "café".encode("latin-1"),
-        "broken.txt.xz": b"not xz",
-        "empty.py": b"",
-        ".git/config": b"hidden\n",
-        ".env": b"hidden\n",
-    }.items():
+    files = {"b/main.py": b"print('b')\n", "a.md": b"# a\n", "a/z.c": b"int z;\n", "Makefile": b"all:\n"}
+    files |= {"rows.jsonl.gz": gzip.compress(b'{"text": "row"}'), "logo.png": b"\x89PNG\r\n\x1a\n\x00\x00"}
+    files |= {"latin.txt": "café".encode("latin-1"), "broken.txt.xz": b"not xz", "empty.py": b""}
+    for name, content in (files | dict.fromkeys((".git/config", ".env"), b"hidden\n")).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     with caplog.at_level(logging.WARNING):

@@ -296,16 +296,10 @@ def test_weights_that_do_not_fit_are_refused(text, tmp_path, vocab_size, spoil, 
         lamina.evaluate(models=str(place), corpus=str(text), output=str(tmp_path / "out"), bar=False)
 
 
-WRITTEN = {
-    "task": "written",
-    "dataset_path": "toy/quiz",
-    "output_type": "generate_until",
-    "test_split": "test",
-    "doc_to_text": "{{question}}",
-    "doc_to_target": "{{choices[answer]}}",
-    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False},
-    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-}
+WRITTEN = {"task": "written", "dataset_path": "toy/quiz", "output_type": "generate_until"}
+WRITTEN |= {"test_split": "test", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[answer]}}"}
+WRITTEN |= {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False}}
+WRITTEN |= {"metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]}
 
 
 @pytest.fixture

@@ -20,17 +20,10 @@ from lamina.evaluation.task_sets import Wanted
 
 
 def items(right, *, task="quiz", metric="acc", choices=4, first=0):
+    whole = {"task": task, "filter": "none", "target": "0", "log_likelihoods": [0.0] * choices}
     rows = [
-        {
-            "task": task,
-            "filter": "none",
-            "doc_id": first + at,
-            "doc_hash": f"hash {first + at}",
-            "target": "0",
-            "log_likelihoods": [0.0] * choices,
-            "metrics": json.dumps({metric: value}),
-        }
-        for at, value in enumerate(right)
+        {**whole, "doc_id": at, "doc_hash": f"hash {at}", "metrics": json.dumps({metric: value})}
+        for at, value in enumerate(right, first)
     ]
     return pd.DataFrame(rows)
 

@@ -58,12 +58,8 @@ def write(folder, canary, form):
         (tasks / "inner.yaml").write_text("task: inner\ninclude: base.inc\ndoc_to_text: !function code.question\n")
     if form == "a group with its task inside":
         files = {"data_files": {"test": str(folder / "toy/quiz/default/test.jsonl")}}
-        member = {
-            **QUIZ,
-            "task": "inner",
-            "doc_to_text": f"{RUNS.format(canary=canary)}{{{{question}}}}",
-            "training_split": None,
-        }
+        member = {**QUIZ, "task": "inner"}
+        member |= {"doc_to_text": f"{RUNS.format(canary=canary)}{{{{question}}}}", "training_split": None}
         member |= {"dataset_path": "json", "dataset_kwargs": files}
         said = yaml.safe_dump({"group": "quiz", "task": [member]})
     elif isinstance(said, dict):

@@ -127,10 +127,7 @@ def numbers():
     values = {"keel/0": (20.0, 0.5, 0.75), "keel/1": (22.0, 0.6, 0.85), "pre": (19.0, 0.4, 0.9)}
     return {
         (name, column): Score(
-            task=column.task,
-            metric=column.metric or "acc",
-            value=value,
-            higher_is_better=column is not PPL,
+            task=column.task, metric=column.metric or "acc", value=value, higher_is_better=column is not PPL
         )
         for name, listed in values.items()
         for column, value in zip((PPL, ARC, SCIQ), listed, strict=True)

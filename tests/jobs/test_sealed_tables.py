@@ -15,14 +15,9 @@ from lamina.lab.papers.engine.verdicts import looks_of
 from lamina.lab.papers.trials.store import Records
 from lamina.studies.evaluated import runs_of
 
-TABLES = {
-    "results.csv": "trial,eval_loss\na,2.5\n",
-    "claims.json": '[{"verdict": "holds"}]\n',
-    "transfer.json": '{"rate": 0.5}\n',
-    "slopes.csv": "slope\n0.5\n",
-    "table.md": "| 2.5 |\n",
-    "tables/end-gains.parquet": "PAR1 5",
-}
+TABLES = {"results.csv": "trial,eval_loss\na,2.5\n", "claims.json": '[{"verdict": "holds"}]\n'}
+TABLES |= {"transfer.json": '{"rate": 0.5}\n', "slopes.csv": "slope\n0.5\n"}
+TABLES |= {"table.md": "| 2.5 |\n", "tables/end-gains.parquet": "PAR1 5"}
 
 
 class JobSettings(Settings):
@@ -63,11 +58,7 @@ def test_an_edited_table_is_named_before_a_page_is_drawn(study, capsys, name):
 
 @pytest.mark.parametrize(
     "read",
-    [
-        lambda study: runs_of(str(study)),
-        lambda study: Records(study.parent).rows,
-        lambda study: looks_of(study, ["a"]),
-    ],
+    [lambda study: runs_of(str(study)), lambda study: Records(study.parent).rows, lambda study: looks_of(study, ["a"])],
 )
 def test_whoever_ranks_evaluates_or_judges_names_an_edited_table(study, read):
     edit(study / "results.csv")

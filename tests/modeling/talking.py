@@ -8,13 +8,8 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
-NAMES = {
-    "layers": "tower.turns",
-    "attention": "talk",
-    "feed_forward": "think",
-    "norm": "last",
-    "roles": {"feed_forward.gate": "gate", "wide": "feed_forward_in", "narrow": "feed_forward_out"},
-}
+NAMES = {"layers": "tower.turns", "attention": "talk", "feed_forward": "think", "norm": "last"}
+NAMES |= {"roles": {"feed_forward.gate": "gate", "wide": "feed_forward_in", "narrow": "feed_forward_out"}}
 
 
 class TalkConfig(LlamaConfig):

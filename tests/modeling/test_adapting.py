@@ -18,18 +18,10 @@ BACKBONES = {
     "deepseek_v3": {**LATENT, "vocab_size": VOCABULARY, "n_shared_experts": 1, "q_lora_rank": 8},
     "vit": {"image_size": 8, "patch_size": 4},
 }
-LORA = {
-    "llama": {"q_proj", "v_proj"},
-    "deepseek_v2": {"q_proj", "kv_b_proj"},
-    "deepseek_v3": {"q_b_proj", "kv_b_proj"},
-    "vit": {"q_proj", "v_proj"},
-}
-IA3 = {
-    "llama": {"k_proj", "v_proj", "down_proj"},
-    "deepseek_v2": {"kv_b_proj", "down_proj"},
-    "deepseek_v3": {"kv_b_proj", "down_proj"},
-    "vit": {"k_proj", "v_proj", "fc2"},
-}
+LORA = {"llama": {"q_proj", "v_proj"}, "deepseek_v2": {"q_proj", "kv_b_proj"}}
+LORA |= {"deepseek_v3": {"q_b_proj", "kv_b_proj"}, "vit": {"q_proj", "v_proj"}}
+IA3 = {"llama": {"k_proj", "v_proj", "down_proj"}, "deepseek_v2": {"kv_b_proj", "down_proj"}}
+IA3 |= {"deepseek_v3": {"kv_b_proj", "down_proj"}, "vit": {"k_proj", "v_proj", "fc2"}}
 NORMS = {"pre_norm", "out_norm", "embedding_norm"}  # of peri_ln
 
 

@@ -14,22 +14,14 @@ from lamina.modeling.parts import decaying
 from lamina.placements import names, resolve
 
 PRE_LN = {"input_layernorm": "attention.pre_norm", "post_attention_layernorm": "feed_forward.pre_norm"}
-PERI_LN = {
-    "input_layernorm": "attention.pre_norm",
-    "post_attention_layernorm": "attention.out_norm",
-    "pre_feedforward_layernorm": "feed_forward.pre_norm",
-    "post_feedforward_layernorm": "feed_forward.out_norm",
-}
+PERI_LN = {"input_layernorm": "attention.pre_norm", "post_attention_layernorm": "attention.out_norm"}
+PERI_LN |= {"pre_feedforward_layernorm": "feed_forward.pre_norm", "post_feedforward_layernorm": "feed_forward.out_norm"}
 OUT_LN = {"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"}
 NUM_LAYERS = 2
 KNOWN_ROLES = {*ROLES.values(), "embedding", "readout", "vector", "bias", "wiring"}
 APERTUS = {"attention_layernorm": "attention.pre_norm", "feedforward_layernorm": "feed_forward.pre_norm"}
-GLM4 = {
-    "input_layernorm": "attention.pre_norm",
-    "post_self_attn_layernorm": "attention.out_norm",
-    "post_attention_layernorm": "feed_forward.pre_norm",
-    "post_mlp_layernorm": "feed_forward.out_norm",
-}
+GLM4 = {"input_layernorm": "attention.pre_norm", "post_self_attn_layernorm": "attention.out_norm"}
+GLM4 |= {"post_attention_layernorm": "feed_forward.pre_norm", "post_mlp_layernorm": "feed_forward.out_norm"}
 HYPERCLOVA = {**PRE_LN, "post_norm1": "attention.out_norm", "post_norm2": "feed_forward.out_norm"}
 MUP = {"embedding_multiplier": 3.0, "logits_scaling": 0.7, "attention_multiplier": 0.2, "residual_multiplier": 0.3}
 MLA = {**LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "head_dim": 8}
@@ -79,20 +71,9 @@ ALIKE = {
 
 
 PLUS_ONE = {"gemma", "gemma2", "gemma3_text"}
-NO_MORE_NORMS = {
-    "apertus",
-    "exaone4",
-    "phi3",
-    "qwen3",
-    "olmo2",
-    "olmo3",
-    "minicpm3",
-    "deepseek_v2",
-    "deepseek_v3",
-    "gemma3_text",
-    "gpt_neox",
-    "cohere",
-}  # on queries and keys: they have their own, or no such projections
+# On queries and keys: they have their own, or no such projections.
+NO_MORE_NORMS = {"apertus", "exaone4", "phi3", "qwen3", "olmo2", "olmo3", "minicpm3", "deepseek_v2", "deepseek_v3"}
+NO_MORE_NORMS |= {"gemma3_text", "gpt_neox", "cohere"}
 
 
 def configuration(model_type, **changes):

@@ -22,13 +22,8 @@ from lamina.placements.plan import Layer
 from lamina.placements.wirings import WIRINGS
 
 RULES = ("vllm", "sglang")
-OPTIONS = {
-    "plain": {},
-    "qk_head": {"qk_norm": "head"},
-    "qk_full": {"qk_norm": "full"},
-    "v_full": {"v_norm": "full"},
-    "v_head": {"v_norm": "head", "qk_norm": "head"},
-}
+OPTIONS = {"plain": {}, "qk_head": {"qk_norm": "head"}, "qk_full": {"qk_norm": "full"}}
+OPTIONS |= {"v_full": {"v_norm": "full"}, "v_head": {"v_norm": "head", "qk_norm": "head"}}
 LOST = ("hybridnorm", "hybridnorm_star", "olmo2", "gemma3", "subln")  # their norms, while the source was not changed
 FAST = [(name, "plain", None) for name in (*LOST, "muse_spark", "group_ln", "keel", "pre_ln")]
 FAST += [("pre_ln", option, None) for option in ("qk_head", "v_full")]
@@ -98,13 +93,8 @@ def test_other_norms_and_backbones_stay_as_they_are(options, rules, tmp_path):
 @pytest.mark.parametrize("rules", RULES)
 def test_every_formula_of_a_norm_is_a_class(first, rules, tmp_path):
     """Whichever an engine meets first."""
-    norms = [
-        Norm(),
-        Norm(zero_centered=True),
-        Norm(learnable_gain=False, initial_gain=2.0),
-        Norm(learnable_gain=False),
-        Norm(kind="group", groups=4),
-    ]
+    norms = [Norm(), Norm(zero_centered=True), Norm(learnable_gain=False, initial_gain=2.0)]
+    norms += [Norm(learnable_gain=False), Norm(kind="group", groups=4)]
     norms = norms[first:] + norms[:first]
     half = [Sublayer(pre_norm=norm, inner_norm=other) for norm, other in zip(norms, norms[1:] + norms[:1], strict=True)]
     model = lamina.build(llama(5), Plan(placement="own", layers=tuple(Layer.of(one) for one in half))).eval()

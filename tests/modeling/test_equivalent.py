@@ -30,15 +30,9 @@ def with_branches(placement, **fields):
 
 
 # Every placement on a Llama, at its defaults: the architecture of transformers that computes it.
-ON_A_LLAMA = {
-    "pre_ln": "llama",
-    "layernorm_scaling": "llama",
-    "olmo2": "olmo2",
-    "sandwich_ln": "glm4",
-    "peri_ln": "glm4",
-    **dict.fromkeys(("granite", "minicpm", "layerscale"), "llama"),
-    **dict.fromkeys(("gemma2", "sandwich_depth_scaled"), "glm4"),
-}
+ON_A_LLAMA = {"pre_ln": "llama", "layernorm_scaling": "llama", "olmo2": "olmo2", "sandwich_ln": "glm4"}
+ON_A_LLAMA |= {"peri_ln": "glm4", **dict.fromkeys(("granite", "minicpm", "layerscale"), "llama")}
+ON_A_LLAMA |= {**dict.fromkeys(("gemma2", "sandwich_depth_scaled"), "glm4")}
 CASES = {
     **{name: (name, llama(4), {}) for name in ON_A_LLAMA},
     "mix_ln without Post-LN layers": ("mix_ln", llama(4), {"num_post_layers": 0}),

@@ -40,16 +40,8 @@ def test_onnx_runtime_computes_the_same(placement, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model = built(placement, 2)
-    torch.onnx.export(
-        model,
-        (),
-        tmp_path / "model.onnx",
-        kwargs={"input_ids": token_ids(), "use_cache": False},
-        dynamic_shapes=SHAPES,
-        output_names=["logits"],
-        dynamo=True,
-        verbose=False,
-    )
+    how = {"dynamic_shapes": SHAPES, "output_names": ["logits"], "dynamo": True, "verbose": False}
+    torch.onnx.export(model, (), tmp_path / "model.onnx", kwargs={"input_ids": token_ids(), "use_cache": False}, **how)
     session = runtime.InferenceSession(tmp_path / "model.onnx")
     for batch, length in ((3, 17), (1, 5)):
         ids = token_ids(batch, length)

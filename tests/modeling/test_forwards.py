@@ -21,13 +21,8 @@ from lamina.placements import Sublayer
 from lamina.placements.plan import Layer
 
 FACTOR = 3.0
-OPTIONS = [
-    ("olmo2", {}),
-    ("hybridnorm", {}),
-    ("subln", {}),
-    ("pre_ln", {"v_norm": "head"}),
-    ("pre_ln", {"wiring": "mudd"}),
-]
+OPTIONS = [("olmo2", {}), ("hybridnorm", {}), ("subln", {})]
+OPTIONS += [("pre_ln", {"v_norm": "head"}), ("pre_ln", {"wiring": "mudd"})]
 
 
 def changed(module, **more):

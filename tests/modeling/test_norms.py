@@ -17,14 +17,7 @@ import lamina
 from lamina.errors import UserError
 from lamina.modeling.building import norm
 from lamina.modeling.initialization import weights
-from lamina.modeling.wiring_lamina import (
-    NORMS,
-    LaminaGroupedNorm,
-    LaminaNorm,
-    LaminaRMSNorm,
-    NormStyle,
-    make_norm,
-)
+from lamina.modeling.wiring_lamina import NORMS, LaminaGroupedNorm, LaminaNorm, LaminaRMSNorm, NormStyle, make_norm
 from lamina.placements import Norm, Plan, Sublayer, names, resolve
 from lamina.placements.plan import Layer
 from lamina.training.monitor.gain_measures import gain_rows
@@ -102,15 +95,10 @@ def test_subln_is_bitnets_placement():
     ours = lamina.build(
         llama(hidden_act="relu2", **{n: getattr(config, n) for n in ("rms_norm_eps", "rope_parameters")}), "subln"
     ).eval()
-    renamed = {
-        "self_attn.attn_sub_norm": "attention.module.inner_norm",
-        "mlp.ffn_sub_norm": "feed_forward.module.inner_norm",
-        "self_attn": "attention.module",
-        "mlp.": "feed_forward.module.",
-        "input_layernorm": "attention.pre_norm",
-        "post_attention_layernorm": "feed_forward.pre_norm",
-        "model.": "model.backbone.",
-    }
+    renamed = {"self_attn.attn_sub_norm": "attention.module.inner_norm"}
+    renamed |= {"mlp.ffn_sub_norm": "feed_forward.module.inner_norm", "self_attn": "attention.module"}
+    renamed |= {"mlp.": "feed_forward.module.", "input_layernorm": "attention.pre_norm"}
+    renamed |= {"post_attention_layernorm": "feed_forward.pre_norm", "model.": "model.backbone."}
     state = {}
     for key, tensor in theirs.state_dict().items():
         for theirs_name, name in renamed.items():

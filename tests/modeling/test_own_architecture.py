@@ -20,17 +20,10 @@ from lamina.modeling.backbones import count_parameters
 from lamina.modeling.initialization import weights
 from tools.reliability.tiny_families import MORE, tiny_model
 
-AS_LLAMA = {
-    "backbone.tower.turns": "layers",
-    "backbone.words": "embed_tokens",
-    "backbone.last": "norm",
-    "attention.pre_norm": "input_layernorm",
-    "feed_forward.pre_norm": "post_attention_layernorm",
-    "attention.module": "self_attn",
-    "feed_forward.module.gate": "mlp.gate_proj",
-    "feed_forward.module.wide": "mlp.up_proj",
-    "feed_forward.module.narrow": "mlp.down_proj",
-}
+AS_LLAMA = {"backbone.tower.turns": "layers", "backbone.words": "embed_tokens", "backbone.last": "norm"}
+AS_LLAMA |= {"attention.pre_norm": "input_layernorm", "feed_forward.pre_norm": "post_attention_layernorm"}
+AS_LLAMA |= {"attention.module": "self_attn", "feed_forward.module.gate": "mlp.gate_proj"}
+AS_LLAMA |= {"feed_forward.module.wide": "mlp.up_proj", "feed_forward.module.narrow": "mlp.down_proj"}
 
 
 def talking(placement="pre_ln", **changes):
@@ -147,13 +140,8 @@ def test_an_installed_package_registers_its_model_type_and_its_checkpoints_are_r
 PAGE = (Path(__file__).parents[2] / "docs/own.md").read_text("utf-8")
 OF_GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 61}
 OF_GPT2 |= {"bos_token_id": 1, "eos_token_id": 1}
-AS_GPT2 = {
-    "model.backbone": "transformer",
-    "attention.pre_norm": "ln_1",
-    "feed_forward.pre_norm": "ln_2",
-    "attention.module": "attn",
-    "feed_forward.module": "mlp",
-}
+AS_GPT2 = {"model.backbone": "transformer", "attention.pre_norm": "ln_1"}
+AS_GPT2 |= {"feed_forward.pre_norm": "ln_2", "attention.module": "attn", "feed_forward.module": "mlp"}
 
 
 def test_the_pages_adapter_wires_gpt2_as_transformers_does(tmp_path, monkeypatch):

@@ -253,15 +253,8 @@ SUBLAYER = {
 }  # fmt: skip
 BESIDE = {"gate_temperature": {"coupling": "lerp", "out_scale": 0.25, "out_scale_learned": "scalar"}}
 OF_PLANS = {"streams", "read"}  # they need the plan's other ends: test_streams.py
-NORM = {
-    "kind": "layer",
-    "learnable_gain": False,
-    "initial_gain": 0.5,
-    "groups": 4,
-    "zero_centered": True,
-    "alpha": 0.25,
-    "eps": 1e14,  # this stream is as large without norms
-}
+NORM = {"kind": "layer", "learnable_gain": False, "initial_gain": 0.5, "groups": 4, "zero_centered": True}
+NORM |= {"alpha": 0.25, "eps": 1e14}  # this stream is as large without norms
 KINDS = {"groups": "group", "alpha": "dyt"}
 
 

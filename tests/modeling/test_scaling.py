@@ -9,13 +9,7 @@ import torch
 from spread import KINDS, rotated
 from tiny import LATENT, OF_TEXT, token_ids
 from training.tiny_runs import llama_of
-from transformers import (
-    DeepseekV3Config,
-    Gemma3TextConfig,
-    GraniteConfig,
-    GraniteForCausalLM,
-    ModernBertConfig,
-)
+from transformers import DeepseekV3Config, Gemma3TextConfig, GraniteConfig, GraniteForCausalLM, ModernBertConfig
 
 import lamina
 from lamina.errors import UserError
@@ -198,13 +192,8 @@ def table_1(name, m, alpha, eta, decay, epsilon):
 
 def granite_names(model):
     """The names of a Pre-LN model of Llama's modules, as transformers' Granite has them."""
-    renamed = {
-        "attention.pre_norm": "input_layernorm",
-        "feed_forward.pre_norm": "post_attention_layernorm",
-        "attention.module": "self_attn",
-        "feed_forward.module": "mlp",
-        "model.backbone.": "model.",
-    }
+    renamed = {"attention.pre_norm": "input_layernorm", "feed_forward.pre_norm": "post_attention_layernorm"}
+    renamed |= {"attention.module": "self_attn", "feed_forward.module": "mlp", "model.backbone.": "model."}
     for name, parameter in model.named_parameters():
         theirs = name
         for own, granite in renamed.items():

@@ -11,13 +11,7 @@ import pytest
 import torch
 from modeling.tiny import OTHER_BACKBONES, SIZES, built, llama, token_ids
 from training.test_distributed import torchrun
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Olmo2Config,
-    PreTrainedConfig,
-    ViTConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Olmo2Config, PreTrainedConfig, ViTConfig
 
 import lamina
 from lamina.modeling.backbones.conversion import EQUIVALENTS

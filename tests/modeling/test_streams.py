@@ -100,12 +100,8 @@ def test_identity_hyper_connections_are_hunyuans(streams):
 @torch.no_grad()
 def test_the_gated_residual_is_qwens(streams):
     ours, theirs = mixer("gated_residual"), qwen.Qwen4ExpTextGatedResidual(Sizes())
-    names = {
-        "gain": "hc_norm",
-        "down": "input_mix_weight_down",
-        "up": "input_mix_weight_up",
-        "inject": "block_inject_weight",
-    }
+    names = {"gain": "hc_norm", "down": "input_mix_weight_down"}
+    names |= {"up": "input_mix_weight_up", "inject": "block_inject_weight"}
     theirs.load_state_dict({f"{names[name]}.weight": value for name, value in ours.named_parameters()})
     offset = theirs.hc_norm(torch.ones(1, 1, N * WIDTH)).flatten() - ours.gain  # 1, if it stores the difference from 1
     if (offset - 1).abs().max() < 1e-4:

@@ -64,33 +64,14 @@ def test_a_layers_equations_are_the_papers(spec, layer, lines):
     assert equations([resolve(spec, 32).layers[layer]]) == lines
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"pre_norm": Norm()},
-        {"out_norm": Norm()},
-        {"post_norm": Norm()},
-        {"post_norm": Norm(kind="rms")},
-        {"post_norm": Norm(kind="group", groups=4)},
-        {"post_norm": Norm(learnable_gain=False)},
-        {"post_norm": Norm(initial_gain=0.5)},
-        {"skip": "block_input"},
-        {"skip": "both"},
-        {"skip_scale": 64.0},
-        {"skip_scale_learned": "scalar"},
-        {"skip_scale_learned": "vector"},
-        {"pre_scale": 0.5},
-        {"out_scale": 0.5},
-        {"out_scale_learned": "scalar"},
-        {"out_scale_learned": "vector"},
-        {"coupling": "lerp"},
-        {"coupling": "variance"},
-        {"pre_scale_learned": "scalar"},
-        {"pre_scale_learned": "vector"},
-        {"weight_gain": 0.3},
-        {"gate_gain": 0.3},
-    ],
-)
+NORMS = [Norm(), Norm(kind="rms"), Norm(kind="group", groups=4), Norm(learnable_gain=False), Norm(initial_gain=0.5)]
+OF_SUBLAYERS = {"pre_norm": NORMS[:1], "out_norm": NORMS[:1], "post_norm": NORMS, "skip": ("block_input", "both")}
+OF_SUBLAYERS |= {"skip_scale": (64.0,), **dict.fromkeys(("pre_scale", "out_scale"), (0.5,))}
+OF_SUBLAYERS |= dict.fromkeys([f"{scale}_scale_learned" for scale in ("skip", "pre", "out")], ("scalar", "vector"))
+OF_SUBLAYERS |= {"coupling": ("lerp", "variance"), **dict.fromkeys(("weight_gain", "gate_gain"), (0.3,))}
+
+
+@pytest.mark.parametrize("change", [{name: value} for name, values in OF_SUBLAYERS.items() for value in values])
 def test_every_field_of_a_sublayer_shows(change):
     def plan(**fields):
         return Plan(placement="mine", layers=(Layer(feed_forward=Sublayer(**fields)),))
@@ -99,18 +80,11 @@ def test_every_field_of_a_sublayer_shows(change):
     assert text(plan(**change)) != text(plan())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"final_norm": True},
-        {"embedding_norm": True},
-        {"embedding_scale": 2.0},
-        {"embedding_scale": "sqrt_hidden_size"},
-        {"qk_norm": "head"},
-        {"qk_norm": "full"},
-        {"v_norm": "full"},
-    ],
-)
+OF_PLANS = [{"final_norm": True}, {"embedding_norm": True}, {"embedding_scale": 2.0}, {"qk_norm": "head"}]
+OF_PLANS += [{"embedding_scale": "sqrt_hidden_size"}, {"qk_norm": "full"}, {"v_norm": "full"}]
+
+
+@pytest.mark.parametrize("change", OF_PLANS)
 def test_every_field_of_a_plan_shows(change):
     plan = resolve("post_ln", 2)
     assert svg(replace(plan, **change)) != svg(plan)

@@ -9,13 +9,9 @@ from lamina.placements import Layer, Norm, Plan, Sublayer, get, names, placement
 from lamina.placements.resolution import map_norms
 
 # Read off the papers, not off the code: Mix-LN's, Pre-LN's and Post-LN's own main runs are plain.
-INITIALIZATIONS = {
-    **dict.fromkeys(("mix_ln", "pre_ln", "post_ln", "peri_ln", "keel", "layernorm_scaling"), "normal"),
-    **dict.fromkeys(("hybridnorm", "hybridnorm_star"), "small_scaled"),
-    "fusenorm": "scaled",
-    "deepnorm": "deepnorm",
-    "admin": "admin",
-}
+INITIALIZATIONS = {**dict.fromkeys(("mix_ln", "pre_ln", "post_ln", "peri_ln", "keel", "layernorm_scaling"), "normal")}
+INITIALIZATIONS |= {**dict.fromkeys(("hybridnorm", "hybridnorm_star"), "small_scaled")}
+INITIALIZATIONS |= {"fusenorm": "scaled", "deepnorm": "deepnorm", "admin": "admin"}
 
 
 @pytest.fixture

@@ -8,15 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from probes.tiny import outputs
-from tiny_contexts import (
-    context_of,
-    jacobian_matrix,
-    lamina_model,
-    measured,
-    state_to_state,
-    transformers_model,
-    value,
-)
+from tiny_contexts import context_of, jacobian_matrix, lamina_model, measured, state_to_state, transformers_model, value
 from torch import nn
 
 from lamina.placements import resolve

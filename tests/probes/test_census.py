@@ -97,19 +97,10 @@ def test_a_scale_that_is_one_at_the_start_is_seen_to_be_learned():
 
 
 # The placement, or words of what it differs in, read in transformers' sources.
-FOREIGN = {
-    "llama": "pre_ln",
-    "gemma2": "gemma2",
-    "olmo2": "olmo2",
-    "bert": "post_ln(embedding_norm=true)",
-    "gpt2": "pre_ln",
-    "glm4": "sandwich_ln",
-    "granite": "granite(multiplier=0.25)",
-    "cohere": "pre_ln(wiring=parallel)",
-    "gpt_neox": "pre_ln(wiring=parallel)",
-    "beit": "layerscale(final_norm=false)",
-    "modernbert": "attention.pre_norm in layer 0 is none",
-}
+FOREIGN = {"llama": "pre_ln", "gemma2": "gemma2", "olmo2": "olmo2", "bert": "post_ln(embedding_norm=true)"}
+FOREIGN |= {"gpt2": "pre_ln", "glm4": "sandwich_ln", "granite": "granite(multiplier=0.25)"}
+FOREIGN |= {"cohere": "pre_ln(wiring=parallel)", "gpt_neox": "pre_ln(wiring=parallel)"}
+FOREIGN |= {"beit": "layerscale(final_norm=false)", "modernbert": "attention.pre_norm in layer 0 is none"}
 
 
 @pytest.mark.parametrize(("family", "expected"), FOREIGN.items())

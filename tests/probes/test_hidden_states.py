@@ -56,12 +56,8 @@ def test_contributions_the_stream_behind_them_and_sigma_at_the_norms():
     (_, attention), (middle, _), (_, added), (_, behind) = outputs(
         model, ids, [layer.self_attn, layer.post_attention_layernorm, layer.mlp, layer]
     )
-    wanted = {
-        ("attention", "contribution"): attention,
-        ("attention", "after"): middle,
-        ("feed_forward", "contribution"): added,
-        ("feed_forward", "after"): behind,
-    }
+    wanted = {("attention", "contribution"): attention, ("attention", "after"): middle}
+    wanted |= {("feed_forward", "contribution"): added, ("feed_forward", "after"): behind}
     for (sublayer, role), x in wanted.items():
         place = {"layer": 1, "sublayer": sublayer, "role": role}
         assert value(frame, "variance", **place) == pytest.approx(float(x.var(correction=0)), rel=2e-6)

@@ -11,46 +11,20 @@ from lamina.studies.record import write_study
 PLACEMENTS = {"mix_ln": 2.40, "pre_ln": 2.50, "keel": 2.44, "post_ln": 3.25}
 RATES = (2.5e-3, 5e-3, 1e-2)
 BEST = 5e-3
-CLAIMS = [
-    {
-        "claim": "mix-ppl",
-        "says": "Mix-LN's loss is below Pre-LN's",
-        "verdict": "holds",
-        "ours": "mix_ln 2.400 < pre_ln 2.500",
-        "paper": "21.39 < 21.92",
-        "margin": -0.1,
-        "interval": [-0.12, -0.08],
-        "p": 0.0012,
-        "p_holm": 0.0024,
-        "seeds": 5,
-        "note": "",
-    },
-    {
-        "claim": "mix-ppl/post-fails",
-        "says": "Post-LN <b>does not</b> train | at all",
-        "verdict": "fails",
-        "ours": "1 of 5 stuck",
-        "paper": "1409 (stuck)",
-        "margin": None,
-        "interval": None,
-        "p": None,
-        "p_holm": None,
-        "seeds": 5,
-        "note": "[a](b) *c*",
-    },
-]
+HOLDS = {"claim": "mix-ppl", "says": "Mix-LN's loss is below Pre-LN's", "verdict": "holds", "paper": "21.39 < 21.92"}
+HOLDS |= {"ours": "mix_ln 2.400 < pre_ln 2.500", "margin": -0.1, "interval": [-0.12, -0.08]}
+HOLDS |= {"p": 0.0012, "p_holm": 0.0024, "seeds": 5, "note": ""}
+FAILS = {"claim": "mix-ppl/post-fails", "says": "Post-LN <b>does not</b> train | at all", "verdict": "fails"}
+FAILS |= {"ours": "1 of 5 stuck", "paper": "1409 (stuck)", "seeds": 5, "note": "[a](b) *c*"}
+CLAIMS = [HOLDS, FAILS | dict.fromkeys(("margin", "interval", "p", "p_holm"))]
 
 
 def definition(axes: dict | None = None, **more) -> dict:
     """The YAML of the study."""
     axes = axes or {"placement": list(PLACEMENTS), "learning_rate": {"tune": list(RATES), "seeds": 3}, "seed": 5}
-    return {
-        "study": "mix-ppl",
-        "paper": "mix_ln",
-        "source": "Mix-LN Table 1",
-        "title": "Perplexity of <Mix-LN>, Pre-LN & others",
-        "scales": {"cpu": {"base": "small", "axes": axes, **more}},
-    }
+    about = {"study": "mix-ppl", "paper": "mix_ln", "source": "Mix-LN Table 1"}
+    about |= {"title": "Perplexity of <Mix-LN>, Pre-LN & others"}
+    return {**about, "scales": {"cpu": {"base": "small", "axes": axes, **more}}}
 
 
 def trials(extra: dict[str, list] | None = None) -> pd.DataFrame:
@@ -63,20 +37,10 @@ def trials(extra: dict[str, list] | None = None) -> pd.DataFrame:
                 for seed in range(5 if rate == BEST else 3):
                     stuck = placement == "post_ln" and (rate != BEST or seed == 0)
                     at = loss + 0.1 * place + 0.05 * abs(np.log(rate / BEST)) + 0.01 * seed
-                    rows.append(
-                        {
-                            "key": f"{placement}-{value}-{rate:g}-{seed}",
-                            **({axis: value} if axis else {}),
-                            "placement": placement,
-                            "learning_rate": rate,
-                            "seed": seed,
-                            "tuned": rate == BEST,
-                            "status": "stuck" if stuck else "finished",
-                            "eval_loss": 3.3 if stuck else at,
-                            "steps": 100,
-                            "seconds": 25.0,
-                        }
-                    )
+                    row = {"key": f"{placement}-{value}-{rate:g}-{seed}", **({axis: value} if axis else {})}
+                    row |= {"placement": placement, "learning_rate": rate, "seed": seed, "tuned": rate == BEST}
+                    row |= {"status": "stuck" if stuck else "finished", "eval_loss": 3.3 if stuck else at}
+                    rows.append({**row, "steps": 100, "seconds": 25.0})
     return pd.DataFrame(rows)
 
 
@@ -88,13 +52,8 @@ def write_claims_study(folder: Path, *, extra=None, tables=(), claims=None, **mo
     axes |= {"learning_rate": {"tune": list(RATES), "seeds": 3}, "seed": 5}
     results.to_csv(folder / "results.csv", index=False)
     (folder / "claims.json").write_text(json.dumps(_dated(CLAIMS if claims is None else claims)), encoding="utf-8")
-    header = {
-        "command": "lamina study run mix-ppl",
-        "version": "0.1.0",
-        "created": "2026-11-22T07:00:00+00:00",
-        "settings": {"study": "mix-ppl", "scale": "cpu"},
-        "definition": definition(axes, **more),
-    }
+    header = {"command": "lamina study run mix-ppl", "version": "0.1.0", "created": "2026-11-22T07:00:00+00:00"}
+    header |= {"settings": {"study": "mix-ppl", "scale": "cpu"}, "definition": definition(axes, **more)}
     write_study(folder, header)
     (folder / "environment.json").write_text(json.dumps({"kind": "claims"}), encoding="utf-8")
     keys = results.loc[results["tuned"], ["key", "seed"]].to_dict("records")

@@ -14,21 +14,12 @@ from lamina.training.monitor.writers import LAYER_COLUMNS
 
 UNIGRAM = 3.24
 # placement: final eval loss, log10 of the gradient's last over first block, growth of the variance, status
-COURSES = {
-    "post_ln": (3.25, 3.2, 1.0, "stuck"),
-    "pre_ln": (2.73, -0.6, 40.0, "finished"),
-    "peri_ln": (2.64, -0.3, 24.0, "finished"),
-    "mix_ln(alpha=0.25)": (math.nan, 1.1, 30.0, "diverged"),
-    "fusenorm": (2.49, 0.2, 1.0, "finished"),
-    "keel": (2.53, 0.4, 1.0, "finished"),
-}
+COURSES = {"post_ln": (3.25, 3.2, 1.0, "stuck"), "pre_ln": (2.73, -0.6, 40.0, "finished")}
+COURSES |= {"peri_ln": (2.64, -0.3, 24.0, "finished"), "mix_ln(alpha=0.25)": (math.nan, 1.1, 30.0, "diverged")}
+COURSES |= {"fusenorm": (2.49, 0.2, 1.0, "finished"), "keel": (2.53, 0.4, 1.0, "finished")}
 SIZES = {"backbone": "llama", "hidden_size": 48, "num_heads": 4, "batch_size": 16, "sequence_length": 128}
-OTHERS = {
-    "init": "recommended",
-    "tokenizer": "bytes",
-    "corpus": None,
-    "optimizer": {"name": "adamw", "weight_decay": 0.1},
-}
+OTHERS = {"init": "recommended", "tokenizer": "bytes", "corpus": None}
+OTHERS |= {"optimizer": {"name": "adamw", "weight_decay": 0.1}}
 
 
 def write_study(
@@ -100,24 +91,12 @@ def _trial(folder, placement, course, rate, seed, num_layers, steps, logged) -> 
     measured = {"eval_loss": final, "perplexity": math.exp(final), "bits_per_byte": final / math.log(2)}
     ended = {"status": status, "tokens": last * 2048, "reason": reason, "seconds": 35.2 + rng.random()}
     files.write_json(run / "result.json", {**ended, **measured, "flops": 1e12})
-    return {
-        "trial": name,
-        "placement": placement,
-        "learning_rate": rate,
-        "seed": seed,
-        "init": "scaled" if base != "keel" else "normal",
-        **ended,
-        **measured,
-        "unigram_entropy": UNIGRAM,
-        "steps": last,
-        "tokens_per_second": 7000 + 100 * rng.random(),
-        "parameters": 912_432,
-        "loss_spikes": 3 + seed,
-        "loss_spike_score": (3 + seed) / steps,
-        "gradient_spikes": 0,
-        "gradient_spike_score": 0.0,
-        "an_extra_column": 1,
-    }
+    given = {"trial": name, "placement": placement, "learning_rate": rate, "seed": seed}
+    given |= {"init": "scaled" if base != "keel" else "normal"}
+    more = {"unigram_entropy": UNIGRAM, "steps": last, "tokens_per_second": 7000 + 100 * rng.random()}
+    more |= {"parameters": 912_432, "loss_spikes": 3 + seed, "loss_spike_score": (3 + seed) / steps}
+    more |= {"gradient_spikes": 0, "gradient_spike_score": 0.0, "an_extra_column": 1}
+    return {**given, **ended, **measured, **more}
 
 
 def _layers(step, steps, num_layers, slope, growth, broken, rng, experts) -> list[tuple]:

@@ -25,15 +25,9 @@ def of_plotly(figure):
 def test_panels_lie_and_share_their_axes_as_plotlys(rows, cols, share_x, share_y, plotlys):
     titles = [f"<{number}>" for number in range(rows * cols - 1)]
     ours = panels(rows, cols, across=0.03, down=0.1, titles=titles, share_x=share_x, share_y=share_y)
-    theirs = make_subplots(
-        rows=rows,
-        cols=cols,
-        horizontal_spacing=0.03,
-        vertical_spacing=0.1,
-        subplot_titles=titles,
-        shared_xaxes=share_x,
-        shared_yaxes={"": False, "row": True, "all": "all"}[share_y],
-    )
+    shared = {"shared_xaxes": share_x, "shared_yaxes": {"": False, "row": True, "all": "all"}[share_y]}
+    spaced = {"horizontal_spacing": 0.03, "vertical_spacing": 0.1}
+    theirs = make_subplots(rows=rows, cols=cols, subplot_titles=titles, **spaced, **shared)
     for figure in (ours, theirs):
         figure.add_scatter(x=[1], y=[2], row=rows, col=cols)
         figure.update_yaxes(title="all").update_xaxes(title="last", row=rows, col=cols)

@@ -241,11 +241,7 @@ def test_a_loss_can_be_drawn_against_flops_and_seconds_with_a_band_over_the_seed
     figure = loss_curves([item])
     units = {unit["label"]: unit["factors"] for unit in figure.layout["meta"]["against"]}
     assert len(figure.data) == 4  # two runs, the band, the mean
-    assert units == {
-        "tokens": [1.0] * 4,
-        "FLOPs": [30.0] * 4,
-        "seconds": pytest.approx([0.2, 0.1, 0.15, 0.15]),
-    }
+    assert units == {"tokens": [1.0] * 4, "FLOPs": [30.0] * 4, "seconds": pytest.approx([0.2, 0.1, 0.15, 0.15])}
     band = next(trace for trace in figure.data if trace.get("fill") == "toself")
     assert np.allclose(band["y"], [2.5 + 0.5**0.5] * 2 + [2.5 - 0.5**0.5] * 2)
 

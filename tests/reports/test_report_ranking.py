@@ -61,16 +61,9 @@ def test_a_rate_does_not_win_by_losing_its_bad_seeds():
 
 
 def test_what_did_not_finish_ranks_last_whatever_its_loss():
+    losses = {"failed": math.nan, "diverged": 0.0, "interrupted": 1.0, "stuck": 3.2, "short": 3.9, "finished": 3.5}
     table = summarize(
-        results(
-            ("failed", 1, 0, "failed", math.nan),
-            ("diverged", 1, 0, "diverged", 0.0),
-            ("interrupted", 1, 0, "interrupted", 1.0),
-            ("stuck", 1, 0, "stuck", 3.2),
-            ("lossless", 1, 0, "finished", math.nan),
-            ("short", 1, 0, "short", 3.9),
-            ("finished", 1, 0, "finished", 3.5),
-        )
+        results(*((name, 1, 0, name, loss) for name, loss in losses.items()), ("lossless", 1, 0, "finished", math.nan))
     )
     order = ["finished", "lossless", "short", "stuck", "interrupted", "diverged", "failed"]
     assert list(table["placement"]) == order
@@ -132,25 +125,14 @@ def test_the_page_draws_the_line_beside_the_unigrams(tmp_path, monkeypatch):
     assert {"unigram entropy 3.24", "bigram entropy 2.55"} <= lines
 
 
-@pytest.mark.parametrize(
-    ("init", "width", "suits"),
-    [
-        ("scaled", 48, False),
-        ("normal", 1024, True),
-        ("normal", 4096, True),
-        ("normal(std=0.0924)", 48, True),
-        ("normal(std=0.5)", 48, False),
-        ("small_scaled", 48, True),
-        ("lecun", 64, True),
-        ("he", 4096, True),
-        ("xavier", 64, True),
-        ("deepnorm", 64, True),
-        ("10/d", 64, False),
-        ("checkpoint", 64, True),
-    ],
-)
-def test_a_standard_deviation_suits_a_width_or_not(init, width, suits):
-    assert (unsuited(init, width) is None) == suits
+SUITED = [("normal", 1024), ("normal", 4096), ("normal(std=0.0924)", 48), ("small_scaled", 48), ("lecun", 64)]
+SUITED += [("he", 4096), ("xavier", 64), ("deepnorm", 64), ("checkpoint", 64)]
+UNSUITED = [("scaled", 48), ("normal(std=0.5)", 48), ("10/d", 64)]
+
+
+@pytest.mark.parametrize(("init", "width"), [*SUITED, *UNSUITED])
+def test_a_standard_deviation_suits_a_width_or_not(init, width):
+    assert (unsuited(init, width) is None) == ((init, width) in SUITED)
 
 
 def test_a_misfit_is_noticed_on_the_backbones_width_unless_a_scheme_scales_it():

@@ -42,13 +42,8 @@ def test_full_alignment_is_flat_where_no_scaling_is_not(corpus, tmp_path, placem
 
 @pytest.mark.parametrize("placement", spread(["pre_ln", "peri_ln"], ["peri_ln"]))
 def test_over_depth_completep_is_flat_where_no_scaling_is_not(corpus, tmp_path, placement):
-    over = {
-        "num_layers": CoordCheckSettings.num_layers,
-        "depths": "4,8,16",
-        "hidden_size": 32,
-        "init": "small",
-        "seeds": "0",
-    }
+    over = {"num_layers": CoordCheckSettings.num_layers, "depths": "4,8,16"}
+    over |= {"hidden_size": 32, "init": "small", "seeds": "0"}
     given = {"placement": placement, "learning_rate": 3e-3, **over}
     right = of_size(coord_check(settings(corpus, tmp_path / "right", depth_scaling="completep", **given), bar=False))
     plain = of_size(coord_check(settings(corpus, tmp_path / "plain", **given), bar=False))

@@ -64,15 +64,8 @@ def test_a_run_that_is_not_stopped_trains_as_pretrain_does_at_rates_that_rise_li
     rates = {r["step"]: r["learning_rate"] for r in records(tmp_path / "trial") if r.get("learning_rate") is not None}
     assert rates == pytest.approx({step: MaxRateRules(settings, 0.0).rate(step) for step in rates})
     same = {name: value for name, value in QUICK.items() if name != "window"}
-    lamina.pretrain(
-        **same,
-        placement="pre_ln",
-        learning_rate=1e-2,
-        warmup=60,
-        corpus=str(corpus),
-        output=str(tmp_path / "plain"),
-        bar=False,
-    )
+    same |= {"placement": "pre_ln", "learning_rate": 1e-2, "warmup": 60, "corpus": str(corpus)}
+    lamina.pretrain(**same, output=str(tmp_path / "plain"), bar=False)
     assert losses_of(tmp_path / "trial") == losses_of(tmp_path / "plain")
 
 

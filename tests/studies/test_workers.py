@@ -25,13 +25,8 @@ _ = open("ran.txt", "a").write("once; ")
 results = lamina.compare(placements=["pre_ln"], workers=1, output="study", corpus={corpus!r}, bar=False, **{small!r})
 assert "failed" not in set(results.status), list(results.reason)
 """
-WAYS = {
-    "script": (["mine.py"], False),
-    "-m": (["-m", "mine"], False),
-    "-c": (["-c"], False),
-    "standard input": (["-"], True),
-    "an interactive shell": (["-i", "-q"], True),
-}
+WAYS = {"script": (["mine.py"], False), "-m": (["-m", "mine"], False), "-c": (["-c"], False)}
+WAYS |= {"standard input": (["-"], True), "an interactive shell": (["-i", "-q"], True)}
 
 
 @pytest.mark.slow

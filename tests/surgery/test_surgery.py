@@ -51,18 +51,14 @@ def test_a_graft_onto_the_same_placement_changes_nothing(placement):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("pre_ln", "layernorm_scaling"),
+        *(("pre_ln", new) for new in ("layernorm_scaling", "minicpm", "layerscale", "doge")),
+        *(("pre_ln", f"{new})") for new in ("granite(multiplier=0.22", "pre_ln(embedding_scale=4.0")),
         ("layernorm_scaling", "pre_ln"),
-        ("pre_ln", "granite(multiplier=0.22)"),
-        ("pre_ln", "minicpm"),
-        ("pre_ln", "layerscale"),
-        ("pre_ln", "doge"),
         ("granite", "layerscale"),
         ("post_ln", "admin(omega=sqrt)"),
         ("post_ln", "deepnorm"),
         ("keel(first_layer=keel)", "keel(first_layer=keel, alpha=11)"),
         ("sandwich_ln", "gemma2(embedding_scale=1.0)"),
-        ("pre_ln", "pre_ln(embedding_scale=4.0)"),
     ],
 )
 def test_where_the_formulas_agree_the_logits_do(old, new):
@@ -228,10 +224,7 @@ def test_layers_are_read_as_they_are_typed():
     ("words", "message"),
     [
         (["prune", "{run}"], "layers: none given. Give layers, or by and drop"),
-        (
-            ["prune", "{run}", "--layers", "9"],
-            "layers: 9 of 4 cannot be removed. Choose some of 0-3, not all.",
-        ),
+        (["prune", "{run}", "--layers", "9"], "layers: 9 of 4 cannot be removed. Choose some of 0-3, not all."),
         (["prune", "{run}", "--by", "hidden_states.variance", "--drop", "2"], "one value for each of 4 layers"),
         (["prune", "{run}", "--by", "angle", "--drop", "1"], "unknown probe 'angle'"),
         (["prune", "{run}", "--by", "all", "--drop", "1"], "by: 'all' names more than one probe"),

@@ -100,12 +100,8 @@ def made_up(study, scale):
         for rate in rates:
             stages = [scale.job, *(stage.name for stage in scale.stages if not excluded(stage, arm))]
             for seed, stage in product(scale.seeds, stages):
-                row = {
-                    "placement": arm.settings.get("placement", "pre_ln"),
-                    **values,
-                    "seed": seed,
-                    "status": "finished",
-                }
+                row = {"placement": arm.settings.get("placement", "pre_ln")}
+                row |= {**values, "seed": seed, "status": "finished"}
                 row |= {"learning_rate": rate or arm.settings.get("learning_rate", 3e-3)}
                 row |= {"stage": stage} if scale.stages else {}
                 row |= {"tuned": scale.tuning is None or rate == rates[0], "key": str(len(rows))}

@@ -247,19 +247,9 @@ def slopes(right):
     return {("gradients", "init"): table}
 
 
-TABLES = {
-    "fuse-similarity": cosines,
-    "fuse-spectrum": spectra,
-    "fuse-condition": spectra,
-    "fuse-rank": spectra,
-    "fuse-variance": variances,
-    "fuse-decay": decay,
-    "fuse-theorem": theorem,
-    "mix-angular": angles,
-    "mix-drop": harm,
-    "mix-sigma": sigmas,
-    "mix-gradients": slopes,
-}
+TABLES = {"fuse-similarity": cosines, "fuse-spectrum": spectra, "fuse-condition": spectra}
+TABLES |= {"fuse-rank": spectra, "fuse-variance": variances, "fuse-decay": decay, "fuse-theorem": theorem}
+TABLES |= {"mix-angular": angles, "mix-drop": harm, "mix-sigma": sigmas, "mix-gradients": slopes}
 MEASURED = [claim for study in TABLES for claim in claims_of(study)]
 STAGED = ("mix-sft", "mix-rlhf", "mix-vit")  # below
 
@@ -392,10 +382,7 @@ def by_arm(longer=None, **scores):
     return lambda arm: longer if longer is not None and arm.get("budget") == "2x" else scores[str(arm["placement"])]
 
 
-MIXED = {
-    "good": by_arm(mix_ln=40.0, pre_ln=30.0, longer=32.0),
-    "bad": by_arm(mix_ln=20.0, pre_ln=30.0, longer=32.0),
-}
+MIXED = {"good": by_arm(mix_ln=40.0, pre_ln=30.0, longer=32.0), "bad": by_arm(mix_ln=20.0, pre_ln=30.0, longer=32.0)}
 MIXED["same"] = by_arm(mix_ln=40.0, pre_ln=30.0, longer=60.0)  # at Mix-LN's loss Pre-LN is at 45
 PERI = {
     "good": by_arm(peri_ln=40.0, pre_ln=30.0, post_ln=20.0, longer=32.0),
@@ -404,14 +391,8 @@ PERI = {
 }
 KEEL = {name: (lambda of: lambda arm: of({**arm, "placement": "mix_ln"} if arm["placement"] == "keel" else arm))(value)
         for name, value in MIXED.items()}  # fmt: skip
-CONTROLLED = {
-    "mix-sft": MIXED,
-    "mix-rlhf": MIXED,
-    "mix-rlhf/verifiable": MIXED,
-    "peri-sft/above-pre": PERI,
-    "keel-tasks": KEEL,
-    "keel-tasks/mean": KEEL,
-}
+CONTROLLED = {"mix-sft": MIXED, "mix-rlhf": MIXED, "mix-rlhf/verifiable": MIXED}
+CONTROLLED |= {"peri-sft/above-pre": PERI, "keel-tasks": KEEL, "keel-tasks/mean": KEEL}
 
 
 def both(good, bad):

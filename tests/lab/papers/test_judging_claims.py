@@ -368,15 +368,9 @@ def tuned(random):
     return verdicts(whole.assign(at_edge=False))
 
 
-SETUPS = {
-    "plain": plain,
-    "three of ten runs stuck": stuck,
-    "six of ten runs stuck": lambda random: stuck(random, 0.6),
-    "two looks": looked,
-    "three planned looks at one claim": planned,
-    "three planned looks, no run stuck": lambda random: planned(random, 0.0),
-    "tuned on other seeds": tuned,
-}
+SETUPS = {"plain": plain, "three of ten runs stuck": stuck, "six of ten runs stuck": lambda random: stuck(random, 0.6)}
+SETUPS |= {"two looks": looked, "three planned looks at one claim": planned}
+SETUPS |= {"three planned looks, no run stuck": lambda random: planned(random, 0.0), "tuned on other seeds": tuned}
 
 
 OFTEN = [("three planned looks at one claim", 80)]

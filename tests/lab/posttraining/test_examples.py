@@ -31,13 +31,9 @@ from lamina.modeling.processes import Processes
 
 datasets = pytest.importorskip("datasets")
 
-TURNS = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hällo?"},
-    {"role": "assistant", "content": "Yes."},
-    {"role": "user", "content": "Bye"},
-    {"role": "assistant", "content": "Bye!"},
-]
+TURNS = [{"role": "system", "content": "Be brief."}]
+TURNS += [{"role": "user", "content": "Hällo?"}, {"role": "assistant", "content": "Yes."}]
+TURNS += [{"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Bye!"}]
 ROWS = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
@@ -160,14 +156,8 @@ def test_other_forms_become_trls():
 
 
 def test_of_columns_of_several_forms_a_prompt_with_its_completion_counts_then_messages_then_texts():
-    row = {
-        "prompt": "p",
-        "instruction": "q",
-        "output": "a",
-        "text": "t",
-        "messages": TURNS,
-        "conversations": ["x", "y"],
-    }
+    row = {"prompt": "p", "instruction": "q", "output": "a"}
+    row |= {"text": "t", "messages": TURNS, "conversations": ["x", "y"]}
     assert made_of([{**row, "completion": "b"}]) == [{"prompt": "p", "completion": "b"}]
     assert made_of([row]) == [{"messages": TURNS}]
     assert made_of([{"text": "t", "instruction": "q", "output": "a"}]) == [{"text": "t"}]
@@ -230,16 +220,10 @@ GOOD = [{"prompt": f"q{n}", "completion": " a"} for n in range(4)]
         ({"prompt": "a"}, "row 5: the field 'completion' is missing"),
         ({"prompt": "a", "completion": 3}, r"row 5: the field 'completion' is \[{.*'content': 3"),
         ({"prompt": "x" * 600, "completion": "a"}, "row 5: the first 512 tokens contain no token to train on"),
-        (
-            {"prompt": [user("q")], "completion": [assistant("")]},
-            r"row 5: the field 'completion' is \[{.*: ''",
-        ),
+        ({"prompt": [user("q")], "completion": [assistant("")]}, r"row 5: the field 'completion' is \[{.*: ''"),
         ({"prompt": [user("q")], "completion": [{"content": "a"}]}, "row 5: the field 'completion' is "),
         ({"prompt": [], "completion": "a"}, "row 5: the field 'prompt' is missing"),
-        (
-            {"prompt": [{"role": "user", "content": 5}], "completion": "a"},
-            r"row 5: the field 'prompt' is \[{.*: 5",
-        ),
+        ({"prompt": [{"role": "user", "content": 5}], "completion": "a"}, r"row 5: the field 'prompt' is \[{.*: 5"),
         (
             {"prompt": "q", "completion": "a", "tools": "[{"},
             r"row 5: TRL cannot prepare this row \(JSONDecodeError: Expecting",

@@ -29,12 +29,8 @@ def base(tmp_path_factory):
 def flags(base, data_dir, tmp_path):  # noqa: F811
     (tmp_path / "text.txt").write_text(TEXT)
     rows = write_rows(tmp_path / "rows.jsonl", sorting(24))
-    watched = {
-        "eval_corpus": str(tmp_path / "text.txt"),
-        "eval_tasks": "quiz",
-        "eval_data_dir": str(data_dir),
-        "run_code": True,
-    }
+    watched = {"eval_corpus": str(tmp_path / "text.txt"), "eval_tasks": "quiz"}
+    watched |= {"eval_data_dir": str(data_dir), "run_code": True}
     return {**common(base, rows, tmp_path / "run"), **watched, "eval_task_limit": 12, "eval_steps": 2, "steps": 6}
 
 

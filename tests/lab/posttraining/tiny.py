@@ -14,27 +14,13 @@ from lamina.data.tokenizers import load_tokenizer
 POSITIONS = 128
 
 
-def write_model(
-    folder: Path,
-    placement: str = "keel",
-    seed: int = 0,
-    template: str | None = None,
-    head: str = "causal_lm",
-    positions: int = POSITIONS,
-) -> Path:
+def write_model(folder: Path, placement="keel", seed=0, template=None, head="causal_lm", positions=POSITIONS) -> Path:
     """A model of two layers over bytes, with its tokenizer, as a run leaves it."""
     tokenizer = load_tokenizer("bytes")
     tokenizer.chat_template = template
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=positions,
-        bos_token_id=256,
-        eos_token_id=256,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"vocab_size": len(tokenizer), "bos_token_id": 256, "eos_token_id": 256}
+    config = LlamaConfig(**sizes, **ends, max_position_embeddings=positions)
     torch.manual_seed(seed)
     lamina.build(config, placement, head=head).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -61,16 +47,8 @@ def preferences(count: int, seed: int = 0) -> list[dict]:
 
 
 def common(base, data, folder):
-    return {
-        "from_model": str(base),
-        "data": str(data),
-        "output": str(folder),
-        "batch_size": 4,
-        "eval_fraction": 0.25,
-        "learning_rate": 1e-3,
-        "steps": 4,
-        "logging_steps": 1,
-    }
+    given = {"from_model": str(base), "data": str(data), "output": str(folder), "batch_size": 4, "steps": 4}
+    return {**given, "eval_fraction": 0.25, "learning_rate": 1e-3, "logging_steps": 1}
 
 
 def same_weights(one, other):
