@@ -582,15 +582,17 @@ def epoch_stairs(evidence: Evidence) -> dict[int, int]:
     steps = sorted(step for step in evidence.losses if step in evidence.epochs)
     values = [evidence.losses[step] for step in steps]
     epochs = {}
-    for at in range(_STAIR, len(steps) - _STAIR + 1):
-        epoch = int(evidence.epochs[steps[at]] + 1e-6)
-        if epoch > int(evidence.epochs[steps[at - 1]] + 1e-6):
-            before, after = values[max(0, at - BEFORE) : at], values[at : at + BEFORE]
-            fell = statistics.median(before) - statistics.median(after)
-            noise = max(noise_of(before), noise_of(after))
-            trend = abs(statistics.median(before[: len(before) // 2]) - statistics.median(before[len(before) // 2 :]))
-            if fell > max(0.02, noise, 2 * trend):
-                epochs[epoch] = steps[at]
+    whole = [int(evidence.epochs[step] + 1e-6) for step in steps]
+    begins = [0, *(at for at in range(1, len(steps)) if whole[at] > whole[at - 1]), len(steps)]
+    for first, at, last in zip(begins, begins[1:], begins[2:], strict=False):
+        before, after = values[max(first, at - BEFORE) : at], values[at : min(at + BEFORE, last)]
+        if min(len(before), len(after)) < _STAIR:
+            continue
+        fell = statistics.median(before) - statistics.median(after)
+        noise = max(noise_of(before), noise_of(after))
+        trend = abs(statistics.median(before[: len(before) // 2]) - statistics.median(before[len(before) // 2 :]))
+        if fell > max(0.02, noise, 2 * trend):
+            epochs[whole[at]] = steps[at]
     return epochs
 
 

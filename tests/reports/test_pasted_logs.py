@@ -67,7 +67,24 @@ PASTED = {
     ),
     "a header above each row": (
         "".join(f"{HEAD}      {e}/55      9.95G    1.9    5.0    2.9    12    640:   1%|1| 1/787 [09:07<00:00]\r      {e}/55      9.95G    {loss}    5.0    2.9    12    640: 100%|##| 787/787 [09:07<00:00]{DIVISION}" for e, loss in ((21, 0.5), (22, 0.4))),
-        {21: 0.5, 22: 0.4},
+        {21: 8.4, 22: 8.3},
+    ),
+    "an evaluation that also has the loss's bare name": (
+        "".join(f"INFO:tensorflow:loss = {9 - n}.5, step = {100 * n} (144.1 sec)\n" for n in range(5))
+        + "INFO:tensorflow:Saving dict for global step 468: eval_accuracy = 0.85, eval_loss = 9.25, global_step = 468, loss = 9.25\n",
+        {100 * n: 9.5 - n for n in range(5)},
+    ),
+    "the task's loss beside a shorter name": (
+        "".join(f"INFO: Iters: {n}0/20000 || Lr: 0.019992 || Task Loss: {n}.5 || KD Loss: 1.6|| Cost Time: 0:00:20\n" for n in range(1, 6)),
+        {10 * n: n + 0.5 for n in range(1, 6)},
+    ),
+    "a loss so far, whose steps restart in each epoch": (
+        "".join(f"Epoch {e}, Step {s}, total used time {e}7.178 (s), avg loss so far is {9 - e - s / 1000}\n" + "Epoch 0, val loss is 0.04, val mse is 0.02.\n" * (s == 75) for e in range(3) for s in (25, 50, 75)),
+        {75 * e + s: 9 - e - s / 1000 for e in range(3) for s in (25, 50, 75)},
+    ),
+    "a step beside a count in the epoch": (
+        "".join(f"[R0] | E{n} iter[ 14/ 15] | [Loss] {9 - n}.5 | [step]    {15 * n + 14} | [time] 0.4m (~5h) |[best]\n" for n in range(5)),
+        {15 * n + 14: 9.5 - n for n in range(5)},
     ),
 }  # fmt: skip
 
@@ -187,12 +204,12 @@ STOPPED = {  # the last line in which a trainer says why it stopped, and the ste
 
 
 @pytest.mark.parametrize(("line", "step"), STOPPED.items())
-def test_a_sentence_that_ends_a_run_is_its_last_loss(tmp_path, line, step):
+def test_a_sentence_on_a_loss_that_is_not_finite_is_a_record(tmp_path, line, step):
     lines = [f"step {at} loss {5 - at / 100} lr 0.001\n" for at in range(0, 400, 20)]
     file = tmp_path / "train.log"
     file.write_text(
-        "".join([*lines[:10], "warning: loss is nan, the batch is skipped\n", *lines[10:], line, "\nbye\n"])
+        "".join([*lines[:10], *["Loss in not finite. Skip this training step.\n"] * 3, *lines[10:], line, "\nbye\n"])
     )
     losses = read_history(file).values(LOSS)
-    assert (len(losses), max(losses)) == (21, step)
-    assert [at for at, loss in losses.items() if loss != loss] == [step]
+    assert (len(losses), max(losses)) == (22, step)
+    assert [at for at, loss in losses.items() if loss != loss] == [181, step]

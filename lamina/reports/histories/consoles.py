@@ -23,8 +23,12 @@ _PIPES = rf"\|\s*(?P<name>[^|:=]*[A-Za-z][^|:=]*?)\s*[:=]\s*{_VALUE}"
 _NAME = r"(?<![\w./-])[A-Za-z][\w./-]*"
 _SIGNED = rf"(?P<name>(?<![\w./-])[A-Za-z][\w./()-]*(?: (?:norm|loss|rate)\b)?)\s*[:=]\s*\[?{_VALUE}"
 """loss: 2.3, grad_norm=1.0, learning rate: 1e-4"""
-_SPACED = rf"(?P<name>{_NAME}(?: [A-Za-z][\w./-]*)?(?: ?\(\w+\))?)\]?(?:\s*[:=]\s*\[?\s*| +\[?)\s*{_VALUE}"
-"""loss 2.3, train loss 2.3, grad norm = 1.0, Iter(train) [ 10/500], [Loss] 2.3"""
+_SAYS = r"(?: (?:so far|is|was)\b)*"
+_SPACED = (
+    rf"(?P<name>{_NAME}(?: (?!(?:is|was|so far)\b)[A-Za-z][\w./-]*)?(?: ?\(\w+\))?)\]?{_SAYS}"
+    rf"(?:\s*[:=]\s*\[?\s*| +\[?)\s*{_VALUE}"
+)
+"""loss 2.3, train loss 2.3, grad norm = 1.0, Iter(train) [ 10/500], [Loss] 2.3, avg loss so far is 2.3"""
 _QUOTED = rf"""['"](?P<name>[^'"]+)['"]\s*:\s*['"]?{_VALUE}"""
 """'loss': 2.3, "loss": "2.3" """
 _INDENTED = rf"^\s+(?:Train )?(?P<name>[A-Za-z].*?)\s*(?:=|:(?=\s))\s*{_VALUE}\s*$"
@@ -111,7 +115,7 @@ _EPOCH = re.compile(r"^\s*Epoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # Keras
 _BEFORE = re.compile(rf"{_RATED}{_TO_STEP}{_STEP}")  # step 10: {'loss': 2.3}
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _HELD_OUT = re.compile(
-    r"(?i)(?<![\w/-])(?:val|valid|validati(?:on|ng)|eval|evaluati(?:on|ng)|test|testing|dev)\b(?![\w/-])"
+    r"(?i)(?<![\w/-])(?:(?:val|valid|validati(?:on|ng)|eval|evaluati(?:on|ng)|test|testing|dev)\b(?![\w/-])|eval_)"
 )
 _SPECIAL = 5  # lines of no special form that count as much as one of a trainer's
 _ENOUGH, _TRIED = 200, 2000  # lines of a trainer's form that are enough to choose it, and lines that are tried
@@ -152,17 +156,19 @@ def _pairs(form: Form, line: str) -> Iterator[re.Match[str]]:
     return re.finditer(form.pair, line, re.IGNORECASE)
 
 
-_BROKEN = re.compile(
+_SAID = (
     r"(?i)\bloss(?:es)?\b.{0,40}\b(?:is|are|was|became|turned)\b.{0,20}?\b(?:nan|inf(?:inite|inity)?|not finite)\b"
-    r"|\bdiverged with loss\W+nan\b|\b(?:nan|invalid|non-finite) (?:or inf )?loss\b"
+    r"|\bloss(?:es)?\b\D{0,20}\bnot finite\b"
 )
+_BROKEN = re.compile(rf"{_SAID}|\bdiverged with loss\W+nan\b|\b(?:nan|invalid|non-finite) (?:or inf )?loss\b")
 """Loss is nan, stopping training; Model diverged with loss = NaN; Invalid loss, terminating training."""
 
 
 def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
     """Yield the records in the lines, with the step if the form has one.
 
-    If the trainer stopped because the loss was not finite, and said so in a sentence, this is the last record.
+    If the trainer said in a sentence that the loss was not finite, this is a record: the last one, or one right after
+    the record before.
     """
     console, ended, gap = _Console(form), "", 0
     last: dict[str, object] = {}
@@ -181,16 +187,23 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
             steps = _step(str(last.get("step"))), _step(str(console.record.get("step")))
             gap = steps[1] - steps[0] if steps[0] is not None and steps[1] is not None else gap
             last = console.record
+        if last and ended and re.search(_SAID, ended):
+            yield _broken(last, ended, 1)
         console.begin(line, match)
         ended = ""
     if console.record:
         yield console.record
     if (last := console.record or last) and ended:
-        losses = [name for name in last if (known := whole(name)) is not None and known.metric == LOSS]
-        if (step := _step(str(last.get("step")))) is not None:
-            named = re.search(rf"{_RATED}{_TO_STEP}(?P<step>{WHOLE})", ended)
-            last = {**last, "step": (named and _step(named["step"])) or step + max(gap, 1)}
-        yield {**last, **dict.fromkeys(losses, "nan")}
+        yield _broken(last, ended, max(gap, 1))
+
+
+def _broken(last: Mapping[str, object], sentence: str, apart: int) -> Mapping[str, object]:
+    """Return the record of a sentence that says that the loss is not finite, some steps after the last record."""
+    losses = [name for name in last if (known := whole(name)) is not None and known.metric == LOSS]
+    if (step := _step(str(last.get("step")))) is not None:
+        named = re.search(rf"{_RATED}{_TO_STEP}(?P<step>{WHOLE})", sentence)
+        last = {**last, "step": (named and _step(named["step"])) or step + apart}
+    return {**last, **dict.fromkeys(losses, "nan")}
 
 
 def _has_loss_at_step(form: Form, match: re.Match[str]) -> bool:
@@ -227,7 +240,9 @@ class _Console:
         step = _step(groups.get("step"))
         if step is None and match.start() and (seen := _BEFORE.search(line, 0, match.start())) is not None:
             step = _step(seen["step"])
-        if step is not None:
+        if self.general and "step" not in match[0].lower() and (own := self._own_step(line)) is not None:
+            self.record["step"] = own
+        elif step is not None:
             self.record["step"] = step
             if groups.get("of"):
                 self.record[EPOCH_STEPS] = groups["of"]
@@ -242,6 +257,11 @@ class _Console:
             self.record["progress bar"] = self.bar
         if _ENDS in self.record:
             self.record = None
+
+    def _own_step(self, line: str) -> int | None:
+        """Return the step that a line names as such, beside the count in an epoch: iter[14/15] [step] 89."""
+        named = (part for part in self.pairs(line) if part["name"].strip().lower() == "step")
+        return next((_step(part["value"]) for part in named if not line[part.end() :][:1].isalpha()), None)
 
     def _add_pairs(self, line: str) -> None:
         """Add a line's pairs; of a name that comes twice, the first value holds."""

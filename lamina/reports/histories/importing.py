@@ -22,7 +22,18 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CONFIG, ENVIRONMENT, METRICS
 from lamina.jobs.seals import write_result
 from lamina.reports.diagnosis import BEFORE, restarts, wander_of
-from lamina.reports.histories.names import OTHER, RATE, best, is_side_loss, parameter_of, plain, step_rank, whole
+from lamina.reports.histories.names import (
+    OTHER,
+    RATE,
+    best,
+    is_loss,
+    is_side_loss,
+    parameter_of,
+    parts_of,
+    plain,
+    step_rank,
+    whole,
+)
 from lamina.reports.histories.owners import Owner, Places, places_of
 from lamina.reports.histories.recordings import Bools, Floats, Ints, Recording, Series
 from lamina.reports.histories.sources import read_runs, recorded_in, runs_in
@@ -39,6 +50,7 @@ _MODEL: Owner = (-1, "model", "all")
 _WORDS = {LOSS: "loss", NORM: "gradient norm", RATE: "learning rate"}
 _SHOWN = 5
 _CALMER, _MOST = 4.0, 0.8  # times the later moves, and share of the epochs, that tell an average over the epoch so far
+_SHORT, _LOSSES, _CALMING = 4, 48, -0.6  # in short epochs: losses of one, of all, and the power of the number of a move
 _FEW = 5  # rows of a run without steps, below which a table only sums runs up
 _LONG, _MANY = 300_000, 20_000  # gradient norms of layers, and records, up to which all are judged
 _OFF = 1.5  # noises by which a loss moves: a smaller step leaves no chart before the past has followed it
@@ -181,6 +193,7 @@ def _placed(recording: Recording, source: Path) -> History:
         if names:
             history.read[metric] = best(names)
             history.series[_MODEL, metric] = recording.series[history.read[metric]]
+    parts = _add_parts(history, recording.series)
     for metric in ("gradient_norm", "weight_norm"):
         own = {inner: recording.series[name] for name, (kind, inner) in named.items() if kind == metric}
         history.parameters[metric] = len(own)
@@ -192,9 +205,10 @@ def _placed(recording: Recording, source: Path) -> History:
     for name, series in recording.series.items():
         if plain(name) in (EPOCH, "train_epoch"):
             history.series[_MODEL, EPOCH] = series
-        elif name not in named and name not in history.read.values() and not name.startswith("_"):
+        elif name not in {*named, *parts, *history.read.values()} and not name.startswith("_"):
             history.unused += [] if OTHER & set(plain(name).split("_")) else [name]  # else nobody expects it to be used
     _read_filtered_losses(history)
+    _read_broken_parts(history, {name: recording.series[name] for name in history.unused if is_loss(name)})
     _read_running_means(history)
     if not any(metric in (LOSS, NORM, "gradient_norm") for _, metric in history.series):
         if odd := [name for name in recording.odd if whole(name)]:
@@ -252,6 +266,36 @@ def _read_filtered_losses(history: History) -> None:
         )
 
 
+def _add_parts(history: History, series: Mapping[str, Series]) -> list[str]:
+    """Read the sum of three or more parts of a loss, whose names differ in one word, if the record has no total.
+
+    Returns:
+        The names of the parts; empty if Lamina reads one loss.
+    """
+    parts = parts_of(history.read.get(LOSS, ""), series)
+    if not parts or any(not np.array_equal(series[name][0], series[parts[0]][0]) for name in parts):
+        return []
+    history.read[LOSS] = " + ".join(parts)
+    history.series[_MODEL, LOSS] = series[parts[0]][0], np.sum([series[name][1] for name in parts], axis=0)
+    return parts
+
+
+def _read_broken_parts(history: History, others: Mapping[str, Series]) -> None:
+    """Read a loss as not finite where another one is infinite, or is NaN to its end."""
+    if (loss := history.series.get((_MODEL, LOSS))) is None:
+        return
+    for name, (steps, values) in others.items():
+        broken = np.isinf(values)
+        finite = np.flatnonzero(np.isfinite(values))
+        broken[finite[-1] + 1 if len(finite) else len(values) :] = True
+        where = np.isin(loss[0], steps[broken]) & np.isfinite(loss[1])
+        if where.any():
+            loss = history.series[_MODEL, LOSS] = loss[0], np.where(where, np.nan, loss[1])
+            history.notes.append(
+                f"{name!r} is not finite, first at step {loss[0][where][0]}, so Lamina reads the loss as not finite"
+            )
+
+
 def _read_running_means(history: History) -> None:
     """Keep the last loss of each later epoch if a tool averages over the epoch so far: others are of fewer batches."""
     loss, epoch = (history.series.get((_MODEL, metric)) for metric in (LOSS, EPOCH))
@@ -260,10 +304,7 @@ def _read_running_means(history: History) -> None:
     steps, values = loss
     numbers = epoch[1][np.maximum(np.searchsorted(epoch[0], steps, side="right") - 1, 0)]
     begins = np.flatnonzero(np.diff(np.floor(numbers)) > 0) + 1
-    parts = [part for part in np.split(np.arange(len(steps)), begins)[1:] if len(part) >= 2 * BEFORE]
-    moves = [np.abs(np.diff(values[part])) for part in parts]
-    calmer = [moved[: BEFORE // 2].mean() > _CALMER * np.median(moved[BEFORE:]) for moved in moves]
-    if len(parts) > 1 and np.mean(calmer) > _MOST:
+    if _is_running_mean([values[part] for part in np.split(np.arange(len(steps)), begins)[1:]]):
         kept = ~np.isfinite(values)
         kept[: begins[0]] = kept[begins - 1] = kept[-1] = True
         history.series[_MODEL, LOSS] = steps[kept], values[kept]
@@ -272,6 +313,26 @@ def _read_running_means(history: History) -> None:
             "the loss becomes calmer within each epoch, as an average over the epoch so far does, so Lamina reads one "
             f"loss in each epoch, the last, and skips {int((~kept).sum())}"
         )
+
+
+def _is_running_mean(epochs: Sequence[Floats]) -> bool:
+    """Return whether the losses of epochs are averages over the epoch so far, whose n-th move is about 1/n as large as
+    the first.
+    """
+    long = [part for part in epochs if len(part) >= 2 * BEFORE]
+    moves = [np.abs(np.diff(part)) for part in long]
+    calmer = [moved[: BEFORE // 2].mean() > _CALMER * np.median(moved[BEFORE:]) for moved in moves]
+    if len(long) > 1:
+        return bool(np.mean(calmer) > _MOST)
+    count = int(np.median([len(part) for part in epochs])) if epochs else 0
+    same = [np.abs(np.diff(part[:count])) for part in epochs if len(part) >= count]
+    if count < _SHORT or len(same) * count < _LOSSES:
+        return False
+    middle = np.median(same, axis=0)
+    if not (np.isfinite(middle).all() and (middle > 0).all()):
+        return False
+    slope = np.polyfit(np.log(np.arange(1, count)), np.log(middle), 1)[0]
+    return bool(slope < _CALMING and middle[0] > 2 * middle[-1])
 
 
 def _notes(history: History, odd: Mapping[str, str]) -> list[str]:

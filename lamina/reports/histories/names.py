@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ def _set(words: str) -> frozenset[str]:
 _NEUTRAL = _set(
     "train training trainer metric metrics step steps batch global avg average mean reduced learning learner "
     "out running current log logs stats statistics per token tokens micro iter iteration objective performance perf "
-    "rank opt optim optimizer optimization monitor state history main total tot all overall"
+    "rank opt optim optimizer optimization monitor state history main task total tot all overall"
 )
 _HELD_OUT = _set("eval evals evaluation val valid validation test dev heldout holdout best")
 _GRADIENT = _set("grad grads gradient gradients gnorm gradnorm")
@@ -43,6 +43,8 @@ _SIDE = _set(
 )
 _NO_LOSS = _set("scale scaler weight weights coef coefficient ratio std var slope patience delta gap num count")
 _RATED = {"lm": 0, "language": 0, "ce": 1, "cross": 1, "xent": 1, "nll": 2}
+_PART = 5
+"""The rank of a loss that may be a part of another."""
 _UNCLIPPED = _set("raw unclipped before pre preclip unclip")
 _CLIPPED = _set("after clipped post postclip")
 _POWERS = _set("l2 2 2norm 0")
@@ -50,7 +52,7 @@ _NO_RATE = _set("min max decay ratio warmup")
 
 
 _STEP_WORDS = _set("step steps iter iteration iterations update updates batch episode episodes timesteps")
-_NO_STEP = _set("per size ms s sec time number num skipped nan remaining left total max warmup progress") | _HELD_OUT
+_NO_STEP = _set("per size ms s sec time number num skipped nan remaining left max warmup progress") | _HELD_OUT
 OTHER = _set("epoch eval val valid validation test system perf time wall timestamp runtime")
 """Words in the names of series of the machine, the evaluation or the clock."""
 
@@ -103,6 +105,29 @@ def is_side_loss(name: str) -> bool:
     return bool(words & _LOSSES and words & _SIDE) and not words & _HELD_OUT
 
 
+def is_loss(name: str) -> bool:
+    """Return whether a name stands for any loss of the training, the task's or another."""
+    words = set(words_of(name))
+    return bool(words & _LOSSES) and not words & (_HELD_OUT | _NO_LOSS | _GRADIENT)
+
+
+def parts_of(name: str, others: Iterable[str]) -> list[str]:
+    """Return the names of a loss's parts, which differ in one word (box_loss, cls_loss, dfl_loss); empty for a total,
+    and for fewer than three.
+    """
+    if (known := whole(name)) is None or known.rank != _PART:
+        return []
+    words = words_of(name)
+    parts = [
+        other
+        for other in others
+        if len(own := words_of(other)) == len(words)
+        and sum(a != b for a, b in zip(own, words, strict=True)) < 2
+        and whole(other) == known
+    ]
+    return parts if len(parts) > 2 else []
+
+
 def _loss(words: list[str]) -> Whole | None:
     some = set(words)
     crossed = {"cross", "entropy"} <= some
@@ -118,7 +143,7 @@ def _loss(words: list[str]) -> Whole | None:
         return Whole(LOSS, 7)
     kinds = [rank for word, rank in _RATED.items() if word in some]
     rest = some - _NEUTRAL - _LOSSES - {"cross", "entropy", *_RATED}
-    return Whole(LOSS, min(kinds) if kinds and not rest else 5 if rest else 4 if some & {"total", "tot"} else 3)
+    return Whole(LOSS, min(kinds) if kinds and not rest else _PART if rest else 4 if some & {"total", "tot"} else 3)
 
 
 def _norm(words: list[str]) -> Whole | None:

@@ -320,6 +320,7 @@ def _latest(steps: Ints) -> Bools:
 def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
     """Return the name of the column that has the steps, and each line's step; "" and line numbers without one."""
     named = [(rank, name) for name in columns.values if (rank := step_rank(name)) is not None]
+    epochs = next((series for name, series in columns.values.items() if plain(name) in EPOCHS), None)
     candidates = []
     for _, name in sorted(named, key=lambda each: (each[0], each[1] != "step", each[1])):
         at, of = columns.values[name]
@@ -329,6 +330,8 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
             continue
         steps = _carried((at, of), columns.rows).astype(np.int64)
         different = len(np.unique(steps[lines]))
+        if 1 < different < len(lines) and epochs is not None:
+            different = len(np.unique(_carried(epochs, columns.rows)[lines] * (steps.max() + 1.0) + steps[lines]))
         least = _DIFFERENT if plain(name) != "progress_bar" else _OWN
         if different > min(1, len(lines) - 1) and different >= least * len(lines):
             covered = float(np.isin(lines, at).mean()) if len(lines) else 0.0

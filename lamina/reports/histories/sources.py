@@ -17,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,9 +29,10 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
 from lamina.jobs.names import CONFIG
 from lamina.reports.histories.consoles import form_of, lines_of, records_of
-from lamina.reports.histories.names import RUNS, STEPS, plain, step_rank
+from lamina.reports.histories.names import RUNS, STEPS, parameter_of, plain, step_rank, whole
 from lamina.reports.histories.numbers import has_comma, is_numeric, number_of
 from lamina.reports.histories.recordings import Columns, Recording, add_commas, of_lines, of_points, runs_of
+from lamina.reports.histories.unnamed import WALL, named_by_file, rows_of, shown_in, without_names
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,8 @@ def tracked(folder: Path) -> list[Path]:
 def read_runs(path: Path) -> dict[str, Recording]:
     """Read the runs, by name, in a file, a folder or ("-") a pipe. Raises UserError if Lamina cannot read them."""
     try:
+        if path.suffix == ".ipynb":
+            return _notebook(path)
         if str(path) == "-":
             return runs_of(_of_text(sys.stdin.buffer.read(), "the pipe"))
         if path.is_dir():
@@ -111,7 +115,8 @@ def read_runs(path: Path) -> dict[str, Recording]:
         if large and (columns := _long(path)) is not None:
             return runs_of(columns)
         large = large and re.search(r"\.[ct]sv(\.gz)?$", path.name.lower()) is not None
-        return runs_of(_wide(path) if large and find_spec("pandas") else _of_text(path.read_bytes(), path.stem))
+        columns = _wide(path) if large and find_spec("pandas") else _of_text(path.read_bytes(), path.stem)
+        return runs_of(named_by_file(columns, path.stem))
     except ModuleNotFoundError as error:
         name = "wandb" if str(error.name).startswith(("wandb", "google")) else "tensorboard"
         raise UserError(f"run: {str(path)!r} needs {name}. Run: {install(name)}") from None
@@ -143,6 +148,24 @@ def _of_folder(folder: Path) -> dict[str, Recording]:
     return {"1": of_points(points, f"TensorBoard's event files ({len(files)})")}
 
 
+def _notebook(path: Path) -> dict[str, Recording]:
+    """Read the runs that the cells of a notebook have printed."""
+    runs = dict[str, Recording]()
+    for number, cell in enumerate(json.loads(_text(path.read_bytes())).get("cells", ()), start=1):
+        for text in shown_in(cell):
+            try:
+                read = runs_of(_of_text(text.encode(), f"cell {number}"))
+            except UserError:  # an output of something else
+                continue
+            for name, run in read.items():
+                if any(whole(each) or parameter_of(each) for each in run.series):
+                    label = f"cell {number}" if f"cell {number}" not in runs else f"cell {number}, {len(runs)}"
+                    runs[label if len(read) == 1 else f"{label}, {name}"] = replace(run, form=f"{run.form} in {label}")
+    if not runs:
+        raise UserError("the outputs of this notebook have no loss and no gradient norm", "Give the run's log.")
+    return runs
+
+
 def _text(data: bytes) -> str:
     if data[:2] == _ZIPPED:
         data = gzip.decompress(data)
@@ -172,6 +195,8 @@ def _of_text(data: bytes, name: str) -> Columns:
         return of_lines(records_of(form, told.over(lines)), form.name)
     if records := list(_below_headers(lines)):
         return of_lines(records, "tables below repeated headers")
+    if rows := rows_of(lines):
+        return of_lines(without_names(rows, name), "numbers without names")
     if whole is not None and re.match(r"\s*[\[{]\s*[\"\[{]", text):
         raise whole
     raise UserError(
@@ -263,8 +288,10 @@ def _records(data: object, name: str) -> Iterator[Mapping[str, object]]:
                 if isinstance(value, Mapping) and at < len(value)
             }
     elif isinstance(data, list):
-        if data and all(isinstance(record, list) and len(record) == 3 for record in data):
+        if data and all(isinstance(record, list) and len(record) == 3 and record[0] > WALL for record in data):
             yield from ({"wall_time": wall, "step": step, name: value} for wall, step, value in data)
+        elif data and not any(isinstance(record, Mapping) for record in data):
+            yield from without_names([record if isinstance(record, list) else [record] for record in data], name)
         yield from (record for record in data if isinstance(record, Mapping))
     else:
         raise ValueError(f"a {type(data).__name__} instead of records")
@@ -275,6 +302,8 @@ _SEPARATORS = (",", ";", "\t", "|")
 
 def _header(first: str) -> tuple[str, list[str]] | None:
     """Return the separator and the names of a table's first line; None if it is none."""
+    if "\r" in first:  # of a progress bar
+        return None
     separator = max(_SEPARATORS, key=first.count)
     names = [name.strip() for name in next(csv.reader([first], delimiter=separator))] if first else []
     is_table = len(names) > 1 and all(re.search(r"[A-Za-z]", name) or not name for name in names) and any(names)

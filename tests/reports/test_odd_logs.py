@@ -1,0 +1,97 @@
+"""Files that name no loss are read by the file's name, or refused for the true reason; notebooks by what they show."""
+
+import json
+import random
+
+import pytest
+
+from lamina.errors import UserError
+from lamina.reports.diagnosis import epoch_stairs, gather
+from lamina.reports.histories import import_history, read_history
+from lamina.training.monitor.writers import LOSS
+
+NAMED_BY_FILE = {
+    "loss.log": ("2.5 0\n2.4 100\n2.3 200\n", {0: 2.5, 100: 2.4, 200: 2.3}),
+    "losses.txt": ("2.5\n2.4\n2.3\n", {1: 2.5, 2: 2.4, 3: 2.3}),
+    "train_loss": ("1600000000100 2.5 0\n1600000000100 2.4 10\n1600000003000 2.3 20\n", {0: 2.5, 10: 2.4, 20: 2.3}),
+    "run-a-tag-train_loss.csv": ("Wall time,Step,Value\n1600000000.1,0,2.5\n1600000001.1,10,2.4\n", {0: 2.5, 10: 2.4}),
+    "loss_history.json": (json.dumps({"train": [2.5, 2.4], "val": [2.6, 2.7]}), {1: 2.5, 2: 2.4}),
+    "train_losses.json": (json.dumps([2.5, 2.4]), {1: 2.5, 2: 2.4}),
+}
+
+
+@pytest.mark.parametrize("name", NAMED_BY_FILE)
+def test_a_file_that_is_called_a_loss_holds_one(tmp_path, name):
+    text, losses = NAMED_BY_FILE[name]
+    (tmp_path / name).write_text(text)
+    assert read_history(tmp_path / name).values(LOSS) == losses
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("numbers.log", "2.5 0\n2.4 100\n", "2 columns of numbers without names"),
+        ("loss.json", json.dumps([[200, 5.9, 6.0], [400, 5.4, 5.5]]), "3 columns of numbers without names"),
+        ("val_loss.csv", "Wall time,Step,Value\n1600000000.1,0,2.5\n1600000001.1,10,2.4\n", "holds no loss"),
+        ("job.out", "0it [00:00, ?it/s]\r176it [00:00, 1758.01it/s]\r352it [00:00, 625.91it/s]", "neither JSON, nor"),
+        ("run.ipynb", json.dumps({"cells": [{"outputs": []}], "nbformat": 4}), "outputs of this notebook have no loss"),
+    ],
+)
+def test_other_numbers_are_refused_for_the_true_reason(tmp_path, name, text, reason):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=reason):
+        read_history(tmp_path / name)
+
+
+def test_a_notebook_is_read_by_what_its_cells_show(tmp_path):
+    printed = [{"output_type": "stream", "text": [f"step {n} loss {5 - n}.5\n"]} for n in range(3)]
+    rows = "".join(f"<tr>\n<td>{n}</td><td>{n / 100}</td></tr>" for n in (10, 20))
+    table = {"data": {"text/html": ["<p>[20/20]</p><table><tr><th>Step</th><th>Training Loss</th></tr>", rows]}}
+    cells = [{"cell_type": "markdown"}, {"outputs": printed}, {"outputs": [table]}]
+    path = tmp_path / "run.ipynb"
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    with pytest.raises(UserError, match=r"2 runs: 'cell 2' \(step 0 to 2\), 'cell 3' \(Step 10 to 20\)"):
+        read_history(path)
+    assert read_history(path, "cell 2").values(LOSS) == {0: 5.5, 1: 4.5, 2: 3.5}
+    assert read_history(path, "cell 3").values(LOSS) == {10: 0.1, 20: 0.2}
+
+
+def test_totals_are_steps(tmp_path):
+    path = tmp_path / "progress.csv"
+    path.write_text(
+        "num_episodes,total timesteps,total_loss\n" + "".join(f"{n * n},{8192 * n},{9 - n}\n" for n in range(1, 6))
+    )
+    assert list(read_history(path).values(LOSS)) == [8192 * n for n in range(1, 6)]
+
+
+def test_another_loss_that_is_not_finite_breaks_the_loss(tmp_path):
+    path, nan = tmp_path / "log.jsonl", float("nan")
+    gap = [{"step": n, "policy_loss": 1.0, "value_loss": nan if n == 5 else 2.0, "kl_loss": nan} for n in range(9)]
+    path.write_text("\n".join(map(json.dumps, gap)))
+    assert set(read_history(path).values(LOSS).values()) == {1.0}  # numbers follow the NaN, or there never was one
+    path.write_text(
+        "\n".join(json.dumps({**line, "value_loss": float("inf")} if line["step"] > 6 else line) for line in gap)
+    )
+    history = read_history(path)
+    assert [n for n, loss in history.values(LOSS).items() if loss != loss] == [7, 8]
+    assert "'value_loss' is not finite, first at step 7" in str(history)
+
+
+def test_averages_over_short_epochs_are_read_at_their_ends(tmp_path):
+    draw, lines = random.Random(1), []
+    for epoch in range(20):
+        losses = [2.0 - epoch / 100 + draw.gauss(0, 0.5) for _ in range(100)]
+        lines += [f"Epoch: [{epoch}][{at}/100] loss: {sum(losses[:at]) / at:.5f}\n" for at in range(10, 101, 10)]
+    path = tmp_path / "log.txt"
+    path.write_text("".join(lines))
+    history = read_history(path)
+    assert list(history.values(LOSS))[10:] == [100 * epoch + 100 for epoch in range(1, 20)]
+    assert "an average over the epoch so far" in str(history)
+
+
+def test_no_epoch_begins_with_a_fall_in_a_loss_that_falls_all_the_time(tmp_path):
+    path = tmp_path / "log.txt"
+    lines = [(e, s, 8 * 0.985 ** (3 * e + s)) for e in range(99) for s in range(3)]
+    path.write_text("".join(f"Epoch: {e + 1}/99 | Batch {s}/3 | Loss: {loss:.6f}\n" for e, s, loss in lines))
+    import_history(path, tmp_path / "read")
+    assert epoch_stairs(gather(tmp_path / "read")) == {}
