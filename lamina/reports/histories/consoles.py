@@ -240,8 +240,10 @@ class _Console:
         step = _step(groups.get("step"))
         if step is None and match.start() and (seen := _BEFORE.search(line, 0, match.start())) is not None:
             step = _step(seen["step"])
-        if self.general and "step" not in match[0].lower() and (own := self._own_step(line)) is not None:
-            self.record["step"] = own
+        named = () if not self.general or "step" in match[0].lower() else self.pairs(line)
+        own = next((part for part in named if part["name"].strip().lower() == "step"), None)
+        if own is not None and not line[own.end() :][:1].isalpha() and _step(own["value"]) is not None:
+            self.record["step"] = _step(own["value"])  # iter[14/15] [step] 89
         elif step is not None:
             self.record["step"] = step
             if groups.get("of"):
@@ -257,11 +259,6 @@ class _Console:
             self.record["progress bar"] = self.bar
         if _ENDS in self.record:
             self.record = None
-
-    def _own_step(self, line: str) -> int | None:
-        """Return the step that a line names as such, beside the count in an epoch: iter[14/15] [step] 89."""
-        named = (part for part in self.pairs(line) if part["name"].strip().lower() == "step")
-        return next((_step(part["value"]) for part in named if not line[part.end() :][:1].isalpha()), None)
 
     def _add_pairs(self, line: str) -> None:
         """Add a line's pairs; of a name that comes twice, the first value holds."""
