@@ -37,7 +37,7 @@ GROUPS: dict[str, dict[str, str]] = {
         **{name: JOBS[name].summary for name in ("compare", "preflight", "pretrain")},
         **{name: JOBS[name].summary for name in ("coord-check", "transfer", "max-lr")},
         "emit": "write a placement as one file for the trainer that you use",
-        "backbones": "list the backbones that a placement can be put on",
+        "backbones": "list the backbones (model families) that take a placement",
     },
     "after pretraining": {name: JOBS[name].summary for name in ("sft", "reward", "dpo", "rlhf")},
     "the papers": {"study": JOBS["study"].summary},

@@ -13,7 +13,7 @@ _JOINERS = "\u200c\u200d"  # formatting characters that scripts and emoji need
 
 
 def printable(text: str) -> str:
-    r"""Replace control, bidirectional and unpaired surrogate characters by ``\uXXXX``.
+    r"""Replace control, bidirectional and unpaired surrogate characters with ``\uXXXX``.
 
     In a terminal, some of these characters change colors, clear lines, set the window's title or reverse text.
     """
@@ -35,7 +35,7 @@ class UserError(ValueError):
     notebook shows the message without a traceback. Lamina escapes control characters in the message.
 
     Args:
-        problem: the message; with ``fix``, the beginning of the message.
+        problem: the message, or its beginning if you give ``fix``.
         fix: a sentence at the message's end that says what to do.
 
     Attributes:
@@ -85,26 +85,26 @@ def nearest_name(name: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> s
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return a hint ``; did you mean 'keel'?`` for a misspelled name; empty if no name is near."""
+    """Return a hint such as ``; did you mean 'keel'?``, or "" if no allowed name is similar."""
     return did_you_mean(nearest_name(name, allowed))
 
 
 def nearest_file(name: str, files: Iterable[str]) -> str:
-    """Return the hint for a misspelled file name. Lamina compares the names without their suffixes."""
+    """Return the hint "did you mean" for a misspelled file name. Lamina compares the names without their suffixes."""
     whole = {file.partition(".")[0]: file for file in files}
     return did_you_mean(whole.get(nearest_name(name.partition(".")[0], whole) or ""))
 
 
 def did_you_mean(name: str | None) -> str:
-    """Return the hint for a name; empty without a name."""
+    """Return the hint ``; did you mean NAME?``, or "" without a name."""
     return f"; did you mean {name!r}?" if name else ""
 
 
 def unknown(field: str, value: str, allowed: Iterable[str], owner: str = "") -> UserError:
     """Return the error for an unknown name.
 
-    The message lists the allowed names and suggests the nearest one. It begins with ``owner``, to which the names
-    belong, if you give one.
+    The message lists the allowed names and suggests the nearest one. It begins with ``owner`` (to which the names
+    belong), if you give it.
     """
     names = sorted(allowed)
     listed = ", ".join(names) if len(names) <= 40 else f"one of {len(names)} names, {names[0]} to {names[-1]}"
@@ -114,7 +114,7 @@ def unknown(field: str, value: str, allowed: Iterable[str], owner: str = "") -> 
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return the text. If the text is longer than ``longest`` characters, Lamina leaves out the middle."""
+    """Return the text. Return the text without its middle if it is longer than ``longest`` characters."""
     if len(text) <= longest:
         return text
     head = longest * 2 // 3

@@ -272,7 +272,7 @@ def pretrain(
     """Train one model on text or images. transformers' Auto classes load the model from OUTPUT/model.
 
     The keywords are the settings of `lamina pretrain`. Returns the content of result.json; OUTPUT/model is the
-    model, OUTPUT/report.html the page. ``corpus`` may also be a path, a list of paths or texts, or a
+    model, and OUTPUT/report.html is the page. ``corpus`` may also be a path, a list of paths or texts, or a
     datasets.Dataset.
 
     Raises:
@@ -346,7 +346,7 @@ def sft(
     """Fine-tune a model on instructions or conversations. To chat with it, run `lamina generate OUTPUT --chat`.
 
     The keywords are the settings of `lamina sft`. ``data`` may also be a list of rows or a datasets.Dataset.
-    Returns the content of result.json; OUTPUT/model is the model, OUTPUT/report.html the page.
+    Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
@@ -412,7 +412,7 @@ def reward(
     """Train a reward model on preferences (prompt, chosen, rejected), from a fine-tuned model.
 
     The keywords are the settings of `lamina reward`. ``data`` may also be a list of rows or a datasets.Dataset.
-    Returns the content of result.json; OUTPUT/model is the model, OUTPUT/report.html the page.
+    Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
@@ -490,10 +490,10 @@ def rlhf(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Train a policy by reinforcement learning, with a reward model or a function: ReMax, RLOO or GRPO.
+    """Train a policy with ReMax, RLOO or GRPO, on rewards from a model or a function.
 
     The keywords are the settings of `lamina rlhf`. ``data`` may also be a list of rows or a datasets.Dataset.
-    Returns the content of result.json; OUTPUT/model is the model, OUTPUT/report.html the page.
+    Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
@@ -565,7 +565,7 @@ def dpo(
     """Train a policy on preferences (prompt, chosen, rejected) directly, without a reward model.
 
     The keywords are the settings of `lamina dpo`. ``data`` may also be a list of rows or a datasets.Dataset.
-    Returns the content of result.json; OUTPUT/model is the model, OUTPUT/report.html the page.
+    Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
@@ -905,7 +905,7 @@ def evaluate(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Evaluate trained models: perplexity on a text per token, word and byte (--corpus), and tasks of
+    """Evaluate trained models: perplexity per token, word and byte of a text (--corpus), and tasks of
     lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, the folder of a run, or the
     folder of a study. Lamina averages a study's runs over the seeds, with a standard deviation.
 

@@ -1,6 +1,6 @@
 """Make a job's Python function from its row: check the input, run the job, write the page.
 
-The function also accepts Python objects, such as lists, paths and data sets, where the command line takes text.
+The function also accepts Python objects, such as lists, paths and datasets, where the command line takes text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REPORTED = (RESULT, RESULTS, TRANSFER)  # an interrupted job with one of them g
 def function_of(row: JobRow) -> Callable[..., Any]:
     """Make the Python function of a job.
 
-    The function takes the settings by keyword, also under other tools' names, with lists, paths and data sets as
+    The function takes the settings by keyword, and also under other tools' names, with lists, paths and datasets as
     values. It also takes ``resume``, ``overwrite``, ``bar`` and the row's switches.
     """
     record, modes = row.settings(), _modes(row)
@@ -152,7 +152,7 @@ def write_page(folder: Path) -> None:
 
 
 def as_settings(given: Mapping[str, object]) -> dict[str, object]:
-    """Convert settings to values that config.yaml can hold: texts and data sets become files in the cache.
+    """Convert settings to values that config.yaml can hold: texts and datasets become files in the cache.
 
     Raises UserError for an object that holds no text or no rows.
     """
@@ -178,7 +178,7 @@ def _corpus(name: str, value: object, field: str) -> str:
     if isinstance(value, Rows):
         if field not in value.column_names:
             listed = ", ".join(value.column_names)
-            raise UserError(f"{name}: the data set has no column {field!r}. Set text_field to one of: {listed}")
+            raise UserError(f"{name}: the dataset has no column {field!r}. Set text_field to one of: {listed}")
         return _file(name, lambda: ({field: row[field]} for row in value))
     if not isinstance(value, Sequence) or not value or not all(isinstance(x, str | os.PathLike) for x in value):
         raise _refused(name, value, "a path, a list of paths or of texts, or a datasets.Dataset")
@@ -188,7 +188,7 @@ def _corpus(name: str, value: object, field: str) -> str:
     if any(are_paths):
         missing = value[are_paths.index(False)]
         raise UserError(
-            f"{name}: {missing[:80]!r} is not a file, but other entries are files. Give paths alone, or texts alone."
+            f"{name}: {missing[:80]!r} is not a file, but other entries are files. Give only paths, or only texts."
         )
     if all(_PLACE.fullmatch(str(x)) for x in value):
         raise UserError(f"{name}: {str(value[0])[:80]!r}: no such file. Give a list of paths, or a list of texts.")
@@ -244,6 +244,6 @@ def _lines(name: str, rows: Iterable[Mapping[str, object]]) -> Iterator[str]:
             yield json.dumps(dict(row)) + "\n"
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{name}: a row holds a value that JSON can't ({error}). Convert it to text, numbers, lists or "
+                f"{name}: a row holds a value that JSON cannot hold ({error}). Convert it to text, numbers, lists or "
                 "mappings."
             ) from None

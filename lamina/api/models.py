@@ -303,7 +303,7 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
             hub, Lamina downloads only config.json. It runs no code from a checkpoint's folder.
         layers: the module path of the list of layers (such as ``model.layers``), if Lamina finds the wrong list.
 
-    Returns: The placement and the evidence for it. ``placement`` is a name with options that
+    Returns: The placement, and the evidence for the placement. ``placement`` is a name with options that
         ``lamina.placements.resolve`` takes. ``match`` lists the model's differences from this placement. ``unknown`` is
         the reason if Lamina found no placement. ``text()`` is the command's output.
 
@@ -319,7 +319,7 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 
 
 def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = None, *, which: str = "") -> Diagnosis:
-    """Name a run's likely cause of trouble, its step and layer, and what to change; write the page.
+    """Name the likely cause of a run's failure, its step and layer, and what to change, and write the page.
 
     Lamina writes another tool's converted records and their page into the folder NAME-lamina beside the records. If
     packages for the page are missing, the last sentence of the returned text names them.
@@ -389,7 +389,7 @@ def report(folder: str | PathLike[str]) -> Path:
     >>> lamina.report("no/such/folder")
     Traceback (most recent call last):
     ...
-    lamina.errors.UserError: folder: 'no/such/folder' is not there. Give a job's folder. To read another tool's log, ...
+    lamina.errors.UserError: folder: 'no/such/folder' does not exist. Give a job's folder. To read ...
 
     Raises:
         UserError: (a ValueError) if no job wrote the folder, or its records are damaged.

@@ -28,7 +28,7 @@ def parser() -> Parser:
         EXAMPLES,
         "PLACEMENT ",
     )
-    flags.add_word("placement", "a placement, name(option=value, ...), or a file (a .py file runs as code)")
+    flags.add_word("placement", "a placement, name(option=value, ...), or a file (Lamina executes a .py file)")
     flags.add_flag("--to", f"the trainer: {', '.join(TARGETS)}", metavar="TRAINER")
     flags.add_flag("--num-layers", "the number of blocks", kind=int)
     flags.add_flag("--output", "the file to write (default: print it)", metavar="FILE")

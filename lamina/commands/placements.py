@@ -34,7 +34,7 @@ def parser() -> Parser:
         EXAMPLES,
         "[NAME] ",
     )
-    about = "a placement, name(option=value, ...), a file (a .py file runs as code), or several, comma-separated"
+    about = "a placement, name(option=value, ...), a file (Lamina executes a .py file), or several, comma-separated"
     flags.add_word("name", about, needed=False)
     flags.add_flag("--num-layers", "number of layers of the plan to show", 4)
     flags.add_flag("--svg", "draw the diagram as an SVG file", metavar="FILE")

@@ -64,7 +64,7 @@ _OLMO2 = Conversion(
     placement="olmo2(qk_norm=off)",
     norms={"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"},
     rounds=_GAIN,
-    note="the attention itself norms queries and keys",
+    note="the attention itself normalizes queries and keys",
 )
 # Gemma has no norm on its embedding; the factor sqrt(hidden_size) is part of its embed_tokens, which stays as it is.
 _GEMMA = Conversion(
@@ -77,7 +77,7 @@ _GEMMA = Conversion(
     },
     gain_offset=1.0,
     rounds=_GAIN,
-    note="the stored gain w means 1 + w",
+    note="the norm multiplies by 1 + the stored gain",
 )
 _APERTUS = replace(
     _PRE_LN, norms={"attention_layernorm": "attention.pre_norm", "feedforward_layernorm": "feed_forward.pre_norm"}

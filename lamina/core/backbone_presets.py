@@ -47,7 +47,7 @@ def _vit(name: str, width: int, heads: int) -> Preset:
     return Preset(name=name, source=_MIX_VIT, model_type="vit", fields=fields)
 
 
-_MIX_VIT = "Mix-LN Table 4 (ImageNet-1K); sizes of DeiT, which it does not print"
+_MIX_VIT = "Mix-LN Table 4 (ImageNet-1K); sizes of DeiT, which the table does not print"
 _MIX = "Mix-LN Table 7 and its repository"
 _MIX_250M = "Mix-LN's repository; Table 7 says width 1024, which gives 355M parameters, 768 gives 247M"
 _FUSE = "FuseNorm App B"
@@ -56,7 +56,7 @@ _PERI = "Peri-LN Section 4; FFN 4 d (the text states none; 4 d fits its paramete
 _DEEP = "FuseNorm's 128 blocks; width and FFN derived from 6.5B (not printed)"
 _STRESS = "FuseNorm's stress test; heads of 64 and FFN 8 d / 3 (not printed)"
 _KEEL = "Keel Section 5.3, {} layers = sub-layers; vocabulary not printed"
-_MOE = "FuseNorm's MoE: sizes of DeepSeek-V2-Lite (whose label 16B-A2.4B is), V3's routing (sigmoid, Moonlight's 2.446)"
+_MOE = "FuseNorm's MoE: sizes of DeepSeek-V2-Lite (labeled 16B-A2.4B), V3's routing (sigmoid, Moonlight's 2.446)"
 _MOE_FIELDS = {
     "hidden_size": 2048,
     "intermediate_size": 10944,
@@ -80,7 +80,7 @@ _MOE_FIELDS = {
     "vocab_size": 102400,
     "tie_word_embeddings": False,
 }
-_NANO_MOE = "Lamina's smallest mixture of experts: the wiring of 16b-a2.4b, 2 of 8 experts, trains on two cores"
+_NANO_MOE = "Lamina's smallest mixture of experts: the layout of 16b-a2.4b, 2 of 8 experts, trains on two cores"
 _NANO_MOE_FIELDS = {
     **_MOE_FIELDS,
     "hidden_size": 48,

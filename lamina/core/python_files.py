@@ -52,4 +52,4 @@ def _say(kind: str, path: Path) -> None:
     if (name := str(path.absolute())) in announced:
         return
     os.environ[_SAID] = os.pathsep.join([*filter(None, announced), name])
-    logger.warning("%s %r runs as code, with your rights: use only files that you trust", kind, str(path))
+    logger.warning("%s %r runs as code, with your rights. Use only files that you trust", kind, str(path))

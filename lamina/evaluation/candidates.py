@@ -29,10 +29,10 @@ class Candidate:
     Attributes:
         name: the name in the records; no two candidates share one.
         path: the model's path or name, which the loader takes.
-        arm: the label of the model's line in the table: a checkpoint's name, or the setting that a study varies.
-        seed: the seed of its run, if known.
-        status: the status of its run. If the status is neither finished nor short, Lamina counts the model but does not
-            evaluate it.
+        arm: the label of the model's row in the table: a checkpoint's name, or the setting that a study varies.
+        seed: the seed of the model's run, if known.
+        status: the status of the model's run. If the status is neither finished nor short, Lamina counts the model but
+            does not evaluate it.
     """
 
     name: str

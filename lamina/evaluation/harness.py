@@ -1,4 +1,4 @@
-"""Scoring of a model by lm-evaluation-harness through its Python API."""
+"""Score a model with lm-evaluation-harness's Python API."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Runner:
 
     Attributes:
         model: a causal language model, on its device.
-        batch_size: sequences per forward pass; "auto": on a GPU as many as fit, else 8.
+        batch_size: sequences per forward pass; "auto": on a GPU as many as fit, otherwise 8.
         limit: items per task; None for all.
         seed: the seed of the few-shot examples.
         chat_template: whether questions are put into the tokenizer's chat template.

@@ -34,8 +34,8 @@ class Paired:
     Attributes:
         low: the lower end of the difference's 95 % interval (Student's t interval over the items' differences).
         high: the upper end of this interval.
-        won: the number of items that only this model has right; None for numbers other than right and wrong.
-        lost: the number of items that only the first model has right; None for numbers other than right and wrong.
+        won: the number of items that only this model has right; None if items are not scored right or wrong.
+        lost: the number of items that only the first model has right; None if items are not scored right or wrong.
         p: the two-sided p value of McNemar's exact test for right and wrong, otherwise of the paired t test.
         p_holm: ``p`` adjusted by Holm's method over the model's columns.
         smallest: the smallest difference that this number of items would detect in four of five cases, given how often

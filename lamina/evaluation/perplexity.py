@@ -1,4 +1,4 @@
-"""Perplexity of a text per token, word and byte, through a sliding window."""
+"""Perplexity of a text per token, word and byte, with a sliding window."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def perplexity(
         progress: called with the number of newly scored tokens.
 
     Raises:
-        UserError: no text has tokens, the tokenizer has neither of these tokens, or the loss is not finite.
+        UserError: no text has tokens, the tokenizer has no token to put first, or the loss is not finite.
     """
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(prefix, int):
@@ -153,7 +153,7 @@ def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
 
 
 def documents_of(corpus: str, text_field: str, limit: int | None) -> Iterator[str]:
-    """Return the texts of a corpus, at most ``limit``. Raises UserError if it can't be read."""
+    """Return the texts of a corpus, at most ``limit``. Raises UserError if the corpus can't be read."""
     parsed = Corpus.parse(corpus, text_field)
     if len(parsed.parts) > 1:
         raise UserError(f"corpus: {corpus!r} is a mix. Evaluate each text separately.")

@@ -1,4 +1,4 @@
-"""A model's scores on tasks and on single items, and tables in the papers' form."""
+"""A model's scores on tasks and on single items, and tables in the form that the papers print."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class ScoreTable:
     Attributes:
         best: for each column, the lines with the best number. Lamina compares the numbers as they are printed.
         chance: for each column, the score of guessing in percent; NaN without choices.
-        shares: for each column, whether its numbers are shares, which Lamina prints in percent.
+        shares: for each column, whether the numbers are shares, which Lamina prints in percent.
     """
 
     headings: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The SQuAD F1 of a model with a question-answering head, on a local file in SQuAD's format."""
+"""Measure a question-answering model's SQuAD F1 on a local file in SQuAD's format."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class Tasks:
         added: the harness's manager of the generated and the user's tasks, which override the harness's tasks of the
             same name.
         folders: the user's folders of task files.
-        data: the folder of the tasks' data, ``NAME/CONFIG/SPLIT.jsonl`` (also .arrow, .parquet), with the data set's
-            NAME on the hub and CONFIG ``default`` for a data set without configurations. None reads the hub.
+        data: the folder of the tasks' data, ``NAME/CONFIG/SPLIT.jsonl`` (also .arrow, .parquet), with the dataset's
+            NAME on the hub and CONFIG ``default`` for a dataset without configurations. None reads the hub.
         run_code: whether Lamina may run the user's task files, and code that a model writes.
     """
 
@@ -68,7 +68,7 @@ class Tasks:
     def find(data_dir: str | None, *folders: Path, generated: Path | None = None, run_code: bool = False) -> Tasks:
         """List the tasks in ``generated``, in the user's folders and in ``data_dir``; later files override earlier.
 
-        Raises UserError if the harness or the folder of the data is missing.
+        Raises UserError if the harness or ``data_dir`` is missing.
         """
         if importlib.util.find_spec("lm_eval") is None:
             raise UserError(f"tasks: lm-evaluation-harness is not installed. Run: {install('eval')}")
@@ -76,7 +76,7 @@ class Tasks:
 
         data = real_path(home("data_dir", data_dir)) if data_dir is not None else None
         if data is not None and not data.is_dir():
-            raise UserError(f"data_dir: {data_dir!r} is not a folder. Give one with NAME/CONFIG/SPLIT.jsonl.")
+            raise UserError(f"data_dir: {data_dir!r} is not a folder. Give a folder with NAME/CONFIG/SPLIT.jsonl.")
         users = [real_path(folder) for folder in folders] + ([data / TASKS] if data is not None else [])
         with quiet_harness():
             added = TaskManager(
@@ -171,8 +171,8 @@ class Tasks:
             path = entry.yaml_path
             if path is not None and any(path.is_relative_to(folder) for folder in self.folders):
                 raise UserError(
-                    f"tasks: {task!r} is in {str(path)!r}, and a task file runs as code, with your rights. Add "
-                    "--run-code if you trust the file."
+                    f"tasks: {task!r} is in {str(path)!r}, and Lamina executes a task file's code, with your rights. "
+                    "Add --run-code if you trust the file."
                 )
             if (entry.cfg or {}).get("unsafe_code"):
                 raise UserError(f"tasks: {task!r} runs the code that a model writes. Add --run-code to allow it.")
@@ -209,7 +209,7 @@ def _members(listed: object) -> list[str]:
 def local_fields(config: Json, task: str, data: Path) -> Json:
     """Return the fields that make a task read its data from the folder; empty if it already reads files.
 
-    A split that the folder lacks is None, so that the harness takes another split. Raises UserError if the data set is
+    A split that the folder lacks is None, so that the harness takes another split. Raises UserError if the dataset is
     missing, or lacks a split on which the task can be scored. The message suggests the nearest name in the folder.
     """
     name = config.get("dataset_path")

@@ -1,4 +1,4 @@
-"""Other names of settings, from transformers, TRL, lm-eval, litgpt and nanoGPT, and singulars and plurals."""
+"""Other names of settings: names of transformers, TRL, lm-eval, litgpt and nanoGPT, singulars, and plurals."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ generation: gen_kwargs; data_dir: include_path
 
 
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
-    """Return the first offered setting with the meaning of another library's name; None without such a setting.
+    """Return the first offered setting with the meaning of another library's name; None if no setting has it.
 
-    With ``near``, a setting of roughly the same meaning counts, too.
+    With ``near``, a setting of roughly the same meaning also counts.
     """
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
@@ -80,7 +80,7 @@ def is_text(option: str, files: tuple[str, ...]) -> bool:
 
 
 def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
-    """Return the setting that passes on another library's option, and the option's name; None without such a setting.
+    """Return the setting that holds another library's option, and the option's name; None if no setting holds it.
 
     ``outside`` maps a setting to another library's options, or to the files that declare them, as ``Settings.outside``
     does.
@@ -113,6 +113,6 @@ def in_our_words(given: Mapping[str, object], offered: Collection[str], where: s
     for name, value in given.items():
         setting = meaning(name, offered) or name
         if setting in ours:
-            raise UserError(f"{where}{setting}: you give this setting under two names. Keep one of them.")
+            raise UserError(f"{where}{setting}: you give this setting under two names. Keep one name.")
         ours[setting] = value
     return ours

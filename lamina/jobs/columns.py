@@ -96,7 +96,7 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     # Of the trials of `lamina max-lr` only: ``lamina.studies.max_rate_rules`` adds them.
     Column("max_learning_rate", "largest learning rate", ".3g", measured=False, optional=True),
     Column("stop_rule", "stopped by", measured=False, optional=True),
-    Column("loss_at_stop", "loss there", ".3f", measured=False, optional=True),
+    Column("loss_at_stop", "loss at the largest learning rate", ".3f", measured=False, optional=True),
     Column("reason", "reason", aggregate="own", in_trials=True),
 )
 BESIDES = ("from", "mix", "tasks")

@@ -1,4 +1,4 @@
-"""environment.json: the kind of a job, and the versions and the machine it ran on."""
+"""environment.json: the kind of a job, its machine, and the versions of its packages."""
 
 from __future__ import annotations
 

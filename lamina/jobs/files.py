@@ -1,4 +1,4 @@
-"""Reading and writing of the files in a job's folder.
+"""Read and write the files in a job's folder.
 
 Lamina syncs a temporary file to disk and then renames it, so that no file is half written.
 """
@@ -50,18 +50,18 @@ def writing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all. Raises OSError."""
+    """Write a text file completely or not at all. Raises OSError."""
     with writing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON; NaN and infinities become null, so that any reader accepts it."""
+    """Write JSON with null for NaN and infinities, so that any reader accepts it."""
     write_text(path, json.dumps(finite(data), indent=2, ensure_ascii=False) + "\n")
 
 
 def write_parquet(path: Path, table: Frame, **options: Any) -> None:
-    """Write a pandas table whole or not at all; ``options`` go to pandas' ``to_parquet``."""
+    """Write a pandas table completely or not at all. ``options`` go to pandas' ``to_parquet``."""
     with writing(path) as temporary:
         table.to_parquet(temporary.absolute(), index=False, **options)  # a relative path with a colon would be a URI
 
@@ -84,7 +84,7 @@ def read_json(path: Path) -> Json:
 
 
 def noted(path: Path) -> Json:
-    """Read a JSON object; empty if the file is missing, unreadable, or holds something else."""
+    """Read a JSON object; return {} if the file is missing, unreadable, or holds something else."""
     try:
         data = read_json(path)
     except (OSError, ValueError):
@@ -135,7 +135,7 @@ def is_table(path: Path) -> bool:
 
 
 def finite(data: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None."""
+    """Replace NaN and infinity, which JSON lacks, with None."""
     if isinstance(data, float) and not math.isfinite(data):
         return None
     if isinstance(data, Mapping):
@@ -144,7 +144,7 @@ def finite(data: Any) -> Any:
 
 
 def as_json(data: Mapping[str, object]) -> Json:
-    """Return the data as they are after writing them to JSON and reading them again."""
+    """Return the data after a round trip through JSON."""
     return json.loads(json.dumps(finite(data)))
 
 

@@ -61,7 +61,7 @@ def _is_environment(path: Path) -> bool:
 
 
 def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True) -> None:
-    """Raise UserError if ``hold`` would raise it, but change nothing; ``resumes``: whether the job has --resume."""
+    """Raise UserError if ``hold`` would raise it, but change nothing. ``resumes`` says whether the job has --resume."""
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
     if resume and overwrite:
@@ -88,7 +88,8 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
     old = old_content(folder)
     if overwrite and os.path.lexists(old) and not (folder / REPLACES).is_file():
         raise UserError(
-            f"output: --overwrite needs the name {str(old)!r}, which exists. Move it, or choose another folder."
+            f"output: --overwrite first renames the folder to {str(old)!r}, which exists. Move it, or choose another "
+            "folder."
         )
     if overwrite and Path.cwd().is_relative_to(real_path(folder)):
         raise UserError(f"output: {str(folder)!r} holds the current folder. Run the command from outside of it.")

@@ -48,7 +48,7 @@ class ResumePolicy:
         Args:
             stored: the folder's settings.
             given: the user's settings now.
-            defaults: the values of settings that neither has.
+            defaults: the values of settings that neither ``stored`` nor ``given`` has.
 
         Raises:
             UserError: if the user changed a setting that may not change; the message names the first such setting.

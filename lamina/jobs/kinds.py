@@ -1,4 +1,4 @@
-"""The kinds of folders, one per job; a folder's environment.json names its kind."""
+"""The kinds of folders, one per job. A folder's environment.json names the folder's kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lamina.jobs.names import ENVIRONMENT
 
 
 class Kind(StrEnum):
-    """The kind of job that wrote a folder. A user's own kind may be any other text."""
+    """The kind of job that wrote a folder. A kind that a user adds may be any other text."""
 
     RUN = "run"
     COMPARE = "study"  # lamina compare wrote it

@@ -60,7 +60,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
-    """Write a folder's manifest and sync everything to disk; ``listed`` holds entries of files already hashed."""
+    """Write a folder's manifest and sync everything to disk. ``listed`` holds the entries of files already hashed."""
     listed = {name: sync_and_hash(folder / name) for name in files_in(folder)} if listed is None else listed
     manifest = {"checksum": checksum(listed), "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -83,7 +83,7 @@ def listed(folder: Path) -> dict[str, Entry]:
 def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
     """Name the first file of a sealed folder that is missing, cut short or altered; None if it is whole.
 
-    Files that the manifest does not list are no fault (see ``strays``). Without ``content``, compare only sizes.
+    Files that the manifest does not list are not faults (see ``strays``). Without ``content``, compare only sizes.
     """
     try:
         files = listed(folder)
@@ -128,7 +128,7 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str |
     broken = what_is_broken(folder)
     if broken is None:
         foreign = [n for n in strays(folder) if not (n.endswith(_PLAIN) or Path(n).name.startswith("."))]
-        broken = f"{foreign[0]} does not belong to it" if foreign else None
+        broken = f"{foreign[0]} does not belong to the model" if foreign else None
     return broken
 
 
@@ -165,4 +165,4 @@ def refuse_as_output(output: str, model: str) -> None:
     """Raise UserError if the output folder is or contains a saved model that the job reads."""
     target, held = real_path(output), model_folder(model)
     if held.exists() and target in (real_path(held), *real_path(held).parents):
-        raise UserError(f"output: {output!r} holds the model to read. Choose another folder.")
+        raise UserError(f"output: {output!r} holds the model that this job reads. Choose another folder.")

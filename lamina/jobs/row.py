@@ -64,7 +64,7 @@ class JobRow:
         kind: the kind of the job's folder.
         summary: a line for ``lamina --help``.
         about: the description for the command's help; the Python function's docstring has only its first paragraph.
-        settings: returns the class of its settings.
+        settings: returns the class of the job's settings.
         run: the function that runs the job. Its arguments are the settings by name, resume, overwrite, bar and the
             passed switches.
         returns: one or two sentences about the Python function's result.
@@ -117,7 +117,7 @@ class JobRow:
         return None if output is None else Path(str(output))
 
 
-MODEL = "OUTPUT/model is the model, OUTPUT/report.html the page."
+MODEL = "OUTPUT/model is the model, and OUTPUT/report.html is the page."
 CHECKPOINT = "resume from the last checkpoint in the output folder"
 
 JOBS: dict[str, JobRow] = {}

@@ -1,4 +1,4 @@
-"""Reading of a run's folder, even while the run writes records, or if some records are damaged."""
+"""Read a run's folder, even while the run writes records, or if some records are damaged."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def parse_lines(path: Path) -> tuple[list[Json], str | None]:
     """Parse a growing file of JSON records, each with a step; return them and the file's first fault.
 
     A line without a step is a fault, and Lamina leaves out the record in this line. A step that goes back is a fault,
-    except in the records of rollbacks. An incomplete last line, which a killed run leaves, is no fault. A missing file
-    holds no records.
+    except in the records of rollbacks. An incomplete last line, which a killed run leaves, is not a fault. A missing
+    file holds no records.
     """
     records: list[Json] = []
     fault, last = None, -1

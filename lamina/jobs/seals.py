@@ -1,4 +1,4 @@
-"""The seal of a folder's records: result.json has its own digest, its trial's key and the hash of every record.
+"""The seal of a folder's records: result.json holds its own digest, its trial's key and each record's hash.
 
 So Lamina notices an edited digit, or a file of another trial, when it reads the folder.
 """
@@ -140,7 +140,7 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
     seal = read_seal(folder / by, noted(folder / by)) or {}
     faults = {}
     if seal and seal["trial"] != _trial(folder):
-        faults[by] = f"of a trial that {TRIAL} does not name"
+        faults[by] = f"from another trial than the {TRIAL} in the same folder"
     for name, digest in seal.get("files", {}).items():
         if name == f"{MODEL}/{MANIFEST}":
             continue
@@ -196,7 +196,8 @@ def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
 def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoint: str) -> None:
     """Raise UserError for a record whose beginning has changed since a checkpoint.
 
-    A missing record passes, and so does a metrics.jsonl without its last lines: the resumed run logs what is missing.
+    A missing record passes. A metrics.jsonl without its last lines also passes, because the resumed run logs them
+    again.
     """
     for entry, (size, digest) in known.items():
         name = METRICS if entry == _FIRST else entry
@@ -240,8 +241,8 @@ def _is_cut(path: Path) -> bool:
 def hash_of(path: Path, *state: int) -> str:
     """Hash a file.
 
-    Lamina caches the hash by the file's size, time and inode, because each result of a job hashes the job's records
-    again.
+    Return a file's SHA-256. Lamina caches it by the file's size, time and inode, because each result of a job hashes
+    the job's records again.
     """
     return sha256(path)
 

@@ -41,7 +41,7 @@ class ProbesSettings(Settings, group="records"):
     probes: str = setting(
         "all",
         "all, or comma-separated probes, each with its options: name(option=value); or a Python file with your "
-        "own probe (runs as code)",
+        "own probe, which Lamina executes",
         comma_separated,
         decides=False,
     )

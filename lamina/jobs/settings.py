@@ -95,8 +95,8 @@ class Settings:
     offer. These fields keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
     files and help texts. The other fields follow base by base, the record's own fields last. ``group``, a keyword of
     the class statement, is the heading of a group's flags in ``--help all``. A command's own record has no group.
-    ``main`` names the ten settings that ``--help`` shows. ``needed`` names the settings without which the job can't
-    begin. ``outside`` maps a setting that holds another library's options to these options, or to the files that
+    ``main`` names the ten settings that ``--help`` shows. ``needed`` names the settings that a job must have before it
+    begins. ``outside`` maps a setting that holds another library's options to these options, or to the files that
     declare them.
     """
 

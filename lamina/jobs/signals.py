@@ -1,4 +1,4 @@
-"""Early ends of a job: by Ctrl-C, by another signal, or because the parent process ended."""
+"""End a job early: by Ctrl-C, by another signal, or because the parent process ended."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _parent: int | None = None
 
 
 def watch_parent(parent: int | None) -> None:
-    """Let ``orphaned`` return True once this process has another parent than ``parent`` (-1: at once, None: never)."""
+    """Make ``orphaned`` return True once this process's parent is not ``parent`` (-1: at once, None: never)."""
     global _parent
     _parent = parent
 

@@ -1,4 +1,4 @@
-"""The statuses of jobs, runs and trials, ordered by how bad they are, and which statuses are final."""
+"""The statuses of jobs, runs and trials, from best to worst, and which statuses are final."""
 
 from __future__ import annotations
 

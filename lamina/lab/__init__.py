@@ -1,1 +1,1 @@
-"""The lab: reproduction of the papers, vision, and training after pretraining. No other package depends on the lab."""
+"""lamina.lab: reproduction of papers, vision, and training after pretraining. No other package depends on the lab."""

@@ -110,7 +110,7 @@ def _located(path: str | Path) -> tuple[str, Path | None, Json]:
             if not saved:
                 raise UserError(
                     f"checkpoint: the run {str(run)!r} has saved no model yet: it holds neither model/ nor "
-                    "checkpoints/. Choose a run that has saved one."
+                    "checkpoints/. Choose a run that has saved a model."
                 )
             folder = max(saved, key=lambda p: int(p.name[11:]))
     more: Json = {}

@@ -94,7 +94,7 @@ class Adapter:
     def of(cls, names: object) -> Adapter:
         """Read a configuration's ``lamina_adapter``. Raises ValueError that names the invalid field."""
         if not isinstance(names, Mapping):
-            raise ValueError(f"adapter: {names!r} is no mapping. Give a mapping from fields to modules' names.")
+            raise ValueError(f"adapter: {names!r} is not a mapping. Give a mapping from fields to modules' names.")
         defaults = {f.name: f.default for f in fields(cls) if f.name != "arguments"}  # those a file may not choose
         for name, value in names.items():
             if name not in defaults:

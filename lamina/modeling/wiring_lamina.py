@@ -646,7 +646,7 @@ def norm_projections(
             width = _channels(getattr(module, name))[1] // (3 if stacked else 1)
             dims[part] = int(module.head_dim) if scope == "head" else width
             if width % dims[part]:
-                why = f"has {name!r} of {width} channels, which is no multiple of the head's {dims[part]}"
+                why = f"has {name!r} of {width} channels, which is not a multiple of the head's {dims[part]}"
         if why:
             option = "v_norm" if part == "v" else "qk_norm"
             raise ValueError(

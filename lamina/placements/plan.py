@@ -405,8 +405,8 @@ class Plan:
         counts.add(len(self.readout.read) if self.readout else 1)
         if len(counts) > 1:
             raise UserError(
-                f"streams: the plan's sub-layers have {sorted(counts)} streams. Give all of them, and the readout, "
-                "one number."
+                f"streams: the plan's sub-layers have {sorted(counts)} streams. Give all sub-layers and the readout "
+                "the same number."
             )
         if self.readout and (self.readout.write or self.readout.mix != "identity"):
             raise UserError(

@@ -67,7 +67,7 @@ COMMON: tuple[Option, ...] = (
         name="wiring",
         type=str | None,
         default=None,
-        help="other residual paths than a single stream: x0, mhc ..., or a .py file",
+        help="residual paths other than a single stream: x0, mhc ..., or a .py file",
     ),
     Option(
         name="size",

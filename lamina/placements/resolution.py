@@ -104,7 +104,7 @@ def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
     equation = data.get("equation", ())
     lines = (equation,) if isinstance(equation, str) else equation
     if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
-        raise UserError(f"equation: {shortened(repr(lines), 200)} is no text. Give a text, or a list of texts.")
+        raise UserError(f"equation: {shortened(repr(lines), 200)} is not text. Give a text, or a list of texts.")
     return texts, tuple(lines)
 
 
@@ -167,7 +167,7 @@ def _formula(value: object, names: Mapping[str, float], where: str) -> object:
     except (ValueError, SyntaxError, ArithmeticError, TypeError, RecursionError, MemoryError):
         raise UserError(
             f"{where}: {shortened(repr(value), 200)} is not a formula. Use numbers up to 1e308, + - * / **, "
-            f"brackets and {', '.join(names)}, in at most {LONGEST_FORMULA} characters."
+            f"parentheses and {', '.join(names)}, in at most {LONGEST_FORMULA} characters."
         ) from None
 
 

@@ -162,20 +162,19 @@ def gated_residual(plan: Plan, size: int | None) -> Plan:
     return with_streams(plan, lambda index: streams, replace(streams, write=()))
 
 
-def _check_sums(plan: Plan, reason: str, *, post_norms: bool) -> None:
+def _check_sums(plan: Plan, *, post_norms: bool) -> None:
     """Raise UserError unless every sub-layer adds to the unscaled stream, all with a post-norm or all without."""
     for half in (half for layer in plan.layers for half in (layer.attention, layer.feed_forward)):
         plain = (half.skip, half.skip_scale, half.skip_scale_learned) == ("stream", 1.0, "no")
         if not plain or (half.post_norm is not None) != post_norms:
-            raise UserError(
-                f"{reason}. Choose a placement with {'' if post_norms else 'no '}post-norms and with unscaled skips."
-            )
+            how, such = ("with", "post_ln") if post_norms else ("without", "pre_ln")
+            raise UserError(f"this wiring needs unscaled skips {how} post-norms. Choose a placement such as {such}.")
 
 
 @wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
 def residual(plan: Plan) -> Plan:
     """Add a second stream to Post-LN, which no norm changes before the end."""
-    _check_sums(plan, "this wiring adds the plain sum of the branches to a normed stream", post_norms=True)
+    _check_sums(plan, post_norms=True)
     if plan.options.get("final_norm") is False:
         raise UserError("final_norm: False leaves the second stream without a final norm. Set final_norm to true.")
     plan = replace(plan, final_norm=plan.final_norm or plan.layers[-1].feed_forward.post_norm)
@@ -190,7 +189,7 @@ def residual(plan: Plan) -> Plan:
 )
 def siamese(plan: Plan) -> Plan:
     """Add SiameseNorm's streams: a normed stream p and a plain stream u share the branches; l = 1 .. N is the block."""
-    _check_sums(plan, "this wiring normalizes its streams by itself", post_norms=False)
+    _check_sums(plan, post_norms=False)
 
     def one(index: int) -> Streams:
         return Streams(weights="constant", read=(1.0, 1.0), write=((2 * (index // 2 + 1)) ** -0.5, 1.0), norms=norms)

@@ -297,7 +297,7 @@ def convert(
     """
     if reads:
         if not Path(source).exists():
-            raise UserError(f"source: {source!r} is not there. Give a folder that {target} wrote.")
+            raise UserError(f"source: {source!r} does not exist. Give a folder that {target} wrote.")
         model = from_trainer(Path(source), target, placement)
     else:
         source = source_beside(source, output, overwrite=overwrite)

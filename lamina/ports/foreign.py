@@ -111,7 +111,7 @@ def reading(folder: Path, trainer: str) -> Iterator[None]:
     except Exception as error:
         why = one_line(error).partition(". ")[0]  # torch's go on with advice about its own options
         raise UserError(
-            f"source: {str(folder)!r} is no {trainer} checkpoint, or is damaged ({why}). Give a folder that "
+            f"source: {str(folder)!r} is not a {trainer} checkpoint, or is damaged ({why}). Give a folder that "
             f"{trainer} wrote."
         ) from error
 

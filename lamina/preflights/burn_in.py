@@ -1,4 +1,4 @@
-"""The burn-in: the first steps of a planned run, or of a narrower model in its place, measured by layer."""
+"""The burn-in: the first steps of a planned run, or of a narrower model instead of the run, measured by layer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MOST_TOKENS = 1_000_000  # maximum number of tokens to estimate token frequencie
 
 @dataclass(frozen=True, kw_only=True)
 class Proxy:
-    """A stand-in for the planned run: settings, plan, and how weights and rates scale with the width.
+    """A stand-in for the planned run: settings, plan, and how weights and learning rates scale with the width.
 
     ``settings`` are the planned settings, except for the width, the heads and the blocks per step. ``scaling`` is the
     planned run's scaling. For a narrower stand-in, it is the standard parametrization with the planned width as the
@@ -58,7 +58,7 @@ class Proxy:
 
     @property
     def init(self) -> str:
-        """The initializer from the settings; if they leave it to the placement, the placement's initializer."""
+        """The initializer from the settings, or the placement's initializer if the settings name none."""
         return recommended(self.plan) if self.settings.init == "recommended" else self.settings.init
 
     @property
@@ -79,8 +79,8 @@ class Proxy:
 def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
     """Reduce the planned run until ``steps`` cost at most ``flops``: fewer blocks per step, then a narrower model.
 
-    Depth is never reduced; a step keeps at least 256 tokens; the width is halved as long as the backbone allows it,
-    down to 64.
+    Depth is never reduced, and a step keeps at least 256 tokens. Lamina halves the width as long as the backbone allows
+    it, down to 64.
     """
     config = backbone_config(planned, vocab_size)
     plan = plan_of(planned, config.num_hidden_layers)

@@ -45,7 +45,7 @@ class Preflight:
     verdict: PreflightVerdict
 
     def row(self) -> Json:
-        """Return the run's row of the table: the plan, the verdict, and the numbers behind it."""
+        """Return the run's row of the table: the plan, the verdict, and the measured numbers."""
         proxy, first = self.burn_in.proxy, self.burn_in.snapshots[0]
         return {
             "placement": self.run.placement,

@@ -78,7 +78,7 @@ class PreflightSettings(
                 raise UserError("steps: 1 is all warm-up, at a learning rate of 0. Give 2 or more, or --warmup 0.")
 
     def runs(self) -> list[PretrainSettings]:
-        """Return the settings of the planned runs. Raises UserError for a value invalid in any of them."""
+        """Return the settings of the planned runs. Raises UserError if a run has an invalid value."""
         common = {name: value for name, value in self.shared_with(PretrainSettings).items() if name != "output"}
         return [
             PretrainSettings(placement=spec, learning_rate=rate, **common)

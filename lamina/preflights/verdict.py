@@ -1,4 +1,4 @@
-"""The verdict on a burn-in: the deciding numbers, the fitted rules, and the verdict in words.
+"""The verdict on a burn-in (a run's first steps): the deciding numbers, the fitted rules, and the verdict in words.
 
 The rules' coefficients are data (calibration.json), fitted by tools/calibration/preflight_calibration.py on real runs.
 The rules use no names of placements, initializers or backbones.
@@ -101,7 +101,7 @@ def calibration() -> Json:
 
 
 def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
-    """Return the verdict. "fine" and "risky" need a burn-in that learned, and "will not train" needs a small chance."""
+    """Return the verdict. "fine" and "risky" need a model that learned; "will not train" needs a small chance."""
     low, high = fitted["bands"]
     sure = chance(numbers, fitted)
     if learns(numbers, fitted):
@@ -137,7 +137,7 @@ def collapsed(numbers: Features, fitted: Json) -> bool:
 
 
 def progress(numbers: Features) -> dict[str, float]:
-    """Return the inputs of the logistic rule on progress."""
+    """Return the inputs of the logistic rule, which predicts from the progress whether the run trains."""
     return {
         "context": math.log10(max(numbers.context, LEAST_CONTEXT)),
         "excess": min(max(numbers.excess, -1.0), 1.0),

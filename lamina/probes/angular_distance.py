@@ -1,4 +1,4 @@
-"""The angle between the residual stream at one layer and at another."""
+"""Measure the angle between the residual stream at one layer and at another layer."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class AngularDistance(DirectionsProbe):
     """The angle d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi between two states of the stream, averaged over sequences.
 
     Lamina averages the angles, and does not take the angle of the mean (Gromov et al. 2024; Mix-LN Eq 8, Fig 5). x^l is
-    the stream before layer l, so d(l, l + n) is the change by the layers l ... l + n - 1. x^N is the stream after the
-    last layer, before the final norm. The value is in [0, 1]: 0 is the same direction, and 1/2 is a right angle.
+    the stream before layer l, so d(l, l + n) is the change that the layers l ... l + n - 1 make. x^N is the stream
+    after the last layer, before the final norm. The value is in [0, 1]: 0 is the same direction, and 1/2 is a right
+    angle.
 
     Each pair of states has a row with ``start`` = l, ``size`` = n and the metric ``angular_distance``. Each size also
-    has a row ``best_start``. Its value is the l of the smallest distance (the first if several are equal), where this
-    criterion would drop a block.
+    has a row ``best_start``. Its value is the l of the smallest distance (the first if several are equal), at which
+    this criterion drops a block.
 
-    Traps: transformers' own last hidden state is after the final norm. A Post-LN stream is a norm's output. Lamina
+    Notes: transformers' own last hidden state is after the final norm. A Post-LN stream is a norm's output. Lamina
     measures HybridNorm's stream before the norm, and the page has a note. Some papers count states from 1 or leave the
     embedding out.
 

@@ -90,13 +90,12 @@ def identity_sides(block: LayerCall, tolerance: float) -> Sides:
 def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
     """Return both sides of Eq 19: the block's Jacobian, and the paper's approximate bound and the chain rule's bound.
 
-    This applies to blocks with FuseNorm's wiring: a norm on both sums, and a feed-forward skip that carries the block's
-    input. Lamina uses the true gains, which the paper sets to 1. For role fusenorm_eq_19, sigma is the mean over
-    tokens, and the feed-forward's Jacobian is ||W_2 W_1||, as if the activation were the identity (W_1 is the
-    up-projection; Lamina leaves out the gate). So this right side is no strict bound. For role fusenorm_eq_19_chain,
+    This applies to blocks with FuseNorm's structure: a norm on both sums, and a feed-forward skip that carries the
+    block's input. Lamina uses the true gains, which the paper sets to 1. For role fusenorm_eq_19, sigma is the mean
+    over tokens, and the feed-forward's Jacobian is ||W_2 W_1||, as if the activation were the identity (W_1 is the
+    up-projection; Lamina leaves out the gate). So this right side is not a strict bound. For role fusenorm_eq_19_chain,
     sigma is the smallest sigma over tokens, and Lamina measures the feed-forward's Jacobian. So this right side is a
-    true bound. In both,
-    ||W_O J_A|| is the measured norm of the attention's Jacobian.
+    true bound. For both roles, ||W_O J_A|| is the measured spectral norm of the attention's Jacobian.
     """
     attention, feed_forward = block.site.sublayers
     norms = [norm for norm in (post_norm(block, 0), post_norm(block, 1)) if norm is not None]
@@ -137,8 +136,8 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
 
 
 def fused(block: LayerCall) -> bool:
-    """Return whether a block has FuseNorm's wiring: norms on both sums, and a feed-forward skip from the
-    block's input.
+    """Return whether a block has FuseNorm's structure: norms on both sums, and a feed-forward skip from the block's
+    input.
     """
     wirings = wirings_of(block.site)
     return len(wirings) == 2 and all(w.post_gain is not None for w in wirings) and wirings[1].skip == "block_input"
@@ -233,14 +232,14 @@ class Bounds(ShortProbe):
       has the mean over the layers.
     - fusenorm_eq_20: each sub-layer with a norm on its sum Z. ``left`` is Var(Z), and ``right`` is Var(skip) + Var(F).
       The sides are equal if skip and branch are uncorrelated.
-    - fusenorm_eq_19: blocks wired like FuseNorm's blocks (see ``jacobian_sides``). This is the paper's approximation,
-      with an identity activation and the mean sigma, so the ratio can exceed 1.
+    - fusenorm_eq_19: blocks with FuseNorm's structure (see ``jacobian_sides``). This is the paper's approximation, with
+      an identity activation and the mean sigma, so the ratio can exceed 1.
     - fusenorm_eq_19_chain: the same blocks with the chain rule's bound, so the ratio is at most 1.
     """
 
     name = "bounds"
     title = "Bounds"
-    summary = "measurements of both sides of the inequalities in Peri-LN's Proposition 3.1 and FuseNorm's Theorem 1"
+    summary = "both sides of the inequalities in Peri-LN's Proposition 3.1 and FuseNorm's Theorem 1, as measured"
     source = (
         "Peri-LN (arXiv 2502.02732) Prop 3.1, C.1-C.3; FuseNorm (SpanNorm, arXiv 2601.22580) Thm 1, Eq 9, 13, 19-21"
     )
@@ -264,7 +263,7 @@ class Bounds(ShortProbe):
         self.take(context)
         if context.structure.carries_more:
             context.notes.append(
-                "bounds: measured only FuseNorm's Eq 21, because the other statements need a single stream."
+                "bounds: Lamina measured only FuseNorm's Eq 21, because the other statements need a single stream."
             )
             with frozen(context.model):
                 self._add_all([self._branches(context, inputs) for inputs in self.inputs])
@@ -384,8 +383,8 @@ class Bounds(ShortProbe):
                 sublayer_key = (part.layer.iloc[0], "feed_forward")
                 left, right = values[role, "left", *sublayer_key], values[role, "right", *sublayer_key]
                 yield (
-                    f"{_STATEMENTS[str(role)]}: the gradient of the last down-projection is {left:.3g}, the bound "
-                    f"{right:.3g} (ratio {left / right:.3g}; of single tokens at most "
+                    f"{_STATEMENTS[str(role)]}: the gradient norm of the last down-projection is {left:.3g}, and the "
+                    f"bound is {right:.3g} (ratio {left / right:.3g}; of single tokens at most "
                     f"{values[f'{role}_token', 'ratio', *sublayer_key]:.3g})."
                 )
             elif role in _STATEMENTS and len(ratios):
@@ -454,7 +453,7 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
     For a token t, h_t is the input of the down-projection W, a_t the output of W, and o_t the layer's output:
 
         left    ||dL/dW||_F = ||sum_t h_t (x) dL/da_t||_F
-        right   sum_t ||h_t|| ||dL/do_t|| * product over the norms behind W of 2 max|gamma| sqrt(D) / ||their input_t||
+        right   sum_t ||h_t|| ||dL/do_t|| * product over the norms after W of 2 max|gamma| sqrt(D) / ||their input_t||
 
     Where the right side has ||dL/do_t||, Peri-LN's equations 21 and 37 have 2, which bounds ||softmax(o) - y|| if o are
     the logits. A real model has a final norm and a head after o. Equation 11 is an equality: without a norm, both sides

@@ -29,10 +29,10 @@ class DepthMixing(ShortProbe):
     """The depth-mixing matrix: the factor by which skips and norms stretch each branch's output until a later layer.
 
     In Attention Residuals (arXiv 2603.15031) Sec 6.2, the matrix M holds the weights of the branches' outputs in a
-    layer's input. With a norm on the way, such a weight is itself a matrix, and M holds the stretch by this matrix.
-    Lamina makes every branch's output a leaf of the graph, so only skips, their scales and norms carry gradient. The
-    stretch of J = dx^l / d(branch) is ||J||_F / sqrt(tokens * channels), the root mean square over random directions.
-    Lamina computes it by automatic differentiation, so the probe works for any skip.
+    layer's input. If a norm lies between the output and the layer, this weight is a matrix, and M holds how far the
+    matrix stretches. Lamina makes every branch's output a leaf of the graph, so only skips, their scales and norms
+    carry gradient. The stretch of J = dx^l / d(branch) is ||J||_F / sqrt(tokens * channels), the root mean square over
+    random directions. Lamina computes it by automatic differentiation, so the probe works for any skip.
 
     Each row has a state ``layer`` = l (N: after the last layer). ``index`` is the number of the branch's sub-layer in
     the model, from 0, or -1 for x^0. Metrics:
@@ -42,7 +42,7 @@ class DepthMixing(ShortProbe):
     - composite_gain (index -1): the stretch from x^l to x^N, which is 1 in Pre-LN. This is the average over the rows of
       mHC's composite gain, and not the worst row.
 
-    If blocks pass on several streams or earlier states, mixing describes the state that a layer reads from them
+    If blocks return several streams or earlier states, mixing describes the state that a layer reads from them
     (``layer`` = N: the final norm's input). composite_gain is then the stretch of all streams, or from one stream to
     the final norm's input.
 

@@ -1,4 +1,4 @@
-"""The size of the gradient in every layer, sub-layer and role."""
+"""Measure the size of the gradient in every layer, sub-layer and role."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Gradients(Probe):
     - ``spike_score`` (layer -1, role loss or grad_norm): if the model belongs to a run, the share of logged values that
       are at least 7 standard deviations above the mean of the 1,000 values before (OLMo 2's measure, see ``spikes``).
 
-    Traps: if two layers share a parameter (ALBERT), or a parameter has two uses (tied embeddings), it has one gradient,
+    Notes: if two layers share a parameter (ALBERT), or a parameter has two uses (tied embeddings), it has one gradient,
     the sum over the uses. Lamina shows this gradient at the first location, and the page has a note. The norm on a
     finite text is larger than the norm on infinitely many tokens: it falls with more text, until the noise averages
     out.
@@ -56,7 +56,7 @@ class Gradients(Probe):
 
     name = "gradients"
     title = "Gradients"
-    summary = "gradient norm and variance by layer, sub-layer and role, and of the hidden states; a run's spike score"
+    summary = "norm and variance of the gradients by layer, sub-layer, role and hidden state; a run's spike score"
     needs = frozenset({"tokens"})
     source = "Peri-LN Fig 4, 5, 7; Mix-LN Fig 3, 6a; FuseNorm Fig 7; OLMo 2 Sec 3.1 (spike score)"
     of_streams = True
@@ -240,7 +240,7 @@ def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
 
     Layer -1 and sublayer "model" are outside the layers; sublayer "block" is in a layer but in none of its sub-layers.
     A role comes from the table of weights' names (query, ..., feed_forward_out; ``query_bias`` for a bias), or is the
-    norm's position (pre_norm, out_norm, post_norm, inner_norm), or else the parameter's path in the sub-layer. A
+    norm's position (pre_norm, out_norm, post_norm, inner_norm), or otherwise the parameter's path in the sub-layer. A
     parameter that several layers share belongs to the first layer. A readout tied to the embedding belongs to the
     embedding.
     """

@@ -72,7 +72,7 @@ class HiddenStates(Probe):
     The rows growth_linear_r2 and growth_exponential_r2 (layer -1, sublayer "model") are the R^2 of a straight line
     through the states' variance and through the variance's logarithm.
 
-    Padding does not count. Trap: transformers' hidden_states[-1] is after the final norm, but state N is before this
+    Padding does not count. Note: transformers' hidden_states[-1] is after the final norm, but state N is before this
     norm.
     """
 
@@ -347,8 +347,8 @@ def medians(tokens: TokenStates, magnitude: torch.Tensor) -> torch.Tensor:
     """Return the exact median of ``magnitude`` in each sequence in float64. If there are two middle values, the median
     is the lower value, as in torch.median.
 
-    It selects instead of sorting. On the CPU it works in place, so the values of each sequence in ``magnitude`` are out
-    of order afterwards.
+    It selects without sorting. On the CPU it works in place, so the values of each sequence in ``magnitude`` are out of
+    order afterwards.
     """
     each = list(magnitude)
     if tokens.valid is not None:

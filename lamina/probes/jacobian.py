@@ -46,17 +46,17 @@ class JacobianProbe(ShortProbe):
     """Spectral norms of the blocks' Jacobians dx^(l+1)/dx^l, at real states.
 
     The Jacobian covers all tokens of a short sequence jointly, including attention: [tokens * channels, tokens *
-    channels]. So the norm is the stretch in the worst direction, and it grows a little with the number of tokens.
-    Lamina finds the norm by Lanczos bidiagonalization with products from automatic differentiation. Norms are means
-    over the sequences, with their standard error. A gradient stretches by the same norms in the backward pass, since J
-    and J^T have the same singular values.
+    channels]. So the spectral norm is the stretch in the worst direction, and it grows a little with the number of
+    tokens. Lamina finds the spectral norm by Lanczos bidiagonalization with products from automatic differentiation.
+    Spectral norms are means over the sequences, with their standard error. A gradient stretches by the same norms in
+    the backward pass, since J and J^T have the same singular values.
 
     Rows of a layer (sublayer "block") have these roles:
 
     - jacobian: ``norm`` is ||J_l||_2. ``log10_product`` is log10 of the product of the norms of layers 0 ... l, an
       upper bound of the gain from x^0 to x^(l+1). ``typical`` is the root mean square stretch of four random
-      directions, ||J_l||_F / sqrt(tokens * channels). ``iterations`` and ``residual`` describe how the search for the
-      norm ended.
+      directions, ||J_l||_F / sqrt(tokens * channels). ``iterations`` and ``residual`` describe the last iteration for
+      the norm.
     - identity: the same metrics for J_l - I, so that ``norm`` is the distance to the identity (FuseNorm Eq 9). A single
       token of small norm, often the first, can make the norm large while the typical stretch is near 0.
     - residual_path: J_l if attention and feed-forward carry no gradient, so that only the skips and their norms do.
@@ -81,9 +81,9 @@ class JacobianProbe(ShortProbe):
     Args:
         sequences: number of sequences to measure (0: all; default: all of your own text, 1 of a corpus).
         tokens: number of tokens of each sequence (0: all; default: all of your own text, 32 of a corpus).
-        tolerance: relative error at which the search for a norm ends.
-        iterations: largest number of products in a search.
-        total: whether to find the norm of the product of all blocks, too.
+        tolerance: relative error of a spectral norm at which the iteration stops.
+        iterations: largest number of matrix-vector products for a spectral norm.
+        total: whether to also find the spectral norm of the product of all blocks.
     """
 
     name = "jacobian"
@@ -134,8 +134,8 @@ class JacobianProbe(ShortProbe):
         context.notes.append(f"Jacobians: over {sequences} sequences{length}, all tokens jointly.")
         if self._unfinished:
             context.notes.append(
-                f"Jacobians: {self._unfinished} norms had not converged to {self.options['tolerance']:g} after "
-                f"{self.options['iterations']} products: they are lower bounds (see the metric residual)."
+                f"Jacobians: {self._unfinished} spectral norms had not converged to {self.options['tolerance']:g} "
+                f"after {self.options['iterations']} products: they are lower bounds (see the metric residual)."
             )
         rows = []
         for (layer, sublayer, role, index, metric, _), values in self._values.items():
@@ -156,7 +156,8 @@ class JacobianProbe(ShortProbe):
             bare = [block.site.index for block in blocks if not block.site.sublayers]
             if bare:
                 context.note(
-                    f"Jacobians: no residual path, because Lamina did not find the sub-layers of layer {ranges(bare)}."
+                    "Jacobians: Lamina leaves out the residual path, because it did not find the sub-layers of layer "
+                    f"{ranges(bare)}."
                 )
             norms = {block.site.index: [n for part in block.site.sublayers for n in part.norms] for block in blocks}
             odd = [at for at, own in norms.items() if not all(getattr(n.module, "divides", True) for n in own)]
@@ -164,8 +165,8 @@ class JacobianProbe(ShortProbe):
                 odd = [block.site.index for block in blocks]
             elif odd:
                 context.note(
-                    f"Jacobians: no closed formulas, because norms of layer {ranges(odd)} do not divide by a root "
-                    "mean square."
+                    f"Jacobians: Lamina leaves out the closed formulas, because norms of layer {ranges(odd)} do not "
+                    "divide by a root mean square."
                 )
             for block, wiring, sigmas in zip(blocks, wirings, expected, strict=True):
                 norms = self._block(block, path=not bare)
@@ -260,7 +261,7 @@ class JacobianProbe(ShortProbe):
         )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Report the layers with the largest norms, the product of the norms, the distance to the identity, and the
+        """Report the layers with the largest spectral norms, their product, the distance to the identity, and the
         residual path's product.
         """
         norms = frame[(frame.sublayer == "block") & (frame.metric == "norm")].set_index("layer")
@@ -321,8 +322,7 @@ def _power(exponent: float) -> str:
 def log10_total_norm(
     blocks: Sequence[LayerCall], *, tolerance: float, iterations: int
 ) -> tuple[torch.Tensor, SpectralNorm]:
-    """Return log10 ||dx^N/dx^0||_2, [sequences], of the product of all blocks' Jacobians, and the state in which the
-    search ended.
+    """Return log10 ||dx^N/dx^0||_2 [sequences] of all blocks' product of Jacobians, and the iteration's last state.
 
     Lamina keeps the graph of every block for one short input, as a training step does. A thousand blocks can shrink a
     vector below the smallest float. So Lamina divides each block by its effect on a random vector, and adds the

@@ -57,15 +57,15 @@ _PRECISION = 0.05  # likewise
 class LayerDrop(Probe):
     """The harm of dropping each layer, or each stretch of ``block`` consecutive layers; positive numbers are harm.
 
-    Mix-LN Fig 2, 3 and 6b, Keel's dPPL of each layer, and Gromov et al. 2024 (consecutive layers) measure the same. All
-    other layers stay unchanged, with their scales (LayerNorm Scaling's l, Keel's alpha). If a placement treats the
+    Mix-LN Fig 2, 3 and 6b, Keel's dPPL of each layer, and Gromov et al. 2024 (consecutive layers) measure this harm.
+    All other layers stay unchanged, with their scales (LayerNorm Scaling's l, Keel's alpha). If a placement treats the
     first layer differently, dropping this layer also drops the difference.
 
     Each row is one measurement. ``layer`` is the first dropped layer, and ``size`` is the number of dropped layers:
 
     - ``meaning``: with "remove", a dropped layer returns its input. With "branch", its sub-layers add zero, but its
-      skips, their scales and its post-norms stay. Both are equal if no norm is on the stream (Pre-LN, Peri-LN). With
-      several streams, "remove" returns all streams unchanged, and "branch" still mixes them.
+      skips, their scales and its post-norms stay. Both give the same result if no norm is on the stream (Pre-LN,
+      Peri-LN). With several streams, "remove" returns all streams unchanged, and "branch" still mixes them.
     - ``loss_increase``: the increase of the loss in nats per predicted token.
     - ``perplexity_increase``: exp(loss) without the layer minus exp(loss) of the whole model. The standard errors of
       both increases are over the sequences' paired differences.
@@ -79,13 +79,13 @@ class LayerDrop(Probe):
         block: number of consecutive layers to drop together, starting at each layer in turn.
         meaning: remove, branch, or "all" (default).
         metric: loss, perplexity or "all" (default).
-        task: a task of lm-evaluation-harness in place of the loss (pip install lm-eval).
-        include_path: a folder with the task's YAML file, which is code and so needs run_code.
+        task: a task of lm-evaluation-harness instead of the loss (pip install lm-eval).
+        include_path: a folder with the task's YAML file, which can hold code and therefore needs run_code.
         run_code: whether task files in include_path, and code that the model writes, may run.
         task_metric: the metric of the task (default: acc).
-        limit: number of the task's documents, or of the file's questions, to use at most.
+        limit: largest number of the task's documents, or of the file's questions.
         squad: a file in SQuAD v1.1's format. The F1 of a model with a question-answering head then replaces the loss.
-        score: your own measure in place of the loss (Python only): a function from the model to a number.
+        score: your own measure instead of the loss (Python only): a function from the model to a number.
         higher_is_better: whether a higher score is better.
         standard_error: Lamina adds text until each layer's standard error is at most this share of the loss increase,
             or of 0.1 nats if 0.1 is larger (0: use all text; default: 0 for your own text, 0.05 for a corpus).
@@ -154,7 +154,8 @@ class LayerDrop(Probe):
                 )
             self.meanings = (REMOVE,)
             context.notes.append(
-                f"layer_drop: measured only 'remove', because Lamina did not find the sub-layers of {ranges(bare)}."
+                "layer_drop: Lamina measured only 'remove', because Lamina did not find the sub-layers of "
+                f"{ranges(bare)}."
             )
 
     def measured(self, context: Context) -> Sample | None:
@@ -376,7 +377,7 @@ class _Unchanged(Exception):
 
 
 class PassesWithoutLayers(ExitStack):
-    """Context manager that runs forward passes of one batch without some layers.
+    """A context manager that runs forward passes of one batch without some layers.
 
     It keeps only one state, so the first omitted layers l must come in ascending order. A pass computes only the layers
     after the omitted layers; the layers before them return the stored x^l. On average this costs half of a whole pass.
@@ -546,7 +547,7 @@ class HarnessTask:
 
 
 class SquadFile:
-    """F1 on a file in SQuAD's format. Raises UserError for any other file."""
+    """Measures F1 on a file in SQuAD's format. Raises UserError for any other file."""
 
     metric, higher_is_better = "f1", True
 
@@ -568,8 +569,8 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
     """Leave ``layers`` (indices) out of every forward pass of the model inside the context; nothing else changes.
 
     With ``remove``, a layer returns its input. With ``branch``, its sub-layers add zero, but its skips, their scales
-    and its post-norms stay (for Pre-LN both are equal). The model still computes the layer, so a cache of keys and
-    values stays complete. If several layers share a module, only the calls of the removed layers change.
+    and its post-norms stay (for Pre-LN, both give the same result). The model still computes the layer, so a cache of
+    keys and values stays complete. If several layers share a module, only the calls of the removed layers change.
     """
     roots = context.roots
     with uncompiled(context.model), ExitStack() as stack:

@@ -38,16 +38,16 @@ class LayerUse(Probe):
     - causal_score: ||u - u'|| / ||u||, where u = x^(l+1) - x^l is the update of a later layer l (``index``), and u' is
       the same update if the model skips layer ``layer`` (as ``remove`` of layer_drop does). The norms are L2 norms of a
       token, and the score is the mean over tokens.
-    - permutation_score: |L' - L| / L, where L is the loss, and L' is the loss if layer ``layer`` and the next layer are
-      exchanged. Each layer keeps its weights, norms, scales and kind. A mask that the model makes by position stays at
-      its position.
+    - permutation_score: |L' - L| / L, where L is the loss, and L' is the loss if Lamina exchanges layer ``layer`` and
+      the next layer. Each layer keeps its weights, norms, scales and kind. A mask that the model makes by position
+      stays at its position.
     - linear_loss_increase: L' - L in nats per token, where L' is the loss if the best linear map of the layer's input
       replaces the layer's output (least squares, without an intercept; several streams count as one long vector).
       Lamina fits the map on the second half of the sequences, until there are 4 tokens per channel, and measures L' on
       the first half.
 
-    Standard errors are over sequences. If the model passes on earlier states, u is the update of the stream alone. If
-    the model has several streams, u is the update of their mean. Layers that read earlier states, or share weights,
+    Standard errors are over sequences. If the layers also return earlier states, u is the update of the stream alone.
+    If the model has several streams, u is the update of their mean. Layers that read earlier states, or share weights,
     have no permutation_score.
 
     Args:
@@ -120,7 +120,7 @@ class LayerUse(Probe):
                 heat_map(causal, "layer", "index", "value", title="Causal score", **axes),
                 "How much a later layer's update changes, relative to its norm, if Lamina skips a layer.",
             )
-        caption = "Relative change of the loss if the layer and the next layer are exchanged."
+        caption = "Relative change of the loss if Lamina exchanges the layer and the next layer."
         yield from chart(permuted, "Permutation score", "share of the loss", caption, band="standard_error")
         caption = (
             "Increase of the loss if the best linear map replaces the layer. A low value means a nearly linear layer."
@@ -130,15 +130,15 @@ class LayerUse(Probe):
     def sentences(self, frame: Frame) -> Iterator[str]:
         texts = {
             METRICS[0]: (
-                "Skipping a layer changes later layers' updates least for layer {} ({:.3g} of their norm) and "
-                "most for layer {} ({:.3g})."
+                "Skipping layer {} changes the later layers' updates least ({:.3g} of the updates' norm). Skipping "
+                "layer {} changes them most ({:.3g})."
             ),
             METRICS[1]: (
                 "Exchanging a layer with the next layer changes the loss least for layer {} ({:.2%}) and most "
                 "for layer {} ({:.2%})."
             ),
             METRICS[2]: (
-                "Replacing a layer by a linear map increases the loss least for layer {} ({:.3g} nats), and most for "
+                "Replacing a layer with a linear map increases the loss least for layer {} ({:.3g} nats), and most for "
                 "layer {} ({:.3g} nats)."
             ),
         }
@@ -153,7 +153,7 @@ def _losses(context: Context, sequences: Sequence[Inputs]) -> torch.Tensor:
 
 
 def causal_scores(context: Context, sequences: Sequence[Inputs]) -> dict[tuple[int, int], list[torch.Tensor]]:
-    """Return ||u_l - u_l'|| / ||u_l||, averaged over each sequence's tokens, by (skipped layer, later layer l)."""
+    """Return ||u_l - u_l'|| / ||u_l|| by (skipped layer, later layer l), averaged over each sequence's tokens."""
     layers, scores = context.structure.num_layers, {}
     for number, inputs in enumerate(sequences):
         whole = _updates(context, inputs)
@@ -186,7 +186,7 @@ def exchanges(context: Context) -> Iterator[AbstractContextManager]:
     """
     sites = context.structure.layers
     if any(getattr(site.module, "has_memory", False) for site in sites) or shared_layers(context.structure):
-        raise UserError("permutation_score: layers share weights, or read earlier states. Choose another metric.")
+        raise UserError("permutation_score: the layers share weights, or read earlier states. Choose another metric.")
     for first, second in pairwise(sites):
         yield _exchanged(context, first, second)
 

@@ -46,7 +46,7 @@ class LogitLens(Probe):
     - kl_to_final: KL(p_N || p_l) in nats, where p_N is the model's own distribution. It is 0 at state N.
     - top1_agreement: the share of positions at which state l and the model predict the same token.
 
-    Trap: a state in another basis than the last state (Post-LN's early states, tied embeddings) can be worse than
+    Note: a state in another basis than the last state (Post-LN's early states, tied embeddings) can be worse than
     uniform guessing, whose loss is ln(vocabulary size). The row "uniform_cross_entropy" (layer -1, sublayer "model")
     has this loss.
     """
@@ -54,7 +54,8 @@ class LogitLens(Probe):
     name = "logit_lens"
     title = "Logit lens"
     summary = (
-        "predictions of the output head from each layer: cross-entropy, KL to the final prediction, top-1 agreement"
+        "predictions of the output head from each layer's output: cross-entropy, KL to the final prediction, top-1 "
+        "agreement"
     )
     source = "nostalgebraist 2020; W_U FinalNorm(h_l) with the model's own final norm"
     over_steps = ("cross_entropy", "top1_agreement")

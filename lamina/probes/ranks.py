@@ -34,13 +34,14 @@ class Ranks(Probe):
     which the layers 0 ... ``layer`` mix the streams, averaged over tokens. It is 1 if only one mean of the streams is
     left, and n if all streams are distinct. Norms on the streams do not count.
 
-    Trap: a rank is at most the number of tokens, so compare sequences of one length.
+    Note: a rank is at most the number of tokens, so compare sequences of one length.
     """
 
     name = "ranks"
     title = "Ranks"
     summary = (
-        "stable and effective rank of the hidden states at each layer; with several streams, also of their mixing maps"
+        "stable and effective rank of the hidden states at each layer, and of the mixing maps if there are several "
+        "streams"
     )
     source = "DepthBench (arXiv 2609.32534); effective rank: Roy & Vetterli 2007"
     of_streams = True

@@ -23,7 +23,7 @@ class Similarity(DirectionsProbe):
 
     - ``cosine``: E cos(x^i, x^j) over all tokens, with ``start`` = i and ``size`` = j - i > 0.
     - ``cosine_by_distance``: the mean cosine over all pairs of layers' outputs with j - i = ``size`` (FuseNorm Fig 12).
-      x^0 is no layer's output, so N layers have N - 1 distances. ``start`` is -1.
+      x^0 is not a layer's output, so N layers have N - 1 distances. ``start`` is -1.
     - ``block_influence``: BI_l = 1 - E cos(x^l, x^(l+1)) over all tokens (ShortGPT), with ``start`` = l and ``size`` =
       1.
 
@@ -31,7 +31,7 @@ class Similarity(DirectionsProbe):
     the tokens' cosines, which do not depend on the states' lengths. So a few huge tokens do not decide the mean.
     Padding does not count. Standard errors are over sequences.
 
-    Traps: transformers' own last hidden state is after the final norm. Lamina does not center the states, so a mean
+    Notes: transformers' own last hidden state is after the final norm. Lamina does not center the states, so a mean
     direction that all tokens share counts as similarity.
 
     Args:
@@ -44,7 +44,7 @@ class Similarity(DirectionsProbe):
     name = "similarity"
     title = "Similarity of the layers"
     summary = (
-        "cosine between the hidden states of all pairs of layers, its mean by distance, and each layer's block "
+        "cosine between the hidden states of all pairs of layers, mean cosine by distance, and each layer's block "
         "influence"
     )
     source = "FuseNorm Fig 12 (by distance); ShortGPT (block influence)"

@@ -44,7 +44,7 @@ class Spectra(Probe):
     Rows of the model (layer -1):
 
     - role embedding: ``eigenvalue`` and ``eigenvalue_over_median`` of the covariance of the embedding's rows (FuseNorm
-      Fig 8). ``index`` counts the eigenvalues from 0, the largest first. The paper does not define the covariance;
+      Fig 8). ``index`` numbers the eigenvalues from 0, the largest first. The paper does not define the covariance;
       Lamina subtracts the mean over the whole vocabulary.
     - roles pre and post: each rank's mean over the layers (FuseNorm Fig 11), and the number of tokens.
 
@@ -57,13 +57,13 @@ class Spectra(Probe):
       divided by D_ff. ``edr`` is 200 h s / (h + s) of the hard rank h and the soft rank s, and ``eee`` shows how much
       of the spectrum the top eigenvalues hold. edr and eee are our definitions.
 
-    Traps: Lamina centers the covariance, because massive activations would otherwise be its whole first direction. The
+    Notes: Lamina centers the covariance, because massive activations would otherwise be its whole first direction. The
     rank is at most tokens - 1, and the normalized ranks are biased low if tokens / D_ff is small. So Lamina rejects
     D_ff tokens or fewer (``few_tokens``: refuse | warn). Each layer and role needs one matrix of D_ff x D_ff in
     float64. If all matrices need more than ``memory`` GiB, Lamina measures the layers in groups, in repeated passes
-    over the same text. Experts have no ranks, since each expert sees few tokens. The covariances use the first batches
-    until they have ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text; default: all of
-    your own text, 4 for a corpus).
+    over the same text. Experts have no ranks, because each expert sees few tokens. The covariances use the first
+    batches until they have ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text; default:
+    all of your own text, 4 for a corpus).
     """
 
     name = "spectra"
@@ -153,7 +153,7 @@ class Spectra(Probe):
         return self._groups[0] if self._groups else {}
 
     def see(self, key: Key, value: torch.Tensor) -> None:
-        """Add a layer's activations [batch, tokens, D_ff] to its covariance."""
+        """Add a layer's activations [batch, tokens, D_ff] to the layer's covariance."""
         covariance = self._covariances.setdefault(key, Covariance())
         if self._full(key):
             return  # each token costs the width squared
@@ -272,8 +272,8 @@ class Spectra(Probe):
 
 
 def embedding_rows(context: Context) -> list[Row]:
-    """Return the eigenvalues of the embedding rows' covariance, as they are and divided by their median; index
-    = rank.
+    """Return the eigenvalues of the embedding rows' covariance, unchanged and divided by their median. ``index``
+    numbers them, the largest first.
     """
     weight = getattr(context.structure.embedding, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
@@ -359,29 +359,26 @@ class Covariance:
 
 
 def hard_rank(eigenvalues: torch.Tensor) -> float:
-    """Return the participation ratio (sum l)^2 / sum l^2 over the number of eigenvalues D: from 1 / D to 1."""
+    """Return the participation ratio (sum l)^2 / sum l^2, divided by the number of eigenvalues D: from 1 / D to 1."""
     values = eigenvalues.double()
     return float(values.sum().square() / values.square().sum() / len(values))
 
 
 def soft_rank(eigenvalues: torch.Tensor) -> float:
-    """Return Shannon's rank exp(-sum p ln p), p = l / sum l, over the number of eigenvalues D: from 1 / D to 1."""
+    """Return Shannon's rank exp(-sum p ln p), p = l / sum l, divided by the number D of eigenvalues: 1 / D to 1."""
     shares = eigenvalues.double() / eigenvalues.double().sum()
     return float(torch.exp(-torch.special.xlogy(shares, shares).sum()) / len(shares))
 
 
 def effective_dimension_ratio(hard: float, soft: float) -> float:
-    """Return 200 h s / (h + s), 100 times the harmonic mean of both ranks (our definition, since the paper
-    gives none).
-    """
+    """Return 200 h s / (h + s), 100 times the harmonic mean of both ranks (our definition: the paper gives none)."""
     return 200 * hard * soft / (hard + soft)
 
 
 def early_enrichment(eigenvalues: torch.Tensor) -> float:
-    """Return EEE = 2 / D sum_k (C_k - k / D), where C_k is the share of the k largest: 0 if all are equal, at most 1 -
-    1 / D.
+    """Return EEE = 2 / D sum_k (C_k - k / D), C_k = share of the k largest eigenvalues: 0 if equal, at most 1 - 1 / D.
 
-    This is our definition of the spectral concentration, after Marbut et al. 2023, since the paper gives none.
+    This is our definition of the spectral concentration, after Marbut et al. 2023, because the paper gives none.
     """
     values = eigenvalues.double().sort(descending=True).values
     count = len(values)
@@ -412,7 +409,7 @@ def condition_number(weight: torch.Tensor) -> float:
 
 
 def row_covariance_eigenvalues(weight: torch.Tensor, rows: int = 8192) -> torch.Tensor:
-    """Return the eigenvalues of the rows' centered covariance (divisor n - 1), descending, float64; by chunks."""
+    """Return the eigenvalues of the rows' centered covariance (divisor n - 1), descending, in float64."""
     covariance = Covariance()
     for chunk in weight.detach().split(rows):
         covariance.add(chunk.double())

@@ -31,7 +31,7 @@ class WeightChange(Probe):
 
     A row covers the parameters of one role in a sub-layer (see ``gradients``), or a whole sub-layer or layer (role
     ``all``; a layer has the sublayer ``block``). Rows with layer -1 and sublayer ``model`` are for parameters outside
-    the layers; their role ``all`` is the whole model.
+    the layers. Role ``all`` is the whole model.
 
     Args:
         reference: a checkpoint of the same architecture with the initial weights. During training, the default is a

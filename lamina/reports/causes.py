@@ -117,7 +117,7 @@ CAUSES = {
             name="values that are not finite",
             finding="values that are not finite from step {step}",
             in_half="number range",
-            meaning="A batch, a weight or one operation (0/0, log 0) produced these values. Slow growth did not.",
+            meaning="A batch, a weight or one operation (0/0, log 0) produced these values, not slow growth.",
             check="repeat step {step} with the same batch and weights under torch.autograd.set_detect_anomaly(True), "
             "which names the operation",
             changes=(

@@ -102,7 +102,7 @@ def gather(folder: Path) -> Evidence:
     if not folder.is_dir():
         if re.match(r"https?:/", str(folder)):
             raise UserError(f"run: {str(folder)!r} is an address. Download the run's history, and give the file.")
-        raise UserError(f"run: {str(folder)!r} is not there. Give the folder of a run, or another tool's record.")
+        raise UserError(f"run: {str(folder)!r} does not exist. Give the folder of a run, or another tool's record.")
     refuse_page(folder)
     about, rows = read_about(folder), partial(read_rows, folder)
     history = about.get("history") or {}

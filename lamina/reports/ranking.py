@@ -176,7 +176,8 @@ def _rates(rows: list[Json]) -> str:
     if not counts or max(counts.values()) < 2:
         return (
             "A single learning rate suits some placements better than others, so the comparison shows only which "
-            "placement is best at this rate. To rank each placement at its best rate, add --learning-rates "
+            "placement is best at this learning rate. To rank each placement at its best learning rate, add "
+            "--learning-rates "
             "1e-3,3e-3,1e-2"
         )
     tried = listed([f"{name} {count}" for name, count in counts.items()])
@@ -196,8 +197,8 @@ def _edges(rows: list[Json], results: Frame) -> list[str]:
                 if row["learning_rate"] == value:
                     ends[end].append(f"{row['placement']} ({value:g})")
     return [
-        f"For {listed(names)}, the best learning rate is the {end} rate in the list. The true best may lie beyond "
-        "and change the ranking. To try other rates for a placement, add --learning-rates-of"
+        f"For {listed(names)}, the best learning rate is the {end} in the list. The true best may lie beyond and "
+        "change the ranking. To try other learning rates for a placement, add --learning-rates-of"
         for end, names in ends.items()
         if names
     ]

@@ -295,7 +295,7 @@ def whole(folder: Path, what: str) -> Iterator[None]:
         denied = getattr(error, "errno", None) in (errno.EROFS, errno.EACCES, errno.EPERM)
         if denied or disk_full(error) or isinstance(error, UserError):
             raise
-        raise UserError(f"{str(folder)!r}: no whole {what} ({one_line(error)})") from None
+        raise UserError(f"{str(folder)!r}: the records of the {what} are incomplete ({one_line(error)})") from None
 
 
 def is_number(value: object) -> TypeGuard[float]:

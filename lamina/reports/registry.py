@@ -39,7 +39,7 @@ _drawings: dict[str, Drawing] = {}
 def report_of(kind: str, *, needs: str = "") -> Callable[[P], P]:
     """Register a function that writes the page of a ``kind`` of folder.
 
-    ``needs`` names the job, such as "coordinate check". With it, incomplete records raise UserError: "no whole ...".
+    ``needs`` names the job, such as "coordinate check". With ``needs``, incomplete records raise UserError.
     """
 
     def register(page: P) -> P:
@@ -119,8 +119,8 @@ def report(folder: Path) -> Path:
     if kind is None or kind not in pages:
         if not folder.is_dir():
             raise UserError(
-                f"folder: {str(folder)!r} {'is a file' if folder.is_file() else 'is not there'}. Give a job's folder. "
-                "To read another tool's log, run: lamina diagnose LOG"
+                f"folder: {str(folder)!r} {'is a file' if folder.is_file() else 'does not exist'}. Give a job's "
+                "folder. To read another tool's log, run: lamina diagnose LOG"
             )
         raise UserError(
             f"folder: {str(folder)!r} holds {'no job' if kind is None else f'a {kind}'}, so there is no page to "

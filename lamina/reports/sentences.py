@@ -156,7 +156,7 @@ def _above_bigram(summary: Frame) -> list[str]:
     has, it = ("has", "its loss says") if len(rows) == 1 else ("have", "their losses say")
     return [
         f"{names} {has} not beaten a bigram table of the training text: {losses} against {tables} nats per token, "
-        f"so {it} nothing about depth" + (" and no rank is given" if len(summary) > 1 else "")
+        f"so {it} nothing about depth" + (", and Lamina gives no rank" if len(summary) > 1 else "")
     ]
 
 

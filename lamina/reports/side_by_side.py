@@ -99,7 +99,7 @@ class SideBySide:
         if self.same_until is not None:
             texts.append(f"They are equal up to step {self.same_until}.")
         if self.first is None:
-            return [*texts, "They differ, but never by more than their noise."]
+            return [*texts, "They differ, but never by more than the series' noise."]
         if self.whole is not None:
             texts.append(f"The whole model differs first at {self.whole}.")
         if self.layer is not None:

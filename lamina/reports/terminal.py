@@ -83,7 +83,7 @@ def max_lr(folder: Path, results: Frame) -> str:
     """Return the placements, the highest learning rate first, and where the page and the numbers are."""
     rows = max_rate.summarize(results)
     width = max(12, *(len(row["placement"]) for row in rows))
-    lines = [f"{'placement':<{width}} {'largest learning rate':>24} {'loss there':>10}  stopped by"]
+    lines = [f"{'placement':<{width}} {'largest learning rate':>24} {'its loss':>10}  stopped by"]
     for row in rows:
         loss = in_form(row["loss"], ".3f", "-")
         lines.append(f"{row['placement']:<{width}} {max_rate.spread(row):>24} {loss:>10}  {row['ends']}")

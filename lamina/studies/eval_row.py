@@ -34,14 +34,14 @@ EVAL = JobRow(
     name="eval",
     function="evaluate",
     kind=Kind.EVALUATION,
-    summary=("evaluate models: perplexity on a text, and tasks of lm-evaluation-harness, in tables as in the papers"),
+    summary=("evaluate models: perplexity on a text, and tasks of lm-evaluation-harness, in tables like the papers'"),
     about="""\
-Evaluate trained models: perplexity on a text per token, word and byte (--corpus), and tasks of lm-evaluation-harness
+Evaluate trained models: perplexity per token, word and byte of a text (--corpus), and tasks of lm-evaluation-harness
 (--tasks). MODEL is a Lamina or transformers checkpoint, the folder of a run, or the folder of a study. Lamina averages
 a study's runs over the seeds, with a standard deviation.
 
-OUTPUT/report.html is the page. table.csv, table.md and table.tex hold the table in the papers' form, results.csv all
-numbers, and items/ the scores of every question.
+OUTPUT/report.html is the page. table.csv, table.md and table.tex hold the table in the papers' form. results.csv holds
+all numbers, and items/ holds the scores of every question.
 
 --tasks takes any task, group or tag of the harness, and these sets:""",
     examples="""

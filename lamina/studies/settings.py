@@ -92,7 +92,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     )
     learning_rates_of: str | Json = setting(
         "",
-        'learning rates for single placements, in place of learning_rates: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" '
+        'learning rates for some placements, instead of learning_rates: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" '
         "(in YAML and Python also a mapping)",
         rates_by_placement,
         decides=False,
@@ -313,10 +313,10 @@ class CoordCheckSettings(
         sizes_list,
     )
     depths: str = setting(
-        "", "comma-separated numbers of blocks, at least two, to compare in place of widths", depths_or_none
+        "", "comma-separated numbers of blocks, at least two, to compare instead of widths", depths_or_none
     )
     hidden_size: int | None = changed(None, help="with depths, the width of all models (default: the backbone's)")
-    num_layers: int = changed(6, help="number of blocks (do not set it with depths)")
+    num_layers: int = changed(6, help="number of blocks (do not combine with --depths)")
     width_scaling: str = changed(
         "standard",
         help=(
@@ -429,7 +429,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         decides=False,
     )
     width_scaling: str = changed("standard", help=f"{', '.join(SCHEMES)} (Everett et al. 2024)")
-    base_width: int | None = changed(None, help="base width of width scaling; it always equals proxy_width")
+    base_width: int | None = changed(None, help="base width of width scaling (fixed: the value of proxy_width)")
     best_margin: float = setting(
         0.02,
         "a learning rate counts as best if its eval loss is within this many nats of the lowest",

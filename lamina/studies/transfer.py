@@ -150,7 +150,7 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
         return "not known"
     failing = [r.learning_rate for r in rates if r.fails and r.learning_rate > rate.learning_rate]
     if not failing:
-        return "stable on the proxy, and no larger rate failed there"
+        return "stable on the proxy, and no larger learning rate failed there"
     if min(failing) / rate.learning_rate <= HEADROOM * (1 + 1e-9):
         return f"stable on the proxy, but at the edge: {min(failing):g} fails there"
     return f"stable on the proxy, {min(failing) / rate.learning_rate:.3g} times below the first rate that fails there"

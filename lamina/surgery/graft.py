@@ -80,8 +80,8 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
     plan = resolve(placement, before.num_layers)
     for which, name, plan_of in (("model", source, before), ("placement", placement, plan)):
         if plan_of.streams > 1 or plan_of.has_memory:
-            more = "earlier states" if plan_of.has_memory else "several streams"
-            raise UserError(f"{which}: {name!r} passes on {more}. Choose a placement with one stream.")
+            more = "reads of earlier states" if plan_of.has_memory else "several residual streams"
+            raise UserError(f"{which}: {name!r} has {more}. Choose a placement with one residual stream.")
     blocks = torch.cat([batch["input_ids"] for batch in context.batches])
     if len(blocks) < 2:
         raise UserError(

@@ -101,7 +101,7 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
 
 
 def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
-    """Build the requested optimizer and schedule, and take one step. Raises UserError if that fails."""
+    """Build the requested optimizer and schedule, and take one step. Raises UserError if the step fails."""
     chosen = "optim" in options or "optim_args" in options
     weight = torch.nn.Parameter(torch.ones(2, 2, device=arguments.device if chosen else None))
     name = str(getattr(arguments.optim, "value", arguments.optim))
@@ -128,7 +128,7 @@ def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
         warmup = arguments.get_warmup_steps(steps)
         shares = [float(schedule.lr_lambdas[0](s)) for s in {0, 1, warmup, warmup + 1, steps // 2, steps - 1, steps}]
         if not all(math.isfinite(share) and share >= 0 for share in shares):
-            raise ValueError(f"it returns the shares {', '.join(f'{s:g}' for s in shares)} of the peak learning rate")
+            raise ValueError(f"it returns {', '.join(f'{s:g}' for s in shares)} times the peak learning rate")
     except Exception as error:  # whatever its arguments cause
         raise UserError(
             f"trainer.lr_scheduler_type: {scheduler!r} does not work with these arguments ({_line(error)})"
@@ -160,14 +160,14 @@ A = TypeVar("A", bound=TrainingArguments)
 def training_arguments(settings: PretrainSettings, processes: int = 1) -> TrainingArguments:
     """Build the Trainer's arguments for each of ``processes`` processes, including ``settings.trainer``.
 
-    Raises UserError that names the field.
+    Raises UserError for an invalid field, which the message names.
     """
     if settings.batch_size == processes:
         for name in ("mixup", "cutmix"):
             if value := getattr(settings, name):
                 raise UserError(
-                    f"{name}: {value:g} needs two images per process to mix. Set it to 0, or batch_size to at "
-                    f"least {2 * processes}"
+                    f"{name}: {value:g} mixes pairs of images, and each process has only one image. Set {name} to 0, "
+                    f"or batch_size to at least {2 * processes}"
                 )
     return arguments_of(TrainingArguments, settings, processes)
 

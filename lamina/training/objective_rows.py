@@ -1,4 +1,4 @@
-"""Settings that only some objectives read, and the names of the lab's modules with further objectives."""
+"""Settings that only some objectives read, and the names of the modules in lamina.lab with further objectives."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from lamina.training.setting_groups import ObjectiveSettings
 
 
 class OwnSettings(ObjectiveSettings, ImageSettings):
-    """The settings of single objectives."""
+    """The settings that only some objectives read."""
 
 
 def modules_of_the_lab() -> tuple[str, ...]:
-    """Return the names of the lab's modules that register an objective on import."""
+    """Return the names of the modules in lamina.lab that register an objective on import."""
     from lamina.lab.vision import image_classification
 
     return (image_classification.__name__,)

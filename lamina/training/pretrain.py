@@ -218,7 +218,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         falling = still_falling(RunFolder(run.folder).metrics, settings.steps, entropy + margin)
         if falling is not None:
             return Status.SHORT, (
-                f"{settings.steps} steps are too few to tell, because {falling}, and its minimum of "
+                f"{settings.steps} steps are too few to tell, because {falling}, and the lowest eval loss of "
                 f"{recorder.best_eval:.3f} is not yet {margin:g} nats below {guess} of {entropy:.3f}"
             )
         return Status.STUCK, (
@@ -307,7 +307,7 @@ def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, st
 
 
 class StreamPosition:
-    """The position of a streamed corpus as a part of the run state, so that a resumed run continues there."""
+    """The position in a streamed corpus, a part of the run state, at which a resumed run continues."""
 
     def __init__(self, run: TrainingRun):
         self.run = run
@@ -324,11 +324,11 @@ class StreamPosition:
 
 
 class Branches(TrainerCallback):
-    """Trains decay branches: shorter runs that start from the trunk. Their losses go into metrics.jsonl.
+    """Trains decay branches: shorter runs that start from the main run (the trunk). Their losses go into metrics.jsonl.
 
-    Under the wsd schedule, a run of n steps equals a longer run until its own decay begins. So a branch starts from the
-    trunk's state at that step, trains on the blocks that follow, and decays its learning rate like the shorter run. The
-    trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
+    Under the wsd schedule, a run of n steps equals a longer run until the shorter run's decay begins. So a branch
+    starts from the trunk's state at that step, trains on the blocks that follow, and decays its learning rate like the
+    shorter run. The trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
 
     Args:
         run: the trunk, whose order names its items.

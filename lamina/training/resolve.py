@@ -97,10 +97,10 @@ def resolve_run(
     Args:
         processes: the number of processes that share a batch.
         parallel: how the processes share the work, "ddp" or "fsdp2".
-        trained: whether this machine will train the model in this size, so that Lamina must check the memory.
+        trained: whether this machine will train the model in this size; if so, Lamina also checks the memory.
 
     Raises:
-        UserError: that names the field.
+        UserError: for an invalid setting; the message names the field.
     """
     settings = decided(settings)
     config = backbone_config(settings)
@@ -184,7 +184,7 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
 
 
 def wiring_multiplications(plan: Plan) -> int:
-    """Count the multiplications of hidden states per token that several streams or earlier states need."""
+    """Count the multiplications per token that several residual streams or earlier states add."""
     total = memory = 0
     for layer in plan.layers:
         memory += layer.boundary
@@ -198,7 +198,7 @@ def wiring_multiplications(plan: Plan) -> int:
 
 
 def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -> TrainingArguments:
-    """Return the Trainer's arguments. Raises UserError for settings invalid on this machine or placement."""
+    """Return the Trainer's arguments. Raises UserError for settings that this machine or the placement rules out."""
     if settings.push_to_hub is not None:
         check_repository(settings.push_to_hub)
     if settings.eval_corpus is not None:

@@ -196,8 +196,8 @@ def train(
     """Train, write the run's folder, and return its result.json.
 
     ``settings`` is a whole record, or only the user's settings by name. A run that diverges, gets stuck or is
-    interrupted ends with this status, not with an exception. With ``resume``, a finished run stays unchanged; any other
-    run resumes from its newest whole checkpoint.
+    interrupted ends with such a status, not with an exception. With ``resume``, a finished run stays unchanged; any
+    other run resumes from its newest whole checkpoint.
 
     If torchrun or accelerate launch started several processes, all of them call this function with the same settings.
     The first process writes the folder, and all processes return the same result.

@@ -32,7 +32,7 @@ class PlacementSettings(Settings, group="model"):
     placement: str = setting(
         "pre_ln",
         "where the norms sit: a name (see `lamina placements`), name(option=value, ...), a YAML file, or a "
-        "Python file (runs as code)",
+        "Python file, which Lamina executes",
     )
 
 
@@ -211,8 +211,8 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
         spans = [in_steps(span, self.steps) for span in (self.warmup, self.decay)]
         if sum(spans) > self.steps:
             raise UserError(
-                f"decay: {spans[1]} steps and {spans[0]} steps of warm-up are more than steps = {self.steps}. Set "
-                f"decay to at most {self.steps - spans[0]}."
+                f"decay: {spans[1]} steps of decay and {spans[0]} steps of warm-up are more than steps = {self.steps}. "
+                f"Set decay to at most {self.steps - spans[0]}."
             )
 
 
@@ -362,7 +362,7 @@ class ExpertSettings(Settings, group="experts"):
 
 
 class SpeedSettings(Settings, group="machine"):
-    """Options that trade time against memory and precision."""
+    """Options that change the speed, the memory and the precision of a run."""
 
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     precision: Literal["auto", "fp32", "bf16", "fp16", "float8"] = setting(
@@ -397,7 +397,7 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
         "none", f"none, or a comma-separated list of {', '.join(TRACKERS)}", trackers, decides=False
     )
     trainer: Json = setting(
-        {}, "further arguments of transformers' TrainingArguments, e.g. --trainer.optim adafactor", mapping
+        {}, "other arguments of transformers' TrainingArguments, e.g. --trainer.optim adafactor", mapping
     )
 
 

@@ -52,7 +52,7 @@ class RunSettings(
 
     probes: str = changed(
         "hidden_states,angular_distance,gradients",
-        help="names (see `lamina probe --list`), name(option=value, ...), or all; a Python file runs as code",
+        help="names (see `lamina probe --list`), name(option=value, ...), all, or a Python file, which Lamina executes",
     )
 
     def check_names(self) -> None:
@@ -128,7 +128,7 @@ def shares_or_steps(name: str, value: object) -> str | None:
 
 
 class BranchSettings(Settings, group="steps and learning rate"):
-    """Shorter runs that branch off this one."""
+    """Shorter runs that branch off this run."""
 
     branches: str | float | tuple[float, ...] | None = setting(
         None,
@@ -279,7 +279,7 @@ class PlacementsSettings(Settings, group="model"):
     placements: str | tuple[str, ...] = setting(
         "pre_ln",
         "comma-separated: names (see `lamina placements`), name(option=value, ...), YAML files or Python "
-        "files (which run as code)",
+        "files (Lamina executes them)",
         placement_list,
         decides=False,
     )

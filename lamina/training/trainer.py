@@ -43,7 +43,7 @@ class CheckpointedTrainer(_Trainer):
     Attributes:
         processes: the run's processes. Trainer does not wrap a model that ``sharding.shard`` has sharded.
         guard: checks every step's loss and gradient norm; on a GPU, it checks them only at recorded steps.
-        states: further objects. Checkpoints store their states, and Lamina restores them with the trainer.
+        states: further objects. Checkpoints store these objects' states, and Lamina restores them with the trainer.
         keep_also: decides from an older checkpoint's run state whether to keep the checkpoint.
         rate_factor: the factor on all learning rates after rollbacks.
         average: the average of the weights. Checkpoints store it, and evaluations use it.
@@ -305,7 +305,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
     def compute_loss(
         self, model: nn.Module, inputs: Json, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the model's loss; in training, with the auxiliary loss of the experts, if they have one."""
+        """Return the model's loss; in training, with the experts' auxiliary loss, if there is one."""
         if self.experts is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         sequences = len(inputs[self.bare_model().main_input_name])

@@ -67,8 +67,8 @@ REFUSED = [
     (["pretrain", "--pause-step", "9", "--steps", "3"], "pause_step: 9 is after the last step, 3. Give at most 3"),
     (["pretrain", "--rollback-factor", "0.1"], "has no effect here. Give it with --rollback, or leave it out."),
     (["placements", "keel", "--svg", "used"], "svg: 'used' is a folder"),
-    (["probe", "run", "--output", "run", "--overwrite"], "output: 'run' holds the model to read"),
-    (["eval", "run", "--output", "run", "--overwrite", "--tasks", "arc_easy"], "holds the model to read"),
+    (["probe", "run", "--output", "run", "--overwrite"], "output: 'run' holds the model that this job reads"),
+    (["eval", "run", "--output", "run", "--overwrite", "--tasks", "arc_easy"], "holds the model that this job reads"),
     (["pretrain", "--output", "run", "--resume"], "'run' was written by lamina eval, so lamina pretrain can't"),
 ]
 

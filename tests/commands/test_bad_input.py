@@ -378,7 +378,7 @@ def test_a_name_of_no_model_is_answered_at_once_without_a_network(refused, tmp_p
 def test_a_link_to_nothing_is_not_suggested_for_itself(refused, tmp_path):
     (tmp_path / "corpus.txt").symlink_to(tmp_path / "gone")
     line = refused("pretrain", "--corpus", str(tmp_path / "corpus.txt"), "--output", str(tmp_path / "out"))
-    assert "corpus.txt' is a link to nothing" in line
+    assert "corpus.txt' is a link to a missing file" in line
     assert "did you mean" not in line
 
 

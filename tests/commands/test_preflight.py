@@ -89,7 +89,7 @@ def test_the_folder(corpus, custom, tmp_path, monkeypatch, capsys):
     for broken in (whole[: len(whole) // 2], "[]", '{"rows": [], "losses": [], "command": ""}'):
         (out / "preflight.json").write_text(broken)
         assert main(["report", str(out)]) == 2
-        assert "no whole preflight" in capsys.readouterr().err
+        assert "the records of the preflight are incomplete" in capsys.readouterr().err
     (out / "preflight.json").write_text(whole)
     with monkeypatch.context() as on_a_full_disk:  # a page that can't be written does not blame the records
         on_a_full_disk.setattr("lamina.reports.pages.preflight.write_page", full)

@@ -117,7 +117,7 @@ def test_an_adapter_that_is_none_is_refused_by_a_command_in_one_line(tmp_path, c
     TalkConfig(**OF_TEXT, lamina_adapter=["talk"]).save_pretrained(tmp_path / "talk")
     backbone = ["--backbone", str(tmp_path / "talk"), "--output", str(tmp_path / "out")]
     assert main(["pretrain", *backbone, "--steps", "2"]) == 2
-    assert "adapter: ['talk'] is no mapping. Give a mapping" in capsys.readouterr().err
+    assert "adapter: ['talk'] is not a mapping. Give a mapping" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, capsys):
     assert main(["convert", str(tmp_path), str(tmp_path / "again"), "--from", "nanogpt"]) == 2
     assert "holds no ckpt.pt" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "gone"), str(tmp_path / "again"), "--from", "torchtitan"]) == 2
-    assert "gone' is not there. Give a folder that torchtitan wrote." in capsys.readouterr().err
+    assert "gone' does not exist. Give a folder that torchtitan wrote." in capsys.readouterr().err
     with pytest.raises(UserError, match=r"from.*'olmo'"):
         lamina.convert(str(tmp_path / "olmo"), str(tmp_path / "x"), came_from="olmo")
     config["model"]["lm_head"]["bias"] = True

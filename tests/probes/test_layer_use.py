@@ -134,14 +134,14 @@ def test_with_a_memory_all_but_the_permutation_is_measured():
     frame = measured(LayerUse(), context)
     assert set(frame.metric) == {"causal_score", "linear_loss_increase"}
     assert [note for note in context.notes if note.startswith("layer_use")] == [
-        "layer_use: Lamina leaves out permutation_score: permutation_score: layers share weights, or read earlier "
+        "layer_use: Lamina leaves out permutation_score: permutation_score: the layers share weights, or read earlier "
         "states. Choose another metric."
     ]
     with pytest.raises(UserError, match="permutation_score"):
         measured(LayerUse(metric="permutation_score"), context)
     context = context_of(transformers_model("AlbertForMaskedLM"))
     context.tokenizer = cast("Any", Masks())
-    with pytest.raises(UserError, match="permutation_score: layers share weights"):
+    with pytest.raises(UserError, match="permutation_score: the layers share weights"):
         measured(LayerUse(metric="permutation_score"), context)
 
 

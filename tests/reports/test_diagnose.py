@@ -156,7 +156,7 @@ def test_a_run_that_ended_in_numbers_that_are_not_finite(tmp_path, capsys, poiso
 
 
 def test_what_it_cannot_read_is_one_line(tmp_path, broken, refused):
-    assert "is not there" in refused("diagnose", tmp_path / "nothing")
+    assert "does not exist" in refused("diagnose", tmp_path / "nothing")
     assert "is an address" in refused("diagnose", "https://wandb.ai/me/project/runs/abc")
     assert "has no records by layer" in refused("diagnose", tmp_path)
     record = json.loads((broken / "watched.json").read_text())

@@ -263,7 +263,7 @@ def test_what_is_no_history_is_one_line(tmp_path, refused):
     for name, said in cases.items():
         assert said in refused("diagnose", tmp_path / name)
         assert not (tmp_path / f"{name}-lamina").exists()
-    with pytest.raises(UserError, match="is not there"):
+    with pytest.raises(UserError, match="does not exist"):
         lamina.diagnose(tmp_path / "missing")
 
 

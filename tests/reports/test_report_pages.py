@@ -55,7 +55,7 @@ def test_all_sections_are_there_and_one_rate_is_called_confounded(page):
         *("magnitudes", "norm-gains", "experts", "placements", "settings"),
     ]
     assert "<title>fusenorm has the lowest eval loss of 7 placements</title>" in page
-    assert "best at this rate" in page
+    assert "best at this learning rate" in page
     folded = re.sub(r"<details>(?:(?!<details>).)*?</details>", "", page, flags=re.DOTALL)
     while folded != (less := re.sub(r"<details>(?:(?!<details>).)*?</details>", "", folded, flags=re.DOTALL)):
         folded = less
@@ -348,7 +348,7 @@ def folder(tmp_path):
 
 
 def test_a_folder_of_no_job_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is not there"):
+    with pytest.raises(UserError, match="does not exist"):
         list(following.follow(tmp_path / "nowhere"))
 
 

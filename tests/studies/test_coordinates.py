@@ -146,7 +146,7 @@ def test_the_folder_the_page_and_going_on(corpus, tmp_path, capsys):
     assert report(folder).is_file()
     result = (folder / "result.json").read_text()
     (folder / "result.json").write_text("3")
-    with pytest.raises(UserError, match="no whole coordinate check"):
+    with pytest.raises(UserError, match="the records of the coordinate check are incomplete"):
         report(folder)
     (folder / "result.json").write_text(result)
 

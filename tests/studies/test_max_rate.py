@@ -121,7 +121,7 @@ def test_the_command_prints_the_table_and_resumes(studied, capsys):
     stored = (folder / "study.yaml").read_bytes()
     (folder / "study.yaml").write_text("[]")
     assert main(["report", str(folder)]) == 2
-    assert "no whole study of largest rates" in capsys.readouterr().err
+    assert "the records of the study of largest rates are incomplete" in capsys.readouterr().err
     (folder / "study.yaml").write_bytes(stored)
 
 

@@ -110,7 +110,7 @@ def test_real_runs_end_as_they_should(command, tmp_path, capsys):
     with pytest.raises(UserError, match=r"transfer\.json.*altered"):
         report(folder)
     (folder / "seal.json").unlink()
-    with pytest.raises(UserError, match="no whole transfer"):
+    with pytest.raises(UserError, match="the records of the transfer are incomplete"):
         report(folder)
     assert main(command) == 2
     assert "in use" in capsys.readouterr().err

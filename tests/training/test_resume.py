@@ -294,7 +294,7 @@ def test_it_can_be_resumed(first, corpus, tmp_path):
 @pytest.mark.parametrize("output", [".", "model", ".."])
 def test_the_folder_that_holds_the_source_is_no_output(first, corpus, refused, output):
     given = flags(**NEW, corpus=corpus, output=first / output)
-    assert "holds the model to read" in refused("pretrain", "--from", first, *given, "--overwrite")
+    assert "holds the model that this job reads" in refused("pretrain", "--from", first, *given, "--overwrite")
     assert (first / "model" / "model.safetensors").is_file()
 
 

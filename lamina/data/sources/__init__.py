@@ -1,4 +1,4 @@
-"""Sources of documents: files, folders and data sets of the hub."""
+"""Sources of documents: files, folders and Hub datasets."""
 
 ALLOWED = (
     "embedded, a UTF-8 text file, a .jsonl file with a text field (both also as .gz, .xz or .zst), a .parquet file, "

@@ -196,7 +196,7 @@ def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[Fil
 
 @dataclass(frozen=True)
 class Document:
-    """A self-contained text: a file, or a row of a .jsonl file, a .parquet file or a data set.
+    """A self-contained text: a file, or a row of a .jsonl file, a .parquet file or a dataset.
 
     A long file (more than 16 million characters; one million when streamed) comes as several Documents. All but the
     first have ``continues``, and only these may consist of white space alone.

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, or of a local folder in the same formats, read by the datasets library."""
+"""Datasets of the Hugging Face hub, or of a local folder in the same formats, read by the datasets library."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def parse(spec: str, field: str = "corpus") -> HubSource:
     if not Path(name).expanduser().is_dir() and ":" in name:
         name, _, config = name.rpartition(":")
     if not name:
-        raise UserError(f"{field}: {spec!r} names no data set. Write {ALLOWED}.")
+        raise UserError(f"{field}: {spec!r} names no dataset. Write {ALLOWED}.")
     folder = Path(name).expanduser()
     known = folder if folder.is_dir() else None
     return HubSource(spec=spec, name=name, config=config or None, split=split or None, folder=known, field=field)
@@ -59,7 +59,7 @@ def parse(spec: str, field: str = "corpus") -> HubSource:
 def load(source: HubSource) -> Dataset:
     """Load one split: the requested split, or else the split ``train``, or else the only split.
 
-    Raises UserError if datasets is not installed, the hub is unreachable, or the data set or split does not exist.
+    Raises UserError if datasets is not installed, the hub is unreachable, or the dataset or split does not exist.
     """
     return cast("Dataset", _one_split(source, _loaded(source)))
 
@@ -79,7 +79,7 @@ def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
 
 
 def stream(source: HubSource) -> tuple[IterableDataset, str]:
-    """Return a split as a stream, and a hash that identifies the data set. Raises UserError as :func:`load` does."""
+    """Return a split as a stream, and a hash that identifies the dataset. Raises UserError as :func:`load` does."""
     if source.folder is not None and _was_saved_to_disk(source.folder):
         saved = load(source)
         return saved.to_iterable_dataset(), saved._fingerprint
@@ -91,7 +91,7 @@ def stream(source: HubSource) -> tuple[IterableDataset, str]:
 
 
 def texts(spec: str, rows: Iterable[Mapping[str, object]], text_field: str) -> Iterator[str]:
-    """Yield the texts in a data set's column, row by row; null is an empty text.
+    """Yield the texts in a dataset's column, row by row; null is an empty text.
 
     Raises UserError if the column does not exist or holds something other than text.
     """

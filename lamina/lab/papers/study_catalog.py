@@ -451,7 +451,7 @@ def _read_rates(entries: _Entries, given: object) -> tuple[tuple[float, ...], Tu
 
 def _rates(entries: _Entries, values: object) -> tuple[float, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise entries.refused("learning_rate", values, "a list of rates, or the field tune with a list of rates")
+        raise entries.refused("learning_rate", values, "a list of learning rates, or the field tune with such a list")
     rates = []
     for value in values:
         try:
@@ -471,7 +471,7 @@ def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> No
     if tuning is None:
         return
     if isinstance(tuning.seeds, tuple) and (both := [seed for seed in tuning.seeds if seed in seeds]):
-        raise UserError(f"{where}seed {both[0]} tunes the rates. Give seeds that are not among {[*tuning.seeds]}.")
+        raise UserError(f"{where}seed {both[0]} tunes the learning rates. Give seeds outside {[*tuning.seeds]}.")
     if tuning.rule == "one-se" and len(tuning.sweep(seeds)) < 2:
         raise UserError(
             f"{where}learning_rate: rule: 'one-se' needs at least two tuning seeds. Add seeds, or set rule to best."
@@ -550,7 +550,7 @@ def _read_stage(entries: _Entries, name: str, earlier: Sequence[str], axes: Axes
     for axis, label in of.items():
         if axis not in axes or label not in axes[axis]:
             where_in_file = f"{entries.where}: of: {axis}: {label!r}"
-            raise UserError(f"{where_in_file} is not in any arm. Give values of {', '.join(axes)}.")
+            raise UserError(f"{where_in_file} is not in any setting. Give values of {', '.join(axes)}.")
     records = entries.data.get("records", ())
     records = records if isinstance(records, Sequence) else (records,)
     entries.among("record", records, RECORDS)

@@ -41,7 +41,7 @@ def study_pages() -> object:
 STUDY = JobRow(
     name="study",
     kind=Kind.CLAIMS,
-    summary="run, list or show studies: each table and figure of the papers, with a verdict on its claim",
+    summary="run, list or show studies, which repeat four papers' tables and figures and judge each claim",
     about="Run a study and judge its claims, as `lamina study run` does.",
     settings=study_settings,
     run=run_study,

@@ -63,7 +63,7 @@ REWARD_FORMS = (("chosen_ids", "rejected_ids"), *PAIR_FORMS)
 
 
 def load(name: str, source: str) -> Dataset:
-    """Load the rows of a source with the datasets library. Raises UserError that names the setting ``name``."""
+    """Load the rows of a source with the datasets library. Raises UserError about the setting ``name``."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -110,8 +110,8 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
 
     Rows of the kind ``answers`` have a prompt, worded like an evaluation's question, and its completion. Rows of the
     kind ``preferences`` have a prompt and two answers. The chosen answer is right. The rejected answer is a wrong
-    answer, or the right answer's words in another order. Raises UserError that names the setting ``name``, for an
-    unknown kind, task or part.
+    answer, or the right answer's words in another order. Raises UserError about the setting ``name`` for an unknown
+    kind, task or part.
     """
     kind, _, rest = source.removeprefix(GENERATED).partition("@")[0].partition(":")
     split = source.partition("@")[2] or "train"
@@ -142,16 +142,15 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
 
 
 def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
-    """Convert other libraries' rows to TRL's forms, and mixed texts and turns to turns. Rows in TRL's forms stay
-    unchanged.
+    """Convert other libraries' rows to TRL's forms, and rows that mix texts and turns to turns. Rows in TRL's forms
+    stay unchanged.
 
     Alpaca's instruction and output become a prompt and its completion. ShareGPT's conversations become messages. LIMA's
     conversations also become messages, or a prompt and the last answer. With ``turns``, texts with an answer also
     become turns.
 
     Raises:
-        UserError: if the columns have no form among ``forms``. Otherwise the first form that fits counts, and is
-            returned.
+        UserError: if the columns have no form among ``forms``. Otherwise the function returns the first form that fits.
     """
     columns = set(rows.column_names)
     if pictures := columns & {"image", "images"}:

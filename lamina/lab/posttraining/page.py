@@ -35,7 +35,7 @@ CURVES = (
     )),
     ("Reward", "reward", "eval_reward", "reward", (
         "Points show the mean reward of one sampled answer per held-out prompt, not clipped. The line shows the "
-        "clipped rewards in training; with ReMax, of sampled and greedy answers together."
+        "clipped rewards in training; with ReMax, it covers sampled and greedy answers together."
     )),
     ("KL to the initial model", "kl_per_answer", "eval_kl", "nats per answer", (
         "The distance of the policy from the initial model: the summed log-ratio of the two, averaged over answers."
@@ -44,13 +44,13 @@ CURVES = (
         "If the reward rises only with the length, the policy may exploit the reward."
     )),
     ("Accuracy", "mean_token_accuracy", "eval_accuracy", "share", (
-        "Share of answer tokens that the model predicts correctly, or for a reward model, of pairs that it "
-        "orders correctly."
+        "Share of answer tokens that the model predicts correctly. For a reward model, share of pairs that it orders "
+        "correctly."
     )),
     ("Accuracy of the pairs", "rewards_accuracies", "eval_rewards_accuracies", "share", (
         "Share of pairs in which the policy prefers the better answer more strongly than the initial model does."
     )),
-    ("Margin", "margin", "eval_margin", "score", "Mean score of the better answers minus that of the worse answers."),
+    ("Margin", "margin", "eval_margin", "score", "Mean score of the better answers, minus the worse answers' score."),
 )  # fmt: skip
 _LOSS_ALONE = "Training loss, averaged since the last record. To judge a policy, read its reward and KL instead."
 _FRONTIER = (

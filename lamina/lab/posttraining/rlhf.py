@@ -1,5 +1,4 @@
-"""Train policies by reinforcement learning with TRL's online trainers: RLOO, GRPO, and ReMax, which uses TRL's RLOO
-trainer.
+"""Train policies by reinforcement learning with TRL's online trainers: RLOO, GRPO, and ReMax (on TRL's RLOO trainer).
 
 ReMax (Li et al. 2024, arXiv 2310.10505), as in Adam-mini's code, takes one sampled and one greedy answer per prompt.
 With clipped rewards r, the log-probabilities logp of the policy and ref of the model that it started from, and the mask
@@ -288,8 +287,8 @@ def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) ->
 
 
 def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
-    """Write an evaluation's held-out answers. They replace older answers from this step on, since a resumed run repeats
-    these steps.
+    """Write an evaluation's held-out answers. They replace older answers from this step on, because a resumed run
+    repeats these steps.
     """
     lines, fault = parse_lines(path)
     if fault is not None:

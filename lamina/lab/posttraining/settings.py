@@ -64,7 +64,9 @@ PRESETS: dict[str, Mapping[str, object]] = {
         "best_by": "loss",
     },
 }
-"""Settings of published recipes for `lamina sft`, by name. A recipe has no data set if the data set is on no hub."""
+"""Settings of published recipes for `lamina sft`, by name. A recipe has no dataset if the hub does not have its
+dataset.
+"""
 
 
 LORA = (
@@ -77,7 +79,7 @@ run.
 
 
 def of_hub(source: str) -> bool:
-    """Return whether a source is a data set's name in the form OWNER/NAME, and not a file or folder."""
+    """Return whether a source is a dataset's name in the form OWNER/NAME, and not a file or folder."""
     named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) is not None
     return named and not re.search(_FILES, source) and not Path(source).exists()
 
@@ -122,7 +124,7 @@ class DataSettings(Settings, group="data"):
 
 
 class LoraSettings(Settings, group="LoRA"):
-    """LoRA, which trains added matrices in place of all weights."""
+    """LoRA, which trains added matrices instead of all weights."""
 
     lora_rank: int = setting(0, "train LoRA matrices of this rank (0: train all weights)", at_least(0))
     lora_alpha: float | None = setting(None, "alpha of LoRA (default: twice the rank)", above(0.0))
@@ -193,10 +195,10 @@ class TuningSettings(
 
     from_model: str | None = changed(
         None,
-        help="the model to start from: a run's folder, a Lamina checkpoint, or any causal model of transformers",
+        help="the model to start from: a run's folder, a Lamina checkpoint, or transformers' causal language model",
     )
     steps: int = changed(0, help="optimizer steps (0: as many as the epochs need)", check=at_least(0))
-    epochs: float = setting(1.0, "passes over the examples, unless you set steps", above(0.0))
+    epochs: float = setting(1.0, "passes over the examples, unless you set --steps", above(0.0))
     group_by_length: bool = setting(False, "put examples of similar length into one batch, which saves padding")
     trl: Json = setting({}, "any other argument of TRL's own configuration, e.g. --trl.loss_type dft", mapping)
     batch_size: int = changed(8, help="examples per micro-batch, over all processes")
@@ -207,7 +209,7 @@ class TuningSettings(
     precision: Literal["auto", "fp32", "bf16", "fp16"] = changed(
         "auto", help="auto (bf16 on a GPU, otherwise fp32), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)"
     )
-    seed: int = changed(0, help="seed of the order of the examples and of everything else that is random")
+    seed: int = changed(0, help="seed of the examples' order and of all other random numbers")
 
     @property
     def changes_base(self) -> bool:
@@ -343,7 +345,7 @@ class RlhfSettings(TuningSettings):
     reward_function: str | None = setting(
         None,
         "comma-separated FILE.py:NAME of functions that return a number for (prompt, answer, row), or of reward "
-        "functions in TRL's form; the files run as code",
+        "functions in TRL's form; Lamina executes the files",
         place,
     )
     reward_weights: str | None = setting(

@@ -75,7 +75,7 @@ class Start:
     attention: str = "auto"
 
     def policy(self, ends: Sequence[int] = ()) -> PreTrainedModel:
-        """Return the model. Its generation stops at the end tokens of the model, the tokenizer and the template
+        """Return the policy, whose generation stops at the end tokens of the model, the tokenizer and the template
         (``ends``).
         """
         if self.plan is not None:
@@ -93,7 +93,7 @@ class Start:
         return self._attending(model)
 
     def scorer(self) -> PreTrainedModel:
-        """Return the model with a new score head at the last token, in place of its output head."""
+        """Return the model with a new score head at the last token instead of its output head."""
         if self.plan is None:
             config = copy.deepcopy(self.config)
             config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
@@ -226,7 +226,7 @@ def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtyp
 
 
 def lora_of(settings: TuningSettings) -> LoraConfig:
-    """Build peft's configuration. Raises UserError for an option that Lamina does not pass on, or that peft rejects."""
+    """Build peft's configuration. Raises UserError for an option that Lamina does not support, or that peft rejects."""
     from peft import LoraConfig
 
     named, given = settings.lora_targets, {name: value for name, value in settings.lora.items() if name in LORA}

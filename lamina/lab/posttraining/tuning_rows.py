@@ -110,8 +110,8 @@ RLHF = tuning(
     "rlhf",
     lambda: every_settings().RlhfSettings,
     rlhf,
-    "train a policy by reinforcement learning: ReMax, RLOO or GRPO",
-    "Train a policy by reinforcement learning, with a reward model or a function: ReMax, RLOO or GRPO.",
+    "train a policy by reinforcement learning with ReMax, RLOO or GRPO",
+    "Train a policy with ReMax, RLOO or GRPO, on rewards from a model or a function.",
     """
   lamina rlhf --from runs/keel-64-sft --reward-model runs/keel-64-reward --data prompts.jsonl --output runs/keel-64-rlhf
   lamina rlhf --from runs/keel-64-sft --reward-function sums.py:is_right --data sums.jsonl --algorithm grpo \\

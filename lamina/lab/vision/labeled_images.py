@@ -1,4 +1,4 @@
-"""Read labeled images by number, from folders, data sets of the hub, or files of pixels."""
+"""Read labeled images by number, from folders, Hub datasets, or files of pixels."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class LabeledImages(ABC):
             classes = "1 class, " + repr(self.classes[0]) if self.classes else "no classes"
             raise UserError(f"corpus: {self.spec!r} has {classes}. Give at least 2 classes.")
         if not len(self.labels):
-            raise UserError(f"corpus: {self.spec!r} has no images. Give a set with images.")
+            raise UserError(f"corpus: {self.spec!r} has no images. Give a dataset with images.")
         learned = self.labels if self.held_out is None else np.delete(self.labels, self.held_out)
         empty = np.flatnonzero(np.bincount(learned, minlength=len(self.classes)) == 0)
         if len(empty):
@@ -228,7 +228,7 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
     if strays:
         names = ", ".join(path.relative_to(root).as_posix() for path in strays[:3])
         logger.warning(
-            "%s: Lamina skipped %d files that are no images (%s%s). It reads %s",
+            "%s: Lamina skipped %d files that are not images (%s%s). It reads %s",
             *(root, len(strays), names, ", ..." * (len(strays) > 3), ", ".join(sorted(_SUFFIXES))),
         )
     first = len(paths) if len(splits) == 1 else sum(splits[0] in path.parents for path in paths)
@@ -269,12 +269,12 @@ def _of_pixels(spec: str, path: Path) -> PixelImages:
             f"corpus: {spec!r} is not a file of pixels ({_reason(error)}). Give rows of pixels and a class."
         ) from None
     if not rows.size:
-        raise UserError(f"corpus: {spec!r} has no rows. Give in each row the pixels of a square and its class.")
+        raise UserError(f"corpus: {spec!r} has no rows. In each row, give the pixels of a square image and its class.")
     side = math.isqrt(max(rows.shape[1] - 1, 0))
     if side * side != rows.shape[1] - 1 or side < 1:
         raise UserError(
-            f"corpus: {spec!r} has rows of {rows.shape[1]} numbers. Give in each row the pixels of a square and its "
-            "class."
+            f"corpus: {spec!r} has rows of {rows.shape[1]} numbers. In each row, give the pixels of a square image and "
+            "its class."
         )
     pixels, labels = rows[:, :-1], rows[:, -1]
     if pixels.min() < 0 or pixels.max() > 255 or labels.min() < 0 or labels.max() >= len(labels):
@@ -290,7 +290,7 @@ def _of_pixels(spec: str, path: Path) -> PixelImages:
 
 @dataclass(frozen=True, kw_only=True)
 class HubImages(LabeledImages):
-    """Images of a data set, one split after another."""
+    """Images of a dataset, one split after another."""
 
     parts: tuple[Dataset, ...]
     column: str
@@ -320,7 +320,8 @@ def _of_hub(spec: str) -> HubImages:
     if not columns or not targets:
         missing = "images" if not columns else "class labels"
         raise UserError(
-            f"corpus: {spec!r} has no column of {missing}, but only {', '.join(features)}. Give a set with this column."
+            f"corpus: {spec!r} has no column of {missing}, but only {', '.join(features)}. Give a dataset with this "
+            "column."
         )
     labels = [np.array(part.with_format(None)[targets[0]], dtype=np.int64) for part in parts]
     for part, numbers in zip(parts, labels, strict=True):

@@ -25,9 +25,7 @@ class ImageSettings(Settings, group="images"):
         0.0, "strength of RandAugment's two operations, 0 (none) to 1 (DeiT: 0.9)", between(0.0, 1.0)
     )
     random_erasing: float = setting(0.0, "probability that a rectangle becomes noise", between(0.0, 1.0))
-    repeated_augmentation: int = setting(
-        1, "repeated augmentation: number of augmented copies of each image (DeiT: 3)", at_least(1)
-    )
+    repeated_augmentation: int = setting(1, "number of augmented copies of each image (DeiT: 3)", at_least(1))
     mixup: float = setting(0.0, "alpha of mixup (0 for none; DeiT: 0.8)", not_below(0.0))
     cutmix: float = setting(0.0, "alpha of CutMix (0 for none; DeiT: 1)", not_below(0.0))
     label_smoothing: float = setting(

@@ -89,7 +89,7 @@ def _indexed(path: Path, source: str) -> Tensors:
     for file in sorted(set(places.values())):
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             raise UserError(
-                f"{source} {INDEX} names {one_line(repr(file))}, which is no .safetensors file in the same folder. "
+                f"{source} {INDEX} names {one_line(repr(file))}, which is not a .safetensors file in the same folder. "
                 "Give the original files."
             )
         if not (path / file).is_file():

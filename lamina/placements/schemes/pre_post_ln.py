@@ -11,7 +11,8 @@ from lamina.placements.registry import placement
     source="Peri-LN (arXiv 2502.02732) Table 5, positions A + C",
     initialization="normal",
     advice=(
-        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. At this rate, this placement was as "
+        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. At this learning rate, this placement was "
+        "as "
         "good as Post-LN in the paper."
     ),
 )

@@ -10,8 +10,8 @@ from lamina.placements.registry import placement
     equation=("y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "logits = W LN(x_N)"),
     source="CogView (arXiv 2105.13290) Sec 2.4",
     advice=(
-        "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. The wiring is Peri-LN's "
-        "without the norm on the embedding."
+        "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. The norms sit as in "
+        "Peri-LN, without the norm on the embedding."
     ),
 )
 def sandwich_ln(num_layers: int) -> Plan:

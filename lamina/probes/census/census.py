@@ -126,7 +126,7 @@ class Census:
             lines += [f"  {read.text()}" for read in group.reads]
             sums = (*group.sums, *group.streams)
             lines += [f"  {total.text()}    (to {total.error:.1g} of the largest value)" for total in sums]
-            lines += [f"  {n.path}: {n.kind} on {n.on or 'something inside'}, {n.scope}" for n in group.inner]
+            lines += [f"  {n.path}: {n.kind} on {n.on or 'a tensor inside the module'}, {n.scope}" for n in group.inner]
         if self.groups:
             facts = {name: value for name, value in self.ends.items() if value is not None}
             lines += ["", *(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items())]
@@ -194,7 +194,7 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     around = {name: _as_fact(value, _usual_kind(groups)) for name, value in ends.items() if value is not None}
     best = match(*_with_norms_before(facts, around))
     if reads:
-        best = _wired(best, lambda spec: memories_of(spec, reads), "no known wiring reads these earlier states")
+        best = _wired(best, lambda spec: memories_of(spec, reads), "no known wiring reads these states")
     return Census(
         model_type=kind,
         num_layers=structure.num_layers,
@@ -230,7 +230,7 @@ def _of_streams(
     sums, structure = streams.sums(), streams.structure()
     if bare := [index for index, layer_sums in enumerate(sums) if not layer_sums]:
         raise UserError(
-            f"{type(streams.layers[0]).__name__} passes on {streams.n} streams, and in layer {ranges(bare)} they are "
+            f"{type(streams.layers[0]).__name__} returns {streams.n} streams, and in layer {ranges(bare)} they are "
             "no weighted sum of streams and a branch with one weight per token"
         )
     groups: dict[object, LayerGroup] = {}
@@ -260,7 +260,7 @@ def _of_streams(
     best = _wired(
         best,
         lambda spec: wirings_of(spec, sums, streams.n),
-        f"no known wiring computes the model's {streams.n} streams",
+        f"Lamina does not know how the model combines its {streams.n} residual streams",
     )
     return Census(
         model_type=kind,
@@ -489,7 +489,7 @@ def _ends(
             if abs(scale / root_of_width - 1.0) <= 1e-3:
                 facts["embedding_scale"] = "sqrt_hidden_size"
         else:
-            notes.append("x^0 is more than a row of the embedding's table times a number (positions, for example)")
+            notes.append("x^0 is not a row of the embedding table times a number (it may include positions)")
     return facts | _head_norms([norm for group in groups for norm in group.inner], notes)
 
 
@@ -605,7 +605,7 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
 
 
 def stirred(model: nn.Module) -> nn.Module:
-    """Add noise to gains, biases and scales, since ones and zeros would hide their effect, and return the model."""
+    """Return the model with noise on its gains, biases and scales, because ones and zeros would hide their effect."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,7 +1,7 @@
 """Fit the equations of sub-layers to the tensors of one forward pass.
 
-Lamina fits each sum on the residual stream by its possible terms: the branches, and as the skip the stream, the layer's
-input, the norm's output or the embedding. The simplest combination with no error except rounding is the equation.
+Lamina fits each sum on the residual stream by its possible terms: the branches, and a skip (the stream, the layer's
+input, the norm's output or the embedding). The simplest combination with no error except rounding is the equation.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Factor:
 class BranchTerm:
     """One branch of a sum: B(module(pre_scale * A(x))) times ``scale``. ``norms`` has each norm's kind by position.
 
-    ``pre_scale`` is None if the module's input is no multiple of the output of the norm before it. With ``beside``, x
-    is the block's input, before its earlier sub-layers have added to it.
+    ``pre_scale`` is None if the module's input is not a multiple of the output of the norm before it. With ``beside``,
+    x is the block's input, before its earlier sub-layers have added to it.
     """
 
     kind: str
@@ -301,7 +301,7 @@ def as_factor(values: torch.Tensor) -> Factor:
 def norm_kind(norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
     """Return the kind of norm that maps x to y, both [vectors, channels]: rms, layer, "group of G", or "other".
 
-    Lamina norms x in each way, with the module's own epsilon, and fits the result to y's channels.
+    Lamina applies each kind of norm to x, with the module's own epsilon, and fits the result to y's channels.
     """
     channels, eps = x.shape[-1], NormStyle.of(norm).eps
     if y.shape != x.shape:

@@ -47,7 +47,7 @@ def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, to
 
 
 def mixes(entry: Point, out: Point, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a sub-layer mixes tokens; if so, the sub-layer is no feed-forward."""
+    """Return whether a sub-layer mixes tokens; if so, the sub-layer is not a feed-forward."""
     seen: list[torch.Tensor] = []
     middle = next(iter(inputs.values())).shape[1] // 2
 

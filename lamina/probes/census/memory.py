@@ -1,4 +1,4 @@
-"""Earlier hidden states: fit the sums that layers read in place of the residual stream to the tensors of two passes."""
+"""Earlier hidden states: fit the sums that layers read instead of the residual stream to the tensors of two passes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOVED, _SAME = 1e-3, 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class StateRead:
-    """A sum of the states x^0 .. x^l, the inputs of the layers, that a layer reads in place of the stream.
+    """A sum of the states x^0 .. x^l, the inputs of the layers, that a layer reads instead of the stream.
 
     ``into`` names the reader: the stream itself, queries, keys, values, or a sub-layer's branch. ``states`` has the
     indices of the states with a weight; -1 is the stream inside a layer. ``weights`` is "constant", "learned" or "by
@@ -64,9 +64,7 @@ class _Reader:
 
 
 class MemoryLayers:
-    """The layers of a model that pass on earlier states in addition to the stream, as ``declared_structure`` finds
-    them.
-    """
+    """The layers of a model that return the stream and earlier states, as ``declared_structure`` finds them."""
 
     def __init__(self, structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]):
         self.root, self.inputs = root, inputs
@@ -112,7 +110,7 @@ class MemoryLayers:
             tensors[layer, 0, "entry"] = entry[:, :w]
 
     def reads(self) -> list[list[StateRead]]:
-        """Measure the states that each layer reads and, as the last entry, the states that the end reads.
+        """Measure the states that each layer reads. The last entry has the states that the final norm reads.
 
         Lamina sets every state to different random numbers, so the weights are certain. It then changes the readers'
         parameters for a second pass, which shows the learned weights and the weights that differ by token.

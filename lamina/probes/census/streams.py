@@ -46,7 +46,7 @@ class StreamSum:
     """One sub-layer on n streams S: S' = C(skip_scale * M S + w B(module(pre_scale * A(r S)))).
 
     ``read`` and ``write`` say whether the weights r and w are constant, learned, or different for each token ("by
-    token"); a read "by channel" is no sum of streams. ``mix`` says whether M is the identity, sinkhorn (all rows and
+    token"); a read "by channel" is not a sum of streams. ``mix`` says whether M is the identity, sinkhorn (all rows and
     columns have the same sum) or free; it is "" if the streams are still equal. ``own`` says for each stream whether
     its norm changes the stream ("stream") or only the values that the sub-layer reads ("read"), or "" for no norm.
     ``normed`` has the streams to which C applies; empty means all. ``error`` is as in ``Sum``.
@@ -83,7 +83,7 @@ class StreamSum:
 
 
 def wirings_of(spec: str, layers: Sequence[Sequence[StreamSum]], n: int) -> list[str]:
-    """Return a placement's spec with each wiring that computes the measured streams."""
+    """Return a placement's spec with each wiring (residual path) that computes the measured streams."""
     specs: dict[str, str] = {}
     for name, more in product(WIRINGS.names(), ({}, {"size": n})):
         plan = resolved(spec, len(layers), wiring=name, **more)
@@ -120,7 +120,7 @@ def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
 
 
 class StreamLayers:
-    """The layers of a model that pass on ``n`` streams [batch, tokens, n, width], flattened or not; n is 1 for a single
+    """The layers of a model that return ``n`` streams [batch, tokens, n, width], flattened or not; n is 1 for a single
     stream.
     """
 
@@ -140,7 +140,7 @@ class StreamLayers:
                 break
 
     def sums(self) -> list[list[StreamSum]]:
-        """Measure each layer's sub-layers. If a layer's output is no such sum, the layer gets an empty list.
+        """Measure each layer's sub-layers. If a layer's output is not a weighted sum, the layer gets an empty list.
 
         Each layer gets different states. In a second pass, all parameters outside norms and branches are changed. This
         shows which weights are learned, and which differ by token.

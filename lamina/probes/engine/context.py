@@ -41,7 +41,7 @@ class Context:
         forwards: the number of batches that the forward passes used before they stopped (set before ``finish``).
         progress: a function (done, total, label) that slow probes call.
         strict: whether a probe raises an error if it cannot measure everything, because the user requested the probe by
-            name. Otherwise, the probe is one of "all"; it measures the rest and adds a note.
+            name. Otherwise the user requested "all" probes, so the probe measures what it can and adds a note.
         state: {"step": ...} if the model is at a step of a run; otherwise empty.
         warnings: reasons to doubt the results; the page shows them first.
         new_weights: the head's weights that the checkpoint does not have. If there are any, the model's predictions are
@@ -76,7 +76,7 @@ class Context:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The modules whose forward pass restarts the count of calls. There may be two, since a head may bypass the
+        """The modules whose forward pass restarts the count of calls. There may be two, because a head may bypass the
         base model (OPT).
         """
         return [self.model] if self.base is self.model else [self.model, self.base]
@@ -95,7 +95,7 @@ class Context:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """Return a probe's limit (0: none): the probe's option, or else ``sample``. For the user's own inputs, the
+        """Return a probe's limit (0: none): the probe's option, or otherwise ``sample``. For the user's own inputs, the
         default is no limit.
         """
         return option if option is not None else 0 if self.whole else sample

@@ -148,7 +148,7 @@ class DirectionsProbe(Probe):
                 self._chosen = chosen.to(state.device)
                 self._context.note(
                     f"To save memory, Lamina compares {batch} x {each} tokens of each batch's {batch} x {tokens}. "
-                    "To compare more, set tokens_per_batch=."
+                    "To compare more tokens, raise tokens_per_batch."
                 )
             if mask is not None:
                 self._mask = mask if self._chosen is None else mask[:, self._chosen]
@@ -171,7 +171,7 @@ class DirectionsProbe(Probe):
         return frame.sort_values(["size", "start"], ignore_index=True)
 
     def note_streams(self, context: Context) -> None:
-        """Add a note on layers whose states are a norm's output or a mixture, and not a plain stream as in Pre-LN."""
+        """Add a note on layers whose states are a norm's output or a mixture, not a plain stream as in Pre-LN."""
         layers: dict[str, list[int]] = {_NORMED: [], _INNER: []}
         for site in context.structure.layers:
             roles = [[norm.role for norm in sublayer.norms] for sublayer in site.sublayers]

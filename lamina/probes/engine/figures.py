@@ -66,7 +66,7 @@ def lines(
 
 
 def chart(frame: pd.DataFrame, title: str, y_title: str, caption: str, **axes: Any) -> list[tuple[Figure, str]]:
-    """Return the figure of ``lines`` with its caption; nothing if there are no rows."""
+    """Return the figure of ``lines`` with its caption; yield nothing if there are no rows."""
     return [(lines(frame, title=title, y_title=y_title, **axes), caption)] if len(frame) else []
 
 

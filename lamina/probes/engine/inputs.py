@@ -19,7 +19,7 @@ from lamina.data.encoding import TextEncoder
 from lamina.errors import UserError
 from lamina.probes.structure.token_rows import token_rows
 
-Inputs: TypeAlias = Any  # texts, blocks [sequences, tokens], images, or a data set of input_ids
+Inputs: TypeAlias = Any  # texts, blocks [sequences, tokens], images, or a dataset of input_ids
 NOISE = "noise"
 _EVAL_FRACTION = 0.05
 _CHARS_A_TOKEN = 12  # more than any tokenizer's: how much of a corpus is read
@@ -57,14 +57,14 @@ def batches_of(
     seed: int = 0,
     notes: list[str] | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the inputs of the forward passes: ``given``, or else inputs from ``corpus``.
+    """Return the inputs of the forward passes: ``given``, or otherwise inputs from ``corpus``.
 
     There are at most ``sequences`` inputs (None: all).
 
     ``given``: texts (packed into blocks of ``sequence_length`` tokens), token blocks [sequences, tokens] as a tensor,
-    an array, lists or a data set of input_ids, or images [images, channels, height, width].
+    an array, lists or a dataset of input_ids, or images [images, channels, height, width].
 
-    ``notes`` gets a line if Lamina leaves out a rest that does not fill a block.
+    ``notes`` gets a line if Lamina leaves out the text's end because it does not fill a block.
 
     Raises:
         UserError: if Lamina cannot read the input, or if it is shorter than a block or does not fit the model.
@@ -206,7 +206,7 @@ def _blocks(given: Inputs, sequences: int) -> torch.Tensor:
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(
             f"texts_or_blocks: {' '.join(str(error).split())}. Give texts, token blocks [sequences, tokens] of one "
-            "length, a data set of input_ids, or images [images, channels, height, width]."
+            "length, a dataset of input_ids, or images [images, channels, height, width]."
         ) from None
     if blocks.ndim != 2 or not blocks.numel():
         raise UserError(f"texts_or_blocks: the shape is {list(blocks.shape)}. Give token blocks [sequences, tokens].")

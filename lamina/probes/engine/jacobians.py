@@ -18,7 +18,7 @@ from lamina.probes.structure.sites import LayerSite, NormSite, SublayerSite
 
 @dataclass(frozen=True)
 class SpectralNorm:
-    """A spectral norm and how the search for it ended."""
+    """A spectral norm, and the last state of the iteration for it."""
 
     value: torch.Tensor  # the norm, float64 on the CPU, [...] one per problem; never above the true one
     # ||J^T u - s v|| / s for the singular triplet (s, u, v): a singular value lies within this of s
@@ -34,8 +34,7 @@ class Jacobian:
     backward pass. So every operation needs a second derivative, but no forward-mode derivative. On a CPU, the fused
     attention kernels have neither derivative, so run attention eagerly.
 
-    The output of ``function`` may have another shape than ``x``. ``x`` is floating point, and all other inputs stay
-    fixed.
+    The output of ``function`` and ``x`` may differ in shape. ``x`` is floating point, and all other inputs stay fixed.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor):
@@ -69,9 +68,9 @@ class Jacobian:
 
         Args:
             identity: the multiple of the identity that Lamina subtracts; 1 gives the distance to the identity.
-            batch_dims: the number of leading dimensions of x that index independent problems, such as 1 for a batch of
-                sequences. No output may depend on another problem's input.
-            tolerance: the search stops when the residual, relative to the norm, is below this value.
+            batch_dims: the number of leading dimensions of x that index independent items, such as 1 for a batch of
+                sequences. An item's output must not depend on another item's input.
+            tolerance: the iteration stops when the residual, relative to the norm, is below this value.
             iterations: the largest number of iterations.
 
         Raises UserError if the Jacobian isn't finite.
@@ -256,7 +255,7 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
 
 
 def wirings_of(site: LayerSite) -> list[Wiring]:
-    """Return the wirings of a layer's sub-layers: a Lamina model's skips and scales, or plain skips for other
+    """Return the ``Wiring`` of each sub-layer of a layer: a Lamina model's skips and scales, or plain skips for other
     models.
     """
     return [_wiring(site, sublayer) for sublayer in site.sublayers]

@@ -44,7 +44,7 @@ class LayerCall:
             return stream_of(self.site.module(*args, **kwargs))
 
     def residual_path(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the same value as the call, but with gradients only through the skips."""
+        """Return the call's value, but with gradients only through the skips."""
         points = {index: sublayer.contribution for index, sublayer in enumerate(self.site.sublayers)}
         with intercept(points, lambda key, tensor: tensor.detach(), calls=self.calls):
             return self(x)
@@ -68,7 +68,7 @@ class LayerCall:
 def frozen(model: nn.Module) -> Iterator[None]:
     """Turn off the gradients of all parameters, so that graphs hold only the states' part.
 
-    Meanwhile, 16-bit parameters become float32, since products with a Jacobian need more than three digits.
+    Meanwhile, 16-bit parameters become float32, because products with a Jacobian need more than three digits.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     small = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
@@ -86,7 +86,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> list[LayerCall]:
-    """Record every layer's call in one forward pass. Use a short input, since memory holds its states x^0 ...
+    """Record every layer's call in one forward pass. Use a short input, because memory holds its states x^0 ...
     x^(N-1).
     """
     sites: dict[nn.Module, dict[int, LayerSite]] = {}
@@ -142,7 +142,7 @@ class ShortProbe(Probe):
         return min(context.tokens(sequences), sequences * (tokens or math.inf))
 
     def take(self, context: Context) -> None:
-        """Set ``inputs``: one batch of short inputs if both limits are set, or else batches of one sequence."""
+        """Set ``inputs`` to one batch of short inputs if both limits are set, otherwise to batches of one sequence."""
         sequences, tokens = self._most(context)
         if sequences and tokens:
             self.inputs = [short_inputs(context, sequences, tokens)]

@@ -113,7 +113,7 @@ def token_losses(
 
 
 def logits_of(output: Output) -> torch.Tensor:
-    """Return the logits [batch, tokens, vocabulary] of a model's output. Raises UserError if it has none."""
+    """Return the logits [batch, tokens, vocabulary] of a model's output. Raises UserError without logits."""
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor):
         raise UserError(f"loss: {type(output).__name__} holds no logits. Choose a causal or masked language model.")

@@ -35,8 +35,8 @@ _READ = "_is_hf_initialized"  # transformers marks the weights that it read, so 
 logger = logging.getLogger(__name__)
 _SEQUENCES = 64  # of the embedded corpus
 _WITHOUT_HEAD = (
-    "The head is not in the checkpoint ({}: newly initialized), so the model's predictions are random. Left out: "
-    "gradients, layer_drop, layer_use, logit_lens, and the losses of low_precision and bounds."
+    "The head is not in the checkpoint ({}: newly initialized), so the model's predictions are random. Lamina leaves "
+    "out gradients, layer_drop, layer_use, logit_lens, and the losses of low_precision and bounds."
 )
 
 SKIPPED = " skipped: "  # in a note, between a probe's name and the reason
@@ -231,7 +231,7 @@ def make_context(
 ) -> Context:
     """Load the model, find its layers, and read the inputs. Raises UserError.
 
-    ``sample`` says that the inputs are Lamina's sample of a corpus. Otherwise they are the user's own, and probes
+    ``sample`` says that the inputs are Lamina's sample of a corpus. Otherwise the inputs are the user's own, and probes
     measure all of them.
     """
     loaded = _loaded(model_or_path, settings)
@@ -288,7 +288,7 @@ def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> L
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Raise UserError that names the first weight without values."""
+    """Raise UserError if a weight has no values; the message names the first one."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UserError(f"model: the weight {name!r} is on the meta device. Load its weights first.")
@@ -322,7 +322,7 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
 def new_head(model: nn.Module, structure: Structure) -> list[str]:
     """Return the new weights outside the base model, which belong to a head that the checkpoint does not have.
 
-    Raises UserError if the embedding is among them, since then every hidden state is random.
+    Raises UserError if the embedding is new, because every hidden state would be random.
     """
     named = dict(model.named_parameters())
     read = {name for name, parameter in named.items() if getattr(parameter, _READ, False)}

@@ -46,7 +46,7 @@ class ProbeSettings(
     )
     corpus: str = changed(
         "embedded",
-        help="embedded, a .txt/.jsonl file (.gz/.xz/.zst), a folder or hf:NAME; for a vision model noise, a .npy "
+        help="embedded, a .txt/.jsonl file (.gz/.xz/.zst), a folder or hf:NAME; for a vision model, noise, a .npy "
         "file or a folder",
     )
     tolerance: float | None = setting(

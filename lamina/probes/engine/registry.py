@@ -63,8 +63,8 @@ class Probe(ABC):
         source: the paper, and the equation or figure that defines the measurement.
         needs: requirements of the forward passes: "logits" (the model runs with its head), "tokens" (the model reads
             token ids).
-        of_streams: whether the probe also measures models that pass on several streams or earlier states. It may leave
-            out the parts that need a single stream, with a note.
+        of_streams: whether the probe also measures models whose layers return several streams or earlier states. It may
+            leave out the parts that need a single stream, with a note.
         over_steps: the metrics that a run's page draws over the steps if the probe is scheduled (empty: all).
     """
 
@@ -79,7 +79,8 @@ class Probe(ABC):
     def cost(self, context: Context) -> float:
         """Return the cost of the probe's own work. The unit is one token's forward pass through the whole model.
 
-        This is an estimate. Probes run in ascending order of cost, and Lamina estimates the remaining time from it.
+        This is an estimate. Probes run in ascending order of cost, and Lamina estimates the remaining time from the
+        costs.
         """
         return 0.0
 
@@ -170,7 +171,9 @@ def options_of(cls: type[Probe]) -> dict[str, object]:
 
 
 def make(spec: str | Probe) -> Probe:
-    """Return a probe from ``name`` or ``name(option=value)``. Raises UserError that names the option."""
+    """Return a probe from ``name`` or ``name(option=value)``. Raises UserError for an invalid option, which the message
+    names.
+    """
     if isinstance(spec, Probe):
         return spec
     target, options = specs.parse(str(spec), "probe")

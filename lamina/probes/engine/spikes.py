@@ -57,8 +57,8 @@ def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
     """Return the share of ``spikes`` and the number of values of "loss" and "grad_norm" in a run's metrics.jsonl.
 
     OLMo 2 (arXiv 2501.00656, Sec 3.1) defines the score as the percentage of values that are at least seven standard
-    deviations away from a rolling average of the last 1,000. Lamina counts only values above the average, since a fast
-    fall of the loss is no spike, and returns the share, not the percentage.
+    deviations away from a rolling average of the last 1,000. Lamina counts only values above the average, because a
+    fast fall of the loss is not a spike. It returns a share from 0 to 1, not a percentage.
 
     Lamina leaves out an incomplete last line. If a step is logged twice (a resumed run), the later line counts. A
     series that the run did not log is absent. Without the file, the result is empty.

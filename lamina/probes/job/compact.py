@@ -1,4 +1,4 @@
-"""Prepare a probe's figure for a page: keep it small at any depth, and without markup except plotly's plain tags."""
+"""Prepare a probe's figure for a page: keep it small at any depth, and escape all markup except plotly's plain tags."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def defuse(value: object) -> Any:
 
 
 def unpack(value: object) -> Any:
-    """Return the value, in which the arrays that plotly's JSON packs as {"dtype", "bdata", "shape"} are unpacked."""
+    """Return the value with the arrays unpacked that plotly's JSON packs as {"dtype", "bdata", "shape"}."""
     if isinstance(value, dict):
         if "bdata" in value and "dtype" in value:
             flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=np.dtype(str(value["dtype"])))

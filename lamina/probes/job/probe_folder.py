@@ -60,7 +60,7 @@ def probe_folder(
 ) -> Json:
     """Measure a checkpoint and write the folder ``settings.output``; returns the content of result.json.
 
-    ``settings`` are a whole record, or the user's values by name. Lamina writes each probe's table, figures and
+    ``settings`` is a whole record, or the user's values by name. Lamina writes each probe's table, figures and
     sentences as soon as the probe has ended. With ``resume``, it skips finished probes. It also skips a probe that
     cannot measure the model, and records the reason.
 
@@ -281,7 +281,7 @@ class Bars:
             show_line(f"about {duration(sum(self._plan.values()))} ({parts})")
 
     def start(self, name: str) -> None:
-        """Begin a probe or the forward passes, and end the part before."""
+        """Begin a probe or the forward passes, and end the previous part."""
         if self._running:
             self._finished.append(self._running)
         self._running = name

@@ -382,10 +382,10 @@ def _has_parameters(call: Call) -> bool:
 
 
 def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, layers: str | None = None) -> Structure:
-    """Find a model's layers in one forward pass on ``inputs``. Keep the inputs tiny, since memory holds all tensors.
+    """Find a model's layers in one forward pass on ``inputs``. Keep the inputs tiny, because memory holds all tensors.
 
-    A Lamina model with several streams or a memory declares its layers. ``layers`` is the path of the list of layers
-    (``encoder.block``), if Lamina cannot find them, or if you mean another list.
+    A Lamina model with several streams or a memory of earlier states declares its layers. ``layers`` is the path of the
+    list of layers (``encoder.block``). Give it if Lamina cannot find them, or finds another list.
 
     Raises:
         UserError: if Lamina finds no layers; the message says what it searched for and how to name them.
@@ -434,9 +434,9 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
 
 
 def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
-    """Return the structure of a Lamina model whose blocks pass on more than one stream; None for other models.
+    """Return the structure of a Lamina model whose blocks return more than one stream; None for other models.
 
-    The model may run any copy of Lamina's code, since a checkpoint brings its own.
+    The model may run any copy of Lamina's code, because a checkpoint brings a copy.
     """
     named = list(model.named_modules())
     mixers = {type(getattr(part, "mixer", None)).__name__ for _, part in named}  # Mamba's blocks have one, too

@@ -66,7 +66,7 @@ def argument_of(args: Args, kwargs: Kwargs, place: int | str) -> torch.Tensor:
 
 
 def with_argument(args: Args, kwargs: Kwargs, place: int | str, value: torch.Tensor) -> tuple[Args, Kwargs]:
-    """Return a call's arguments with another value for one of them."""
+    """Return a call's arguments with a new value for one argument."""
     if isinstance(place, int):
         return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
     return args, {**kwargs, place: value}
@@ -100,7 +100,7 @@ def intercept(
     roots: Sequence[nn.Module] = (),
     calls: Mapping[nn.Module, int] | None = None,
 ) -> Iterator[None]:
-    """Replace the tensor at each point by ``change(key, tensor)`` while the model runs.
+    """Replace the tensor at each point with ``change(key, tensor)`` while the model runs.
 
     A point names one call of its module. The count of calls restarts in each forward pass of one of the ``roots`` (the
     model, or its base); ``calls`` has earlier calls if a layer runs alone. The tensor does not include the point's

@@ -1,4 +1,4 @@
-"""Prove that the traced tensors are the residual stream, by small forward passes with sizes that no other axis has."""
+"""Prove that the traced tensors are the residual stream, with small forward passes whose axes have distinct sizes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     depend on no other sequence, that a token's first state depends on the token, and that two passes agree.
 
     Raises:
-        UserError: if one of these conditions is not true, since probes would then not measure the stream.
+        UserError: if one of these conditions fails, because probes would then not measure the stream.
     """
     fixed = not all(isinstance(value, torch.Tensor) for value in inputs.values())
     few = dict(inputs) if fixed else few_inputs(inputs, structure.hidden_size)
@@ -135,7 +135,7 @@ def _check_axes(structure: Structure, tensors: Tensors, batch: torch.Tensor) -> 
             inputs = f"sequences of {batch.shape[1]} tokens" if batch.ndim == 2 else "images"
             raise UserError(
                 f"model: the stream at {_path(structure, state)} is {list(shape)} for {len(batch)} {inputs}. Choose "
-                "a model whose layers pass on [batch, tokens, width]."
+                "a model whose layers return [batch, tokens, width]."
             )
 
 
@@ -163,7 +163,7 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
     if torch.equal(changed[0][0, 0], tensors[0][0, 0]):
         raise UserError(
             f"model: the first token's stream at {_path(structure, 0)} does not depend on the first token. Choose a "
-            "model whose layers pass on [batch, tokens, width]."
+            "model whose layers return [batch, tokens, width]."
         )
 
 

@@ -23,7 +23,8 @@ def is_norm(module: nn.Module) -> bool:
 def effective_gain(norm: nn.Module) -> torch.Tensor | None:
     """Measure the gain [channels] by which a norm multiplies the normalized channels; None if the norm has no gain.
 
-    Lamina norms a known vector, since some norms store the gain and other norms (Gemma) the gain's difference from 1.
+    Lamina passes a known vector through the norm, because some norms store the gain, and other norms (Gemma) store the
+    gain minus 1.
     """
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1:
@@ -57,7 +58,7 @@ def effective_gain(norm: nn.Module) -> torch.Tensor | None:
 class Point:
     """A tensor of the forward pass for probes to watch: the input or output of a module's ``call``-th call.
 
-    ``call`` counts from 0 within one forward pass of the model, since ALBERT calls the same layer twelve times. The
+    ``call`` counts from 0 within one forward pass of the model, because ALBERT calls the same layer twelve times. The
     value is ``factor`` times the tensor (Granite scales its branches); None means no factor. ``argument`` is the
     position or the keyword of an input. With ``collapse``, the value is the mean of several streams [batch, tokens, n,
     width].
@@ -99,7 +100,7 @@ class NormSite:
 
 @dataclass(frozen=True, eq=False)
 class FeedForward:
-    """The parts of a dense feed-forward. Experts do not count, since each sees few tokens.
+    """The parts of a dense feed-forward. Experts do not count, because each sees few tokens.
 
     ``up`` has the projections from the stream's width (gate and up) with their paths, in the order in which they run.
     ``down`` is the projection back. ``pre`` is the nonlinearity's input, and ``post`` is the input of ``down``.
@@ -147,7 +148,7 @@ class SublayerSite:
 class LayerSite:
     """One layer's call. In ALBERT, several layers share ``module``; ``call`` tells them apart.
 
-    ``carries_more`` says whether the layer passes on several streams, or earlier states in addition to the stream.
+    ``carries_more`` says whether the layer returns several streams, or earlier states in addition to the stream.
     ``reads`` is the state that its first sub-layer reads from them; None if it reads the stream.
     """
 
@@ -200,7 +201,7 @@ class Structure:
 
     @property
     def carries_more(self) -> bool:
-        """Whether a layer passes on several streams, or earlier states."""
+        """Whether a layer returns several streams, or earlier states."""
         return any(site.carries_more for site in self.layers)
 
     def kinds(self) -> dict[int, str]:
@@ -218,7 +219,7 @@ class Structure:
         return points
 
     def reads(self) -> dict[int, Point]:
-        """Return the points that layers and the final norm read in place of the stream, by state."""
+        """Return the points that layers and the final norm read instead of the stream, by state."""
         reads = [*(site.reads for site in self.layers), self.end]
         return {state: point for state, point in enumerate(reads) if point is not None}
 

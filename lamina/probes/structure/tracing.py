@@ -169,9 +169,7 @@ def _kind(func: OpOverload, args: Args) -> str | None:
 
 
 def trace(model: nn.Module, inputs: Mapping[str, object]) -> Trace:
-    """Run ``model(**inputs)`` without gradients and record it. Keep the inputs tiny, since memory holds every
-    tensor.
-    """
+    """Run ``model(**inputs)`` without gradients and record it. Keep the inputs tiny: memory holds every tensor."""
     follower = _Follower(model)
     with temporary_hooks() as hooks:
         for module in follower.paths:

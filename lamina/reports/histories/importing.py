@@ -148,7 +148,7 @@ def read_history(path: Path, run: str = "") -> History:
     most = max((recording.rows for recording in useful.values() if not recording.clock), default=_FEW)
     if len(useful) > 1 and most < _FEW:
         raise UserError(
-            f"run: {str(source)!r} sums {len(useful)} runs up in {most} row{'s' * (most > 1)} or fewer each, so it "
+            f"run: {str(source)!r} summarizes {len(useful)} runs in at most {most} row{'s' * (most > 1)} each, so it "
             "holds no run's history. Give a record with a row for each step (in W&B, export a chart as CSV)."
         )
     if len(useful) > 1 and not run:
@@ -311,7 +311,7 @@ def _read_running_means(history: History) -> None:
         del history.series[_MODEL, EPOCH]  # these losses say nothing of an epoch's beginning
         history.notes.append(
             "the loss becomes calmer within each epoch, as an average over the epoch so far does, so Lamina reads one "
-            f"loss in each epoch, the last, and skips {int((~kept).sum())}"
+            f"loss per epoch, the last, and skips {int((~kept).sum())}"
         )
 
 

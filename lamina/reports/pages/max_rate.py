@@ -48,7 +48,7 @@ def max_rate_report(folder: Path) -> Path:
         number("low", ".3g", "lowest"),
         number("high", ".3g", "highest"),
         text("seeds", kind="number"),
-        number("loss", ".3f", "loss there"),
+        number("loss", ".3f", "its loss"),
         text("ends", "stopped by"),
     ]
     ranking = prose(sentences(rows), color) + callouts(notices(rows)) + table(fields, rows, "ranking")
@@ -58,7 +58,7 @@ def max_rate_report(folder: Path) -> Path:
         status("status", "status"),
         number("max_learning_rate", ".3g", "largest learning rate"),
         text("stop_rule", "stopped by"),
-        number("loss_at_stop", ".3f", "loss there"),
+        number("loss_at_stop", ".3f", "its loss"),
         number("steps", ",.0f"),
         number("seconds", ",.0f"),
         text("reason", kind="reason"),
@@ -75,7 +75,9 @@ def max_rate_report(folder: Path) -> Path:
             Section(
                 "Trials", "Every trial", details(f"All {len(study.results)} trials", table(fields, every, "trials"))
             ),
-            Section("Rules", "How Lamina finds the rate", details("The rules", prose(rules(study.settings), {}))),
+            Section(
+                "Rules", "How Lamina finds the learning rate", details("The rules", prose(rules(study.settings), {}))
+            ),
             sections.settings(study),
         ],
     )

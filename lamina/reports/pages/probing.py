@@ -82,9 +82,8 @@ def draw(folder: Path) -> list[Path]:
         with tempfile.TemporaryDirectory() as scratch:
             page = Path(scratch) / "figure.html"
             page.write_text(
-                f"<!doctype html><meta charset=utf-8><body style='margin:0;background:#fff'>"
-                f"<h3 style='font:600 16px {escape(FONT)};color:#1f2933;margin:10px 16px 0'>{escape(drawn['title'])}"
-                f"</h3>{html}</body>",
+                "<!doctype html><meta charset=utf-8><body style='margin:0;background:#fff'><h3 style='font:600 16px "
+                f"{escape(FONT)};color:#1f2933;margin:10px 16px 0'>{escape(drawn['title'])}</h3>{html}</body>",
                 encoding="utf-8",
             )
             height = int(picture.layout["height"]) + 34

@@ -48,7 +48,7 @@ def transfer_report(folder: Path) -> Path:
         sections=[
             Section("Result", "Result", prose(sentences(summary), {}) + _roles(summary)),
             Section("Learning rates", "Learning rates", rates + trials),
-            Section("Verified", "The same rates at another width", _verified(summary)),
+            Section("Verified", "The same learning rates at another width", _verified(summary)),
             sections.settings(study),
         ],
     )
@@ -79,7 +79,8 @@ def sentences(summary: Row) -> list[str]:
     texts.append(f"Risk at width {summary['target_width']}: {rate:g} is {summary['risk']}.")
     if summary["at_the_grids_edge"]:
         texts.append(
-            "The best rate is at the edge of the list, so the true best may lie beyond. Try more with --learning-rates."
+            "The best learning rate is at the edge of the list, so the true best may lie beyond. Try more with "
+            "--learning-rates."
         )
     for width, rates in summary["verified"].items():
         same = [rate["agrees"] for rate in rates if rate["agrees"] is not None]

@@ -1,4 +1,4 @@
-"""Writing and verifying of checkpoints.
+"""Write and verify checkpoints.
 
 Lamina writes each checkpoint as a draft, then hashes it, syncs it to disk and renames it. So no checkpoint is half
 written.
@@ -56,7 +56,7 @@ def collected(states: Iterable[Stateful]) -> Json:
 
 
 class Checkpoints:
-    """The checkpoints of a run, each whole or absent.
+    """The checkpoints of a run, each complete or absent.
 
     Args:
         folder: the folder of the checkpoints, checkpoints/ in the run's folder.
@@ -124,7 +124,7 @@ class Checkpoints:
     def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
         """Delete old checkpoints, but keep the last ``keep`` up to STEP.
 
-        Checkpoints after STEP, which a rollback has abandoned, are deleted too.
+        Checkpoints after STEP, which a rollback has abandoned, are also deleted.
 
         Also keep the newest checkpoint whose run state ``keep_also`` accepts. A checkpoint whose name has the wrong
         step also stays, because it may be the only copy of its content.
@@ -169,7 +169,7 @@ class Background:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete. Raises the thread's error, the same one in all processes."""
+        """Wait until the checkpoint is complete. Raises the thread's error, and the same error in all processes."""
         written, self._written = self._written, None
         if written is not None:
             written.result()

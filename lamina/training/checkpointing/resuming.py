@@ -115,7 +115,7 @@ class Rollback:
         step: the step of the restored checkpoint; 0 for the initial weights.
         diverged_at: the step at which the guard stopped the run.
         skipped: the first and last position, in steps, of the skipped data in the training order.
-        ahead: the number of steps of data by which the training order is ahead after ``step``.
+        ahead: the number of steps of data that the training order has skipped after ``step``.
         learning_rate_factor: the product of the factors of all rollbacks so far.
     """
 
@@ -204,7 +204,7 @@ class Rollbacks:
 
 
 def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
-    """Return a run's settings from config.yaml, completed by the newest checkpoint's settings; None without either.
+    """Return a run's settings from config.yaml, completed by the newest checkpoint's; None if both are missing.
 
     If config.yaml is cut short or altered, Lamina logs a warning and takes the checkpoint's settings; without a
     checkpoint, it raises UserError. Also raises UserError if config.yaml and checkpoint differ in a setting outside

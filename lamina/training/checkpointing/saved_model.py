@@ -179,7 +179,7 @@ def check_repository(name: str) -> None:
 def push(folder: Path, name: str) -> bool:
     """Upload a model's folder to a repository; return whether the upload worked.
 
-    If the repository does not exist, Lamina creates it as a private one.
+    If the repository does not exist, Lamina creates a private repository.
 
     If the upload fails, Lamina logs the command that uploads the folder later. The model is on disk in any case.
     """
@@ -201,7 +201,7 @@ def push(folder: Path, name: str) -> bool:
 def save_model(
     model: PreTrainedModel, processor: Processor, folder: Path, processes: Processes, card: ModelCard | None = None
 ) -> None:
-    """Write a model and its tokenizer or image processor, whole or not at all. Lamina gathers a sharded model first."""
+    """Write a model and its tokenizer or image processor, or nothing. Lamina gathers a sharded model first."""
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:

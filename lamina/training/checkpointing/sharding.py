@@ -42,12 +42,12 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bool) -> None:
-    """Shard a model's parameters by FSDP2: one unit per block, and one for embedding, final norm and readout.
+    """Shard a model's parameters with FSDP2: one unit per block, and one for embedding, final norm and readout.
 
     The optimizer's weights stay in float32. With ``bf16``, FSDP2 gathers the blocks' matrices in bfloat16 and reduces
     their gradients in float32, so the result equals autocast's in one process. Norms, learned scales and the residual
-    stream stay in float32; so does the embedding, because it decides the stream's dtype. FSDP2 can't shard a scalar, so
-    learned scalars become vectors of one element; checkpoints and models hold them as scalars.
+    stream stay in float32; the embedding also stays in float32, because it decides the stream's dtype. FSDP2 can't
+    shard a scalar, so learned scalars become vectors of one element; checkpoints and models hold them as scalars.
 
     If ``processes.tensor`` is above 1, each group of this many neighboring processes first splits the linear layers'
     matrices by transformers' plan.
@@ -182,7 +182,7 @@ def set_scalars(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Gather a sharded model's tensors on the first process's CPU.
 
-    Other processes get an empty result, but must call this function, too.
+    Other processes get an empty result, but must also call this function.
     """
     reshard(model)
     state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -232,7 +232,7 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: ProcessGroup | None = None) -> None:
-    """Write sharded tensors by torch.distributed.checkpoint into a folder, one safetensors file per process.
+    """Write sharded tensors with torch.distributed.checkpoint into a folder, one safetensors file per process.
 
     ``group`` is the process group of the collectives (default: the process group of the training). Raises the first
     process's error in all processes, and OSError if a disk is full.
@@ -263,7 +263,7 @@ def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alo
 
 
 def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], folder: Path) -> None:
-    """Raise UserError if a checkpoint's files lack a tensor, or hold a tensor of another shape."""
+    """Raise UserError if a checkpoint's files lack a tensor, or hold a tensor with the wrong shape."""
     stored = shapes(files)
     for name, tensor in tensors.items():
         if name not in stored:

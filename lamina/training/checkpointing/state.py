@@ -1,7 +1,7 @@
 """The contents of a checkpoint, which is a Trainer's state.
 
 One process or DDP writes model.safetensors beside config.json, which transformers can load, and
-optimizer/states.safetensors. FSDP2 writes one safetensors file per process into model/ and optimizer/, by
+optimizer/states.safetensors. FSDP2 writes one safetensors file per process into model/ and optimizer/, with
 torch.distributed.checkpoint. Any number of processes can read either form: Lamina finds tensors by name, and splits
 them for the reading processes.
 """

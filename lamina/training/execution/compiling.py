@@ -1,8 +1,9 @@
-"""Compilation of blocks in place by torch.compile, one block at a time, so that more depth costs no compile time.
+"""Compile blocks in place with torch.compile, one block at a time, so that more depth costs no compile time.
 
 All blocks share the code of one forward function. Weights, indices and scales, which differ between layers, are inputs
-of its graph. So a model compiles one graph per *kind* of layer: per wiring and, in some backbones, per kind of
-attention. If a scale differs in many layers (1/sqrt(l)), the model compiles one more graph, which takes any value.
+of its graph. So a model compiles one graph per *kind* of layer: per structure of the block and, in some backbones, per
+kind of attention. If a scale differs in many layers (1/sqrt(l)), the model compiles one more graph, which takes any
+value.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor", recomputed: b
     """Compile every Block of ``model`` in place; return the number of structural kinds.
 
     With ``recomputed``, the backward pass computes the inputs of matrix products (a norm's output, the gated
-    activations) again, from tensors that are kept anyway. This saves a quarter of the activations' memory for a little
-    elementwise work, which costs relatively more time on a GPU.
+    activations) again, from tensors that are kept anyway. This saves a quarter of the activations' memory and costs a
+    little elementwise work, which takes relatively more time on a GPU.
 
     The parameters keep their names. The first step compiles graphs for the shape of its batch. Run a batch of another
     shape under `parts.uncompiled`.

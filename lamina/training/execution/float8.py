@@ -1,4 +1,4 @@
-"""Linear layers that multiply in float8 during training, by torchao. The weights stay in float32."""
+"""Linear layers that multiply in float8 during training, with torchao. The weights stay in float32."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> Non
 def to_float8(model: nn.Module, device: str) -> None:
     """Make the linear layers of a model's blocks multiply in float8, each tensor scaled by its largest magnitude.
 
-    Embedding, output head, routers, the experts' joint matrices, and layers with a size that is no multiple of 16 stay
-    unchanged. A CPU emulates the products. Raises UserError if no layer is left to change.
+    Embedding, output head, routers, the experts' joint matrices, and layers with a size that is not a multiple of 16
+    stay unchanged. A CPU emulates the products. Raises UserError if no layer is left to change.
     """
     torchao = importlib.import_module("torchao.float8")  # an extra
 

@@ -25,7 +25,7 @@ Capture: TypeAlias = Callable[[tuple[nn.Module, ...], tuple[tuple[torch.Tensor, 
 
 
 class BlockCall(NamedTuple):
-    """The arguments of a block's call, with shapes in place of tensors' values; equal calls share a graph."""
+    """The arguments of a block's call, with shapes instead of tensors' values. Equal calls share a graph."""
 
     tree: pytree.TreeSpec
     constants: tuple[object, ...]

@@ -1,4 +1,4 @@
-"""Early alarms: a layer's gradient, update, moments or residual stream leaves its usual range before the loss rises.
+"""Early alarms: a layer's gradient, update, moments or residual stream becomes unusual before the loss rises.
 
 Each alarm names one sub-layer and one step. This module does not load transformers, because the pages read alarms.jsonl
 and notable.jsonl with it.
@@ -49,7 +49,7 @@ layers.
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """An alarm: a series that left its usual range at a step.
+    """An alarm: a measurement that is outside its usual range at a step.
 
     Attributes:
         rule: the name of the rule, one of ``ORDER``.
@@ -96,7 +96,7 @@ class Alarm:
 
 @dataclass(kw_only=True)
 class Alarms(Rules):
-    """Raises alarms from the rows of each step; a series raises one alarm until it is back in its range.
+    """Raises alarms from the rows of each step; a series raises one alarm until it is back in its usual range.
 
     A gradient that stands out is an alarm if it stands out in more consecutive steps than its limit, or if another
     series, such as the loss, follows. Otherwise the step is a notable batch.
@@ -108,7 +108,7 @@ class Alarms(Rules):
     Attributes:
         told: the alarms and notable batches so far, oldest first.
         marked: the steps at which a series stood out in the last call.
-        news: the new events of the last call: the first alarm of each, as a sentence without the final period.
+        news: the first alarm of each new event of the last call, as a sentence without the final period.
         paths: the layers' paths in the model, as far as they are known.
     """
 
@@ -268,10 +268,10 @@ _NAMES = {
     "attention_logit": "the largest attention logit",
     NORM: "the gradient norm",
     LOSS: "the loss",
-    "update_ratio": "the update over the weights",
+    "update_ratio": "the update's norm relative to the weights' norm",
     "rate_ratio": "its learning rate",
     RATE: "the learning rate",
-    "label_match": "the share of labels that are the batch's tokens",
+    "label_match": "the share of labels that equal the input's tokens",
 }
 
 
@@ -309,7 +309,8 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
             "hardly vary"
         ),
         "drift": f"the policy's KL from its reference went from {alarm.usual:.2g} to {alarm.value:.3g} nats per token",
-        "cut": f"{alarm.value:.0%} of the completions end at the length limit, and {alarm.usual:.0%} at first",
+        "cut": f"{alarm.value:.0%} of the completions end at the length limit, and at first it was {alarm.usual:.0%} "
+        "at first",
         "fall": f"{name} is {alarm.excess:.2g} times its recent median",
         "rise": f"{name} is {alarm.excess:.3g} times its recent median",
         "logit": f"the largest attention logit is {alarm.value:.3g} (above {alarm.usual:g}, attention saturates)",
@@ -323,7 +324,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
     if alarm.metric == "without_gradient":
         words["dead"] = f"{alarm.value:g} of its parameters get no gradient, though most other layers' do"
     if alarm.metric == LOSS and alarm.rule in ("rise", "fall"):
-        words[alarm.rule] = f"the loss went from {alarm.usual:.3g} to {alarm.value:.3g}, outside its noise"
+        words[alarm.rule] = f"the loss went from {alarm.usual:.3g} to {alarm.value:.3g}, which is more than its noise"
     if alarm.metric == RATE:
         words["rise"] = f"the learning rate is {alarm.excess:.3g} times its highest value so far"
     path = paths.get(alarm.layer)
@@ -333,7 +334,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
     """Group alarms into events, oldest first: an alarm within 20 steps of the previous alarm belongs to the same event.
 
-    For the loss, which shows a problem last, the limit is 60 steps.
+    An alarm about the loss, which shows a problem last, belongs to the event for 60 steps.
     """
     groups: list[list[Alarm]] = []
     for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):
@@ -344,9 +345,8 @@ def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
 
 
 def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
-    """Return the first alarm of the last event that began before the loss ``rose``.
-
-    If the loss did not rise, or if no series left its range before, return the first event's alarm.
+    """Return the first alarm of the last event that began before the loss ``rose``. If the loss did not rise, or if no
+    event began before the rise, return the first event's alarm.
     """
     groups = events(alarms)
     before = [group for group in groups if rose is not None and group[0].step <= rose]
@@ -372,7 +372,7 @@ def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
 
 
 def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
-    """Write alarms.jsonl, and notable batches to notable.jsonl; a file without lines is not written."""
+    """Write alarms.jsonl, and notable batches to notable.jsonl; do not write an empty file."""
     lines: dict[str, list[Json]] = {ALARMS: [], NOTABLE_BATCHES: []}
     for alarm in told:
         lines[NOTABLE_BATCHES if alarm.rule == NOTABLE else ALARMS].append(asdict(alarm))
@@ -384,7 +384,7 @@ def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
 
 
 def read_alarms(folder: Path) -> list[Alarm]:
-    """Read a run's alarms and notable batches, oldest first; older versions wrote both into alarms.jsonl.
+    """Read a run's alarms and notable batches, oldest first. Older versions wrote both into alarms.jsonl.
 
     Leaves out unknown alarms of other versions and damaged lines, with one warning.
     """

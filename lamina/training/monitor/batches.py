@@ -1,4 +1,4 @@
-"""The rows of unusual batches (batches.jsonl), which show the text behind a spike.
+"""The rows of unusual batches (batches.jsonl), which show the text that caused a spike.
 
 This module loads neither torch nor transformers, because the pages read batches.jsonl with it.
 """
@@ -89,9 +89,9 @@ class BatchRecords:
     without a tokenizer, it is the first token ids. For rows without tokens, it is None.
 
     Args:
-        folder: gets the file; None in all processes but the first.
+        folder: the folder of the file; None in all processes but the first.
         step: the last earlier step; 0 for a new run.
-        tokenizer: decodes the beginnings; with None, Lamina looks for the model's tokenizer.
+        tokenizer: decodes each row's beginning. With None, Lamina uses the model's tokenizer, if it finds one.
     """
 
     def __init__(

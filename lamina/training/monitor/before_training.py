@@ -75,7 +75,7 @@ class BeforeTraining:
 
     @cached_property
     def unregistered(self) -> dict[str, torch.Tensor]:
-        """Trainable tensors by name, of which the model does not know: in plain lists, tuples, mappings or alone."""
+        """Trainable tensors by name that model.parameters() lacks: in plain lists, tuples, mappings or attributes."""
         found: dict[str, torch.Tensor] = {}
         for path, module in self.model.named_modules():
             for name, value in vars(module).items():

@@ -41,8 +41,8 @@ def check(
         scaler: the GradScaler of float16 training, if there is one.
 
     Raises:
-        UserError: for a model that is no torch.nn.Module, an optimizer that is no torch optimizer, or a batch that the
-            model does not run on.
+        UserError: for a model that is not a torch.nn.Module, an optimizer that is not a torch optimizer, or a batch
+            that the model does not run on.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__}. Pass a torch.nn.Module.")

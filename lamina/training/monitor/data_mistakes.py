@@ -70,7 +70,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     if not math.isfinite(trial.loss):
         yield Mistake(
             what=f"the first loss is {trial.loss}",
-            why="the optimizer cannot take a step from such a loss",
+            why="the optimizer cannot take a step from a loss that is not finite",
             do="Run the pass under torch.autograd.set_detect_anomaly(True), and check the batch's labels and mask",
         )
         return
@@ -95,7 +95,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a mask that is inverted, and labels where the mask hides the token: the loss counts padding."""
+    """Find an inverted mask, and labels at tokens that the mask hides, for which the loss counts padding."""
     mask, labels, tokens = setup.batch.get("attention_mask"), setup.labels, setup.tokens
     if mask is None or mask.ndim != 2 or tokens is None or tokens.shape != mask.shape or setup.is_encoder_decoder:
         return
@@ -121,7 +121,7 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def sees_next_token(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a model that reads the tokens that it must predict: it has no causal mask."""
+    """Find a model without a causal mask, which reads the tokens that it must predict."""
     if setup.trial is None or setup.trial.causal is not False or setup.is_encoder_decoder or setup.shifted is None:
         return
     shifts = _loss_shifts(setup)
@@ -171,8 +171,8 @@ def equal_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
     if len(rows) > 1 and 2 * len(rows.flatten(1).unique(dim=0)) <= len(rows) - (len(rows) > 2):
         yield Mistake(
             what=f"the batch's {len(rows)} rows hold only {len(rows.flatten(1).unique(dim=0))} different inputs",
-            why="copies of a row teach as much as the row alone",
-            do="Check the data set's indices and its shuffling",
+            why="copies of a row teach no more than the row itself",
+            do="Check the dataset's indices and its shuffling",
         )
     if rows is setup.tokens:
         value, count = rows.unique(return_counts=True)
@@ -186,7 +186,7 @@ def equal_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def positions(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find position_ids that do not count."""
+    """Find rows whose position_ids are all equal."""
     ids = setup.batch.get("position_ids")
     if ids is not None and ids.shape[-1] > 2 and bool((ids == ids[..., :1]).all()):
         yield Mistake(
@@ -214,7 +214,7 @@ def beyond_tables(setup: BeforeTraining) -> Iterator[Mistake]:
         if isinstance(limit, int) and 0 < limit < value:
             yield Mistake(
                 what=f"the batch has {what} {value - 1}, and the model has {limit} {what}s (0 to {limit - 1})",
-                why="the model has no row for it" if what != "position" else "the model was not made for such rows",
+                why="the model's table lacks its row" if what != "position" else "the model was not made for such rows",
                 do=do,
             )
 

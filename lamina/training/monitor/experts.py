@@ -70,7 +70,8 @@ class ExpertBalance(TrainerCallback):
 
     Args:
         model: a built Lamina model; a dense model has no routers, so nothing happens.
-        mode: "auto" (bias if the routers have a correction bias, else loss), "none" (only count), "bias" or "loss".
+        mode: "auto" (bias if the routers have a correction bias, otherwise loss), "none" (only count), "bias" or
+            "loss".
         rate: the bias's step u, or the loss's factor alpha.
     """
 

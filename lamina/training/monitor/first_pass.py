@@ -31,10 +31,10 @@ class FirstPass:
         gradients: the root mean square of each parameter's gradient, by the ids of the parameters that got one.
         ran: the ids of the modules that were called.
         causal: whether the first token's logits do not depend on the last token; None if unknown.
-        stuck: the ids of matrices of zeros that can never get another gradient than 0.
+        stuck: the ids of matrices of zeros whose gradient stays 0 forever.
         mixes: whether the first row's logits depend on the other rows of the batch; None if unknown.
         calls: the arguments of the first call of each function of ``WATCHED``, by the function's name.
-        rises: whether the loss falls as its only cross-entropy rises.
+        rises: whether the loss falls when its only cross-entropy rises.
     """
 
     loss: float
@@ -93,7 +93,7 @@ class _Calls(TorchFunctionMode):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values; of a sharded one, this process's part."""
+    """Return a tensor's values; of a sharded tensor, this process's part."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 

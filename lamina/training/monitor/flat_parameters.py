@@ -27,7 +27,7 @@ class FlatParameters:
 
     Attributes:
         parts: by a module's id, the parts of its own parameters; empty with ``use_orig_params``.
-        zero: by a parameter's id, its part under DeepSpeed's ZeRO.
+        zero: by a parameter's id, the parameter's part under DeepSpeed's ZeRO.
         hidden_by: the name of the tool that splits the model's own parameters, so that no whole weights exist; ""
             without such a tool.
     """
@@ -65,7 +65,7 @@ class FlatParameters:
         return self._shares.get(id(stored(parameter)))
 
     def parameters(self, module: nn.Module) -> Iterator[torch.Tensor]:
-        """Yield a module's parameters, with parts in place of flat parameters."""
+        """Yield a module's parameters, with parts instead of flat parameters."""
         own = (parameter for parameter in module.parameters() if id(parameter) not in self._flat)
         yield from (cast(torch.Tensor, self.zero.get(id(parameter), parameter)) for parameter in own)
         for inner in module.modules() if self.parts else ():

@@ -48,7 +48,7 @@ torch.library.register_fake("lamina::see", lambda tensor, place: None, lib=_LIBR
 
 
 class Hook:
-    """A hook for a module that may be compiled; it does not keep the object alive whose method it calls.
+    """A hook for a module that may be compiled. It holds only a weak reference to the object whose method it calls.
 
     The hooks of a compiled module itself run outside of the graph; there the method runs uncompiled. Inside a graph,
     the hook is inlined and does nothing. A copy of the hook, as in a copied or pickled model, does nothing either.

@@ -33,11 +33,11 @@ class DivergenceGuard:
 
     A run has diverged if a loss or gradient is not finite. It has also diverged if, for ``patience`` steps, its loss
     stays above the best loss by more than ``margin`` nats and more than 3 standard deviations of the loss's noise.
-    Single lucky batches do not count: the loss is a median over the last ``patience`` / 4 steps, and the best loss is
-    the lowest median over ``patience`` steps.
+    A single easy batch does not count, because the loss is a median over the last ``patience`` / 4 steps, and the best
+    loss is the lowest median over ``patience`` steps.
 
     Attributes:
-        alarms: receives the run's rows, and finds the series that leave their usual range.
+        alarms: receives the run's rows, and finds the measurements that are outside their usual range.
         above_since: the first step of the current period in which the loss is above its best.
     """
 
@@ -75,7 +75,7 @@ class DivergenceGuard:
             )
 
     def accept(self) -> None:
-        """Forget the losses so far, after a divergence that did not stop the run: the loss may stay at a new level."""
+        """Forget the losses so far, because after a divergence that did not stop the run, the loss may stay high."""
         self.above_since, self.best, self._recent = None, math.inf, []
 
     def see_steps(self, rows: Iterable[Row]) -> None:
@@ -108,7 +108,7 @@ class DivergenceGuard:
     def first_to_leave(self) -> str:
         """Return a clause with the first anomaly and its step."""
         if (first := self.alarms.first(math.inf if self.above_since is None else self.above_since)) is None:
-            return "no layer has an anomaly before it"
+            return "no layer has an earlier anomaly"
         paths = {first.layer: f"model.model.layers[{first.layer}]"} if first.layer >= 0 else {}
         return f"the first anomaly is at {describe(first, paths | dict(self.alarms.paths))}"
 
@@ -118,7 +118,7 @@ MakeGuard: TypeAlias = Callable[[GuardSettings, float], DivergenceGuard]
 
 
 def usual_guard(settings: GuardSettings, unigram_entropy: float) -> DivergenceGuard:
-    """Make the guard of a run that is meant to reach its last step."""
+    """Make the guard of a run that should reach its last step."""
     del unigram_entropy
     return DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
 

@@ -6,7 +6,7 @@ import torch
 
 
 class HeldPart:
-    """This process's part of a module's parameter inside a flat parameter. It replaces a tensor."""
+    """This process's part of a module's parameter inside a flat parameter. It stands in for the tensor."""
 
     def __init__(self, flat: torch.Tensor, path: str, first: int, count: int):
         self.flat, self.path = flat, path
@@ -40,7 +40,7 @@ class HeldPart:
 
 
 def stored(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the parameter that the optimizer contains: a part's flat parameter, or else the parameter itself."""
+    """Return the parameter that the optimizer contains: a part's flat parameter, otherwise the parameter itself."""
     return parameter.flat if isinstance(parameter, HeldPart) else parameter
 
 

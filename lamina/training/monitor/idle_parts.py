@@ -23,15 +23,16 @@ LASTS = {"gradient_norm": 8, "update_norm": 3, "expert_load": 5}  # values in a 
 CERTAIN = 1e-7  # an expert without tokens is no chance below this probability
 TOLD = 3  # notes about each metric
 _WORDS = {
-    "gradient_norm": "compared with the other layers, the gradient of {} fell to less than a twentieth",
-    "update_norm": "compared with the other layers, the update of {} fell to less than a twentieth",
+    "gradient_norm": "relative to the other layers, the gradient of {} fell to less than a twentieth of its earlier "
+    "size",
+    "update_norm": "relative to the other layers, the update of {} fell to less than a twentieth of its earlier size",
     "expert_load": "the router sends no tokens to {}",
 }
 
 
 @dataclass(kw_only=True)
 class IdleParts:
-    """Follows which parts learn little.
+    """Tracks which parts of a model learn little.
 
     Attributes:
         runs: for each part, the number of consecutive values at which the part was idle.

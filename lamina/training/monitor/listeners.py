@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Lamina notifies it before each call of a wrapped function, but after a scaler's step."""
+    """Lamina calls its methods before each call of a wrapped function, but after a scaler's step."""
 
     def differentiates(self, loss: torch.Tensor) -> None: ...
 

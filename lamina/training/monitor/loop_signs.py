@@ -57,13 +57,13 @@ class _Mark:
 
 
 class LoopSigns:
-    """Sees a loop's special actions by forward hooks on the sub-layers, and by each step's requires_grad.
+    """Detects a loop's special actions with forward hooks on the sub-layers, and from each step's requires_grad.
 
     Args:
         norms: the gradient norms, with the followed parameters.
         structure: the model's structure; None if Lamina found no layers.
         hooks: whether hooks inside the model run; in a compiled model, they do not run.
-        note: gets a line for the user.
+        note: called with a line for the user.
     """
 
     def __init__(self, norms: GradientNorms, structure: Structure | None, *, hooks: bool, note: Callable[[str], None]):
@@ -92,7 +92,7 @@ class LoopSigns:
         self._replaced |= set(owners)
 
     def end_step(self, step: int, *, passed: bool) -> StepSigns:
-        """Return the signs of the step; ``passed``: whether the step had a forward pass of the model."""
+        """Return the signs of the step. ``passed`` says whether the step had a forward pass of the model."""
         left_out = tuple(sorted(self._ever - self._called)) if passed else ()
         self._ever |= self._called
         self._called.clear()

@@ -1,4 +1,4 @@
-"""Mistakes in what a training's functions of torch get: losses and attention."""
+"""Mistakes in the inputs of torch's loss and attention functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _called(setup: BeforeTraining, name: str) -> dict[str, object]:
 
 @checks
 def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find probabilities where a loss expects logits, and what is no log-probability where it expects those."""
+    """Find probabilities where a loss expects logits, and other values where a loss expects log-probabilities."""
     logits = _called(setup, "cross_entropy").get("input")
     odds = _called(setup, "binary_cross_entropy_with_logits").get("input")
     log_probabilities = _called(setup, "nll_loss").get("input")
@@ -27,19 +27,19 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
         if bool((values >= 0).all()) and torch.allclose(values.sum(1), torch.ones(()).to(values), atol=1e-2):
             yield Mistake(
                 what="cross_entropy gets probabilities",
-                why="it applies a softmax itself, and after two the loss hardly falls",
+                why="it applies a softmax itself, and after two softmaxes the loss hardly falls",
                 do="Pass logits: leave out the softmax before the loss",
             )
         elif values.numel() >= FEW and 0 == float(values.min()) < values.max() and (values == 0).float().mean() > 0.1:
             yield Mistake(
                 what="no logit is below 0, and many are exactly 0",
-                why="an activation such as ReLU behind the head stops the gradient of these logits",
-                do="Leave out the activation behind the head",
+                why="an activation such as ReLU after the head stops the gradient of these logits",
+                do="Leave out the activation after the head",
             )
     if isinstance(odds, torch.Tensor) and odds.numel() >= FEW and bool(((odds >= 0) & (odds <= 1)).all()):
         yield Mistake(
             what="binary_cross_entropy_with_logits gets numbers from 0 to 1 only",
-            why="it applies a sigmoid itself, and after two no output is below 0.5",
+            why="it applies a sigmoid itself, and after two sigmoids no output is below 0.5",
             do="Pass logits: leave out the sigmoid before the loss",
         )
     if isinstance(log_probabilities, torch.Tensor) and log_probabilities.ndim > 1:
@@ -66,7 +66,7 @@ def label_smoothing(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a loss that falls as its only cross-entropy rises."""
+    """Find a loss that falls when its only cross-entropy rises."""
     if setup.trial is not None and setup.trial.rises and not any(g.get("maximize") for _, g in setup.settings):
         yield Mistake(
             what="the loss is minus a cross-entropy",
@@ -97,6 +97,6 @@ def mixed_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     if named or setup.shifted is not None or (trial.logits.ndim == 2 and rows.ndim > 1 and rows.shape[1] != len(rows)):
         yield Mistake(
             what="the outputs of a row depend on the other rows of the batch",
-            why="a module takes the batch for the sequence, as torch's attention without batch_first=True does",
+            why="a module mistakes the batch for the sequence, as torch's attention without batch_first=True does",
             do="Pass batch_first=True, and check each view, permute and softmax for its dimension",
         )

@@ -1,4 +1,4 @@
-"""Mistakes in a model: its weights, its norms and the way of its gradients."""
+"""Mistakes in a model's weights, norms and gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDE, SOLE = 4.0, 8.0  # standard deviations times sqrt(inputs); and times that 
 
 @checks
 def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers that run but get no gradient: behind a detach, or in reentrant checkpoints with frozen inputs."""
+    """Find layers that run but get no gradient, because of a detach, or of reentrant checkpoints with frozen inputs."""
     reentrant = _is_reentrant(setup.model)
     for path, layers in setup.blocks:
         trained = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
@@ -186,7 +186,7 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find matrices of zeros whose gradient stays 0, because the matrix that they are multiplied by is 0 as well."""
+    """Find matrices of zeros whose gradient stays 0, because the matrix that multiplies them is also 0."""
     stuck = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.stuck]
     if stuck:
         yield Mistake(

@@ -1,4 +1,4 @@
-"""The core of a monitored training: only this code ends a step, passes rows to the alarms and writes rows.
+"""The core of a monitored training, which ends a step, passes its measurements to the alarms and writes them.
 
 An adapter supplies the measurements. The adapter for a user's loop uses torch's hooks (``watch.LoopMonitor``). The
 adapter for a run of Lamina uses Trainer's callbacks (``recorder.RunRecorder``).
@@ -52,7 +52,7 @@ class Monitor:
         records: the writers; None in every process but the first.
         guard: decides whether the training has diverged; the guard's alarms judge all rows.
         step: the last step that has ended.
-        on_alarm: called in the first process with the first alarm of each event.
+        on_alarm: called in the first process with the first alarm of each event (alarms that belong together).
         series: each step's loss and gradient norm.
         last_loss: the loss of the last record.
     """

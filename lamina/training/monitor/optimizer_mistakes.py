@@ -84,7 +84,7 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     if any(p.ndim == 1 for p in gains):
         yield Mistake(
             what=f"{len(gains)} norms' gains or biases have a weight decay of {decay:g} ({setup.listed(gains)})",
-            why="weight decay pulls a gain and so the layer's contribution toward 0",
+            why="weight decay pulls each gain, and with it the layer's contribution, toward 0",
             do="Put them into a group with weight_decay=0.0",
         )
 
@@ -115,7 +115,7 @@ def _rate_of(groups: Iterable[Mapping[str, Output]]) -> float:
 
 @checks
 def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find parameters whose learning rate is 0; a schedule that starts at 0 is no mistake."""
+    """Find parameters whose learning rate is 0; a schedule that starts at 0 is not a mistake."""
     rates = {id(p): _rate_of(setup.groups[id(p)]) for p in setup.trained if id(p) in setup.groups}
     idle = [p for p in setup.trained if rates.get(id(p)) == 0]
     if idle and (any(rates.values()) or not setup.running):
@@ -166,7 +166,7 @@ def maximizes(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find betas in the wrong order and a momentum of 1. Optimizers of three betas (Adan) have other orders."""
+    """Find betas in the wrong order and a momentum of 1. Optimizers with three betas (Adan) order them differently."""
     for _, group in setup.settings:
         betas, momentum = group.get("betas") or (), group.get("momentum") or 0.0
         if len(betas) == 2 and betas[0] > betas[1] and betas[0] >= SWAPPED:
@@ -209,7 +209,7 @@ def large_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a weight decay that erases the weights, and one that Adam adds to its gradients."""
+    """Find a weight decay that erases the weights, and a weight decay that Adam adds to its gradients."""
     for optimizer, group in setup.settings:
         decay, rate = float(group.get("weight_decay") or 0.0), _rate_of([group])
         if not any(p.requires_grad and p.ndim > 1 for p in group["params"]) or not math.isfinite(rate):
@@ -217,8 +217,8 @@ def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
         if group.get("decoupled_weight_decay") is False and decay >= DECAY:
             yield Mistake(
                 what=f"the weight decay of {decay:g} belongs to an Adam that adds it to the gradients",
-                why="Adam divides their sum by its size, so where gradients are small the weights follow the decay",
-                do="Use AdamW, whose decay is apart from the gradients",
+                why="Adam divides this sum by its size, so the decay decides the step where gradients are small",
+                do="Use AdamW, which does not add the decay to the gradients",
             )
             return
         added = isinstance(optimizer, torch.optim.SGD)  # to the gradients, which its momentum multiplies
@@ -235,7 +235,7 @@ def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find rates at which most updates of matrices are smaller than what their type can add to a weight."""
+    """Find learning rates at which most updates of matrices are lost to rounding in the weights' type."""
     lost = total = 0
     rates, types = [], set[torch.dtype]()
     for optimizer, group in setup.settings:
@@ -270,7 +270,7 @@ def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def restored_alone(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an optimizer that has taken steps while gains and biases are still at their start: a lost checkpoint."""
+    """Find an optimizer that has taken steps although gains and biases still have their initial values."""
     held = [
         p
         for optimizer, group in setup.settings

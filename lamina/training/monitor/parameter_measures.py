@@ -61,7 +61,7 @@ def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatPa
     """List a model's parameters with their layer and sub-layer; without a structure, all belong to the whole model.
 
     A parameter that several layers share (ALBERT) counts in the first of these layers, and a tied parameter in the
-    embedding. Parameters of another stack of layers (a decoder behind the encoder) are neither embedding nor readout,
+    embedding. Parameters of another stack of layers (a decoder after the encoder) are neither embedding nor readout,
     but "other".
     """
     flat = flat or FlatParameters(model)
@@ -101,7 +101,7 @@ def _share(tensor: torch.Tensor) -> float:
 
 
 def clip(model: nn.Module, limit: float) -> torch.Tensor:
-    """Clip a sharded model's gradients, and return their norm before the clipping.
+    """Clip a sharded model's gradients, and return the gradients' norm before clipping.
 
     The model may have several device meshes; torch's function takes only one.
     """
@@ -173,7 +173,7 @@ class GradientNorms:
 
     @torch.no_grad()
     def clip(self, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip the gradients, and return their norm and ``squares`` before the clipping.
+        """Clip the gradients, and return their norm and ``squares`` before clipping.
 
         The method reads the gradients only once, and its results are bit-identical to separate calls.
         """
@@ -299,13 +299,13 @@ def is_recorded(step: int, args: Arguments) -> bool:
 
 
 def estimate_of(group: Mapping[str, Output]) -> float | None:
-    """Return the estimate of a group's learning rate by Prodigy or D-Adaptation; the group's own rate multiplies it."""
+    """Return Prodigy's or D-Adaptation's estimate of a group's learning rate, which the group's ``lr`` multiplies."""
     estimate = group.get("d")
     return float(estimate) if isinstance(estimate, int | float) else None
 
 
 def largest_rate(optimizers: Optimizers) -> float | None:
-    """Return the largest learning rate of all groups; None if no group has a rate (Adafactor's own step size)."""
+    """Return the largest learning rate of all groups; None if no group has one (Adafactor's own step size)."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [(group.get("lr"), estimate_of(group)) for group in groups]
     return max((float(rate) * (1.0 if d is None else d) for rate, d in rates if rate is not None), default=None)
@@ -323,7 +323,7 @@ class Samples:
     Only ``rows`` waits for the device. A resumed run begins with a new sample, so its first step is not compared.
 
     Attributes:
-        resumed: whether the run has earlier steps, so that an optimizer without a state has lost its state.
+        resumed: whether the run has earlier steps. If so, an optimizer without a state has lost its state.
     """
 
     resumed = False
@@ -466,8 +466,8 @@ class UpdateRatios(TrainerCallback):
     |w' - w| / |w|. If the optimizer has Adam's moments after the step, they are also ``first_moment`` |m| and
     ``second_moment``, the norm of sqrt(v), both in units of the gradient. ``unmoved_parameters`` is the number of
     parameters with a gradient and an update of exactly 0. ``without_gradient`` is the number of ``SilentParameters``.
-    If the groups have different learning rates, ``rate_ratio`` is the largest learning rate divided by the rate of most
-    parameters. ``rate_estimate`` is the learning rate that an optimizer estimates itself.
+    If the groups have different learning rates, ``rate_ratio`` is the largest learning rate divided by most parameters'
+    learning rate. ``rate_estimate`` is the learning rate that an optimizer estimates itself.
 
     At a recorded step, memory holds a copy of the weights from the backward pass to the end of the step; at other
     steps, only a copy of ``samples``. Only ``rows`` waits for the device.

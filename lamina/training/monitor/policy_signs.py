@@ -54,7 +54,7 @@ class Sign(NamedTuple):
 def metrics_of(names: Iterable[str]) -> dict[str, str]:
     """Return a policy's metrics by the names of logged series.
 
-    Empty without rewards, because other trainers log entropy too.
+    Empty without rewards, because other trainers also log entropy.
     """
     found = {name: LOGGED[plain] for name in names if (plain := name.removeprefix("train/")) in LOGGED}
     return found if {EQUAL, REWARD} & {*found.values()} else {}
@@ -72,7 +72,7 @@ def logged(values: Mapping[str, object]) -> dict[str, float]:
 
 @dataclass(kw_only=True)
 class PolicyCourse:
-    """The course of a policy's logged numbers.
+    """The history of a policy's logged numbers.
 
     Attributes:
         last: the step of the last record; 0 before the first.
@@ -83,7 +83,7 @@ class PolicyCourse:
         idle: whether the rewards have given no gradient for too long to be chance.
         first: the first values of each metric.
         recent: the last KL values inside the usual range.
-        outside: by metric, the number of consecutive records outside its range.
+        outside: by metric, the number of consecutive records outside the usual range.
     """
 
     last: int = 0

@@ -174,7 +174,7 @@ def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
 
 @dataclass(kw_only=True, eq=False)
 class RunRecorder(Monitor, TrainerCallback):
-    """The monitor of Lamina's own runs. Trainer calls it; it also shows progress, and stops the run at Ctrl-C.
+    """The monitor of Lamina's own runs. Trainer calls it. It also shows progress, and stops the run at Ctrl-C.
 
     Attributes:
         tokens_of: returns the number of tokens in the first steps.
@@ -344,7 +344,7 @@ class RunRecorder(Monitor, TrainerCallback):
         self.look(due=False)
 
     def record_divergence(self, diverged: Diverged) -> None:
-        """Record the measures of the step that ended the run; the diagnosis reads them."""
+        """Record the measures of the step that ended the run, for the diagnosis."""
         self._end_step(diverged.step)  # the step that diverged was not ended
         self.look(due=False)
         self._add(self.trainer.layer_rows)

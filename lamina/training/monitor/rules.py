@@ -114,17 +114,18 @@ ESTIMATES = (
     "does not compare weights, updates and hidden states with their past"
 )
 RATES = (
-    "parts have a separate learning rate, for which Lamina raises no alarm unless another series of these parts "
-    "leaves its range"
+    "parts have a separate learning rate, for which Lamina raises no alarm unless another series of these parts is "
+    "outside its usual range"
 )
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
 
 
 class Found(NamedTuple):
-    """A judgment: the rule, the row, the usual value, and whether the series has left its range.
+    """A judgment: the rule, the row, the usual value, and whether the value is outside its usual range.
 
-    ``name`` and ``score`` belong to the fitted limit, if the rule has a fitted limit. The series has left its range if
-    the score is above this limit. For a rising gradient, the number of consecutive steps must be above the limit.
+    ``name`` and ``score`` belong to the fitted limit, if the rule has a fitted limit. The value is outside its usual
+    range if the score is above this limit. For a rising gradient, the number of consecutive steps must be above the
+    limit.
     """
 
     rule: str
@@ -153,7 +154,7 @@ def noise_of(losses: Sequence[float]) -> float:
 
 
 def series_of(row: Row) -> Series:
-    """Return the series of a row. Norms with the same role, as of queries and of keys, are separate series."""
+    """Return the series of a row. Norms with the same role (of queries and of keys) have separate series."""
     _, layer, sublayer, role, index, metric, _ = row
     return layer, sublayer, f"{role} {index + 1}" if index else role, metric
 
@@ -166,11 +167,11 @@ class Rules:
         half: whether the model computes in float16, whose largest number is 65504.
         starts: the first layer of each further stack (a decoder, a tower); Lamina compares a layer only with its own
             stack.
-        kinds: each layer's kind; Lamina compares a layer only with layers of its own kind.
+        kinds: each layer's kind; Lamina compares a layer only with layers of the same kind.
         vocabulary: the number of tokens in the vocabulary; None if unknown.
         limits: the fitted limits by rule and metric.
         worst: the highest score so far for each fitted limit; for a rising gradient, a number of consecutive steps.
-        notes: a line for each observation that is no alarm.
+        notes: a line for each observation that is not an alarm.
     """
 
     half: bool = False

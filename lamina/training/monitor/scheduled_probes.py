@@ -158,7 +158,7 @@ class ScheduledProbes(TrainerCallback):
 
 
 def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
-    """Write one step's rows as a part, whole or not at all."""
+    """Write one step's rows as a part, completely or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = frame.assign(step=step)[["step", *frame.columns.drop("step", errors="ignore")]]
     write_parquet(folder / f"part-{step:08d}.parquet", rows)

@@ -1,4 +1,4 @@
-"""Parameters without a gradient in a layer whose other parameters have one, such as a projection behind a detach."""
+"""Parameters without a gradient in a layer whose other parameters have one, such as a detached projection."""
 
 from __future__ import annotations
 

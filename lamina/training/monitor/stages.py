@@ -1,4 +1,4 @@
-"""Pipeline stages: the processes that train the same layers, and the rank of the first of them."""
+"""Pipeline stages: the processes that train the same layers, and the rank of each stage's first process."""
 
 from __future__ import annotations
 

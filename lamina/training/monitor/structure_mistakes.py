@@ -1,4 +1,4 @@
-"""Mistakes in how a model was put together: what it holds, what it loaded and what of it can learn."""
+"""Mistakes in a model's structure: its modules, its loaded weights, and which weights can learn."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def no_gradient_to_tables(setup: BeforeTraining) -> Iterator[Mistake]:
     if silent and all(layer & setup.trial.reached for layer in inside if layer):
         yield Mistake(
             what=f"{len(silent)} embeddings get no gradient ({listing([setup.modules[id(m)] for m in silent])})",
-            why="an operation behind them detaches their outputs",
-            do="Look for .detach(), .data or torch.no_grad() behind them, or set their requires_grad to False",
+            why="an operation after them detaches their outputs",
+            do="Look for .detach(), .data or torch.no_grad() after them, or set their requires_grad to False",
         )
 
 
@@ -70,8 +70,8 @@ def unregistered(setup: BeforeTraining) -> Iterator[Mistake]:
     if names:
         yield Mistake(
             what=f"{listing(names)} hold trainable tensors that are not among model.parameters()",
-            why="an optimizer of these does not train them, and checkpoints do not keep them",
-            do="Use nn.ModuleList, nn.ModuleDict or nn.Parameter in place of a list, a dict or a tensor",
+            why="an optimizer of model.parameters() does not train them, and checkpoints do not keep them",
+            do="Use nn.ModuleList, nn.ModuleDict or nn.Parameter instead of a list, a dict or a tensor",
         )
 
 
@@ -89,7 +89,7 @@ def repeated_layer(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def shared_memory(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find different parameters over the same memory: each optimizer step changes it once for each of them."""
+    """Find different parameters that share memory, so that each optimizer step changes the memory several times."""
     places: dict[tuple[int, torch.Size], list[nn.Parameter]] = {}
     for p in setup.trained:
         if not isinstance(p, DTensor) and p.numel() and p.data_ptr():
@@ -134,7 +134,7 @@ def equal_units(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def high_dropout(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find dropouts that leave almost nothing: a share to keep was passed for one to drop."""
+    """Find dropouts that leave almost nothing, because the share to keep was passed as the share to drop."""
     found = {}
     for path, module in setup.model.named_modules():
         rates = {name: value for name, value in vars(module).items() if isinstance(value, float) and "drop" in name}
@@ -168,7 +168,7 @@ def freezing_without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
     if wrong:
         yield Mistake(
             what=f"{listing(wrong)} has no effect",
-            why="torch reads requires_grad of parameters alone, so what should be frozen or trained is not",
+            why="torch reads requires_grad only from parameters, so this line freezes or unfreezes nothing",
             do="Call module.requires_grad_(False), or set requires_grad of each parameter",
         )
 
@@ -234,13 +234,13 @@ def frozen_head(setup: BeforeTraining) -> Iterator[Mistake]:
             yield Mistake(
                 what=f"the head is frozen, and looks newly initialized ({setup.listed(parameters)})",
                 why="the model must answer through a random head",
-                do='Unfreeze it. LoRA does so with task_type="SEQ_CLS", or with modules_to_save',
+                do='Unfreeze it. With LoRA, set task_type="SEQ_CLS" or modules_to_save',
             )
 
 
 @checks
 def norm_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find norms whose epsilon is as large as what they divide by."""
+    """Find norms whose epsilon is as large as the variance of their input."""
     large = {}
     for path, module in setup.model.named_modules():
         values = [getattr(module, name, None) for name in ("eps", "variance_epsilon", "epsilon")]

@@ -1,4 +1,4 @@
-"""Logging of the numbers by layer to TensorBoard, W&B and trackio, in sections."""
+"""Log the numbers by layer to TensorBoard, W&B and trackio, in sections."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Taken:
         norm: the norm of the gradient before clipping; None if the step had no gradient.
         stepped: whether an optimizer took the step.
         measured: whether Lamina measured the update.
-        rate: the largest learning rate of the step, or the current largest rate if there was no step.
+        rate: the largest learning rate of the step, or the current largest learning rate if there was no step.
     """
 
     loss: torch.Tensor | None
@@ -272,7 +272,7 @@ class Instruments:
         Args:
             judge: decides from the gradient norm whether to skip the step; None skips no step.
             found: called with the batch after each search for the layers.
-            untold: called if a forward pass begins although nobody has ended the last optimizer step.
+            untold: called if a forward pass begins before the last optimizer step was ended.
             left: called before the loop destroys the process group.
         """
         self._judge, self._found, self._untold, self._left = judge, found, untold, left
@@ -388,7 +388,7 @@ class Instruments:
             self.followed.notes.append(text)
 
     def differentiates(self, loss: torch.Tensor) -> None:
-        """Keep the loss that a loop differentiates. It counts if neither the model nor the user gives a loss.
+        """Keep the loss that a loop differentiates. It counts only if neither the model nor the user gives a loss.
 
         A loss that the loop differentiates after the optimizer's step does not belong to this step.
         """
@@ -417,7 +417,7 @@ class Instruments:
         self._looking = passes
 
     def leaves(self) -> None:
-        """Stop watching before the process group is destroyed."""
+        """Stop watching before the loop destroys the process group."""
         self._left()
 
     def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
@@ -446,8 +446,7 @@ class Instruments:
             self._current = self._current / torch.where(self._scale > 0, self._scale, 1.0) ** 2
             self.note(
                 "your code clips gradients before scaler.unscale_(optimizer), while the gradients still contain the "
-                "loss scale, so the clipping limit is far too low. Call scaler.unscale_(optimizer) before the "
-                "clipping"
+                "loss scale, so the clipping limit is far too low. Call scaler.unscale_(optimizer) before you clip"
             )
             self._scale = None
 

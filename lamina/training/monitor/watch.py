@@ -115,7 +115,7 @@ class LoopMonitor(Monitor):
         instruments: the hooks on the model and its optimizers, which supply the measurements.
         records: the writer of the records in the first process; None in all other processes.
         step: the last earlier step; 0 for a new run.
-        on_alarm: called in the first process with the first alarm of each event.
+        on_alarm: called in the first process with the first alarm of each event (alarms within 20 steps).
         tokenizer: decodes the rows of recorded batches; with None, Lamina looks for the model's tokenizer.
     """
 
@@ -393,7 +393,7 @@ class Watch:
         self.__exit__(None if error is None else type(error), error, None)
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
-        """End a step: call it once after each ``optimizer.step()``, with the step's loss.
+        """End a step. Call this method once after each ``optimizer.step()``, with the step's loss.
 
         Under accelerate's ``accumulate``, a call after an ``optimizer.step()`` that accelerate skipped ends a
         micro-batch; the step's loss is the mean over its micro-batches.
@@ -410,7 +410,7 @@ class Watch:
 
     @property
     def diverged(self) -> Diverged | None:
-        """The reason and the place of the divergence; None if the run did not diverge."""
+        """The reason for the divergence and its layer; None if the run did not diverge."""
         return None if self.monitor is None else self.monitor.diverged
 
     def __exit__(
@@ -458,9 +458,9 @@ def watch(
             version of Lamina wrote the records, a training with ``step`` above 0 continues without recording.
         overwrite: replace the records of ``output``.
         step: the number of steps trained before this start.
-        on_alarm: called in the first process with the first alarm of each event. The alarm has ``step``, ``layer``,
-            ``sublayer``, ``metric`` and ``value``; ``str(alarm)`` is a sentence. An error in the function ends the
-            training.
+        on_alarm: called in the first process with the first alarm of each event (alarms within 20 steps). The alarm has
+            ``step``, ``layer``, ``sublayer``, ``metric`` and ``value``; ``str(alarm)`` is a sentence. An error in the
+            function ends the training.
         tokenizer: with ``batches=True``, decodes the rows of recorded batches (None: Lamina looks for the model's
             tokenizer).
         settings: see ``WatchSettings``: every, layers, first_layer, attention, batches, on_divergence,
@@ -489,10 +489,9 @@ def open_monitor(
     on_alarm: OnAlarm | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> LoopMonitor | None:
-    """Begin a monitor. All processes of a run must call this function.
-
-    If ``step`` is above 0 and ``resume="auto"`` finds records that Lamina can't continue, log a line and return None,
-    so that the training continues without records. In other cases, raise UserError.
+    """Begin a monitor. Open the folder and attach the hooks. All processes of a run must call this function. If
+    ``step`` is above 0 and ``resume="auto"`` finds records that Lamina can't continue, log a line and return None, so
+    that the training continues without records. In other cases, raise UserError.
     """
     processes, stage = processes_of(model, settings)
     instruments = Instruments(model, optimizers, settings)  # refuses before the folder is touched
@@ -558,7 +557,7 @@ class WatchCallback:
 
     @property
     def diverged(self) -> Diverged | None:
-        """The reason and the place of the divergence; None if the run did not diverge."""
+        """The reason for the divergence and its layer; None if the run did not diverge."""
         return None if self.monitor is None else self.monitor.diverged
 
     def _begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:

@@ -61,7 +61,7 @@ class LastEvaluation:
     tasks: Mapping[str, float] | None = None
 
     def apart(self) -> Json:
-        """Return the results on the second text and on tasks, by their names in records."""
+        """Return the results on the second corpus and on tasks, by their names in records."""
         second = {} if self.second is None else {"eval_corpus_loss": self.second}
         return second if self.tasks is None else {**second, "tasks": dict(self.tasks)}
 
@@ -396,7 +396,7 @@ WATCHED = "watched.json"
 
 
 def read_about(folder: Path) -> Json:
-    """Read watched.json; empty if it is missing.
+    """Read watched.json; return {} if the file is missing.
 
     Raises UserError if the file is damaged, or if another version of Lamina wrote the records.
     """

@@ -42,10 +42,10 @@ class WrittenWeights:
     """Judges a run's written weights and forgotten moments, one step after another.
 
     Attributes:
-        means: the number of changes of all weights so far.
+        means: the number of steps so far at which all weights were changed.
         total: the sum of the last step's changes.
         rate: the learning rate at the last step that has one; a resumed run has none yet.
-        restarts: whether the last step's lost moments belong to a restart; they are rows until they are recorded.
+        restarts: whether the last step's lost moments belong to a restart of the optimizer.
         elsewhere: whether training continues from other weights after this step, so that series start again.
         note: the text of this step's note; empty if there is none.
     """
@@ -69,8 +69,8 @@ class WrittenWeights:
         """Judge a step.
 
         If a change is present from the first record on, it belongs to the training loop. Averaging with other models
-        may change many parts at once. Such a change is outside its range only if it exceeds the largest change that the
-        parts' own updates could have made.
+        may change many parts at once. A change of many parts is unusual only if it exceeds the largest change that the
+        parts' updates could have made.
 
         Args:
             weights: by part, the step of its last record, its norm and its update's norm.

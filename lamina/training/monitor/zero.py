@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO 1 to 3: the part of each parameter that this process holds, and the end of each step.
 
 ZeRO keeps float32 weights, gradients and the optimizer's moments in flat tensors. Each process has a slice of these
-tensors; stage 3 also splits the model's own parameters. ZeRO's optimizer updates one slice after another by a torch
+tensors; stage 3 also splits the model's own parameters. ZeRO's optimizer updates one slice after another with a torch
 optimizer, and frees gradients meanwhile. So Lamina counts a step only when ZeRO's ``step`` ends.
 """
 

@@ -34,7 +34,7 @@ class Objective(ABC):
     Attributes:
         head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
         guess: a name for the loss of a model that knows only how frequent each target is.
-        own: the settings that this objective uses and some other objectives do not.
+        own: the settings that this objective uses, but some other objectives do not.
         without: the settings that this objective does not use, although all other objectives do.
     """
 

@@ -60,7 +60,7 @@ class TextObjective(Objective):
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the padding token, whose embedding is not trained; None if this token also ends documents."""
+    """Return the id of the padding token, whose embedding stays untrained; None if the end-of-text token pads."""
     padding = tokenizer.pad_token_id
     return padding if isinstance(padding, int) and padding != tokenizer.eos_token_id else None
 

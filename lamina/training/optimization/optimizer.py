@@ -56,8 +56,8 @@ def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
     """Return the factors of a matrix that Muon updates; outside the blocks, the factors for AdamW.
 
     The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out/in).
-    Muon's updates have the norm rate * 0.2 * sqrt(max(out, in)) for any input, so the factor is the same for all
-    alignments: 1/sqrt(m) if both sides grow. The factors for depth are the same as for Adam, because neither
+    Muon's updates have the norm (learning rate) * 0.2 * sqrt(max(out, in)) for any input, so the factor is the same for
+    all alignments: 1/sqrt(m) if both sides grow. The factors for depth are the same as for Adam, because neither
         optimizer's updates depend on the gradient's size.
     """
     if scaled.kind != "hidden" or scaled.weight.layer < 0:
@@ -76,7 +76,7 @@ class MuonAdamW(torch.optim.Optimizer):
     """PyTorch's Muon for groups with ``muon``, and PyTorch's AdamW for other groups, as one optimizer with one state.
 
     Muon's updates have the same root mean square as AdamW's (Liu et al. 2025, arXiv 2502.16982, Eq 4), so both use the
-    same learning rate and decay.
+    same learning rate and weight decay.
 
     Args:
         groups: groups with parameters, learning rate and weight decay; ``muon`` is True or missing.
@@ -126,7 +126,7 @@ def parameter_groups(
     weight_decay: float,
     epsilon: float = 1e-8,
 ) -> list[Json]:
-    """Group the parameters by learning rate and weight decay; groups with a rate factor near 1 come first.
+    """Group the parameters by learning rate and weight decay; factors near 1 on the learning rate come first.
 
     Gains, biases and learned scales have no weight decay. ``epsilon`` is Adam's epsilon; a group with a factor on
     epsilon gets the product of both.

@@ -163,7 +163,7 @@ def test_the_tuning_seeds_trials_can_be_shorter(tmp_path, corpus):
 def test_seeds_of_the_command_line_that_tune_are_refused(tmp_path, corpus):
     axes = {**AXES, "learning_rate": {"tune": [1e-3, 2e-3], "seeds": [100, 101]}, "seed": 3}
     file = write_study(tmp_path, corpus=corpus, axes=axes, claims="")
-    with pytest.raises(UserError, match="seeds: seed 101 tunes the rates"):
+    with pytest.raises(UserError, match="seeds: seed 101 tunes the learning rates"):
         study_plan(read_study(file), StudySettings(study=str(file), seeds="7,101"))
     plan = study_plan(read_study(file), StudySettings(study=str(file), seeds="7"))
     assert {trial.seed for trial in plan.wanted(known)} == {7, 100, 101}
@@ -240,7 +240,7 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
         (tuned_by(also={"post_ln": "2"}), "also: post_ln: unknown label '2'"),
         (tuned_by(also={"post_ln": "post_ln"}), "also: post_ln: unknown label 'post_ln'"),
         (tuned_by(also=["post_ln"]), r"also: \['post_ln'\] does not fit. Give a mapping"),
-        (tuned_by(seeds=[100, 2]), r"seed 2 tunes the rates. Give seeds that are not among \[100, 2\]"),
+        (tuned_by(seeds=[100, 2]), r"seed 2 tunes the learning rates. Give seeds outside \[100, 2\]"),
         (tuned_by(seeds=[100, 100]), "a list of different seeds"),
         (tuned_by(seeds=4), "at most the 3 of 'seed'"),
         (tuned_by(seeds=0), "learning_rate: seeds: 0 .*at least 1"),

@@ -27,7 +27,7 @@ def test_a_layer_that_falls_far_behind_its_past_is_a_note(metric, every, lasts):
     course = [(step, 1.0 if step <= 100 else 0.01) for step in range(every, 400, every)]
     (note,) = seen((gradients(*at, metric) for at in course), alarms)
     first = next(step for step, factor in course if factor < 1)
-    assert note.startswith(f"step {first + (lasts - 1) * every}: compared with the other layers, the {metric[:6]}")
+    assert note.startswith(f"step {first + (lasts - 1) * every}: relative to the other layers, the {metric[:6]}")
     assert "layer 2 (attention)" in note
     resumed = Alarms()
     resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))

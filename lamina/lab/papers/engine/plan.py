@@ -57,7 +57,7 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
             settings["placement"] = str(scale.folder / placement[2:])
         made.append(Arm(values=values, settings=settings))
     if not made:
-        raise UserError(f"skip: this entry removes all arms of the scale {scale.name}. Skip fewer combinations.")
+        raise UserError(f"skip: this entry removes all settings of the scale {scale.name}. Skip fewer combinations.")
     return made
 
 

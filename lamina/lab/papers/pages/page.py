@@ -232,7 +232,8 @@ def _arms(study: StudyFolder) -> str:
 
 
 _HOW = (
-    "Differences are paired over seeds. If the study tunes the learning rate, each arm is at its best rate. "
-    "Brackets hold Student's 95 % interval. p is corrected by Holm over the study's claims, and over repeated "
+    "Differences are paired over seeds. If the study tunes the learning rate, each setting is shown at its best "
+    "learning rate. "
+    "Parentheses hold Student's 95 % interval. p is corrected by Holm over the study's claims, and over repeated "
     "judgments if seeds were added after a judgment."
 )

@@ -159,7 +159,7 @@ def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
     if table.empty or x not in table or table["mean"].isna().all() or table[x].nunique() < 2:
         return None
     table = table.drop(columns="learning_rate") if x != "learning_rate" else table
-    rate = " Each arm is at its best learning rate." if study.has_sweep else ""
+    rate = " Each setting is shown at its best learning rate." if study.has_sweep else ""
     return _drawing(study, request, table, x, f"{_SPREAD}{rate} {_LOST}")
 
 
