@@ -1,4 +1,4 @@
-"""Lamina: choose where the norms sit in a Transformer, train it, and find out what went wrong.
+"""Lamina: choose where the norms sit in a Transformer, train it, and see what each layer does.
 
 Importing this package loads neither torch nor transformers. The functions load both when you first call them.
 """

@@ -25,7 +25,7 @@ _USER_ERRORS = {
     errno.ECONNRESET,  # another process of the run has ended
 }
 
-USAGE = """lamina: choose, train and diagnose where the norms sit in a Transformer
+USAGE = """lamina: choose where the norms sit in a Transformer, train it, and see what each layer does
 
 usage: lamina COMMAND [OPTIONS]        lamina COMMAND --help for a command's options
 

@@ -83,7 +83,7 @@ def test_the_results_are_five_pages_beside_the_navigation_and_the_search(site):
     keel = (site / "results" / "keel.html").read_text("utf-8")
     assert 'id="keel-maxlr"' in keel
     assert "<title>Keel: the paper&#39;s claims" in keel or "<title>Keel: the paper's claims" in keel
-    assert "<title>Choose, train and diagnose" in (site / "index.html").read_text("utf-8")
+    assert "<title>Choose where the norms sit" in (site / "index.html").read_text("utf-8")
     assert "<title>My loss spiked - Lamina" in (site / "loss-spiked.html").read_text("utf-8")
     assert keel.count("<details") == (ROOT / "docs" / "results" / "keel.md").read_text("utf-8").count("<details") > 9
     assert "markdown=" not in keel, "what is folded is Markdown, too"

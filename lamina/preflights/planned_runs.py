@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from lamina.core.initializers import SUITS
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.data.blocks import Blocks
@@ -23,7 +24,17 @@ from lamina.jobs.names import LAYERS, PREFLIGHT, PREFLIGHT_ROWS
 from lamina.placements.resolution import find
 from lamina.preflights.burn_in import BurnIn, BurningIn, Snapshot, choose
 from lamina.preflights.settings import PreflightSettings
-from lamina.preflights.verdict import Features, PreflightVerdict, calibration, features, judge, verdict_of
+from lamina.preflights.verdict import (
+    VERDICTS,
+    Features,
+    PreflightVerdict,
+    VerdictWord,
+    calibration,
+    disconnected,
+    features,
+    judge,
+    verdict_of,
+)
 from lamina.training.monitor.writers import LAYER_COLUMNS
 from lamina.training.objectives.objective import objective_of
 from lamina.training.objectives.text import CausalLM, read_text
@@ -108,9 +119,47 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
                 burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=progress.update)
                 numbers, advice = features(burn_in), find(run.placement).advice
                 verdict = judge(numbers, burn_in)
+                if disconnected(numbers) and verdict.verdict != "fine":
+                    progress.set_description(f"{printable(run.placement)}, other settings", refresh=False)
+                    others = other_settings(run, burn_in.proxy.init)
+                    better = best_of(others, verdict.verdict, settings, blocks, device=device, tick=progress.update)
+                    verdict = judge(numbers, burn_in, better)
                 preflights.append(Preflight(run=run, advice=advice, burn_in=burn_in, features=numbers, verdict=verdict))
                 progress.n = (number + 1) * steps
     return preflights
+
+
+def other_settings(run: PretrainSettings, init: str) -> Iterator[tuple[str, PretrainSettings]]:
+    """Yield a run with another initializer, with a third of the learning rate, and with both, after its flags."""
+    rate = float(f"{run.learning_rate / 3:.1g}")
+    for changed in ({"init": SUITS}, {"learning_rate": rate}, {"init": SUITS, "learning_rate": rate}):
+        if changed.get("init") != init:
+            flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
+            yield flags, replace(run, **changed)
+
+
+def best_of(
+    runs: Iterable[tuple[str, PretrainSettings]],
+    verdict: VerdictWord,
+    settings: PreflightSettings,
+    blocks: Blocks,
+    *,
+    device: str = "cpu",
+    tick: Callable[[], object] = lambda: None,
+) -> str:
+    """Return the flags and the verdict of the first run that is fine, or else of the best run.
+
+    Returns "" if no run has a better verdict than ``verdict``.
+    """
+    best = ""
+    for flags, run in runs:
+        burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=tick)
+        found = verdict_of(features(burn_in), calibration())
+        if VERDICTS.index(found) < VERDICTS.index(verdict):
+            best, verdict = f"{flags} (preflight's verdict is then: {found})", found
+        if found == "fine":
+            break
+    return best
 
 
 def burn_in_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lamina.core.frames import Frame
+from lamina.core.initializers import SUITS
 from lamina.jobs.kinds import Kind
 from lamina.jobs.row import Given, JobRow, Switch
 
@@ -34,7 +35,8 @@ PREFLIGHT = JobRow(
     summary="check a planned run: whether it will train, why not, and what to change",
     about=(
         "Check a run before you start it. Lamina trains its first steps at full depth, measures the layers, and\n"
-        "reports whether the run will train, why, and what to change. The verdicts:\n\n"
+        "reports whether the run will train, why, and what to change. If an early layer hardly affects the output,\n"
+        f"it also tries the initializer {SUITS} and a lower learning rate. The verdicts:\n\n"
         "  fine, risky      the model learned in these steps\n"
         '  undecided        too few steps to tell; the line "change" gives a number of steps that should be enough\n'
         "  will not train   we do not expect the model to learn\n\n"

@@ -13,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal
 
+from lamina.core.initializers import SUITS
 from lamina.core.json_types import Json
 from lamina.preflights.burn_in import BurnIn
 from lamina.training.monitor.rules import FP16_MAX
@@ -91,6 +92,7 @@ VERDICTS: tuple[VerdictWord, ...] = ("fine", "risky", "undecided", "will not tra
 LEAST_CONTEXT = 1e-4  # nats: the least that the held-out sequences can distinguish from 0
 MOST_LEFT = 10.0  # the whole schedule over the part taken: few of the fitted runs had more
 CLEAR = 2.0  # standard errors
+WEAK = -1.0  # log10 of a gain to the last layer
 FALLING = 0.3  # nats above a constant prediction's loss: the tokens' frequencies are still being learned
 
 
@@ -193,7 +195,11 @@ class PreflightVerdict:
     change: str
 
 
-def judge(numbers: Features, burn_in: BurnIn) -> PreflightVerdict:
+def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerdict:
+    """Return the verdict in words. ``better``: flags with which preflight measured a better verdict, and that verdict.
+
+    Lamina needs ``better`` only for a run that is ``disconnected``.
+    """
     fitted = calibration()
     sure, kind, deciding = chance(numbers, fitted), verdict_of(numbers, fitted), 0
     if kind == "undecided":
@@ -203,11 +209,11 @@ def judge(numbers: Features, burn_in: BurnIn) -> PreflightVerdict:
         rate = burn_in.planned.learning_rate / 10
         change = f"a lower learning rate ({rate:.1g}), gradient clipping, a longer warm-up"
     elif collapsed(numbers, fitted):
-        reason, change = _collapse(numbers, burn_in), _reconnect(burn_in)
+        reason, change = _collapse(numbers, burn_in), _reconnect(burn_in, better)
     else:
         reason = _reason(numbers, burn_in, kind, sure)
-        change = "" if kind == "fine" else _faster(numbers, burn_in)
-        change = _longer(numbers, burn_in, deciding) if deciding else change
+        change = "" if kind == "fine" else _faster(numbers, burn_in, better)
+        change = _longer(numbers, burn_in, deciding, better) if deciding else change
     if numbers.headroom < FP16_LITTLE:
         change = f"{change}; " if change else ""
         change += (
@@ -240,7 +246,7 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) 
     taken = len(burn_in.losses)
     after = f"after {taken} of {burn_in.planned.steps}"
     gain, layer_text = 10**numbers.jacobian, _place(numbers.jacobian_layer)
-    weak = f"; the gain from {layer_text} to the last layer is down to {gain:.1e}" if numbers.jacobian < -1 else ""
+    weak = f"; the gain from {layer_text} to the last layer is down to {gain:.1e}" if disconnected(numbers) else ""
     if kind == "fine":
         return (
             f"after {taken} steps {constant}, the input improves the predictions by {numbers.context:.2f} nats, "
@@ -263,7 +269,7 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) 
     )
 
 
-def _longer(numbers: Features, burn_in: BurnIn, deciding: int) -> str:
+def _longer(numbers: Features, burn_in: BurnIn, deciding: int, better: str) -> str:
     by = f"by step {deciding}" if deciding < burn_in.planned.steps else "only toward the end or not at all"
     if learns_frequencies(numbers):
         estimate = (
@@ -276,27 +282,28 @@ def _longer(numbers: Features, burn_in: BurnIn, deciding: int) -> str:
             f"{times:g} times the sum of learning rates so far, {by}"
         )
     if deciding >= burn_in.planned.steps:
-        return f"only the whole run can decide: {estimate}; or {_faster(numbers, burn_in)}"
+        return f"only the whole run can decide: {estimate}; or {_faster(numbers, burn_in, better)}"
     return f"measure more steps, with --burn-in {deciding}: {estimate}"
 
 
-def _reconnect(burn_in: BurnIn) -> str:
-    parts = [f"a lower learning rate ({burn_in.planned.learning_rate / 3:.1g}) with a longer warm-up"]
-    parts += ["--init scaled"] if burn_in.proxy.init != "scaled" else []
+def disconnected(numbers: Features) -> bool:
+    """Return whether a layer has so small a gain to the last layer that other settings should raise the gain first."""
+    return numbers.jacobian < WEAK
+
+
+def _reconnect(burn_in: BurnIn, better: str) -> str:
     # each norm on a sub-layer's sum divides the gradient by the sum's standard deviation
     sublayers = [sub for layer in burn_in.proxy.plan.layers for sub in (layer.attention, layer.feed_forward)]
-    if norms := sum(sub.post_norm is not None for sub in sublayers):
-        parts.append(
-            f"a placement with fewer norms on the skip path ({norms} of {len(sublayers)} sub-layers here) or fewer "
-            "layers"
-        )
-    return "; or ".join(parts)
+    norms = sum(sub.post_norm is not None for sub in sublayers)
+    fewer = f"a placement with fewer norms on the skip path ({norms} of {len(sublayers)} sub-layers here) or "
+    helpless = f"a lower learning rate and the initializer {SUITS} did not help"
+    return better or f"{fewer if norms else ''}fewer layers ({helpless})"
 
 
-def _faster(numbers: Features, burn_in: BurnIn) -> str:
+def _faster(numbers: Features, burn_in: BurnIn, better: str) -> str:
     planned = burn_in.planned
-    if numbers.jacobian < -1:
-        return _reconnect(burn_in)
+    if disconnected(numbers):
+        return _reconnect(burn_in, better)
     if numbers.spike > HIGH:
         return f"a lower learning rate ({planned.learning_rate / 3:.1g}): the loss rose by {numbers.spike:.1f} nats"
     higher = f"a higher learning rate ({planned.learning_rate * 2:.1g})"

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 
 import pandas as pd
 import pytest
@@ -117,6 +118,37 @@ def test_an_undecided_run_is_told_how_many_steps_decide_and_these_can_be_taken(c
         assert f"--burn-in {row['deciding_steps']}" in row["change"]
     longer = PreflightSettings(**{**TINY, "steps": 200, "burn_in": row["deciding_steps"]})
     assert burn_in_steps(longer, longer.runs()[0])[0] >= row["deciding_steps"]
+
+
+DEEP = {**TINY, "batch_size": 8, "burn_in": 16, "steps": 60, "sequences": 4, "placements": "post_ln"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_layers": 12, "init": "normal", "learning_rates": 2e-2},
+        {"num_layers": 16, "init": "scaled", "learning_rates": 1e-2},
+    ],
+)
+def test_the_advised_settings_train(corpus, given):
+    plan = {**DEEP, **given, "corpus": str(corpus)}
+    (found,) = lamina.preflight(**plan, bar=False).to_dict("records")
+    assert found["verdict"] == "will not train"
+    advised = re.findall(r"--(init|learning-rate) ([\w.]+)", found["change"])
+    assert advised, found["change"]
+    names = {"init": "init", "learning-rate": "learning_rates"}
+    (better,) = lamina.preflight(**{**plan, **{names[flag]: value for flag, value in advised}}, bar=False).to_dict(
+        "records"
+    )
+    assert better["verdict"] == "fine"
+    assert found["change"].endswith("(preflight's verdict is then: fine)")
+
+
+def test_nothing_is_advised_that_does_not_help(corpus):
+    plan = {**DEEP, "corpus": str(corpus), "num_layers": 12, "init": "small_scaled", "learning_rates": 0.3}
+    (found,) = lamina.preflight(**plan, bar=False).to_dict("records")
+    assert found["change"].startswith("a placement with fewer norms on the skip path (24 of 24 sub-layers here)")
+    assert "--" not in found["change"]
 
 
 def test_a_mix_of_corpora(corpus, tmp_path, capsys):
