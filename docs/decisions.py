@@ -34,15 +34,15 @@ _UNDECIDED = (  # where no sentence is decided
 )
 _FRONT_PAGE = """## What learns fastest with which initializer?
 
-Each placement is at its best learning rate.
+Each placement is at its best learning rate. In the table, "std" is the initial standard deviation of the weights. 0.09
+suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). 0.02 (`scaled`) is 4.5 times too small.
 
 <!-- front-page -->
 <!-- /front-page -->
 
-A standard deviation of 0.09 suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). A
-standard deviation of 0.02 (`scaled`) is 4.5 times too small. With this standard deviation, one FuseNorm run got stuck.
-The table shows how fast these models start to learn. After 20 tokens per parameter, shallower models give a different
-order of the placements ([evidence](results/ours.md#ladder))."""
+With a standard deviation of 0.02, one FuseNorm run got stuck. The table shows how fast these models start to learn.
+After 20 tokens per parameter, shallower models give a different order of the placements
+([evidence](results/ours.md#ladder))."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 
 
@@ -67,7 +67,8 @@ lamina compare --corpus my_texts/ --placements pre_ln,peri_ln,keel,fusenorm --le
 ```
 
 Use this advice to decide what to compare, not what to ship. The evidence is small: {scale} The papers' models are
-hundreds to thousands of times larger ([how we judge](evidence/methods.md))."""
+hundreds to thousands of times larger ([how we judge](evidence/methods.md)). Do not compare losses per byte with losses
+per token."""
 
 
 def _advice(question: Question, known: dict[str, Json]) -> list[str]:

@@ -38,7 +38,11 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
+    from lamina.ports.targets import target_of
+
     options = vars(parser().parse(argv))
+    if options["to"] is not None:
+        target_of(options["to"])  # before a command is suggested with this name
     for name in ("to", "num_layers"):
         if options[name] is None:
             to, layers = options["to"] or "pytorch", 24 if options["num_layers"] is None else options["num_layers"]

@@ -267,3 +267,8 @@ def test_the_command_writes_the_file_and_its_test(tmp_path, monkeypatch, capsys)
     assert main(words) == 2
     assert "exists. Add --overwrite" in capsys.readouterr().err
     assert main([*words, "--overwrite"]) == 0
+
+
+def test_a_suggested_command_has_no_unknown_trainer(capsys):
+    assert main(["emit", "keel", "--to", "bogus"]) == 2
+    assert "unknown --to 'bogus'" in capsys.readouterr().err
