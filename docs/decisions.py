@@ -34,8 +34,9 @@ _UNDECIDED = (  # where no sentence is decided
 )
 _FRONT_PAGE = """## What learns fastest with which initializer?
 
-Each placement is at its best learning rate. In the table, "std" is the initial standard deviation of the weights. 0.09
-suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). 0.02 (`scaled`) is 4.5 times too small.
+Each placement is at its best learning rate. In the table, "std" is the initial standard deviation of the weights. An
+std of 0.09 suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). An std of 0.02 (`scaled`)
+is 4.5 times too small.
 
 <!-- front-page -->
 <!-- /front-page -->
