@@ -81,13 +81,9 @@ def benchmarks(path):
         "Rowan/hellaswag/default/validation": hellaswag,
         "baber/piqa/default/validation": {"goal": "To warm it", "sol1": "light a fire", "sol2": "wait", "label": 0},
         "lighteval/siqa/default/validation": {"context": "Fire", "question": "is?", **answers, "label": "1"},
-        "allenai/winogrande/winogrande_xl/validation": {
-            "sentence": "Fire is _ than ice.",
-            "option1": "warmer",
-            "option2": "colder",
-            "answer": "1",
-        },
     }
+    options = {"option1": "warmer", "option2": "colder", "answer": "1"}
+    rows |= {"allenai/winogrande/winogrande_xl/validation": {"sentence": "Fire is _ than ice.", **options}}
     for name, row in rows.items():
         (path / name).parent.mkdir(parents=True)
         write_rows(path / f"{name}.jsonl", [row] * 6)
@@ -111,16 +107,11 @@ def model(kind):
 
     def write(path):
         tokenizer = load_tokenizer("bytes")
-        config = getattr(transformers, f"{kind}Config")(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=POSITIONS,
-            **({} if "Bert" in kind else {"num_key_value_heads": 2, "head_dim": 8}),
-            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 256),
-        )
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS}
+        sizes |= {} if "Bert" in kind else {"num_key_value_heads": 2, "head_dim": 8}
+        ends = dict.fromkeys([f"{end}_token_id" for end in ("pad", "bos", "eos", "cls", "sep")], 256)
+        config = getattr(transformers, f"{kind}Config")(**sizes, **ends)
         getattr(transformers, f"{kind}For{'MaskedLM' if 'Bert' in kind else 'CausalLM'}")(config).save_pretrained(path)
         tokenizer.save_pretrained(path)
 

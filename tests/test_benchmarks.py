@@ -314,12 +314,8 @@ def commonsense():
 )
 def test_a_question_is_worded_as_llm_adapters_words_it(commonsense, name, query, gold, instruction, answer):
     row = commonsense.example(name, query, gold)
-    assert row == {
-        "instruction": instruction,
-        "input": "",
-        "output": f"the correct answer is {answer}",
-        "benchmark": name,
-    }
+    said = {"input": "", "output": f"the correct answer is {answer}", "benchmark": name}
+    assert row == {"instruction": instruction, **said}
 
 
 SENTENCE = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want."

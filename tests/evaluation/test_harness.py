@@ -77,16 +77,10 @@ def test_items_equal_the_harness_s_own(model, data_dir, own, shots):
     network, tokenizer = loaded(model)
     tasks = Tasks.find(str(data_dir), run_code=True)
     ours, notes = Runner(model=network, tokenizer=tokenizer, batch_size=4).run(tasks.build("quiz"), shots)
-    theirs = simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(model), "backend": "causal", "dtype": "float32", "max_length": 256},
-        tasks=["quiz"],
-        device="cpu",
-        batch_size=4,
-        num_fewshot=shots,
-        task_manager=TaskManager(include_path=str(own), include_defaults=False),
-        bootstrap_iters=10,
-    )
+    arguments = {"pretrained": str(model), "backend": "causal", "dtype": "float32", "max_length": 256}
+    manager = TaskManager(include_path=str(own), include_defaults=False)
+    how = {"device": "cpu", "batch_size": 4, "num_fewshot": shots, "bootstrap_iters": 10}
+    theirs = simple_evaluate(model="hf", model_args=arguments, tasks=["quiz"], task_manager=manager, **how)
     mine, other = item_table(ours["samples"]), item_table(theirs["samples"])
     assert len(mine) == 20
     assert list(mine["target"]) == list(other["target"])

@@ -206,14 +206,8 @@ class Engine:
     @torch.no_grad()
     def logits(self, ids):
         """The logits [1, tokens, vocabulary] as the engine has them from the last states."""
-        output = self.model.eval()(
-            input_ids=ids,
-            inputs_embeds=None,
-            use_cache=False,
-            position_ids=torch.arange(ids.shape[1])[None],
-            attention_instances=self.instances,
-            return_dict=False,
-        )
+        given = {"position_ids": torch.arange(ids.shape[1])[None], "attention_instances": self.instances}
+        output = self.model.eval()(input_ids=ids, inputs_embeds=None, use_cache=False, return_dict=False, **given)
         assert [one.calls for one in self.instances.values()] == [1] * self.config.num_hidden_layers
         logits, cap = self.head(output[0]), getattr(self.config, "final_logit_softcapping", None)
         logits = logits if cap is None else cap * torch.tanh(logits / cap)

@@ -41,11 +41,7 @@ def states(model, inputs):
 
 def context_of(model, batches, tokenizer=None):
     """A context over batches that need not be of one length."""
-    structure = structure_of(model, {k: v for k, v in batches[0].items() if k != "attention_mask"})
-    return Context(
-        model=model,
-        base=base_of(model, structure, {k: v for k, v in batches[0].items() if k != "attention_mask"}),
-        structure=structure,
-        batches=batches,
-        tokenizer=tokenizer,
-    )
+    inputs = {k: v for k, v in batches[0].items() if k != "attention_mask"}
+    structure = structure_of(model, inputs)
+    base = base_of(model, structure, inputs)
+    return Context(model=model, base=base, structure=structure, batches=batches, tokenizer=tokenizer)

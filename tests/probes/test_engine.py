@@ -156,13 +156,8 @@ def test_seconds_are_those_of_a_probes_own_work_wherever_it_is_done_and_the_chea
     told, planned, begun = {}, {}, []
     ids = _ids(12)
     context = make_context(small_model("llama"), ProbeSettings(), ids)
-    run(
-        context,
-        [Slow(), Other()],
-        done=lambda probe, frame, seconds: told.update({probe.name: seconds}),
-        estimated=planned.update,
-        starting=begun.append,
-    )
+    seen = {"done": lambda probe, frame, seconds: told.update({probe.name: seconds}), "starting": begun.append}
+    run(context, [Slow(), Other()], estimated=planned.update, **seen)
     assert 0.06 <= told["slow"] < 2  # three batches
     assert told["other"] < 0.06
     assert begun == ["forward passes", "other", "slow"]

@@ -28,14 +28,8 @@ def tokenizer():
     pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
     made.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, [("[CLS]", 1), ("[SEP]", 2)])
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        model_input_names=inputs,
-        pad_token="[PAD]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        unk_token="[UNK]",
-    )
+    tokens = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "unk")}
+    return PreTrainedTokenizerFast(tokenizer_object=made, model_input_names=inputs, **tokens)
 
 
 @pytest.fixture

@@ -78,13 +78,8 @@ def test_what_all_placements_have_in_common_is_folded_below_the_ranking(page):
 
 def test_what_users_wrote_is_escaped(tmp_path):
     evil = "<script>alert(1)</script>"
-    folder = write_study(
-        tmp_path / "study",
-        courses={evil: (2.5, 0.1, 1.0, "finished"), "pre_ln": COURSES["pre_ln"]},
-        num_layers=4,
-        logged=3,
-        backbone=evil,
-    )
+    courses = {evil: (2.5, 0.1, 1.0, "finished"), "pre_ln": COURSES["pre_ln"]}
+    folder = write_study(tmp_path / "study", courses=courses, num_layers=4, logged=3, backbone=evil)
     page = readable(report(folder).read_text(encoding="utf-8"))
     assert "<script>alert" not in page
     assert "</script>alert" not in page

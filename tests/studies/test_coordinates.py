@@ -68,15 +68,8 @@ def test_the_blocks_that_end_a_share_of_the_depth_are_compared():
     kept = shares(pd.DataFrame(rows, columns=["depth", "layer", "value"]))
     found = {(depth, layer): value for depth, layer, value in kept.itertuples(index=False)}
     # of 3 blocks the first share ends with the second, half of which it is
-    assert found == {
-        **{(depth, -1): -1.0 for depth in (2, 3, 4)},
-        (2, 0): 0,
-        (2, 1): 1,
-        (3, 0): 1,
-        (3, 1): 2,
-        (4, 0): 1,
-        (4, 1): 3,
-    }
+    ends = {(2, 0): 0, (2, 1): 1, (3, 0): 1, (3, 1): 2, (4, 0): 1, (4, 1): 3}
+    assert found == {**{(depth, -1): -1.0 for depth in (2, 3, 4)}, **ends}
 
 
 def test_under_mup_the_readout_starts_with_the_root_of_the_width_below_and_that_is_no_fault(corpus, tmp_path):

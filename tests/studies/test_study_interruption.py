@@ -18,11 +18,7 @@ from lamina.studies.compare import compare
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 # The first placement's trial is short enough to be finished while another runs.
 LONG = {"placements": "pre_ln,keel,peri_ln", "steps": 120, "logging_steps": 5, "save_steps": 20, "eval_steps": 120}
-ENDLESS = {
-    **LONG,
-    "steps": 4000,
-    "compile": "off",
-}  # else a study of that length first tries whether compiling pays off
+ENDLESS = {**LONG, "steps": 4000, "compile": "off"}  # else it first tries whether compiling pays off
 
 
 def descendants(pid: int) -> set[int]:

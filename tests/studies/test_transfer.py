@@ -46,12 +46,8 @@ def test_the_interval_is_the_stretch_around_the_best_and_ends_at_the_first_that_
 
 def test_the_targets_rates_are_the_factors_times_the_best_and_rate_times_decay_stays():
     roles = summarize(results(of(FOUND)), CHOSEN, FACTORS)["roles"]
-    assert {kind: row["learning_rate"] for kind, row in roles.items()} == {
-        "embedding": 2e-3,
-        "hidden": 5e-4,
-        "readout": 5e-4,
-        "vector": 2e-3,
-    }
+    rates = {"embedding": 2e-3, "hidden": 5e-4, "readout": 5e-4, "vector": 2e-3}
+    assert {kind: row["learning_rate"] for kind, row in roles.items()} == rates
     assert roles["hidden"]["learning_rate"] * roles["hidden"]["weight_decay"] == pytest.approx(2e-3 * 0.1)
     assert roles["vector"]["weight_decay"] == 0.0
 

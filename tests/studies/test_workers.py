@@ -36,16 +36,8 @@ def test_a_callers_code_runs_once(way, corpus, tmp_path):
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
     words, typed = WAYS[way]
     words = [*words, code] if words == ["-c"] else words
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=tmp_path,
-        env=environment,
-        input=code if typed else None,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    how = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "input": code if typed else None}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, **how)
     assert done.returncode == 0, done.stderr
     assert "AssertionError" not in done.stderr
     assert (tmp_path / "ran.txt").read_text() == "once; "

@@ -70,9 +70,7 @@ def assert_no_duplicates(folder):
 @pytest.mark.parametrize(
     ("act", "step", "changed"),
     [
-        (interrupt, 6, {}),
-        (interrupt, 8, {}),
-        (interrupt, 7, {}),
+        *((interrupt, step, {}) for step in (6, 7, 8)),
         (interrupt, 6, {"save_steps": 0}),
         (interrupt, 6, {"gradient_accumulation": 2, "placement": "keel"}),
         (pull_the_plug, 8, {}),

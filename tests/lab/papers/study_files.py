@@ -66,3 +66,11 @@ def note_the_gpu(settings, *, resume, bar):
     result = {"status": "finished", "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}
     write_json(Path(settings.output) / "result.json", result)
     return result
+
+
+def chain(settings, **policy):
+    """A model that is tuned, one that judges it, and a policy that begins with the one and asks the other."""
+    judge = {"job": "reward", "from": "sft", "of": {"placement": "pre_ln"}, "settings": settings}
+    begins = {"from_model": "sft", "reward_model": "judge"}
+    last = {"job": "rlhf", "from": begins, "settings": policy, "records": ["held_out"]}
+    return {"sft": {"settings": settings}, "judge": judge, "policy": last}

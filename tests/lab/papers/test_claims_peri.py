@@ -98,13 +98,10 @@ def ratios(arm, seed):
 
 def growth(pre=100.0, peri=5.0, post=1.2, pre_fits=(0.8, 0.95), peri_fits=(0.99, 0.9)):
     """The factor by which training multiplies each placement's variance, and its fits after training."""
+    measured = (("pre_ln", pre, pre_fits), ("peri_ln", peri, peri_fits), ("post_ln", post, (0.5, 0.5)))
     arms = [
         {"placement": name, "factor": factor, "line": line, "exponential": exponential}
-        for name, factor, (line, exponential) in (
-            ("pre_ln", pre, pre_fits),
-            ("peri_ln", peri, peri_fits),
-            ("post_ln", post, (0.5, 0.5)),
-        )
+        for name, factor, (line, exponential) in measured
     ]
     return trials(
         *arms,
@@ -114,11 +111,7 @@ def growth(pre=100.0, peri=5.0, post=1.2, pre_fits=(0.8, 0.95), peri_fits=(0.99,
 
 
 def linear(**end):
-    return trials(
-        {},
-        init_hidden_states=lambda arm, seed: states(arm, seed),
-        end_hidden_states=lambda arm, seed: states(arm | end, seed),
-    )
+    return trials({}, init_hidden_states=states, end_hidden_states=lambda arm, seed: states(arm | end, seed))
 
 
 def sweep(*, peri=0.1, post_best=0.01, setup="as it is"):

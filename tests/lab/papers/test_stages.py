@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from lab.papers.study_files import write_study
+from lab.papers.study_files import chain, write_study
 
 from lamina.errors import UserError
 from lamina.jobs.columns import RESULT_COLUMNS
@@ -26,16 +26,7 @@ def stages(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({**row, "chosen": " a", "rejected": " b"}) + "\n" for row in ROWS))
     common = {**SHORT, "data": str(data)}
-    return {
-        "sft": {"settings": common},
-        "judge": {"job": "reward", "from": "sft", "of": {"placement": "pre_ln"}, "settings": common},
-        "policy": {
-            "job": "rlhf",
-            "from": {"from_model": "sft", "reward_model": "judge"},
-            "settings": {**common, "max_answer": 4},
-            "records": ["held_out"],
-        },
-    }
+    return chain(common, **common, max_answer=4)
 
 
 @pytest.fixture
@@ -243,11 +234,7 @@ def test_tuned_rates_are_known_before_a_chain_begins(plan, store, stages):
 
 
 def test_an_evaluation_is_a_row_with_a_column_per_task():
-    table = {
-        "headings": ["Book", "Blank", "Average"],
-        "shares": [True, True, True],
-        "lines": [{"mean": [30.0, 40.0, 35.0]}],
-    }
+    table = {"headings": ["Book", "Blank", "Average"], "shares": [True] * 3, "lines": [{"mean": [30.0, 40.0, 35.0]}]}
     row = columns_of({"status": "finished", "command": "lamina eval /somewhere", "table": table, "seconds": 1.0})
     assert row == {"status": "finished", "seconds": 1.0, "score": 35.0, "score_book": 30.0, "score_blank": 40.0}
     single = {"headings": ["Wiki. ppl", "PIQA"], "shares": [False, True], "lines": [{"mean": [12.0, 60.0]}]}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from lab.papers.study_files import run_here, write_study
+from lab.papers.study_files import chain, run_here, write_study
 from lab.posttraining.tiny import preferences, write_rows
 from training.tiny_runs import SMALL
 from transformers import ModernBertConfig
@@ -54,17 +54,7 @@ def run(plan, store):
 def test_a_chain_of_four_jobs_gives_rewards_at_equal_kl(plan, store, data):
     pytest.importorskip("trl")
     common = {"data": data, "steps": 2, "batch_size": 4, "eval_examples": 3, "learning_rate": 1e-2}
-    then = {
-        "sft": {"settings": common},
-        "judge": {"job": "reward", "from": "sft", "of": {"placement": "pre_ln"}, "settings": common},
-        "policy": {
-            "job": "rlhf",
-            "from": {"from_model": "sft", "reward_model": "judge"},
-            "settings": {**common, "max_answer": 4, "eval_steps": 1},
-            "records": ["held_out"],
-        },
-    }
-    made = plan(then)
+    made = plan(chain(common, **common, max_answer=4, eval_steps=1))
     rows = run(made, store)
     policies = rows[rows["stage"] == "policy"].set_index("placement")
     assert policies["eval_reward"].notna().all()

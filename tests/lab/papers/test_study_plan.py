@@ -312,14 +312,10 @@ def test_a_dry_run_lists_arms_by_their_labels_and_says_the_minutes_here(tmp_path
 
 
 def test_a_dry_run_names_the_stages_and_counts_their_trials(tmp_path, corpus):
+    preferences = {"data": "generated:preferences", "steps": 2}
     then = {
         "sft": {"settings": {"data": "generated:answers", "steps": 5, "batch_size": 4}},
-        "judge": {
-            "job": "reward",
-            "from": "sft",
-            "of": {"placement": "keel"},
-            "settings": {"data": "generated:preferences", "steps": 2},
-        },
+        "judge": {"job": "reward", "from": "sft", "of": {"placement": "keel"}, "settings": preferences},
         "tasks": {"job": "eval", "from": "sft", "skip": [{"placement": "keel"}], "settings": {"tasks": "generated"}},
     }
     file = write_study(tmp_path, corpus=corpus, then=then, claims="")

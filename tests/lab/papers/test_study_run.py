@@ -43,12 +43,8 @@ def times(tmp_path):
 def test_a_study_trains_its_trials_and_judges_its_claims(run, tmp_path, corpus):
     outcome = run(write_study(tmp_path / "files", corpus=corpus))
     rows = outcome.results
-    assert sorted(zip(rows["placement"], rows["seed"], strict=True)) == [
-        ("keel", 0),
-        ("keel", 1),
-        ("pre_ln", 0),
-        ("pre_ln", 1),
-    ]
+    trained = sorted(zip(rows["placement"], rows["seed"], strict=True))
+    assert trained == [("keel", 0), ("keel", 1), ("pre_ln", 0), ("pre_ln", 1)]
     assert rows["eval_loss"].notna().all()
     assert rows["tuned"].all()
     (claim,) = outcome.claims

@@ -161,15 +161,10 @@ def by_trl(job, start, rows, flags):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
     else:
         whole = AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, model.dtype))
-    trainer = getattr(trl, f"{name}Trainer")(
-        model=whole,
-        processing_class=tokenizer,
-        args=arguments,
-        train_dataset=datasets.Dataset.from_list(rows),
-        eval_dataset=datasets.Dataset.from_list(rows),
-        peft_config=trl.get_peft_config(model),
-        **({"reward_funcs": rewarded, "callbacks": [Reseeded()]} if policy else {}),
-    )
+    given = {"train_dataset": datasets.Dataset.from_list(rows), "eval_dataset": datasets.Dataset.from_list(rows)}
+    given |= {"processing_class": tokenizer, "peft_config": trl.get_peft_config(model)}
+    given |= {"reward_funcs": rewarded, "callbacks": [Reseeded()]} if policy else {}
+    trainer = getattr(trl, f"{name}Trainer")(model=whole, args=arguments, **given)
     accumulated, size = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
     options = {"steps": STEPS, "batch_size": size, "gradient_accumulation": accumulated, "seed": 0}
     order = TrainOrder(len(trainer.train_dataset), **options)

@@ -25,13 +25,8 @@ def rollouts():
     mask = torch.tensor([[1.0] * n + [0.0] * (5 - n) for n in lengths])
     logps = (-2.0 * torch.rand(3, 5, generator=generator) * mask).requires_grad_()
     reference = -2.0 * torch.rand(3, 5, generator=generator) * mask
-    return {
-        "sampled": torch.tensor([1.5, -0.25, 5.0]),
-        "greedy": torch.tensor([0.5, 1.0, -5.0]),
-        "mask": mask,
-        "logps": logps,
-        "reference": reference,
-    }
+    rewards = {"sampled": torch.tensor([1.5, -0.25, 5.0]), "greedy": torch.tensor([0.5, 1.0, -5.0])}
+    return {**rewards, "mask": mask, "logps": logps, "reference": reference}
 
 
 def weights_of(rollouts, beta, kl_per="step"):

@@ -152,13 +152,9 @@ def test_torchtitan_itself(tmp_path, kind):
     said = []
     for name, line in (("watched", LINES["torchtitan"]), ("alone", "")):
         (tmp_path / name).mkdir()
-        ended = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("titan_loop.py")), "files", kind, line],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            cwd=tmp_path / name,
-            capture_output=True,
-            text=True,
-        )
+        words = [sys.executable, str(Path(__file__).with_name("titan_loop.py")), "files", kind, line]
+        how = {"env": {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, "cwd": tmp_path / name}
+        ended = subprocess.run(words, capture_output=True, text=True, **how)
         assert ended.returncode == 0, ended.stderr[-3000:]
         assert "atexit" not in ended.stderr
         said.append(re.sub(r"\x1b\[[0-9;]*m", "", ended.stdout + ended.stderr))
@@ -220,16 +216,9 @@ def test_lightning(tmp_path, monkeypatch, accumulated):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(
-        max_steps=22,
-        accelerator="cpu",
-        accumulate_grad_batches=accumulated,
-        gradient_clip_val=0.5,
-        enable_model_summary=False,
-        **eval(f"dict({LINES['Lightning']})"),
-        **quiet,
-    )
+    how = {"accelerator": "cpu", "accumulate_grad_batches": accumulated, "gradient_clip_val": 0.5, "logger": False}
+    how |= dict.fromkeys(["enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    trainer = lightning.Trainer(max_steps=22, **how, **eval(f"dict({LINES['Lightning']})"))
     trainer.fit(Module(), torch.utils.data.DataLoader(IDS, batch_size=2))
     sums = [sum(losses[i : i + accumulated]) for i in range(0, len(losses), accumulated)]
     check(Path("runs/lightning"), sums, norms)

@@ -31,14 +31,9 @@ def trained(kind, folder, *, beta, **more):
     qwen3().save_pretrained(model)
     config, trainer = {"grpo": (trl.GRPOConfig, trl.GRPOTrainer), "rloo": (trl.RLOOConfig, trl.RLOOTrainer)}[kind]
     args = common(folder, max_steps=STEPS, num_generations=2, max_completion_length=6, beta=beta, **more)
-    trainer = trainer(
-        model,
-        reward_funcs=reward,
-        args=config(**args),
-        train_dataset=datasets.Dataset.from_dict({"prompt": [f"layer {i}" for i in range(8)]}),
-        processing_class=tokenizer(),
-        callbacks=[lamina.LayerMonitor(str(folder / "run"), every=4)],
-    )
+    data = datasets.Dataset.from_dict({"prompt": [f"layer {i}" for i in range(8)]})
+    more = {"processing_class": tokenizer(), "callbacks": [lamina.LayerMonitor(str(folder / "run"), every=4)]}
+    trainer = trainer(model, reward_funcs=reward, args=config(**args), train_dataset=data, **more)
     trainer.train()
     return trainer
 

@@ -286,14 +286,10 @@ def reward(folder, monitor, **more):
 
 def grpo(folder, monitor, **more):
     more = {"num_generations": 2, "max_completion_length": 8, "temperature": 1.0, **more}
-    return trl.GRPOTrainer(
-        qwen3(),
-        reward_funcs=lambda completions, **kwargs: [float(len(set(text))) for text in completions],
-        args=trl.GRPOConfig(**common(folder, **more)),
-        train_dataset=datasets.Dataset.from_dict({"prompt": [f"layer {i}" for i in range(8)]}),
-        processing_class=tokenizer(),
-        callbacks=[monitor],
-    )
+    data = datasets.Dataset.from_dict({"prompt": [f"layer {i}" for i in range(8)]})
+    given = {"args": trl.GRPOConfig(**common(folder, **more)), "train_dataset": data}
+    given |= {"reward_funcs": lambda completions, **kwargs: [float(len(set(text))) for text in completions]}
+    return trl.GRPOTrainer(qwen3(), processing_class=tokenizer(), callbacks=[monitor], **given)
 
 
 @pytest.mark.parametrize(
