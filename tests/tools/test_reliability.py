@@ -1,6 +1,11 @@
-"""The reliability suites: of each some cases in every run of the tests, and with --slow markers the whole of it."""
+"""The reliability suites: of each some cases in every run of the tests, and with --slow markers the whole of it.
 
+And that every tool runs as its docstring says: as a module, from the repository's root.
+"""
+
+import importlib
 import random
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +31,14 @@ WHOLE = {  # of each suite its cases, how many there are at least, and their gro
     "kills": (lambda: kills.suite(104, 1), 100, set(kills.CONFIGURATIONS)),
     "models": (lambda: models.suite(240, 1), 240, None),
 }
+
+
+TOOLS = sorted((Path(__file__).parents[2] / "tools").glob("*/*.py"))
+
+
+@pytest.mark.parametrize("path", TOOLS, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_a_tool_finds_what_it_imports(path):
+    assert importlib.import_module(f"tools.{path.parent.name}.{path.stem}").__doc__
 
 
 def faults(cases):

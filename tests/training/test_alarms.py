@@ -473,12 +473,13 @@ def test_steps_that_a_loss_scaler_leaves_out_again_and_again_are_told():
     assert [(alarm.step, alarm.rule) for alarm in found] == [(41 + int(limits()["skipped/skipped_steps"]), "skipped")]
 
 
+def loads(step, shares):
+    return [(step, 1, "feed_forward", "expert", at, "expert_load", share) for at, share in enumerate(shares)]
+
+
 def test_experts_that_are_no_longer_chosen_are_told():
     even, uneven = [0.3, 0.2, 0.25, 0.25], [0.97, 0.01, 0.01, 0.01]
-    found = told(
-        [(step, 1, "feed_forward", "expert", at, "expert_load", load) for at, load in enumerate(loads)]
-        for step, loads in ((step, uneven if step > 200 else even) for step in range(20, 300, 20))
-    )
+    found = told(loads(step, uneven if step > 200 else even) for step in range(20, 300, 20))
     assert [(alarm.step, alarm.rule, alarm.metric) for alarm in found] == [(220, "fall", "experts_used")]
 
 
@@ -612,3 +613,39 @@ def test_a_run_of_laminas_own_raises_alarms_which_a_resumed_one_continues(traine
     assert whole.read_text() == parts.read_text()
     first = gather(whole.parent).first
     assert (first.step, first.layer, first.sublayer) == (11, 1, "feed_forward")
+
+
+def noted(records, alarms=None):
+    """The notes of these records, and that none is an alarm."""
+    alarms = alarms or Alarms()
+    assert told(records, alarms) == []
+    return alarms.notes
+
+
+def behind(step, factor, metric="gradient_norm"):
+    values = [1.0, 1.2, 0.9 * factor, 1.1]
+    return [row(step, value, layer=layer, metric=metric) for layer, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(("metric", "every", "lasts"), [("gradient_norm", 1, 8), ("update_norm", 20, 3)])
+def test_a_layer_that_falls_far_behind_its_past_is_a_note(metric, every, lasts):
+    alarms = Alarms()
+    course = [(step, 1.0 if step <= 100 else 0.01) for step in range(every, 400, every)]
+    (note,) = noted((behind(*at, metric) for at in course), alarms)
+    first = next(step for step, factor in course if factor < 1)
+    assert note.startswith(f"step {first + (lasts - 1) * every}: relative to the other layers, the {metric[:6]}")
+    assert "layer 2 (attention)" in note
+    resumed(alarms)
+
+
+@pytest.mark.parametrize(("factor", "steps"), [(0.1, range(1, 60)), (0.1, range(30, 60)), (0.01, range(40, 47))])
+def test_a_layer_that_is_behind_from_the_start_a_little_or_for_short_gets_no_note(factor, steps):
+    assert noted(behind(step, factor if step in steps else 1.0) for step in range(1, 60)) == []
+
+
+def test_an_expert_without_tokens_is_a_note_unless_chance_explains_it():
+    (note,) = noted(loads(20 * step, [0.4, 0.3, 0.0, 0.3]) for step in range(1, 20))
+    assert "no tokens to expert 2 of layer 1" in note
+    draw, ignored = random.Random(0), Alarms()
+    told((loads(20 * at, [draw.choice((0.0, 0.0, 0.5)) for _ in range(8)]) for at in range(1, 200)), ignored)
+    assert ignored.notes == []

@@ -402,6 +402,12 @@ def test_edited_settings_are_refused_by_name(run, capsys):
     assert "checkpoint-6 was trained with 10" in line
 
 
+def test_a_setting_that_was_written_into_a_runs_file_is_named_with_the_file(run, capsys):
+    path = run / "config.yaml"
+    path.write_text("paralmel: ddp\n" + re.sub("(?m)^digest:.*", "", path.read_text()))  # an older run's has none
+    assert "run': unknown setting 'paralmel'; did you mean 'parallel'" in refused(run, capsys)
+
+
 @pytest.mark.parametrize("harm", [spoil, gone])
 def test_what_the_checkpoint_knows_too_is_written_again(run, runs, harm):
     for name in ("data.json", "plan.json", "result.json", "environment.json"):

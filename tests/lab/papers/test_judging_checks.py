@@ -244,21 +244,14 @@ def test_the_tuned_trials_are_those_at_the_arms_rate():
 
 
 def test_the_optimum_of_an_arm_counts_diverged_rates_as_infinitely_bad():
-    sweep = [
-        {**row, "learning_rate": rate, "status": status}
-        for rate, loss, status in ((1e-3, 3.2, "finished"), (2e-3, 3.1, "finished"), (4e-3, 1.0, "diverged"))
-        for row in rows("keel", [loss] * 3)
-    ]
-    assert judging.optimum(trials(sweep), "keel").rate == 2e-3
+    both = sweep("keel", {1e-3: [3.2] * 3, 2e-3: [3.1] * 3}), sweep("keel", {4e-3: [1.0] * 3}, "diverged")
+    assert judging.optimum(trials(*both), "keel").rate == 2e-3
 
 
 def test_a_run_that_failed_takes_no_rate_from_the_optimum():
-    ends = ((1e-3, 3.2, "finished"), (2e-3, 3.0, "finished"), (4e-3, 3.1, "finished"))
-    sweep = [
-        {**row, "learning_rate": rate, "status": end} for rate, loss, end in ends for row in rows("keel", [loss] * 3)
-    ]
-    sweep[4] |= {"status": "failed", "eval_loss": None}
-    assert judging.optimum(trials(sweep), "keel").trained == 2e-3
+    ran = sweep("keel", {1e-3: [3.2] * 3, 2e-3: [3.0] * 3, 4e-3: [3.1] * 3})
+    ran[4] |= {"status": "failed", "eval_loss": None}
+    assert judging.optimum(trials(ran), "keel").trained == 2e-3
 
 
 def test_tables_of_probes_have_their_trials_in_front():
@@ -325,14 +318,10 @@ def test_the_optimum_is_the_parabolas_lowest_point_in_log_rate():
     assert (found.at_edge, found.trained) == (False, 5e-3)
 
 
-def test_an_optimum_at_the_edge_says_so():
-    found = statistics.parabola_optimum({1e-3: 3.2, 2e-3: 3.1, 4e-3: 3.0})
-    assert (found.rate, found.at_edge) == (4e-3, True)
-
-
-def test_a_rate_that_diverged_bounds_the_sweep():
-    found = statistics.parabola_optimum({1e-3: 3.2, 2e-3: 3.1, 4e-3: math.inf})
-    assert (found.rate, found.at_edge) == (2e-3, False)
+@pytest.mark.parametrize(("last", "rate", "at_edge"), [(3.0, 4e-3, True), (math.inf, 2e-3, False)])
+def test_an_optimum_at_the_edge_says_so_and_a_rate_that_diverged_bounds_the_sweep(last, rate, at_edge):
+    found = statistics.parabola_optimum({1e-3: 3.2, 2e-3: 3.1, 4e-3: last})
+    assert (found.rate, found.at_edge) == (rate, at_edge)
     with pytest.raises(ValueError, match="finite"):
         statistics.parabola_optimum({1e-3: math.inf})
 

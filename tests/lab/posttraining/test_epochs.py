@@ -42,9 +42,12 @@ def test_a_job_by_epochs_takes_the_steps_of_its_examples(given, job):
 
 
 @pytest.mark.parametrize(("job", "steps"), [(job, 9 if job == "sft" else 3) for job in JOBS])
-def test_without_epochs_sft_makes_three_passes_and_the_other_jobs_one(given, job, steps):
+def test_without_epochs_sft_makes_three_passes_and_the_other_jobs_one(given, job, steps, tmp_path):
     with pytest.raises(UserError, match=rf"pause_step: 50 is after the last step, {steps}\."):
         JOBS[job](given(job, pause_step=50), bar=False)
+    with pytest.raises(UserError, match=rf"warmup: 40 steps are more than steps = {steps}"):
+        JOBS[job](given(job, warmup=40), bar=False)
+    assert not (tmp_path / "run").exists(), "checked before the folder is touched"
 
 
 @pytest.mark.parametrize(
@@ -68,14 +71,6 @@ def test_a_run_by_epochs_resumes_with_the_same_words(given, tmp_path):
     resumed = sft({**words, "steps": 0, "sequence_length": None, "pause_step": None}, resume=True, bar=False)
     assert (resumed["status"], resumed["steps"]) == ("finished", whole["steps"])
     assert same_weights(tmp_path / "whole", tmp_path / "run")
-
-
-def test_the_steps_of_the_epochs_are_checked_before_the_folder_is_touched(given, tmp_path):
-    with pytest.raises(UserError, match=r"pause_step: 50 is after the last step, 6"):
-        sft(given("sft", epochs=2.0, pause_step=50), bar=False)
-    with pytest.raises(UserError, match="warmup: 40 steps are more than steps = 6"):
-        sft(given("sft", epochs=2.0, warmup=40), bar=False)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_model_of_images_is_no_start_and_that_is_the_reason(given, tmp_path):

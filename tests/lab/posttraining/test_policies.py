@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from accelerate import Accelerator
-from lab.posttraining.tiny import common, preferences, records, same_weights, write_rows
+from lab.posttraining.tiny import common, preferences, records, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lamina.errors import UserError
@@ -140,7 +140,7 @@ def test_every_steps_recorded_loss_is_the_one_whose_gradient_is_taken(policy, al
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_policy_resumes_as_if_nothing_had_happened(policy, algorithm):
+def test_a_policy_is_recorded_and_evaluated_against_the_model_that_it_started_from(policy, algorithm):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         whole, result = policy("whole", algorithm=algorithm)
@@ -156,11 +156,6 @@ def test_a_policy_resumes_as_if_nothing_had_happened(policy, algorithm):
     assert [r["step"] for r in evaluated] == [0, 2, 4]
     assert evaluated[0]["eval_kl"] == pytest.approx(0.0, abs=1e-5)
     assert evaluated[-1]["eval_kl"] != evaluated[0]["eval_kl"]
-    policy("part", algorithm=algorithm, pause_step=2)
-    _, resumed = policy("part", resume=True, pause_step=None)
-    assert same_weights(whole, whole.parent / "part")
-    assert resumed["eval_reward"] == result["eval_reward"]
-    assert (whole / "held_out.jsonl").read_text() == (whole.parent / "part" / "held_out.jsonl").read_text()
     page = report(whole).read_text()
     assert "To judge a policy" in page
     assert "held-out loss" not in page

@@ -68,7 +68,7 @@ def test_an_interrupted_run_ends_with_the_same_bytes(name, base, pairs, tmp_path
     metrics = ["step_loss", "update_ratio", "gradient_norm"]
     assert read_rows(tmp_path / "whole", metrics) == read_rows(tmp_path / "part", metrics)
     files = ["model/model.safetensors", *(["adapter/adapter_model.safetensors"] if "lora_rank" in own else [])]
-    for file in files:
+    for file in [*files, *(["held_out.jsonl"] if job == "rlhf" else [])]:
         ours, theirs = ((tmp_path / folder / file).read_bytes() for folder in ("whole", "part"))
         assert ours == theirs
     assert len(load_file(tmp_path / "part" / files[-1])) > 2

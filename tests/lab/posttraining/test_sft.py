@@ -1,5 +1,10 @@
 """`lamina sft` on a tiny model: it learns, resumes, keeps the best, trains LoRA, packs, and refuses bad input."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from datasets import Dataset
@@ -197,3 +202,24 @@ def test_a_run_resumes_from_a_model_that_has_moved_and_from_no_other_nor_with_ot
     first.rename(moved)
     _, resumed = tuned("part", resume=True, from_model=str(moved), pause_step=None)
     assert resumed["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_an_adapters_file_does_not_depend_on_the_hash_seed(tmp_path):
+    script = tmp_path / "save.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nfrom peft import LoraConfig, PeftModel\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "from lamina.lab.posttraining.starting import save_adapter\n"
+        "sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)\n"
+        "model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes))\n"
+        "names = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'up_proj', 'down_proj', 'gate_proj']\n"
+        "save_adapter(PeftModel(model, LoraConfig(r=2, target_modules=names)), Path(sys.argv[1]))\n"
+    )
+    written = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([sys.executable, script, tmp_path / seed], env=environment, check=True, capture_output=True)
+        written.append((tmp_path / seed / "adapter_config.json").read_text())
+    assert written[0] == written[1]
+    assert len(json.loads(written[0])["target_modules"]) == 7
