@@ -63,8 +63,8 @@ class Argument:
         is_needed: for a word that stands alone, whether the command requires it.
         is_list: whether all words up to the next flag are its values.
         adds: whether each use of the flag adds a value to the earlier values.
-        files: for a mapping, the files that declare which of another library's options are text.
-        key: another library's option that the setting passes on; the flag then has that library's name.
+        files: for a mapping, the files that say which of another library's options are text.
+        key: another library's option that the setting holds; the flag then has that library's name.
         alone: the value's text if no word follows the flag, as after ``--resume``.
     """
 
@@ -84,7 +84,7 @@ class Argument:
 
     @property
     def kinds(self) -> tuple[object, ...]:
-        """The allowed types. A Literal counts as text, since its own check suggests the nearest word."""
+        """The allowed types. A Literal counts as text, because its check suggests the nearest word."""
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return tuple(str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in kinds)
 
@@ -93,9 +93,9 @@ class Argument:
 
         Args:
             flag: the flag on the command line; for a switch, perhaps its negative.
-            inner: the part of the flag behind a dot, a mapping's key.
-            text: the text behind an equals sign; None without an equals sign.
-            left: the words behind the flag; the method removes the value's words.
+            inner: the part of the flag after a dot, a mapping's key.
+            text: the text after an equals sign; None without an equals sign.
+            left: the words after the flag; the method removes the value's words.
         """
         names = "/".join(self.flags)
         if self.kind is bool:
@@ -263,7 +263,7 @@ class Parser:
         return {**_from_yaml(Path(path("config", options.config)), self.record), **typed}, options
 
     def parse(self, argv: Sequence[str]) -> SimpleNamespace:
-        """Parse a command line: words behind flags belong to the flags, and other words are taken by their order.
+        """Parse a command line: words after flags belong to the flags, and other words are taken by their order.
 
         Raises UserError for an unknown flag.
         """
@@ -361,7 +361,7 @@ class Parser:
 
 
 def _is_value(word: str) -> bool:
-    """Return whether a word behind a flag is its value: no flag, but perhaps a negative number or a sentence."""
+    """Return whether a word after a flag is its value: not a flag, but perhaps a negative number or a sentence."""
     return not word.startswith("-") or word == "-" or " " in word or re.fullmatch(_NEGATIVE, word) is not None
 
 

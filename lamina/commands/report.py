@@ -32,7 +32,7 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Rewrite report.html and, on request, take a screenshot of it."""
+    """Rewrite report.html and, on request, take a screenshot of the page."""
     options = parser().parse(argv)
     whole_number("height", options.height)
     number("every", options.every, 1.0)

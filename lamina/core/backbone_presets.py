@@ -146,7 +146,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Preset:
-    """Return the preset of this name. Raises UserError that suggests the nearest name."""
+    """Return the preset of this name. Raises UserError for an unknown name, and suggests the nearest name."""
     if name not in PRESETS:
         problem = f"backbone: {name!r}: no such folder" if "/" in name else f"unknown backbone {name!r}"
         raise UserError(
@@ -157,5 +157,5 @@ def get(name: str) -> Preset:
 
 
 def is_place(name: str) -> bool:
-    """Return whether a name that is no preset may be a folder or a model on the hub."""
+    """Return whether a name that is not a preset may be a folder or a model on the hub."""
     return name not in PRESETS and (os.path.isdir(name) or _ON_THE_HUB.fullmatch(name) is not None)

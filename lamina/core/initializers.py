@@ -27,7 +27,7 @@ WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 class Facts:
     """The facts about a weight that an initializer may need; the defaults fit a block's query projection.
 
-    ``layer`` is 0-based, -1 outside the blocks. ``wiring`` is the sub-layer's part of the plan. ``num_layers`` is the
+    ``layer`` is 0-based, -1 outside the blocks. ``wiring`` is the sub-layer's record in the plan. ``num_layers`` is the
     number of blocks.
     """
 
@@ -139,7 +139,7 @@ for _name, _variance in (("he", 2.0), ("lecun", 1.0), ("10/d", 10.0), ("1/(10d)"
 
 def check(init: str) -> tuple[str, float]:
     """Split "name" or "name(std=0.01)" into name and base std. Raises UserError for any other text."""
-    if init in names():  # some names have brackets of their own
+    if init in names():  # some names contain parentheses
         return init, 0.02
     name, options = specs.parse(init, "init")
     INITIALIZERS.get(name, other_names=("recommended",))

@@ -1,4 +1,4 @@
-"""Progress: bars on terminals and in notebooks, plain lines at intervals elsewhere."""
+"""Progress: bars on terminals and in notebooks, and plain lines at intervals elsewhere."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Loading of users' Python files. The files run as code. If a file raises an exception, Lamina raises a UserError that
-names the file.
-"""
+"""Execute users' Python files. If a file raises an exception, Lamina raises a UserError that names the file."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ _SAID = "LAMINA_PYTHON_FILES"  # set so that a study's worker processes do not r
 def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
     """Run a Python file, and return it as a module; ``kind`` is the noun for its content in messages.
 
-    Before the first run, log that the file runs as code, unless the log is ``announced`` already or the file belongs to
-    the package. Raises UserError for any exception in the file, including ``sys.exit``.
+    Before the first run, log that Lamina executes the file, unless the log is ``announced`` already or the file belongs
+    to the package. Raises UserError for any exception in the file, including ``sys.exit``.
     """
     if not announced:
         _say(kind, path)

@@ -27,7 +27,7 @@ def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> Non
 
 
 class Registry(Generic[Entry]):
-    """Entries by name, loaded when the first is needed.
+    """Entries by name, loaded when the first entry is needed.
 
     Args:
         kind: the noun for an entry ("placement"), for the messages.
@@ -62,7 +62,9 @@ class Registry(Generic[Entry]):
         return sorted(self._entries)
 
     def get(self, name: str, *, other_names: Iterable[str] = ()) -> Entry:
-        """Return the entry of this name. Raises UserError that suggests the nearest name, including ``other_names``."""
+        """Return the entry of this name. Raises UserError for an unknown name, and suggests the nearest name, including
+        ``other_names``.
+        """
         self._load()
         if name not in self._entries:
             raise unknown(self.kind, name, [*self._entries, *other_names])
@@ -71,7 +73,7 @@ class Registry(Generic[Entry]):
     def from_file(self, path: Path) -> Entry:
         """Run a user's Python file and return the one entry that it registers; the registry stays unchanged.
 
-        Raises UserError that names the file, for any exception in the file.
+        Raises UserError for any exception in the file, and names the file.
         """
         if not path.is_file():
             raise UserError(f"{self.kind} {str(path)!r}: no such file")

@@ -1,4 +1,4 @@
-"""Specs: a name or file with options in brackets, ``name(option=value, ...)``, and lists of specs.
+"""Specs: a name or file with options in parentheses, ``name(option=value, ...)``, and lists of specs.
 
 A value is written as in YAML. A comma inside brackets or quotes belongs to the value: ``name(layers=[0, 3], text='a,
 b')``.
@@ -20,7 +20,7 @@ _QUOTES = "'\""
 def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
     """Split ``"name(option=value, ...)"`` into a name or path and its options.
 
-    ``kind`` is the noun for the spec in messages. Raises UserError for text of another form.
+    ``kind`` is the noun for the spec in messages. Raises UserError for any other text.
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
@@ -48,8 +48,8 @@ def split(text: str, kind: str) -> list[str]:
 def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
     """Split at commas outside brackets and quotes, skipping empty parts; yield None last if one is left open.
 
-    With ``whole`` the text consists of options; otherwise it is a list of specs, in which only options in brackets hold
-    a comma.
+    With ``whole`` the text consists of options; otherwise it is a list of specs, in which only options in parentheses
+    hold a comma.
     """
     expected: list[str] = []  # the closing characters of the open brackets, or of the open quote
     start, before = 0, "," if whole else ""

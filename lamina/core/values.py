@@ -161,7 +161,7 @@ def refuse_special(name: str, value: str | Path, *, levels: int = _LEVELS, entri
 
 @takes(PathLike)
 def path(name: str, value: object) -> str:
-    """Return a path as text, with ``~`` replaced by the home folder. Raises UserError for a value that is no path."""
+    """Return a path as text, with ``~`` replaced by the home folder. Raises UserError for any other value."""
     if not isinstance(value, str | os.PathLike):
         raise UserError(f"{name}: {_shown(value)} is not a path")
     written = os.fspath(value)
@@ -306,7 +306,7 @@ def factors(name: str, value: object) -> str | None:
 
 
 def numbers(name: str, text: object, kind: type[Number]) -> list[Number]:
-    """Parse a comma-separated list of finite numbers: at least one, no two equal."""
+    """Parse a comma-separated list of finite numbers: at least one, and all different."""
     try:
         values = [kind(part) for part in str(text).split(",") if part.strip()] if "_" not in str(text) else []
     except ValueError:

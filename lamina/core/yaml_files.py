@@ -1,4 +1,4 @@
-"""Safe reading of users' YAML, limited in size and depth, so that no file exhausts memory or time."""
+"""Read users' YAML safely, with limits on size and depth, so that no file exhausts memory or time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_back(data: Json) -> object:
 
 
 def read_mapping(path: Path, needed: str = "lines NAME: VALUE") -> Json:
-    """Read a YAML file's mapping. Raises UserError that names the file and the problem."""
+    """Read a YAML file's mapping. Raises UserError for an unreadable file, and names the file and the problem."""
     source = repr(str(path))
     try:
         if not path.exists():

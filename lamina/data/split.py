@@ -53,7 +53,7 @@ def piece_chars(total_chars: int) -> int:
 def is_held_out(piece: int, eval_fraction: float) -> bool:
     """Return whether the piece with this number is held out.
 
-    Held-out pieces are evenly spread; the first stands in the middle of the first period.
+    Held-out pieces are evenly spread; the first one is in the middle of the first period.
     """
     return math.floor((piece + 1) * eval_fraction + 0.5) > math.floor(piece * eval_fraction + 0.5)
 
@@ -114,7 +114,7 @@ def split_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
 def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
     """Yield each document whole, as a segment of the piece in which the document begins.
 
-    A long file gives only its first part.
+    If a long file comes in several parts, yield only the first part.
     """
     splitter = Splitter()
     for document in documents:

@@ -65,8 +65,8 @@ def stream_blocks(
     """Return blocks of a corpus without preparing them first; ``train`` is an endless :class:`StreamedBlocks`.
 
     The held-out pieces come from the beginnings of up to 64 files, spread over 64 million characters, and fill
-    ``eval_blocks``. Lamina never trains on them. The unigram entropy is the cross-entropy of these pieces under the
-    token frequencies of the text between them. This text is twice as long as the pieces. ``stats.train_tokens``,
+    ``eval_blocks``. Lamina never trains on these pieces. The unigram entropy is the cross-entropy of these pieces under
+    the token frequencies of the text between them. This text is twice as long as the pieces. ``stats.train_tokens``,
     ``train_bytes`` and ``documents`` are 0, because Lamina does not know them.
 
     :func:`lamina.data.packed.prepare_blocks` documents the errors and all arguments except these:
@@ -231,7 +231,7 @@ class Place:
         position: the position of the shard's next document, as the shard encodes it; None at the shard's beginning.
         split: the Splitter's fields before that document.
         segments: the number of that document's segments that have been read.
-        last: the document and the character at which the last packed segment ended (see TokenJoiner).
+        last: the document and the character at which the last packed segment ended (as in TokenJoiner).
         carry: the tokens that do not fill a block yet.
         skip: the number of blocks after this position that the stream has already returned.
     """
@@ -331,8 +331,8 @@ class StreamedBlocks(BlockSource):
     """The blocks of a stream by number, requested in increasing order; item ``i`` is the i-th block of a run.
 
     Each group of ``buffer`` consecutive blocks is shuffled; the order depends only on the seed and the group's number.
-    Memory holds one chunk of blocks while a thread reads the next. The object keeps the Places of the last chunks, so
-    ``state_dict`` can return a Place at or shortly before any block that training has reached.
+    Memory holds one chunk of blocks while a thread reads the next chunk. The object keeps the Places of the last
+    chunks, so ``state_dict`` can return a Place at or shortly before any block that training has reached.
 
     Args:
         buffer: the number of consecutive blocks that are shuffled together; 1 for none.
@@ -391,7 +391,7 @@ class StreamedBlocks(BlockSource):
             self._coming = None
             if self.verbose and self._anchors[self._next].turn == 0 < after.turn:
                 logger.warning(
-                    "corpus %s ends within blocks %d to %d of this run. Lamina then reads it again",
+                    "corpus %s ends between blocks %d and %d of this run, and Lamina then reads it again",
                     *(self.stream.corpus, self._next * self.size, (self._next + 1) * self.size - 1),
                 )
             self._held, self._next = (self._next, chunk), self._next + 1

@@ -52,7 +52,7 @@ def build(
             or a model's name on the hub. Lamina does not load this model's weights; `lamina convert` keeps them.
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
         num_layers: the number of blocks (default: the backbone's). ``hidden_size``, ``num_heads`` and ``vocab_size``
-            likewise replace the backbone's sizes.
+            also replace the backbone's sizes.
         head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification"; by default the first head
             in the backbone's row of ``ADAPTERS``.
         num_labels: number of classes of a classifier (default: an image backbone's classes, or 1, a reward, for
@@ -71,7 +71,7 @@ def build(
         can seed with ``torch.manual_seed``.
 
     Raises:
-        UserError: (a ValueError) for an unknown name or option, an invalid size, a plan of another depth, or a head
+        UserError: (a ValueError) for an unknown name or option, an invalid size, a plan with another depth, or a head
             that does not fit the backbone.
     """
     config = resolve_backbone(
@@ -190,7 +190,7 @@ def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan
 
 
 def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidden_size: int) -> Block:
-    """Wire plain attention and feed-forward modules as one layer of a plan: a Block.
+    """Combine plain attention and feed-forward modules into one layer of a plan, a Block.
 
     Args:
         attention: a module that takes [batch, tokens, hidden_size] and the keyword arguments of the Block's call, and
@@ -264,7 +264,7 @@ def available_memory(device: str = "cpu") -> int:
 
 
 def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "cpu") -> None:
-    """Raise UserError, naming the fields, if fewer than ``needed`` bytes are available."""
+    """Raise UserError that names the fields if fewer than ``needed`` bytes are available."""
     if needed <= (free := available_memory(device)):
         return
     owner = "the GPU" if device == "cuda" else "this machine"

@@ -1,6 +1,6 @@
 """The configuration of a Lamina model: a transformers backbone and the resolved plan, saved layer by layer.
 
-Transformers copies this file beside a checkpoint, so it imports nothing of the package.
+Transformers copies this file beside a checkpoint, so it imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class LaminaConfig(PreTrainedConfig):
             backbone's ``num_hidden_layers``. Raises ValueError if the two numbers differ.
 
     ``config.hidden_size`` and every other field that only the backbone has are the backbone's fields: reading or
-    setting them acts on the backbone. ``to_dict`` and config.json also hold copies of the fields in ``FLAT``; loading
-    raises ValueError if a copy differs from the backbone's field. ``logit_scale`` is the total factor on the head's
-    output, because serving engines read only this field. ``get_text_config`` returns the configuration itself, because
-    serving engines would take a separate text part as the sign of a multimodal model. ``backbone_of`` returns the
-    backbone's configuration.
+    setting such a field acts on the backbone. ``to_dict`` and config.json also hold copies of the fields in ``FLAT``;
+    loading raises ValueError if a copy differs from the backbone's field. ``logit_scale`` is the total factor on the
+    head's output, because serving engines read only this field. ``get_text_config`` returns the configuration itself,
+    because serving engines would take a separate text part as the sign of a multimodal model. ``backbone_of`` returns
+    the backbone's configuration.
     """
 
     model_type = "lamina"

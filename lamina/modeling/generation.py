@@ -19,8 +19,7 @@ from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read
 
 
 class Teller(TextStreamer):
-    """Passes on an answer in parts while the model generates it. Joined, the parts equal the text from
-    ``Speaker.answer``.
+    """Yields an answer in parts while the model generates it. Joined, the parts equal the text from ``Speaker.answer``.
 
     It holds back white space, and text that may begin a stop text, until more text follows.
     """
@@ -102,7 +101,7 @@ class Speaker:
             )
 
     def answer(self, turns: list[dict[str, str]], tell: Callable[[str], object] | None = None) -> str:
-        """Return the answer to a conversation that ends with the user's turn; ``tell`` gets it in parts."""
+        """Return the answer to a conversation that ends with the user's turn. ``tell`` gets the answer in parts."""
         self.check_chat()
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)

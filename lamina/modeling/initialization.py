@@ -28,8 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Weight(Facts):
-    """A parameter and the facts that an initializer may need. Initializers do not draw a parameter of the role
-    "wiring", and weight decay does not apply to it.
+    """A parameter, and facts that an initializer may need. Role "wiring" has neither an initializer nor weight decay.
 
     ``sublayer`` is "attention", "feed_forward", "embedding" or "readout". ``rows`` is the number of output channels of
     each part, if there is more than one matrix. ``transposed`` says that the first axis holds the input channels, as in

@@ -1,4 +1,4 @@
-"""The models that transformers' Auto classes load: a backbone's modules, wired by a plan.
+"""The models that transformers' Auto classes load: a backbone's modules, connected as a plan says.
 
 Transformers copies this file beside a checkpoint, with the files that it imports: the configuration and the wiring.
 """
@@ -92,7 +92,7 @@ class Adapter:
 
     @classmethod
     def of(cls, names: object) -> Adapter:
-        """Read a configuration's ``lamina_adapter``. Raises ValueError that names the invalid field."""
+        """Read a configuration's ``lamina_adapter``. Raises ValueError for an invalid field."""
         if not isinstance(names, Mapping):
             raise ValueError(f"adapter: {names!r} is not a mapping. Give a mapping from fields to modules' names.")
         defaults = {f.name: f.default for f in fields(cls) if f.name != "arguments"}  # those a file may not choose
@@ -154,7 +154,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def adapter_of(config: PreTrainedConfig) -> Adapter:
-    """Return a configuration's ``lamina_adapter``, else its model type's adapter, else the default for decoders."""
+    """Return a configuration's ``lamina_adapter``, or its model type's adapter, or the default for decoders."""
     names = getattr(config, "lamina_adapter", None)
     return ADAPTERS.get(config.model_type, DECODER) if names is None else Adapter.of(names)
 
@@ -162,7 +162,7 @@ def adapter_of(config: PreTrainedConfig) -> Adapter:
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
     """Build the transformers model of ``config.backbone_config``, wired by ``config.plan``, and the embedding's norm.
 
-    Raises ValueError if Lamina cannot rewire the architecture's layers, or if the plan norms projections that the
+    Raises ValueError if Lamina cannot change the architecture's layers, or if the plan normalizes projections that the
     architecture lacks.
     """
     backbone_config, plan = backbone_of(config), config.plan
@@ -340,7 +340,7 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
 
 
 class LaminaModel(LaminaPreTrainedModel):
-    """A backbone wired by a plan: from token ids [batch, tokens] to states [batch, tokens, hidden_size].
+    """A backbone connected as a plan says: from token ids [batch, tokens] to states [batch, tokens, hidden_size].
 
     A vision backbone takes ``pixel_values`` [batch, channels, height, width] instead; its tokens are the patches. The
     output's ``hidden_states`` are the residual stream x^0 .. x^N, where x^N has not passed the final norm.

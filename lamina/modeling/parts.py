@@ -19,7 +19,7 @@ SUBLAYERS = ("attention", "feed_forward")
 
 
 def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
-    """Return the LaminaModel of a model with a head, or the model itself. Raises UserError, which begins with
+    """Return the LaminaModel of a model with a head, or the model itself. Raises UserError, whose message begins with
     ``user``.
     """
     body = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
@@ -72,7 +72,7 @@ def patched(holder: object, **attributes: object) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run modules that are compiled in place eagerly, since compiled modules skip inner hooks and recompile for each
+    """Run modules that are compiled in place eagerly, because compiled modules skip inner hooks and recompile for each
     shape.
     """
     calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
@@ -86,7 +86,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def one_sequence_each() -> AbstractContextManager[None]:
-    """Let transformers treat each row of a batch as one sequence inside the context, without a check.
+    """Inside the context, let transformers treat each row of a batch as one sequence, without a check.
 
     The check would compare positions that transformers has made itself, and wait for the device.
     """
@@ -94,7 +94,9 @@ def one_sequence_each() -> AbstractContextManager[None]:
 
 
 def decaying(model: nn.Module) -> list[str]:
-    """Name the parameters with weight decay: all matrices, except biases and the parameters of norms and the wiring."""
+    """Name the parameters with weight decay: all matrices, except biases and the parameters of norms and of residual
+    paths.
+    """
     kept = {
         id(parameter)
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""The processes of a job: their ranks, devices, common decisions and common end."""
+"""The processes of a job: their ranks and devices, the decisions that they take together, and their end."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def parallel_of(parallel: str) -> str:
     """Resolve "auto" to "ddp", or to "fsdp2" if accelerate launch's configuration asks for it.
 
     Lamina turns accelerate's own sharding off, because Lamina shards the model before Trainer sees it. Raises UserError
-    for a configuration that asks for anything else.
+    for a configuration with other plugins.
     """
     switches = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "") for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
     requested = [name for name, value in switches.items() if value.lower() in ("1", "true", "yes")]

@@ -116,7 +116,7 @@ class StepFactors:
 
     AdamW shrinks a weight by learning rate * decay per step, so a wider model with a lower learning rate would decay
     less. ``width_rate`` is the part of ``rate`` that depends on the width; the decay does not depend on the depth
-    (CompleteP, Table 1). ``muon`` says whether Muon updates the parameter, in place of AdamW.
+    (CompleteP, Table 1). ``muon`` says whether Muon updates the parameter instead of AdamW.
     """
 
     rate: float = 1.0
@@ -171,7 +171,9 @@ def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledW
 
 
 def kind_of(weight: Weight) -> Kind:
-    """Return a weight's kind: "vector" for gains, biases and wiring, "hidden" for all other weights of blocks."""
+    """Return a weight's kind: "vector" for gains, biases and the weights of residual paths, "hidden" for all other
+    weights of blocks.
+    """
     kinds: dict[str, Kind] = {
         **dict.fromkeys(("bias", "vector", "wiring"), "vector"),
         "embedding": "embedding",

@@ -18,16 +18,16 @@ DEPTH_READS = ("depth", "memory")  # what a sub-layer may read of the memory: wi
 
 
 class State(NamedTuple):
-    """The stream and the memory of earlier states [batch, tokens, width] that blocks pass on."""
+    """The stream and the memory of earlier states [batch, tokens, width] that blocks return."""
 
     stream: torch.Tensor
     memory: tuple[torch.Tensor, ...]
 
 
 class LaminaWiring(nn.Module, ABC):
-    """The base class of wiring with learned weights, except norms and scales.
+    """The base class of residual paths with learned weights other than norms and scales.
 
-    Initializers do not draw these weights, the weights have no weight decay, and the wiring computes in float32.
+    Initializers do not draw these weights, the weights have no weight decay, and the module computes in float32.
 
     ``begin`` registers one parameter for each entry of ``starts``. If the plan learns only gains, it keeps the values
     as constants.
@@ -267,8 +267,8 @@ class StateSources(LaminaWiring):
 
 
 class Collapse(nn.Module):
-    """The module in the final norm's place. It reduces several streams, or memory and stream, to one stream, then norms
-    it.
+    """The module that replaces the final norm. It reduces several streams, or memory and stream, to one stream, then
+    normalizes this stream.
     """
 
     def __init__(self, norm: nn.Module, reader: StreamMixer | DepthAttention | StateSources | None):
@@ -307,7 +307,7 @@ class BlockState(NamedTuple):
 
 
 class StatePlan:
-    """The number of streams that a plan's blocks pass on, and the states in the memory."""
+    """The number of streams that a plan's blocks return, and the states in the memory."""
 
     def __init__(self, plan: dict, width: int, eps: float):
         self.plan, self.width, self.eps, layers = plan, width, eps, plan["layers"]
@@ -328,7 +328,7 @@ class StatePlan:
         return BlockState(streams, sources, remembers, self.has_memory, slots, index in self.inside)
 
     def end(self, norm: nn.Module) -> Collapse:
-        """Make the module in the final norm's place. State N, the last block's output, is the stream itself."""
+        """Make the module that replaces the final norm. State N, the last block's output, is the stream itself."""
         if self.plan.get("readout"):
             return Collapse(norm, StreamMixer(self.plan["readout"], self.width, self.eps))
         halves = [layer[half] for layer in self.plan["layers"] for half in ("attention", "feed_forward")]

@@ -1,4 +1,4 @@
-"""The wiring of a plan: norms, sub-layers and blocks around a backbone's attention and feed-forward modules.
+"""The wiring of a plan (how its modules connect): norms, sub-layers and blocks around a backbone's modules.
 
     y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
@@ -96,7 +96,7 @@ class LaminaRMSNorm(LaminaNorm):
     """x / sqrt(mean(x^2) + eps) * gain over the last axis, with statistics in float32 (bit-identical to LlamaRMSNorm).
 
     The gain is learned. Each other formula is a separate class with another ending of the class name. Otherwise,
-    serving engines would replace it by their own norm: vLLM replaces all modules of a class, and SGLang all modules
+    serving engines would replace it with their own norm: vLLM replaces all modules of a class, and SGLang all modules
     with such a class name.
     """
 
@@ -119,7 +119,7 @@ class LaminaGainlessNorm(LaminaRMSNorm):
 
 
 class LaminaGroupedNorm(LaminaNorm):
-    """A LaminaRMSNorm with separate statistics for each of ``groups`` equal parts of a token's channels. So it is
+    """A LaminaRMSNorm with separate statistics for each of ``groups`` equal parts of a token's channels. So the norm is
     causal.
     """
 
@@ -130,7 +130,9 @@ class LaminaGroupedNorm(LaminaNorm):
 
 
 class LaminaLayerNorm(LaminaNorm):
-    """(x - mean) / sqrt(var + eps) * gain + bias over the last axis; no bias if ``bias`` is False, as in ModernBERT."""
+    """Computes (x - mean) / sqrt(var + eps) * gain + bias over the last axis; no bias if ``bias`` is False, as in
+    ModernBERT.
+    """
 
     def __init__(self, hidden_size: int, *, bias: bool = True, **options: Any):
         super().__init__(hidden_size, **options)
@@ -249,7 +251,7 @@ class NormedProjections(nn.Module):
     inner_norm: LaminaNorm
 
     def normed_queries(self, y: torch.Tensor) -> torch.Tensor:
-        """Norm projected queries [batch, tokens, heads * head_dim]: each head separately, or the full width."""
+        """Normalize projected queries [batch, tokens, heads * head_dim]: each head separately, or the full width."""
         return self._in_parts("q", y)
 
     def normed_keys(self, y: torch.Tensor) -> torch.Tensor:
@@ -259,7 +261,7 @@ class NormedProjections(nn.Module):
         return self._in_parts("v", y)
 
     def normed_stack(self, y: torch.Tensor) -> torch.Tensor:
-        """Norm queries, keys and values that are stacked in the last axis."""
+        """Normalize queries, keys and values that are stacked in the last axis."""
         parts = zip("qkv", y.chunk(3, dim=-1), strict=True)
         return torch.cat([self._in_parts(name, part) if name in self.normed else part for name, part in parts], dim=-1)
 
@@ -354,7 +356,7 @@ _LEAST_VARIANCE = 1e-3  # of the skip under "variance", as in Muse Spark
 
 
 class Residual(nn.Module):
-    """A sub-layer as the plan's record says: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
+    """A sub-layer as the plan's record states it: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
 
     Constant scales are floats, because a buffer would lose its value on the meta device. Learned scales are Parameters.
     ``scaled`` names scales that the sub-layer applies even if they are 1, because other layers of the plan have them.
@@ -427,7 +429,7 @@ class Residual(nn.Module):
         """Compute y from ``x`` and ``block_input``, [batch, tokens, hidden_size], or [batch, tokens, n, hidden_size].
 
         The block's input is x by default. ``memory`` holds earlier states [batch, tokens, hidden_size]. ``ways``
-        [batch, tokens, 3, hidden_size] are the inputs of queries, keys and values, in place of x.
+        [batch, tokens, 3, hidden_size] are the inputs of queries, keys and values, instead of x.
         """
         hidden, mix, write = x if self.read != "block_input" or block_input is None else block_input, None, None
         if self.mixer is not None:

@@ -42,8 +42,8 @@ def title_of(plan: Plan) -> str:
 
 
 def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
-    """Group the layers by kind. If there are more than four kinds, because a scale differs by layer, group them by
-    wiring.
+    """Group the layers by kind. If there are more than four kinds, because a scale differs by layer, group them by the
+    way their modules connect.
     """
     kinds = plan.kinds()
     if len(kinds) <= MOST_KINDS:
@@ -149,8 +149,7 @@ def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> s
     """Return one plan as a self-contained SVG: one column for each kind of layer, and below it the lines of
     ``equation``.
 
-    ``title`` is the text above the drawing (default: the placement's title; with an empty title the drawing gets the
-    room).
+    ``title`` is the text above the drawing (default: the placement's title; an empty title takes no room).
 
     If a plan has more than four kinds, all kinds of one wiring share a column, with their scales as a range. The SVG
     has no scripts, fonts or ids, so one page can hold several drawings. All text is escaped.
@@ -335,8 +334,8 @@ def text(plan: Plan) -> str:
 
 
 def equations(layers: list[Layer]) -> tuple[str, str]:
-    """Return the equations of layers with the same wiring: ``("y = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y )
-    )")``.
+    """Return the equations of layers that differ only in scales: ``("y = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F(
+    LN y ) )")``.
 
     ``[64 learned] x`` is a learned scale that starts at 64, and ``LN[no gain]`` is a norm without a learned gain.
     """

@@ -1,4 +1,4 @@
-"""Find the registered placement that computes a measured wiring. The search compares plans, never names."""
+"""Find the registered placement that computes a model's measured equations. The search compares plans, never names."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _CLOSE = 1e-4  # of two scales, relative
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """The registered placement that is nearest to a wiring.
+    """The registered placement that is nearest to a model's equations.
 
     Attributes:
         placement: the placement with its options, as ``resolve`` reads it.
-        differences: a phrase for each difference between the wiring and the placement; empty for an exact match.
-        others: other placements that also match exactly, at any depth.
-        here: other placements that match exactly here, but would not match with more layers or with other values of
-            unseen facts.
+        differences: a phrase for each difference between the model and the placement; empty for an exact match.
+        others: other placements that also match exactly at any depth.
+        here: other placements that match exactly at this depth, but may not match with more layers, or with other
+            values of unmeasured facts.
     """
 
     placement: str
@@ -93,7 +93,7 @@ def end_facts(plan: Plan) -> dict[str, object]:
 
 
 def match(layers: Sequence[Facts], ends: Facts) -> Match:
-    """Return the registered placement nearest to the measured facts. If several match exactly, return the simplest.
+    """Return the registered placement nearest to the measured facts. Among exact matches, return the simplest one.
 
     The simplest placement has the fewest options; among equals, its plan at a larger depth differs in the fewest fields
     from a plain sum.

@@ -7,7 +7,7 @@ A sub-layer computes
 with A = ``pre_norm``, B = ``out_norm``, C = ``post_norm`` (the positions of Figure 2 in the Peri-LN paper) and s the
 skip's source: the stream x, the block's input (FuseNorm's feed-forward) or the sum of both (B2T).
 
-A plan is plain data: it needs neither torch nor transformers, and does not change on its way through JSON.
+A plan is plain data: it needs neither torch nor transformers, and does not change in a round trip through JSON.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Norm:
     """A norm at one position.
 
     ``kind`` "backbone" is the backbone's own kind (RMSNorm in Llama, LayerNorm in ViT). "group" normalizes ``groups``
-    equal parts of each token's channels separately, so it is causal. "l2" divides by the length. "dyt" and "derf" have
-    no statistics: they apply tanh or erf to the input times a learned factor, which starts at ``alpha``. With
+    equal parts of each token's channels separately, so the norm is causal. "l2" divides by the length. "dyt" and "derf"
+    have no statistics: they apply tanh or erf to the input times a learned factor, which starts at ``alpha``. With
     ``zero_centered``, the parameter is the gain's difference from 1, as in Gemma. ``eps`` is the epsilon; 0 means the
     backbone's epsilon.
     """
@@ -131,13 +131,13 @@ class Streams:
         h = sum_j read_j S_j        S'_i = C( skip_scale * sum_j mix_ji s_j + write_i * branch )
 
     ``read`` and ``write`` are the initial values of the n weights; ``mix`` starts at (or near) the identity.
-    ``weights`` says how the weights arise: as "constant" or "learned" numbers; as learned numbers plus the "tanh" of a
-    projection of each normed stream (Hyper-Connections); as the "sigmoid" of a projection of all streams, times
-    ``magnitude`` for writing (mHC); or as Qwen's "gate", a share of each channel from a projection of rank ``rank``.
-    ``mix`` is the "identity", a "free" matrix or a doubly stochastic matrix ("sinkhorn"). ``normed`` names the streams
-    that the post_norm normalizes; if it is empty, the post_norm normalizes all streams. ``norms`` gives each stream an
-    RMSNorm: "stream" normalizes the stream itself, "read" only the values that the sub-layer reads; if it is empty,
-    there are none.
+    ``weights`` says how the weights are computed: as "constant" or "learned" numbers; as learned numbers plus the
+    "tanh" of a projection of each normed stream (Hyper-Connections); as the "sigmoid" of a projection of all streams,
+    times ``magnitude`` for writing (mHC); or as Qwen's "gate", a share of each channel from a projection of rank
+    ``rank``. ``mix`` is the "identity", a "free" matrix or a doubly stochastic matrix ("sinkhorn"). ``normed`` names
+    the streams that the post_norm normalizes; if it is empty, the post_norm normalizes all streams. ``norms`` gives
+    each stream an RMSNorm: "stream" normalizes the stream itself, "read" only the values that the sub-layer reads; if
+    it is empty, there are none.
 
     mHC starts with ``diagonal`` times the identity before Sinkhorn's iterations, and with projections N(0, noise^2).
     With ``transposed``, mix_ij is the weight of stream j in stream i. ``eps`` is the epsilon of mHC's RMS and of
@@ -236,8 +236,8 @@ class Sublayer:
     ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes the factor 1 - b, and "variance" makes it
     sqrt(1 - b^2). A learned b is then the sigmoid of a parameter divided by ``gate_temperature``. ``read`` names the
     input: a feed-forward may read the "block_input", in parallel with its attention (GPT-J); "depth" reads a
-    softmax-weighted sum of the memory's states and the stream (Attention Residuals). "memory" reads such a sum of the
-    memory's states alone. ``inner_norm`` is inside the module, before its last projection (SubLN).
+    softmax-weighted sum of the memory's states and the stream (Attention Residuals). "memory" reads a softmax-weighted
+    sum of the memory's states alone. ``inner_norm`` is inside the module, before its last projection (SubLN).
 
     ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
     output projections; ``gate_gain`` is the same factor for a gated feed-forward's gate. The forward pass uses neither.
@@ -324,7 +324,7 @@ class Layer:
 
     @classmethod
     def of(cls, sublayer: Sublayer) -> Layer:
-        """Return the block whose two sub-layers have the same wiring."""
+        """Return the block whose two sub-layers have the same norms and scales."""
         return cls(attention=sublayer, feed_forward=sublayer)
 
     def map(self, change: Callable[[Sublayer], Sublayer]) -> Layer:
@@ -357,8 +357,9 @@ class Plan:
     multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width. ``initialization`` is
     the recommended initializer's name ("": the initializer of the placement's registration). ``qk_norm`` normalizes
     queries and keys, and ``v_norm`` normalizes values, per head or over the full projected width. ``qkv_norm`` is the
-    norm for them. If it has the kind "group" and works per head, it is an RMSNorm, since a head is a group. ``readout``
-    joins several streams into one after the last block. ``final_sources`` replace the stream after the last block.
+    norm for them. If it has the kind "group" and works per head, it is an RMSNorm, because a head is a group.
+    ``readout`` joins several streams into one after the last block. ``final_sources`` replace the stream after the last
+    block.
     """
 
     placement: str = ""
@@ -444,7 +445,7 @@ class Plan:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the blocks pass on earlier states in addition to the stream."""
+        """Whether the blocks return earlier states in addition to the stream."""
         layers = any(layer.sources or layer.boundary or layer.inner_boundary for layer in self.layers)
         return layers or self.final_sources is not None
 
@@ -461,8 +462,7 @@ class Plan:
         return list(indices.items())
 
     def to_dict(self) -> Json:
-        """Return the plan as plain dicts, lists and scalars, ready for JSON. Plan.from_dict makes an equal plan from
-        them.
+        """Return the plan as plain dicts, lists and scalars, ready for JSON. Plan.from_dict makes an equal plan of it.
 
         The result omits fields of YOUNGER that have their defaults.
         """
@@ -470,7 +470,9 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Plan:
-        """Make a plan from plain dicts. Raises UserError that names an unknown field or an invalid value."""
+        """Make a plan from plain dicts. Raises UserError for an unknown field or an invalid value, which the message
+        names.
+        """
         if isinstance(data, Mapping) and "placement" not in data:
             raise UserError("plan: field 'placement' is missing")
         return _read(cls, data, "plan")

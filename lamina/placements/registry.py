@@ -31,7 +31,7 @@ class Option:
 
     @property
     def type_name(self) -> str:
-        """The allowed values as text for people: ``float | None``, ``"off" | "head"``."""
+        """The allowed values as text for a message: ``float | None``, ``"off" | "head"``."""
         names: list[str] = []
         for kind in _alternatives(self.type):
             names += map(repr, get_args(kind)) if get_origin(kind) is Literal else [getattr(kind, "__name__", "")]
@@ -184,7 +184,7 @@ OTHER_NAMES: dict[str, str] = {"spannorm": "fusenorm", "olmo3": "olmo2"}  # unde
 
 
 def get(name: str) -> Placement:
-    """Return a placement by any of its names. Raises UserError that suggests the nearest name."""
+    """Return a placement by any of its names. Raises UserError for an unknown name, and suggests the nearest name."""
     return PLACEMENTS.get(OTHER_NAMES.get(name, name), other_names=OTHER_NAMES)
 
 

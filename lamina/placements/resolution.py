@@ -1,8 +1,8 @@
 """``resolve``: make a plan from a placement's name, or a user's file, and options.
 
 A YAML file holds rules (see ``from_rules``), or the full plan for one depth, as ``Plan.to_dict`` writes it. A Python
-file registers a placement with ``@placement``. A Python file runs as code, with the user's rights. A YAML file cannot
-run code.
+file registers a placement with ``@placement``. Lamina executes a Python file, with the user's rights. A YAML file
+cannot execute code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _FIELDS = ("placement", "title", "equation", "source", "initialization", "advice
 
 
 def load(path: Path) -> Placement:
-    """Read a placement from a YAML or Python file. Raises UserError that names the file and the field."""
+    """Read a placement from a YAML or Python file. Raises UserError for an invalid file, and names the file and the
+    field.
+    """
     if not path.is_file():
         raise UserError(f"placement {str(path)!r}: no such file. Give a YAML or Python file, or a placement's name.")
     if path.suffix != ".py":
@@ -200,8 +202,8 @@ AT_THE_ENDS = ("placement", "layers", *PLAN_FIELDS, "initialization", "options")
 
 
 def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:
-    """Split ``"name(option=value, ...)"`` into the placement's name and the options; a file's name becomes its
-    placement.
+    """Split ``"name(option=value, ...)"`` into the placement's name and the options; a file's name becomes the
+    placement's name.
     """
     target, options = specs.parse(spec, "placement")
     path = Path(target)
@@ -219,7 +221,9 @@ def _scheme_and_options(spec: str, /, **more: object) -> tuple[Placement, dict[s
 
 
 def find(spec: str) -> Placement:
-    """Return the placement that a spec names, without its options. Raises UserError that suggests the nearest name."""
+    """Return the placement that a spec names, without its options. Raises UserError for an unknown name, and suggests
+    the nearest name.
+    """
     return _scheme_and_options(spec)[0]
 
 
@@ -232,7 +236,7 @@ def resolve(name: str, num_layers: int, **options: object) -> Plan:
     """Return the plan of a placement for ``num_layers`` blocks (each an attention and a feed-forward sub-layer).
 
     ``name`` is a registered name, or a YAML or Python file with the user's own placement. Options may follow in
-    brackets: ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name, an unknown option (with
+    parentheses: ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name, an unknown option (with
     the nearest option's name), and a value that the option does not take.
     """
     whole_number("num_layers", num_layers)

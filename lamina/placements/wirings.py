@@ -1,4 +1,4 @@
-"""Wirings: other residual paths than a single stream, for the option ``wiring`` of every placement.
+"""Wirings: residual paths other than a single stream, for the option ``wiring`` of every placement.
 
 A wiring is a function that changes a finished plan. Some wirings also take ``size``: the number of streams, or the
 number of layers in a block of attn_res (None: the wiring's default). Some take ``start``, which sets the initial
@@ -52,7 +52,7 @@ Make = TypeVar("Make", bound=Callable[..., Plan])
 
 
 def named_wiring(name: str) -> PlanWiring:
-    """Return a wiring by its name, or the wiring that a user's Python file registers. The file runs as code."""
+    """Return a wiring by its name, or the wiring that a user's Python file registers. Lamina executes the file."""
     return WIRINGS.from_file(Path(name)) if name.endswith(".py") else WIRINGS.get(name)
 
 
@@ -188,7 +188,9 @@ def residual(plan: Plan) -> Plan:
     source="SiameseNorm (arXiv 2602.08064)",
 )
 def siamese(plan: Plan) -> Plan:
-    """Add SiameseNorm's streams: a normed stream p and a plain stream u share the branches; l = 1 .. N is the block."""
+    """Add SiameseNorm's streams: a normed stream p and a plain stream u share the branches; l = 1 .. N numbers the
+    blocks.
+    """
     _check_sums(plan, post_norms=False)
 
     def one(index: int) -> Streams:
@@ -211,7 +213,7 @@ def x0(plan: Plan) -> Plan:
 
 @wiring("denseformer", equation="x_l <- sum_i w_li x_i after each block", source="DenseFormer (arXiv 2402.02622) Eq 2")
 def denseformer(plan: Plan, start: str | None = None) -> Plan:
-    """Replace the stream by a weighted sum of all states so far; at first only the last state has a weight.
+    """Replace the stream with a weighted sum of all states so far. At first, only the last state has a weight.
 
     With ``start`` "mean", all l + 1 weights start at 1 / (l + 1). With "dlcl", each state also passes an RMSNorm before
     the sum and the memory, as in DLCL's Pre-LN (arXiv 1906.01787).
@@ -252,7 +254,7 @@ def mudd(plan: Plan, size: int | None) -> Plan:
 
     As in MUDDFormer's code, q, k and v each have their own norm, and W_1 is four times as wide after the last block.
     ``size`` rounds W_1's width up to a multiple of ``size``; MUDDFormer's code uses 64 ("round64"). Lamina leaves out
-    the paper's wider feed-forwards in later layers, since they belong to the backbone.
+    the paper's wider feed-forwards in later layers, because they belong to the backbone.
     """
     size = size if size is None else whole_number("size", size)
 
@@ -282,7 +284,7 @@ def parallel(plan: Plan) -> Plan:
 
 @wiring("attn_res", equation="h = sum_i softmax(q LN v_i) v_i", source="Attention Residuals (arXiv 2603.15031) Sec 3.2")
 def attn_res(plan: Plan, size: int | None) -> Plan:
-    """Let each sub-layer attend to the sums of earlier groups of layers, and to its own group's sum so far (default: 8
+    """Let each sub-layer attend to the sums of earlier groups of layers, and to its group's sum so far (default: 8
     groups).
 
     With ``size`` 0, each sub-layer is a group: the full attention residuals of Sec 3.1.

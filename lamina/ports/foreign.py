@@ -103,7 +103,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def reading(folder: Path, trainer: str) -> Iterator[None]:
-    """Raise UserError in place of the many errors that a damaged or foreign file causes."""
+    """Raise UserError instead of the many errors that a damaged or foreign file causes."""
     try:
         yield
     except (UserError, OSError, MemoryError):

@@ -55,7 +55,7 @@ def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
 
 
 def assigned(target: str, value: str, indent: int = 8) -> list[str]:
-    """Return the lines of an assignment or a return; a long value gets brackets and lines of its own."""
+    """Return the lines of an assignment or a return; a long value gets parentheses and separate lines."""
     head = f"{target} " if target == "return" else f"{target} = "
     if indent + len(head) + len(value) <= WIDTH:
         return [head + value]
@@ -172,7 +172,9 @@ class Port:
 
     @cached_property
     def norm_names(self) -> dict[tuple[str, str], str]:
-        """The names of the norms in the block, by half and position; it has each norm that at least one layer needs."""
+        """The names of the norms in the block, by half and position; the result has each norm that at least one layer
+        needs.
+        """
         names = {}
         for half in SUBLAYERS:
             layers = [getattr(layer, half) for layer in self.plan.layers]

@@ -67,7 +67,7 @@ TARGETS = tuple(sorted(path.name.removesuffix(".yaml") for path in FOLDER.glob("
 
 @cache
 def target_of(name: str) -> Target:
-    """Read a target's table. Raises UserError that suggests the nearest name."""
+    """Read a target's table. Raises UserError for an unknown target, and suggests the nearest name."""
     if name not in TARGETS:
         raise UserError(f"{unknown('--to', name, TARGETS)}. For TRL or transformers, use lamina.build in Python.")
     return Target(name=name, **yaml.safe_load((FOLDER / f"{name}.yaml").read_text("utf-8")))

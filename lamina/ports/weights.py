@@ -198,7 +198,7 @@ def load_weights(
     """Copy the weights of ``target``'s model into a Lamina model of the same sizes and placement, in place.
 
     ``wiring`` has the weights that the target's table does not name, by Lamina's names. Raises UserError for a tensor
-    that is missing, left over or of another shape.
+    that is missing or left over, or has another shape.
     """
     ours = Names(_causal(model), target, writes=False).to_ours(weights, wiring)
     for name, value in model.state_dict().items():

@@ -68,7 +68,7 @@ class Cause:
         name: the cause's name in the counts of signs.
         finding: the cause with the step, as the title of a page.
         meaning: a sentence on the mechanism.
-        check: how to find out in a few steps whether this is the cause.
+        check: how to find out in a few steps whether this cause is right.
         changes: the changes that help, the most useful first, each with a source.
         claims: Lamina's studies that tested one of these changes.
         unlike: signs that exclude this cause.
@@ -388,7 +388,7 @@ class Signs:
 
     @cached_property
     def counted(self) -> Signs:
-        """The signs, with numbers of records in place of steps."""
+        """The signs, with numbers of records instead of steps."""
         if not self.clock:
             return self
         steps = sorted(self.clock)
@@ -580,11 +580,10 @@ class Learned:
         )
 
     def odds(self, signs: Mapping[str, str]) -> dict[str, float]:
-        """Return each cause's probability, the most likely first. The signs of NOT_KNOWN follow half the causes'
-        average, half a uniform distribution.
+        """Return each cause's probability, the most likely first. NOT_KNOWN's signs are half average, half uniform.
 
         This is naive Bayes with equal priors, and with ``added`` runs spread equally over a sign's values. Most signs
-        depend on each other, so Lamina divides their logarithms by ``temper``. An unknown sign is no evidence.
+        depend on each other, so Lamina divides their logarithms by ``temper``. An unknown sign is not evidence.
         """
         values: dict[str, set[str]] = {}
         for counts in self.seen.values():

@@ -36,7 +36,7 @@ class Line:
         dash: plotly's name of a dash pattern.
         markers: whether each point has a marker; ``marker`` is its size in pixels, and ``symbol`` is its form.
         hover: plotly's template for a point's text; None: no text.
-        band: a band around the line: the points, and the lower and upper edge there.
+        band: a band around the line: x values, with the band's lower and upper edge at each.
     """
 
     x: Values

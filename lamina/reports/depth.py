@@ -75,7 +75,7 @@ def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
 
     If the first run went wrong, a panel between them shows the first record from that step on.
 
-    With several seeds, lines show the (geometric) mean, and bands the range from the lowest to the highest seed.
+    With several seeds, lines show the (geometric) mean, and bands show the range from the lowest to the highest seed.
     """
     tables = [(item, pair) for item in items if (pair := _tables(item, quantity))]
     if not tables:

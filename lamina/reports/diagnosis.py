@@ -97,7 +97,7 @@ class Evidence(Signs):
 
 
 def gather(folder: Path) -> Evidence:
-    """Read a run's folder. Raises UserError if it has no records by layer, or records of another version."""
+    """Read a run's folder. Raises UserError if the folder has no records by layer, or records of another version."""
     folder = Path(folder)
     if not folder.is_dir():
         if re.match(r"https?:/", str(folder)):
@@ -192,7 +192,7 @@ def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]
     """Return each short rise by half a nat or more: by its first step, the highest loss and the step at which the loss
     was back down.
 
-    This step is None if the record ends before.
+    The last step is None if the record ends before the loss is back down.
     """
     spikes, usual, begin = dict[int, tuple[float, int | None]](), list[float](), None
     for step in sorted(losses):
@@ -323,7 +323,7 @@ class Answer:
 
     Attributes:
         cause: the likely cause with its step, or a sentence that there is none.
-        evidence: the course of the loss, the first anomaly and the next anomalies.
+        evidence: how the loss changed, the first anomaly and the next anomalies.
         changes: the changes that help, the most useful first, and how to check the cause.
         notes: other facts from the record and from Lamina's studies, and how far to trust the answer.
     """

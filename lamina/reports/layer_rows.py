@@ -30,8 +30,7 @@ Columns = dict[str, np.ndarray]
 
 
 class Layout:
-    """The layers, metrics and steps of a run's rows, without the values. Runs that recorded the same rows share a
-    layout.
+    """The layers, metrics and steps of a run's rows, without the values. Runs with the same rows share a layout.
 
     Args:
         columns: step, layer, sublayer, role, index and metric of each row; a text is given as its position in
@@ -108,7 +107,9 @@ class Layout:
     def by_depth(
         self, metric: str, role: str, sublayers: tuple[str, ...], index: int | None, embedding: bool
     ) -> tuple[np.ndarray, ByDepth]:
-        """Return the positions of a quantity's rows, and their table without values (see ``LayerRows.table``)."""
+        """Return the positions of a quantity's rows, and the layout of the table that they fill (see
+        ``LayerRows.table``).
+        """
         key = (metric, role, sublayers, index, embedding)
         if key not in self._by_depth:
             at = self.where(metric, role, sublayers, index)

@@ -27,7 +27,7 @@ class Metric:
         name: the name in the table's column ``metric``.
         section: the section of the page that draws the metric, a key of ``SECTIONS``.
         title: the title above the charts.
-        quantity: the text on the charts' axes.
+        quantity: the label of the charts' axes.
         caption: how to read the charts.
         over_steps: how to read the maps over the steps.
         folded: whether the charts start folded. If so, the page leaves out the charts of whole blocks.

@@ -87,7 +87,7 @@ def callouts(texts: Iterable[str]) -> str:
 
 
 def figure(chart: Figure | None, caption: str, heading: str = "") -> str:
-    """Return a figure with its caption below; an empty text if there is no chart."""
+    """Return a figure with its caption below; "" if there is no chart."""
     if chart is None:
         return ""
     top = f"<h3>{escape(heading)}</h3>" if heading else ""
@@ -95,12 +95,12 @@ def figure(chart: Figure | None, caption: str, heading: str = "") -> str:
 
 
 def details(summary: str, html: str) -> str:
-    """Return a part that starts folded; an empty text if there is no content."""
+    """Return a part that starts folded; "" if there is no content."""
     return f"<details><summary>{escape(summary)}</summary>{html}</details>" if html else ""
 
 
 def moment(created: object) -> str:
-    """Return a record's time in UTC, to the minute. A text that is no ISO date stays unchanged."""
+    """Return a record's time in UTC, to the minute. A text that is not an ISO date stays unchanged."""
     text = str(created or "")
     if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
         return text  # a date alone has no time of day
@@ -116,7 +116,7 @@ def sentence(text: str) -> str:
 
 
 def words(name: str) -> str:
-    """Return a name in records as words of prose."""
+    """Return a name from the records in words."""
     return name.replace("feed_forward", "feed-forward").replace("_", " ")
 
 

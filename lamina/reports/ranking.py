@@ -26,15 +26,15 @@ ONE_SEED = "One seed cannot show which differences are noise. Add --seeds 0,1,2.
 def summarize(results: Frame) -> Frame:
     """Return one row per placement at its best learning rate, sorted by the mean eval loss of the finished seeds.
 
-    The best learning rate has the lowest mean among the rates at which every seed finished, or else at which most seeds
-    finished. So a rate cannot win because its bad seeds failed. After the ranked placements come placements that
-    finished above the loss of a bigram table. Then come placements without a finished seed: short, stuck, interrupted,
-    diverged, failed, and by eval loss within each status. ``eval_loss_std`` is over the finished seeds (ddof 1), NaN
-    for fewer than two.
+    The best learning rate has the lowest mean among the learning rates at which every seed finished, or otherwise at
+    which most seeds finished. So a learning rate cannot win because its bad seeds failed. After the ranked placements
+    come placements that finished above the loss of a bigram table. Then come placements without a finished seed: short,
+    stuck, interrupted, diverged, failed, and by eval loss within each status. ``eval_loss_std`` is over the finished
+    seeds (ddof 1), NaN for fewer than two.
 
     The columns are rank (NaN for a placement that did not finish, or finished above a bigram table), placement,
-    learning_rate, learning_rates (the number of rates), seeds, finished, status (the worst), status_text ("finished",
-    "2/3 finished, 1 diverged"), eval_loss, eval_loss_std, reason, and every other aggregated column of
+    learning_rate, learning_rates (the number of learning rates), seeds, finished, status (the worst), status_text
+    ("finished", "2/3 finished, 1 diverged"), eval_loss, eval_loss_std, reason, and every other aggregated column of
     ``lamina.jobs.columns``.
     """
     rows = []
@@ -108,8 +108,7 @@ def notices(
     recommended: Mapping[str, str] | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """List the warnings: different initializers, too few learning rates or seeds, a best rate at the edge, interrupted
-    trials.
+    """List the warnings, such as other initializers, too few learning rates or seeds, or interrupted trials.
 
     ``summary`` comes from ``summarize``. ``recommended`` has the initializer that each placement's plan names, if
     known. ``settings`` are the study's settings, with the width. The warnings are plain text, so a page must escape

@@ -85,7 +85,7 @@ class Trial:
 
     @cached_property
     def result(self) -> Json:
-        """result.json, empty if the run has none yet."""
+        """The content of result.json; empty if the file does not exist yet."""
         return lenient_mapping(self.folder / RESULT)
 
     @cached_property
@@ -234,7 +234,7 @@ def flatten(mapping: Json, prefix: str = "") -> Json:
 
 
 def read_parquet(path: Path) -> Frame:
-    """Read a table by its absolute path, since a relative path with a colon looks like a URI. Raises OSError,
+    """Read a table by its absolute path, because a relative path with a colon looks like a URI. Raises OSError,
     ValueError.
     """
     return pd.read_parquet(path.absolute())
@@ -287,7 +287,7 @@ def lenient_mapping(path: Path) -> Json:
 def whole(folder: Path, what: str) -> Iterator[None]:
     """Raise UserError if the records of a folder turn out to be incomplete; ``what`` names the job.
 
-    If Lamina cannot write the page, the OSError passes unchanged, as does a UserError.
+    A UserError passes unchanged, and so does the OSError of a page that Lamina cannot write.
     """
     try:
         yield
@@ -299,7 +299,7 @@ def whole(folder: Path, what: str) -> Iterator[None]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a finite number, since a folder may hold anything."""
+    """Return whether a value is a finite number, because a folder may hold anything."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

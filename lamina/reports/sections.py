@@ -143,7 +143,7 @@ def _resolved(spec: str, study: Study) -> Plan | None:
 
 
 def scale_note(results: Frame) -> list[str]:
-    """Return a sentence on models that are far below the papers' sizes; an empty text for larger models."""
+    """Return a sentence on models that are far below the papers' sizes; "" for larger models."""
     sizes = [results[name].max() if name in results else math.nan for name in ("parameters", "tokens")]
     if not all(map(math.isfinite, sizes)) or sizes[0] >= _SMALL:
         return []

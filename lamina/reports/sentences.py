@@ -189,7 +189,7 @@ def _together(end: str, rows: list[Json]) -> str:
 
 
 def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
-    """Describe how the placements differ by layer; nothing shows that these differences are the reason.
+    """Describe how the placements differ by layer. These differences need not be the reason for the ranking.
 
     ``gradients`` and ``variances`` have a table per placement, with one row per layer (-1: the embedding) and one
     column per step.

@@ -115,7 +115,7 @@ class SideBySide:
 
 
 def side_by_side(first: Path, second: Path) -> SideBySide:
-    """Compare two runs. Each is a folder from Lamina, or another tool's history.
+    """Compare two runs. Each run is a folder from Lamina, or another tool's history.
 
     Raises UserError if Lamina cannot read a run, or if the runs have no common step or no common series.
     """
@@ -163,10 +163,9 @@ def _courses(path: Path) -> dict[Place, dict[int, float]]:
 
 
 def parting(place: Place, first: Course, second: Course) -> Parting | None:
-    """Return where two series begin to differ: there, five differences in a row have the same sign and exceed the
-    noise. None if nowhere.
+    """Return where two series begin to differ: five differences in a row have one sign and exceed the noise, or None.
 
-    Losses are compared by their difference, other values by the logarithm of their ratio.
+    Lamina compares losses by their difference, and other values by the logarithm of their ratio.
     """
     steps, ratio = sorted(first), place[3] != LOSS
     least = _LEAST.get(place[3], _SHARE)

@@ -83,7 +83,7 @@ def joined(folder: Path) -> Path:
 
 
 def notes_of_stages(folder: Path) -> list[str]:
-    """Return a note on the stages that Lamina joined in a folder; an empty text for any other folder."""
+    """Return a note on the stages that Lamina joined in a folder; return "" for any other folder."""
     told = read_about(folder).get("stages") if folder.is_dir() else None
     return [f"{note}." for note in told or ()]
 

@@ -90,7 +90,7 @@ def placements(colors: Mapping[str, str], name: str = "placement", title: str = 
 
 
 def in_form(value: object, form: str, missing: str = NONE) -> str:
-    """Format a number. A missing number, or one that is not finite, becomes a dash."""
+    """Format a number. Return a number in this format; a missing number, or one that is not finite, becomes a dash."""
     return format(value, form) if is_number(value) else missing
 
 

@@ -45,7 +45,7 @@ def compare(
 ) -> pd.DataFrame:
     """Train every placement at every learning rate and seed. Returns the rows of results.csv, in the trials' order.
 
-    ``settings`` are a whole record, or only the user's settings, by name. A trial that fails, diverges or gets stuck is
+    ``settings`` is a whole record, or only the user's settings, by name. A trial that fails, diverges or gets stuck is
     a row with that status. With ``resume``, Lamina skips trials that have ended; the others resume from their last
     checkpoints.
 

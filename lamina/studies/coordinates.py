@@ -2,7 +2,7 @@
 
 Models of several widths or depths take a few optimizer steps on the same batch. Lamina records the mean magnitude of
 every module's output before each step and after the last step. Under the right scaling, this magnitude is equal at all
-sizes: the slope of log|x| against log(size) is 0. The muP package has this check, too (Yang et al. 2022, Appendix D.1).
+sizes: the slope of log|x| against log(size) is 0. The muP package also has this check (Yang et al. 2022, Appendix D.1).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def coord_check(
 ) -> Frame:
     """Run the check and write its folder; returns the rows of ``slopes``. The verdict is in result.json.
 
-    ``settings`` are a whole record, or only the user's settings, by name.
+    ``settings`` is a whole record, or only the user's settings, by name.
 
     Raises:
         UserError: for invalid settings, a corpus that cannot be read, an output folder in use.
@@ -121,7 +121,7 @@ def coord_check(
 def measure(
     settings: PretrainSettings, ids: torch.Tensor, vocab_size: int, tick: Callable[[], object] = lambda: None
 ) -> list[Measurement]:
-    """Measure one size and seed; ``ids``: the batch's token ids [blocks, tokens].
+    """Measure one size and seed on the batch's token ``ids`` [blocks, tokens].
 
     The model trains at a constant learning rate, on the same batch at each step.
     """
@@ -206,9 +206,10 @@ def slopes(table: Frame, tolerance: float) -> Frame:
     """Fit and judge the exponent e of value ~ size^e for each module and step; the size is the width or depth.
 
     The exponent is the least-squares slope of log(value), averaged over the seeds, against log(size). Lamina averages
-    modules of the same name over the layers (over the ``shares``, if the depth varies); ``low`` and ``high`` are the
-    extremes. ``verdict`` is flat, grows or shrinks; it is None for the metric "change", which Lamina does not judge. If
-    values are 0 or not finite at a size, the slope is NaN and the verdict is "broken".
+    the slopes of modules with the same name over the layers, or over ``shares`` of the depth if the depth varies.
+    ``low`` and ``high`` are the smallest and the largest slope. ``verdict`` is flat, grows or shrinks; it is None for
+    the metric "change", which Lamina does not judge. If values are 0 or not finite at a size, the slope is NaN and the
+    verdict is "broken".
     """
     axis = "depth" if "depth" in table else "width"
     table = shares(table) if axis == "depth" else table
@@ -228,10 +229,10 @@ def slopes(table: Frame, tolerance: float) -> Frame:
 
 
 def shares(table: Frame) -> Frame:
-    """Return the rows of the blocks at which a share of the depth ends, with the share's number in place of the layer.
+    """Return the rows of the blocks at which a share of the depth ends, with the share's number instead of the layer.
 
     With D blocks in the shallowest model, share k - 1 of a model of L blocks ends with block ceil(k L / D), k = 1 .. D.
-    So Lamina compares outputs after the same part of each model. Rows outside the blocks stay.
+    So Lamina compares outputs at the same fraction of each model's depth. Rows outside the blocks stay.
     """
     depth, layer, count = table["depth"].astype(int), table["layer"].astype(int), int(table["depth"].min())
     share = (layer + 1) * count // depth
@@ -244,7 +245,7 @@ def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
 
     Two outputs may start smaller by up to n^-1/2, because they grow during training: the logits under muP, and the
     residual stream under CompleteP. At first, this stream is a sum of L random branches divided by L. Lamina accepts
-    these slopes.
+    such slopes.
     """
     sizes = rows[rows["metric"] == "size"]
     smaller: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ at the first step s at which one of these rules holds:
   earlier, it is not a spike.
 - plateau: the loss has not fallen since step a, the first step at which S was less than ``plateau_margin`` above
   low(s). The learning rate is ``plateau_factor`` times the learning rate of step a, and at least 2 ``window`` steps
-  have passed. A fall of less than ``plateau_margin`` counts as none. If low is not ``stuck_margin`` below the corpus's
+  have passed. A fall of less than ``plateau_margin`` does not count. If low is not ``stuck_margin`` below the corpus's
   unigram entropy, the plateau is called "stuck". At the lowest learning rates the loss hardly changes. So a plateau
   counts only after the loss has begun to fall: after low is 2 ``plateau_margin`` below S(1). A run that ends before its
   loss began to fall is stuck, and its largest learning rate is 0.
@@ -58,7 +58,7 @@ class Stop:
     Attributes:
         rule: the name of the rule that held, or ``NONE``.
         step: the last step before the failure.
-        loss: the smoothed loss there.
+        loss: the smoothed loss at this step.
         seen: the step at which the rule held.
         reason: the reason in words, for result.json.
     """

@@ -87,7 +87,7 @@ class Server:
         return trial
 
     def send(self, request: Json) -> None:
-        """Send a request. If the server has ended, nothing happens, and ``code`` reports it."""
+        """Send a request. If the server has ended, do nothing, because ``code`` reports this."""
         with self.lock, contextlib.suppress(OSError):
             self.connection.send_bytes(json.dumps(request).encode())
 

@@ -49,8 +49,7 @@ def stored_study(folder: Path) -> Json:
 
 
 def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
-    """Raise UserError if a trial's plan has changed, or if the trial ended with other settings than the study's
-    settings.
+    """Raise UserError if a trial's plan has changed, or if the trial's settings differ from the study's settings.
 
     ``plan`` is the content that plan.json would have if Lamina trained the trial now.
     """
@@ -90,7 +89,7 @@ def refuse_mixture(
     """Raise UserError if the trials' stored settings, given by trial, do not belong to one experiment.
 
     All trials must have the values in ``expected``, and any other setting must be the same in all trials. Only the
-    ``free`` settings, and settings of how a trial runs, may differ.
+    ``free`` settings, and settings that affect only how a trial runs, may differ.
     """
     shared = {name: ("the study", value) for name, value in expected.items()}
     for trial, settings in trials.items():

@@ -109,7 +109,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         )
 
     def rates(self, spec: str) -> list[float]:
-        """Return a placement's learning rates: from ``learning_rates_of``, or else ``learning_rates``."""
+        """Return a placement's learning rates: from ``learning_rates_of``, or otherwise from ``learning_rates``."""
         rates_text = self._own_rates().get(spec)
         return numbers(
             "learning_rates" if rates_text is None else "learning_rates_of", rates_text or self.learning_rates, float
@@ -373,7 +373,7 @@ class CoordCheckSettings(
         return self.base_depth or (self.all_sizes[0] if self.depths else None)
 
     def runs(self) -> dict[tuple[int, int], PretrainSettings]:
-        """Return the run of each size and seed. Raises UserError for a value that is invalid in one of them."""
+        """Return the run of each size and seed. Raises UserError if a run has an invalid value."""
         common = self.shared_with(PretrainSettings)
         if self.width_scaling != "none":
             common["base_width"] = self.reference_width
@@ -389,7 +389,7 @@ class CoordCheckSettings(
 
 @takes(Numbers)
 def rates_or_none(name: str, value: object) -> str:
-    """Check learning rates. An empty text means that the user gave no learning rates."""
+    """Check learning rates. Check learning rates. An empty text means that the user gave no learning rates."""
     listed = comma_separated(name, value)
     return rate_list(name, listed) if listed else listed
 
@@ -465,7 +465,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         self.trials()
 
     def trials(self) -> dict[str, PretrainSettings]:
-        """Return the trials by id, the proxy's first. Raises UserError for an invalid value in a trial."""
+        """Return the trials by id, the proxy's trials first. Raises UserError for an invalid value in a trial."""
         grid = [(self.proxy_width, rate) for rate in numbers("learning_rates", self.learning_rates, float)]
         if self.verify_rates:
             wide = self.verify_width or self.target_width

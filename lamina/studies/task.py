@@ -26,8 +26,8 @@ class Task:
 
     Attributes:
         settings: the job's settings; their ``output`` is the trial's folder.
-        job: a function that runs a trial. It takes the settings, ``resume`` and ``bar``, and returns the result. It
-            must be at the top level of a module, because the trial's process finds it by name.
+        job: a function that runs a trial. It takes the settings, ``resume`` and ``bar``, and returns the result. The
+            function must be at the top level of a module, because the trial's process finds it by name.
         trains: whether the job trains for the settings' number of steps.
     """
 

@@ -1,4 +1,4 @@
-"""Prune a trained model: Lamina removes the layers that a user names, or that matter least by a probe."""
+"""Prune a trained model: remove the layers that a user names, or the layers that matter least by a probe."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
 
 
 def encodable_text(text: str) -> str:
-    """Replace each unpaired surrogate by U+FFFD; JSON can hold unpaired surrogates, but UTF-8 cannot."""
+    """Replace each unpaired surrogate with U+FFFD, because JSON can hold unpaired surrogates, but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -198,8 +198,8 @@ def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[Fil
 class Document:
     """A self-contained text: a file, or a row of a .jsonl file, a .parquet file or a dataset.
 
-    A long file (more than 16 million characters; one million when streamed) comes as several Documents. All but the
-    first have ``continues``, and only these may consist of white space alone.
+    A long file (more than 16 million characters; one million when streamed) comes as several Documents. All Documents
+    but the first have ``continues``, and only these may consist of white space alone.
     """
 
     text: str
@@ -220,11 +220,11 @@ def read_file(
         path: the file's path; its suffix decides whether Lamina reads it as rows or as plain text.
         text_field: the field of a row that holds its text.
         part_chars: the length in characters of the parts in which plain text comes.
-        on_rows: called if the file is read as plain text, but begins with a JSON row that has the field.
+        on_rows: called if Lamina reads the file as plain text, but it begins with a JSON row that has the field.
 
     Raises:
-        NotTextError: the file is binary, not UTF-8, damaged, or no valid .parquet file.
-        UserError: a row lacks the field, the field's value is no text, or Lamina may not read the file.
+        NotTextError: the file is binary, not UTF-8, damaged, or not a valid .parquet file.
+        UserError: a row lacks the field, the field's value is not text, or Lamina may not read the file.
     """
     suffix = inner_suffix(path)
     if suffix in (".jsonl", ".ndjson"):

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, or of a local folder in the same formats, read by the datasets library."""
+"""Datasets of the Hugging Face hub, or of a local folder in the same formats, read with the datasets library."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parse(spec: str, field: str = "corpus") -> HubSource:
 
 
 def load(source: HubSource) -> Dataset:
-    """Load one split: the requested split, or else the split ``train``, or else the only split.
+    """Load one split: the requested split, otherwise the split ``train``, otherwise the only split.
 
     Raises UserError if datasets is not installed, the hub is unreachable, or the dataset or split does not exist.
     """

@@ -56,8 +56,8 @@ def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
             learning rate and seed.
 
     Returns:
-        A row per arm with ``COLUMNS``. Sizes and costs are for one trial, and ``total_gpu_hours`` for all trials of the
-        arm.
+        A row per arm with ``COLUMNS``. Sizes and costs are for one trial, and ``total_gpu_hours`` is for all trials of
+        the arm.
 
     Raises:
         UserError: if Lamina cannot build a model from a trial's settings, placement or sizes; it names the trial.
@@ -80,7 +80,7 @@ def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
 
 
 def table(frame: Frame) -> str:
-    """Return the rows of ``dry_run`` as text, with totals and the assumptions behind the GPU-hours."""
+    """Return the rows of ``dry_run`` as text, with totals and the GPU-hours' assumptions."""
     width = max([len("arm"), *(len(str(arm)) for arm in frame["arm"])])
     lines = [
         f"{'arm':<{width}} {'trials':>6} {'parameters':>10} {'active':>8} {'vocabulary':>10} {'tokens':>8} "
@@ -104,8 +104,7 @@ def table(frame: Frame) -> str:
 def minutes_here(
     arms: Mapping[str, Mapping[str, PretrainSettings]], frame: Frame, *, workers: int, threads: int | None
 ) -> str:
-    """Estimate in a sentence how many minutes the trials take on this machine; an empty text for models that are too
-    large to try.
+    """Estimate in a sentence how many minutes the trials take on this machine; "" for models that are too large to try.
 
     Lamina times two steps of the first trial on random tokens, and scales the time to the other trials by their FLOPs.
     """

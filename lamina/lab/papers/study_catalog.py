@@ -69,7 +69,7 @@ def catalog_folder() -> Path:
 def records_folder() -> Path:
     """Return the folder of the catalog's records: in the repository, or in the installed package.
 
-    If neither has one, the folder does not exist, and there are no records.
+    If neither has such a folder, the returned folder does not exist.
     """
     spec = find_spec(_RECORDS)
     installed = list(spec.submodule_search_locations or ()) if spec else []
@@ -100,14 +100,14 @@ WIDENINGS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """A search for each arm's best learning rate.
+    """A search for each setting's best learning rate.
 
     Attributes:
         rates: the learning rates to try with every tuning seed.
         seeds: the tuning seeds: a number of the study's first seeds, or a list of other seeds that no claim reads.
-        rule: the rule that chooses an arm's rate: ``best``, or ``one-se`` for the lowest rate that is equally good
-            within the noise.
-        widen: how often Lamina widens a sweep with its best rate at the edge.
+        rule: the rule that chooses a setting's learning rate: ``best``, or ``one-se`` for the lowest that is equally
+            good within the noise.
+        widen: how often Lamina widens a sweep whose best learning rate is at the edge.
         also: a mapping from a value's label on an axis to another value's label. Arms with the first label also train,
             with all seeds, at the best rate of the arms with the second label. The papers compare at one learning rate.
         settings: settings in which the tuning seeds' trials differ from the study's trials, such as fewer steps.
@@ -138,8 +138,8 @@ class Stage:
 
     Attributes:
         name: the stage's label on the axis ``stage``.
-        job: the job of its trials, a name in ``TRIAL_JOBS``.
-        settings: the settings of its trials.
+        job: the job of the stage's trials, a name in ``TRIAL_JOBS``.
+        settings: the settings of the stage's trials.
         inputs: by setting, the stage whose model this setting takes.
         of: values of axes. The stage runs only for the arm with these values, and later stages use this arm's model, so
             all arms may share a reward model. If it is empty, the stage runs for every arm.
@@ -162,7 +162,9 @@ class Stage:
         return TRIAL_JOBS[self.job]
 
     def trial(self, seed: int) -> Settings:
-        """Return the settings of a trial, without its inputs. Raises UserError that names the setting."""
+        """Return the settings of a trial, without its inputs. Raises UserError for an invalid setting, which the
+        message names.
+        """
         settings = dict(self.settings)
         for name in self.record.files:
             if str(settings.get(name, "")).startswith("./"):
@@ -189,9 +191,9 @@ class Scale:
         job: the job of a trial, a name in ``TRIAL_JOBS``.
         settings: the settings that all trials share.
         axes: the values of each axis, by label; a value is a mapping of settings.
-        rates: the learning rates of a sweep; empty if the settings or the arms set the rate.
-        tuning: the search for each arm's rate, if there is one.
-        measures: the probes or records for each time (init, end, records).
+        rates: the learning rates of a sweep; empty if other settings decide the learning rate.
+        tuning: the search for each setting's learning rate, if there is a search.
+        measures: the probes or records to keep, for each time (init, end, records).
         skip: combinations of axis values that Lamina leaves out.
         stages: the jobs that start from the models of these trials.
         needs: the reason why this scale cannot decide the claims; empty if it can.
@@ -220,7 +222,7 @@ class Scale:
 
     @property
     def tuning_seeds(self) -> tuple[int, ...]:
-        """The seeds that choose each arm's learning rate; empty if the scale tunes no rate."""
+        """The seeds that choose each arm's learning rate; empty if the scale tunes no learning rate."""
         return () if self.tuning is None else self.tuning.sweep(self.seeds)
 
     @property
@@ -344,7 +346,7 @@ class _Entries:
 def read_study(study: str | Path) -> StudyDefinition:
     """Read a study by its name in the catalog or by its file.
 
-    Raises UserError that names the file, the field and the nearest allowed name.
+    Raises UserError for an invalid file; the message names the file, the field and the nearest allowed name.
     """
     path = find(str(study))
     entries = _Entries(path.name, read_mapping(path), _STUDY, "")
@@ -467,7 +469,7 @@ def _rates(entries: _Entries, values: object) -> tuple[float, ...]:
 
 
 def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> None:
-    """Raise UserError for tuning seeds that do not go with the study's seeds."""
+    """Raise UserError for tuning seeds that do not fit the study's seeds."""
     if tuning is None:
         return
     if isinstance(tuning.seeds, tuple) and (both := [seed for seed in tuning.seeds if seed in seeds]):

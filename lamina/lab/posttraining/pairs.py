@@ -32,7 +32,7 @@ _EXTREMES = {"min_reward": min, "max_reward": max}
 
 
 class Measured(NamedTuple):
-    """TRL's loss and metrics of a batch of held-out pairs, with the weight of each: the number of pairs or tokens."""
+    """TRL's loss and metrics of a batch of held-out pairs, each with its weight, the number of pairs or tokens."""
 
     metrics: Mapping[str, float]
     weights: Mapping[str, int]
@@ -102,7 +102,7 @@ class PairStage(TuningStage[S]):
 
 
 class RewardModeling(PairStage[RewardSettings]):
-    """Trains on -log sigmoid(score(chosen) - score(rejected) - margin), InstructGPT's Eq. 1 for two answers.
+    """Minimizes -log sigmoid(score(chosen) - score(rejected) - margin), InstructGPT's Eq. 1 for two answers.
 
     The margin is a field of the row, as in TRL and Llama 2's Eq. 2, or 0 if the field is missing.
     """
@@ -122,7 +122,7 @@ class RewardModeling(PairStage[RewardSettings]):
         return rows
 
     def wrong(self, row: Fields) -> str:
-        """Reject pairs that are too long: the score would not be of the complete answer, and TRL drops such pairs."""
+        """Reject pairs that are too long, which TRL drops: the score would not be for the complete answer."""
         if max(len(row["chosen_ids"]), len(row["rejected_ids"])) > self.start.longest:
             return f"an answer ends after {self.start.longest} tokens, including the prompt"
         return "the two answers are equal" if row["chosen_ids"] == row["rejected_ids"] else ""
@@ -172,7 +172,7 @@ class DpoTrainer(PairTrainer, DPOTrainer):
 
 
 class DirectPreferences(PairStage[DpoSettings]):
-    """Trains on -log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), Rafailov et al. 2023, Eq. 7."""
+    """Minimizes -log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), Rafailov et al. 2023, Eq. 7."""
 
     kind = Kind.DPO
     record = DpoSettings

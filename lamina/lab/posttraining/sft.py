@@ -47,7 +47,7 @@ class SftTrainer(TunedTrainer, SFTTrainer):
 
 
 class SupervisedFineTuning(TuningStage[SftSettings]):
-    """Trains on the mean negative log-likelihood of TRL's labels: of a completion, or of all tokens."""
+    """Minimizes the mean negative log-likelihood of the completion's tokens, or of all tokens (TRL's labels)."""
 
     kind = Kind.SFT
     record = SftSettings

@@ -90,7 +90,7 @@ def tune(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Json:
-    """Train after pretraining; see ``lamina.training.run.train``."""
+    """Run a job after pretraining. ``lamina.training.run.train`` has the details."""
     with warnings.catch_warnings():
         # TRL reads the name that transformers had for it before 5.23
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -156,8 +156,8 @@ class BestWeights(TrainerCallback):
     Args:
         by: "loss", or a task's name.
         processes: the run's processes; the first process writes.
-        resumed: the step from which the run resumes. Lamina deletes best weights of later steps, since the run repeats
-            these steps.
+        resumed: the step from which the run resumes. Lamina deletes best weights of later steps, because the run
+            repeats these steps.
     """
 
     trainer: TunedTrainer
@@ -215,7 +215,7 @@ class BestWeights(TrainerCallback):
 
 
 class Watched:
-    """A second text and tasks that a model may forget in tuning. Lamina measures them with every evaluation.
+    """A second text and tasks, on which tuning may make a model worse. Lamina measures them with every evaluation.
 
     Args:
         processes: the run's processes; the first process scores the tasks.
@@ -274,7 +274,7 @@ class TuningStage(TrainingStage[S]):
         train: the prepared examples.
         held_out: the prepared examples of an evaluation.
         config: TRL's configuration, which decides how TRL prepares the data.
-        templated: whether the rows have turns, which the tokenizer's chat template turns into a text.
+        templated: whether the rows have messages, which the tokenizer's chat template turns into a text.
         inputs: token ids [sequences, tokens] for the layer monitor.
         notes: counts for result.json.
     """
@@ -370,7 +370,9 @@ class TuningStage(TrainingStage[S]):
             self.ordered = partial(TrainOrder, lengths=[sum(map(len, row)) for row in zip(*columns, strict=True)])
 
     def read_examples(self) -> None:
-        """Find the starting model, then read and encode the data. Raises UserError if this fails."""
+        """Find the starting model, then read and encode the data. Raises UserError if the model or the data can't be
+        read.
+        """
         settings = self.settings
         self.start = find_start(settings, self.head)
         rewards = self.rewards()

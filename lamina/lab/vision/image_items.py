@@ -33,7 +33,7 @@ class Augmentation:
     """The augmentation of training images; the default changes nothing.
 
     Attributes:
-        size: the side, in pixels, of the square to which Lamina resizes a crop.
+        size: the side, in pixels, of the square that each crop becomes.
         crop_scale: the smallest share of an image's area that a random crop takes; 1 for no random crops.
         flip: the probability of a horizontal flip.
         rand_augment: the strength of RandAugment (Cubuk et al. 2020, arXiv 1909.13719), 0 (off) to 1.
@@ -75,7 +75,7 @@ class Augmentation:
     ) -> torch.Tensor:
         """Flip, distort and erase normalized pixel values [channels, height, width].
 
-        ``mean`` and ``std`` [channels, 1, 1] undo the normalization, since RandAugment works on values from 0 to 1.
+        ``mean`` and ``std`` [channels, 1, 1] undo the normalization, because RandAugment works on values from 0 to 1.
         """
         if self.flip and _uniform(generator) < self.flip:
             pixels = pixels.flip(-1)
@@ -126,7 +126,9 @@ def _uniform(generator: torch.Generator) -> float:
 
 
 class ImageItem(TypedDict):
-    """``pixel_values`` float [channels, height, width], ``labels`` the class, and ``draw``, the number of the draw."""
+    """``pixel_values`` (float [channels, height, width]), ``labels`` (the class), and ``draw`` (the number of the
+    draw).
+    """
 
     pixel_values: torch.Tensor
     labels: torch.Tensor
@@ -212,8 +214,7 @@ def statistics_of(processor: BaseImageProcessor) -> tuple[torch.Tensor, torch.Te
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """Joins items to a batch; with the defaults, the items do not change. Loader processes can hold this class, since
-    it is picklable.
+    """Joins items to a batch, unchanged by default. The class is picklable, so loader processes can hold it.
 
     Attributes:
         mixup: alpha of mixup's Beta distribution; 0 for none.
@@ -269,8 +270,8 @@ def mix(x: torch.Tensor, share: float) -> torch.Tensor:
 def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[torch.Tensor, float]:
     """Paste a box of each image's partner into the image. Return the images, and the share of each image that is left.
 
-    The box's sides are the image's sides times sqrt(1 - share), cut off at the edges. The returned share is the area
-    outside the box.
+    The box's sides are the image's sides times sqrt(1 - share), and the image's edges cut the box off. The returned
+    share is the area outside the box.
     """
     height, width = images.shape[-2:]
     side = (1.0 - share) ** 0.5

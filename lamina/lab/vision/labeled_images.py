@@ -61,10 +61,10 @@ class LabeledImages(ABC):
 
     @abstractmethod
     def image(self, number: int) -> Image:
-        """Return an image in mode L or RGB. Raises UserError that names an unreadable image."""
+        """Return an image in mode L or RGB. Raises UserError for an unreadable image, which the message names."""
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Raise UserError that names the first unreadable image in a quick check."""
+        """Check the images quickly, and raise UserError for the first unreadable image."""
         return
 
     def check(self) -> None:

@@ -73,12 +73,12 @@ class Equivalent:
         norms: the position of each norm in Lamina's block, by transformers' name of the norm.
         qk_norm: the norms on queries and keys: "off", "head" or "full" (the full width).
         bias: whether queries, keys and values have biases.
-        pairs: whether the rotary embedding rotates neighboring channels, and not channels half a head apart.
+        pairs: whether the rotary embedding rotates neighboring channels, instead of channels half a head apart.
         gate_and_up: whether one projection computes the gate and the feed-forward's input.
         gain_offset: the number that Lamina subtracts from a gain before it stores the gain, see ``Conversion``.
         scales_branches: whether the configuration has a field for the factor on the branches. If not, Lamina multiplies
-            the weights by it.
-        fields: further fields of the configuration, beside the sizes.
+            the weights by this factor.
+        fields: further fields of the configuration, in addition to the sizes.
     """
 
     placement: str
@@ -125,7 +125,7 @@ def conversion_of(model_type: str) -> Conversion:
 
 
 def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> str:
-    """Translate a tensor's name in transformers' model to Lamina's name; ``norms`` are the ``Equivalent``'s."""
+    """Translate a tensor's name in transformers' model to Lamina's name; ``norms`` are the ``Equivalent``'s norms."""
     adapter, prefix = adapter_of(theirs.config), f"{theirs.base_model_prefix}."
     if not key.startswith(prefix):
         return key
@@ -137,7 +137,9 @@ def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> 
 
 
 def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: PreTrainedModel) -> None:
-    """Copy tensors into ``target``, by the target's names. Raises UserError that names a tensor that does not fit."""
+    """Copy each tensor into the tensor of ``target`` with the same name. Raises UserError for a tensor that does not
+    fit, which the message names.
+    """
     expected = target.state_dict()
     refuse_tensors("missing", expected.keys() - tensors.keys(), f"is not in the {type(source).__name__}")
     refuse_tensors("extra", tensors.keys() - expected.keys(), f"has no place in {type(target).__name__}")
@@ -185,7 +187,7 @@ def from_transformers(
 
     Raises:
         UserError: for a model type whose placement is unknown, weights that are not safetensors, or a tensor that is
-            missing, extra or of another shape.
+            missing or extra, or has another shape.
     """
     model = load(model_or_path, dtype=dtype) if isinstance(model_or_path, str | Path) else model_or_path
     if isinstance(model.config, LaminaConfig):
@@ -227,7 +229,7 @@ def to_transformers(model_or_path: PreTrainedModel | str | Path) -> PreTrainedMo
     another placement, Lamina chooses an architecture that computes it. If Lamina multiplies a gain by a factor, float32
     logits differ by rounding.
 
-    Raises UserError with the missing part if transformers has no such model, and in the same cases as
+    Raises UserError, which names the missing part, if transformers has no such model, and in the same cases as
     ``from_transformers``.
     """
     model = load(model_or_path) if isinstance(model_or_path, str | Path) else model_or_path
@@ -443,8 +445,8 @@ def _folded(plan: Plan) -> Plan:
 def load(path: str | Path, *, dtype: str | torch.dtype = "auto", head: str = "causal_lm") -> PreTrainedModel:
     """Load a model with a head, from Lamina or transformers, by its folder or its name on the hub.
 
-    Lamina reads only safetensors and runs no remote code. Raises UserError that names the invalid field, file or
-    tensor. A missing or extra tensor is an error.
+    Lamina reads only safetensors and runs no remote code. Raises UserError for an invalid field, file or tensor, which
+    the message names. A missing or extra tensor is an error.
     """
     config = read_config(path)
     auto = getattr(transformers, HEADS[head].auto_class)
@@ -473,7 +475,7 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
 def computed(plan: Plan) -> Plan:
     """Return the plan with defaults for all fields that do not change its function, such as names and initial values.
 
-    A norm of kind "rms" counts as "backbone", since every backbone of the table has RMSNorms.
+    A norm of kind "rms" counts as "backbone", because every backbone of the table has RMSNorms.
     """
 
     def norm(spec: Norm) -> Norm:

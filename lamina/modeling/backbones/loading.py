@@ -1,7 +1,7 @@
 """Load saved models from a path. Only this code loads weights and tokenizers.
 
-Any folder gives either the model or a UserError of one line. Weights are safetensors. Lamina unpickles nothing. It runs
-code from a checkpoint's folder only if the caller allows it.
+For any folder, the caller gets the model or a UserError of one line. Weights are safetensors. Lamina unpickles nothing.
+It runs code from a checkpoint's folder only if the caller allows it.
 """
 
 from __future__ import annotations
@@ -390,7 +390,7 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str,
 
 
 def check_finite(model: nn.Module, field: str) -> None:
-    """Raise UserError for NaN or infinite weights; it names the first such weight and the position."""
+    """Raise UserError for NaN or infinite weights. The message names the first such weight and the position."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter.detach()).all()):
             bad = ~torch.isfinite(parameter.detach())
@@ -404,8 +404,8 @@ def check_finite(model: nn.Module, field: str) -> None:
 def load_tokenizer(
     path: str | Path, config: PreTrainedConfig, field: str, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a model's folder. Raises UserError if there is none, or if it has more tokens than the
-    model.
+    """Load the tokenizer in a model's folder. Raises UserError if there is no tokenizer, or if it has more tokens than
+    the model.
     """
     name, folder = str(path), Path(path)
     if folder.is_dir():

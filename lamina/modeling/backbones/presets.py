@@ -25,7 +25,7 @@ _SPECIAL = tuple(f"{token}_token_id" for token in ("pad", "bos", "eos", "cls", "
 
 
 def preset_config(name: str) -> PreTrainedConfig:
-    """Make the configuration of a preset. Raises UserError that suggests the nearest name."""
+    """Make the configuration of a preset. Raises UserError for an unknown name, and suggests the nearest name."""
     preset = get(name)
     return AutoConfig.for_model(preset.model_type, **preset.fields)
 
@@ -39,12 +39,12 @@ def resolve_backbone(
     vocab_size: int | None = None,
     max_position_embeddings: int | None = None,
 ) -> PreTrainedConfig:
-    """Return the backbone's configuration, with the given sizes in place of the backbone's sizes.
+    """Return the backbone's configuration, with the given sizes instead of the backbone's sizes.
 
     ``backbone`` is a preset's name, a transformers configuration, a folder with a configuration, or a model's name on
     the hub ("HuggingFaceTB/SmolLM2-135M"). Lamina reads only the model's configuration. If ``hidden_size`` changes, the
     feed-forward keeps its ratio (rounded up to a multiple of 8), and a head keeps its width if this width divides the
-    new size. Raises UserError that names the invalid field.
+    new size. Raises UserError for an invalid field, which the message names.
     """
     if not isinstance(backbone, PreTrainedConfig):
         backbone = text("backbone", backbone)

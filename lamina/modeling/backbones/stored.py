@@ -39,7 +39,9 @@ Tensors = dict[str, Stored]
 
 
 def read_json(path: Path, source: str) -> dict[str, object]:
-    """Read the object in a JSON file. Raises UserError, which begins with ``source``, if the file holds none."""
+    """Read the object in a JSON file. Raises UserError, whose message begins with ``source``, if the file holds no
+    object.
+    """
     if path.stat().st_size > _LARGEST_JSON:
         raise UserError(
             f"{source} has {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that Lamina reads. Give the "
@@ -66,8 +68,8 @@ def stored_tensors(path: Path, field: str, *, pickles: bool = False) -> Tensors 
     """Return the shape and dtype of every tensor in a folder's safetensors files, by name, and check the files'
     headers.
 
-    Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError that names a file that
-    is missing, incomplete, altered or outside the folder.
+    Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError for a file that is
+    missing, incomplete, altered or outside the folder, which the message names.
     """
     source = f"{field} {str(path)!r}:"
     if (path / WEIGHTS).is_file():
@@ -147,7 +149,7 @@ def is_quantized(config: PreTrainedConfig) -> bool:
 def refuse_foreign(
     model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: Iterable[str], source: str
 ) -> None:
-    """Raise UserError that names a stored tensor that the loaded model does not use, or uses as another kind of number.
+    """Raise UserError for a stored tensor that the loaded model does not use, or uses as another kind of number.
 
     Three kinds of unused tensors are allowed: heads of the same model type, buffers that older versions stored, and
     tensors that transformers ignores.

@@ -21,14 +21,14 @@ from lamina.placements.registry import placement
 def deepnorm(
     num_layers: int, *, alpha: float | None = None, beta: float | None = None, scale_gate: bool = False
 ) -> Plan:
-    """Bounds the model's update. Alpha strengthens the skip, and beta shrinks each branch at the start.
+    """DeepNorm bounds the model's update. Alpha strengthens the skip, and beta shrinks each branch at the start.
 
     Args:
         alpha: the constant on the skip; default (2 N)^(1/4) with N blocks, for decoder-only and encoder-only models. In
             an encoder-decoder of N and M blocks, the encoder has 0.81 (N^4 M)^(1/16), and the decoder has (3 M)^(1/4).
         beta: the gain on the initial value, output and feed-forward weights; default (8 N)^(-1/4). In an
             encoder-decoder, the encoder has 0.87 (N^4 M)^(-1/16), and the decoder has (12 M)^(-1/4).
-        scale_gate: apply beta to a gated feed-forward's gate as well. The paper has no gate; with false, the branch's
+        scale_gate: also apply beta to a gated feed-forward's gate. The paper has no gate; with false, the branch's
             output keeps the paper's factor beta^2.
     """
     for name, value in (("alpha", alpha), ("beta", beta)):

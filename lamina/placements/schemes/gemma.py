@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: Peri-LN with a scaled embedding in place of a normed one, and gains of 1 + w."""
+"""Gemma 2 and 3: Peri-LN with a scaled embedding instead of a normed embedding, and gains of 1 + w."""
 
 from lamina.placements.plan import HeadNorm, Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement
@@ -20,7 +20,7 @@ def _plan(num_layers: int, qk_norm: HeadNorm) -> Plan:
 
 @placement("gemma2", title="Gemma 2", equation=_EQUATION, source="Gemma 2 (arXiv 2408.00118)", advice=_ADVICE)
 def gemma2(num_layers: int) -> Plan:
-    """A norm before and after each module. The embedding is multiplied by the square root of the width."""
+    """Gemma 2 has a norm before and after each module. The embedding is multiplied by the square root of the width."""
     return _plan(num_layers, "off")
 
 
@@ -32,5 +32,5 @@ def gemma2(num_layers: int) -> Plan:
     advice=_ADVICE,
 )
 def gemma3(num_layers: int) -> Plan:
-    """Gemma 2's wiring, with norms on queries and keys instead of the soft cap on attention's scores."""
+    """Gemma 2's placement, with norms on queries and keys instead of the soft cap on attention's scores."""
     return _plan(num_layers, "head")

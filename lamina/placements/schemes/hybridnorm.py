@@ -26,7 +26,7 @@ _ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
     advice=_ADVICE,
 )
 def hybridnorm(num_layers: int) -> Plan:
-    """Normalizes inside the attention and around the feed-forward. The feed-forward's skip carries the normed state."""
+    """Norms sit inside the attention and around the feed-forward. The feed-forward's skip carries the normed state."""
     layer = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)
     return Plan(layers=(layer,) * num_layers, final_norm=Norm(), qk_norm="head", v_norm="head")
 

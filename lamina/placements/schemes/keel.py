@@ -41,7 +41,7 @@ def keel(
         learnable_alpha: make each alpha a learned scalar that starts at this value.
         variant: "keel", or an ablation of Sec 4.2: "scale" is LN(alpha x + F(x)), "scale_gain" is LN(alpha x + F(b *
             x)) with a learned vector b, and "scale_gain_norm" is LN(alpha x + F(b * LN(x))), whose inner norm has no
-            gain. "scale_gain_norm" computes the same function as Keel with as many parameters, since b acts as the
+            gain. "scale_gain_norm" computes the same function as Keel with as many parameters, because b acts as the
             inner norm's gain.
         first_layer: the first block. "paper": both sub-layers have alpha = 1, and the attention has no outer norm.
             "post_ln": like "paper", but the feed-forward also has no inner norm (the other reading of "degrades to

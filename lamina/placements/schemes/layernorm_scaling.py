@@ -21,7 +21,7 @@ from lamina.placements.registry import placement
     ),
 )
 def layernorm_scaling(num_layers: int) -> Plan:
-    """A factor shrinks a norm's output with depth, so deep layers read smaller inputs. The final norm has no factor."""
+    """A factor shrinks norms' outputs with depth, so deep layers read smaller inputs. The final norm has no factor."""
     sublayers = [Sublayer(pre_norm=Norm(), pre_scale=index**-0.5) for index in range(1, num_layers + 1)]
     layers = tuple(Layer.of(sublayer) for sublayer in sublayers)
     return Plan(layers=layers, final_norm=Norm())

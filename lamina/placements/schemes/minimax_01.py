@@ -1,4 +1,4 @@
-"""MiniMax-01: DeepNorm's wiring with a norm on the embedding."""
+"""MiniMax-01: DeepNorm's norms and scales, with a norm on the embedding."""
 
 from __future__ import annotations
 

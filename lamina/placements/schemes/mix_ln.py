@@ -35,7 +35,7 @@ def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers
     Args:
         alpha: the share of Post-LN layers (default 0.25). Lamina computes floor(alpha N) exactly, also for a fraction
             such as "1/3".
-        num_post_layers: the number of Post-LN layers, in place of alpha.
+        num_post_layers: the number of Post-LN layers, instead of alpha.
     """
     if alpha is not None and num_post_layers is not None:
         raise UserError("placement 'mix_ln': options 'alpha' and 'num_post_layers' are both set. Set only one of them.")

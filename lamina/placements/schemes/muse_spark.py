@@ -19,8 +19,8 @@ from lamina.placements.registry import placement
 def muse_spark(num_layers: int, *, start: float = 0.5, temperature: float = 0.3) -> Plan:
     """If skip and branch are uncorrelated, the residual stream keeps its variance at any depth.
 
-    The inner norms' gains are 1 + w. The output norms have no gain, since a gain would be another factor on the branch.
-    (Meta's feed-forward has a gain on this norm's input.)
+    The inner norms' gains are 1 + w. The output norms have no gain, because a gain would be another factor on the
+    branch. (Meta's feed-forward has a gain on this norm's input.)
 
     Args:
         start: initial value of b.

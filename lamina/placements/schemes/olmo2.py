@@ -1,4 +1,4 @@
-"""OLMo 2's reordered norm, and the same wiring alone (B in the Peri-LN paper's Figure 2)."""
+"""OLMo 2's reordered norm, with and without its norms on queries and keys (B in the Peri-LN paper's Figure 2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _plan(num_layers: int, qk_norm: HeadNorm = "off") -> Plan:
     advice="FuseNorm's authors use a learning rate of 2e-4 at 5B parameters, with 200 steps of warm-up.",
 )
 def olmo2(num_layers: int) -> Plan:
-    """A norm on each module's output, and none on its input. Norms on queries and keys act over the full width."""
+    """OLMo 2 normalizes each module's output, not its input. Norms on queries and keys act over the full width."""
     return _plan(num_layers, qk_norm="full")
 
 
@@ -38,5 +38,5 @@ def olmo2(num_layers: int) -> Plan:
     ),
 )
 def out_ln(num_layers: int) -> Plan:
-    """OLMo 2's wiring without its norms on queries and keys. It has a norm at the Peri-LN paper's position B alone."""
+    """OLMo 2's placement without its norms on queries and keys. Its norms are at the Peri-LN paper's position B."""
     return _plan(num_layers)

@@ -1,4 +1,4 @@
-r"""Read the lines that trainers print. ``FORMS`` has one row for each form of line.
+r"""Read the lines that trainers print. ``FORMS`` has one row for each log format.
 
 A row defines which lines are records, and where a record's names and values are. To read another trainer's lines,
 add a row before "lines with a global step".
@@ -51,7 +51,7 @@ class Form(NamedTuple):
         line: a regular expression for the line that begins a record, with the group ``step``. If the step restarts in
             each epoch, it has the groups ``epoch`` and ``of``, the number of steps in an epoch.
         pair: a regular expression for each pair in that line, with the groups ``name`` and ``value``.
-        more: whether the following lines hold the pairs, too.
+        more: whether the following lines also hold pairs.
     """
 
     name: str

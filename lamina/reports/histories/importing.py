@@ -356,10 +356,10 @@ def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
 
 
 def judge(history: History) -> tuple[list[Alarm], list[int]]:
-    """Judge a history by the rules of the layer monitor, which count records in place of steps.
+    """Judge a history by the rules of the layer monitor, which count records instead of steps.
 
     Returns:
-        The alarms, the notable batches, and the steps at which the loss fell (a fall alone is no alarm).
+        The alarms, the notable batches, and the steps at which the loss fell (a fall alone is not an alarm).
     """
     alarms, judged = Alarms(), history.steps
     wanted, filling = _worth_judging(history, judged)

@@ -185,7 +185,7 @@ _SETTING = re.compile(r"(?:.*/)?(?:grad(?:ient)?|weight|param(?:eter)?)s?_[a-z_]
 
 @cache
 def parameter_of(name: str) -> tuple[str, str] | None:
-    """Return the metric of a parameter's series, and the parameter's name; None if the name is no parameter's series.
+    """Return the metric of a parameter's series, and the parameter's name; None if it is not a parameter's series.
 
     The metric may come before the parameter's name (gradients/NAME, grad/norm/NAME, l2_norm/grad/NAME,
     params/norm/NAME), or after it (NAME/grad_norm, NAME.grad).
@@ -205,7 +205,7 @@ def _inner(name: str) -> str:
 
 
 def best(names: Mapping[str, tuple[Whole, int]]) -> str:
-    """Choose one of several series with the same metric. Each comes with its rank and its number of values."""
+    """Choose one of several series with the same metric. Each series comes with its rank and its number of values."""
     most = max(length for _, length in names.values())
     long = [name for name, (_, length) in names.items() if 2 * length >= most]
     if {3, 4} & (ranks := {names[name][0].rank for name in long}) and 5 in ranks:  # of a sum, a part's CE is no whole

@@ -58,10 +58,10 @@ def with_commas(
     separator.
 
     2,31 has a decimal comma, and 1,000.5 has a comma between thousands. The comma in 2,310 may be either. Lamina
-    decides by the other numbers of its column, or else by the numbers of other columns.
+    decides by the other numbers of its column, or otherwise by the numbers of other columns.
 
     Args:
-        texts: by the column's name, each with a comma.
+        texts: texts with a comma, by the column's name.
         whole: columns of whole numbers.
         points: whether other numbers in the file have a decimal point.
     """

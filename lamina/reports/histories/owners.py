@@ -42,7 +42,7 @@ def _kind(part: str) -> str | None:
 
 
 def parts_of(name: str) -> Parts | None:
-    """Return the parts of a parameter's name, with numbers as separate parts ("layers_0" has two); None if it is no
+    """Return the parts of a parameter's name, with numbers as separate parts ("layers_0" has two); None if it is not a
     parameter's name.
     """
     parts: list[str] = []
@@ -61,7 +61,7 @@ class Places:
     """The places of parameters in their model.
 
     Attributes:
-        owners: a parameter's layer, sub-layer and role, by its name. A missing name is no parameter.
+        owners: a parameter's layer, sub-layer and role, by its name. A missing name is not a parameter's name.
         layers: the path of each layer in the model, by the layer's number.
     """
 

@@ -73,7 +73,7 @@ def recorded_in(folder: Path) -> Path | None:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the files of a trainer's runs in a folder: of each the latest, and first the highest number."""
+    """Return the latest file of each of a trainer's runs in a folder, the highest number first."""
     newest: dict[Path, Path] = {}
     for pattern in _FILES:
         for path in sorted(folder.glob(pattern), key=_age):

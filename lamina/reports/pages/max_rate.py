@@ -86,10 +86,10 @@ def max_rate_report(folder: Path) -> Path:
 def summarize(results: Frame) -> list[Json]:
     """Return one row per placement, the highest mean learning rate first; ``results`` are the rows of results.csv.
 
-    The columns are ``placement``; ``mean`` and ``std`` over the seeds that have a largest rate (ddof 1, NaN for fewer
-    than two seeds); the extremes ``low`` and ``high``; ``seeds``, the number of seeds with a rate; ``open``, the number
-    of these seeds that reached the end of the warm-up (if any did, the mean is a lower bound); ``loss``, the mean
-    smoothed loss at these rates; and ``ends``, a text with the number of runs that each rule stopped.
+    The columns are ``placement``; ``mean`` and ``std`` over the seeds that have a largest learning rate (ddof 1, NaN
+    for fewer than two seeds); the extremes ``low`` and ``high``; ``seeds``, the number of seeds with a rate; ``open``,
+    the number of these seeds that reached the end of the warm-up (if any did, the mean is a lower bound); ``loss``, the
+    mean smoothed loss at these learning rates; and ``ends``, a text with the number of runs that each rule stopped.
     """
     rows = []
     for placement, group in complete(results).groupby("placement", sort=False):
@@ -113,7 +113,9 @@ def summarize(results: Frame) -> list[Json]:
 
 
 def spread(row: Row) -> str:
-    """Return the mean and standard deviation of a placement's rates as text, with "≥" for a lower bound."""
+    """Return the mean and standard deviation of a placement's largest learning rates as text, with "≥" for a lower
+    bound.
+    """
     if not row["seeds"]:
         return "-"
     bound = "≥ " if row["open"] else ""
@@ -237,8 +239,8 @@ def loss_by_rate(study: Study, color: Mapping[str, str]) -> Figure | None:
 
 
 def curve_of(trial: Trial, settings: Mapping[str, object]) -> Frame:
-    """Return a trial's smoothed loss by learning rate (columns rate and loss), without the first step, where the rate
-    is 0.
+    """Return a trial's smoothed loss by learning rate (columns rate and loss), without the first step, where the
+    learning rate is 0.
     """
     rows = trial.layers.of("step_loss").drop_duplicates("step", keep="last").sort_values("step")
     top, steps, window = (float(str(settings.get(name, 1))) for name in ("max_learning_rate", "steps", "window"))

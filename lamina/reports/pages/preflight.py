@@ -1,4 +1,4 @@
-"""The page of a preflight: verdicts, the reasons for them, and the measurements by layer."""
+"""The page of a preflight: verdicts, their reasons, and the measurements by layer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _FIGURES = (
 
 @report_of(Kind.PREFLIGHT, needs="preflight")
 def preflight_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of its preflight.json and layers.parquet.
+    """Write ``folder/report.html`` from the folder's preflight.json and layers.parquet.
 
     preflight.json has the ``command`` line; the ``rows`` of the table of verdicts, one per planned run; and for each
     run the ``losses`` of the burn-in's steps.

@@ -23,7 +23,7 @@ def transfer_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a transfer. If the transfer ended before it had numbers, write the page of its
     trials.
 
-    Raises UserError if its numbers are damaged.
+    Raises UserError if the transfer's numbers are damaged.
     """
     if not (folder / TRANSFER).exists() and has_study(folder):
         return compare_report(folder)

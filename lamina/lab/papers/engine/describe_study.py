@@ -1,4 +1,4 @@
-"""Describe a study as text: its arms, its finished trials, and the cost of the missing trials."""
+"""Describe a study as text: its settings, its finished trials, and the cost of the missing trials."""
 
 from __future__ import annotations
 

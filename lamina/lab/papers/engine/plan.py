@@ -1,8 +1,8 @@
 """The plan of a scale: the trials that it needs, given the results so far.
 
 A study that tunes learning rates runs its sweep first. If the best learning rate is at the sweep's edge, Lamina adds
-rates beyond it. Then come the study's seeds at each arm's best rate and, if the study asks for it, at another arm's
-best rate. ``StudyPlan.wanted`` depends only on the results, so resuming needs no stored state.
+learning rates beyond it. Then the study's seeds run at each arm's best learning rate and, if the study asks for it, at
+another arm's. ``StudyPlan.wanted`` depends only on the results, so resuming needs no stored state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lamina.lab.papers.trials.trial import StudyTrial, make_chained, make_trial
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One side of a comparison: a value on each axis except learning rate and seed.
+    """A setting to compare (an arm): a value on each axis except learning rate and seed.
 
     Attributes:
         values: the label of each axis's value.
@@ -35,7 +35,7 @@ class Arm:
     settings: Json
 
     def trial(self, scale: Scale, learning_rate: float | None, seed: int) -> Settings:
-        """Return the settings of one trial. Raises UserError that names the setting."""
+        """Return the settings of one trial. Raises UserError for an invalid setting, which the message names."""
         varied: Json = {} if learning_rate is None else {"learning_rate": learning_rate}
         if scale.tuning is not None and seed in scale.tuning_seeds:
             varied |= scale.tuning.settings
@@ -262,9 +262,10 @@ class Best:
 def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
     """Choose the best rate of a sweep from the tuning seeds' results at each rate, the lowest rate first.
 
-    ``best`` is the rate at which the smallest share of seeds diverged or got stuck; among equals, the rate with the
-    lowest mean loss. ``one-se`` is the lowest rate with the same share and a mean within one standard error of the best
-    mean. The means are over the seeds that learned. The standard error is over the best rate's seeds, at least two.
+    ``best`` is the rate at which the smallest share of seeds diverged or got stuck; among equals, the learning rate
+    with the lowest mean loss. ``one-se`` is the lowest rate with the same share and a mean within one standard error of
+    the best mean. The means are over the seeds that learned. The standard error is over the best rate's seeds, at least
+    two.
     """
     if rule == "one-se":
         known = {

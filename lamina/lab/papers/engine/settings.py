@@ -35,7 +35,7 @@ class StoreSettings(Settings):
 
 
 class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSettings):
-    """A study at one scale."""
+    """The settings of a study at one scale."""
 
     command_name = "study run"
     main = (

@@ -63,7 +63,7 @@ def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[s
 
 
 def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
-    """Return the result "failed" for a trial if one of its inputs has failed, or else None."""
+    """Return the result "failed" for a trial if one of its inputs has failed, otherwise None."""
     for source in trial.inputs.values():
         result = failed.get(source.key)
         if result is None or result["status"] in ENDED:  # it ended, and only a measurement failed
@@ -208,7 +208,7 @@ def record_name(settings: StudySettings) -> str:
 
 
 def records_are_of(study: StudyDefinition, settings: StudySettings) -> bool:
-    """Return whether the records may hold this study, since Lamina's own records hold only the catalog's studies."""
+    """Return whether the records may hold this study, because Lamina's own records hold only the catalog's studies."""
     return settings.records is not None or study.file.parent == catalog_folder()
 
 
@@ -218,7 +218,7 @@ def store_of(settings: StudySettings) -> Store:
 
 
 def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
-    """Run a share of a study's trials, while other drivers with the same store run theirs.
+    """Run a share of a study's trials, while other processes with the same store run the others.
 
     The function ends when all trials of the study have ended, and returns every trial's result by key. It writes only
     the trials' folders.

@@ -33,9 +33,9 @@ def judge_study(
 ) -> list[Json]:
     """Judge each of a study's claims, and return the verdicts.
 
-    ``missing`` is the number of planned trials that have not ended; Lamina judges nothing before all have. ``looks`` is
-    the number of times that verdicts were recorded with different trials, including this time. Raises UserError for a
-    claim about something that the study does not measure.
+    ``missing`` is the number of planned trials that have not ended; Lamina judges nothing before all trials have ended.
+    ``looks`` is the number of times that verdicts were recorded with different trials, including this time. Raises
+    UserError for a claim about something that the study does not measure.
     """
     if not study.claims_file.is_file():
         return []

@@ -1,7 +1,7 @@
-"""Compare arms by their losses, or by any other column, paired over the seeds.
+"""Compare settings by their losses, or by any other column, paired over the seeds.
 
 A run that diverged, or got stuck near the unigram entropy, also counts: its loss or score ranks last. The number of
-failed runs is a second criterion: an arm that failed more often than the other arm cannot win.
+failed runs is a second criterion: a setting that failed more often than the other cannot win.
 """
 
 from __future__ import annotations
@@ -192,10 +192,10 @@ def trains(trials: Trials, a: Arm) -> Finding:
 
 
 def optimum(trials: Trials, a: Arm, column: str = "eval_loss") -> Optimum:
-    """Find the best learning rate of an arm's sweep with a parabola through the mean losses over the log of the rate.
+    """Find the best learning rate of an arm's sweep, with a parabola through the mean losses over log(learning rate).
 
     If a run diverged or got stuck, its learning rate counts as infinitely bad. Failed or interrupted runs do not count.
-    Raises ValueError if no rate trains.
+    Raises ValueError if no learning rate trains.
     """
     chosen = trials.arm(a)
     if len(chosen.seeds) > 1:

@@ -29,11 +29,11 @@ _SCORE, _GAIN = "score", "reward_gain"
 
 
 def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
-    """Return the rows that claims may read if the seeds ``tuning`` chose each arm's rate.
+    """Return the rows that claims may read if the seeds ``tuning`` chose each arm's learning rate.
 
     At the chosen learning rates, only rows of the study's other ``seeds`` remain. If there are fewer than 5 other
-    seeds, all rows remain, and rows of tuning seeds have True in ``tuned_on``. ``rates`` is the number of rates in the
-    sweep of a row's arm.
+    seeds, all rows remain, and rows of tuning seeds have True in ``tuned_on``. ``rates`` is the number of learning
+    rates in the sweep of a row's arm.
     """
     if not tuning or not len(results):
         return results
@@ -60,8 +60,8 @@ def limited(
 
     The verdict becomes "needs scale" if an arm trains but learns no more than a bigram table, is at chance on the
     tasks, or has policies that do not move. It becomes "inconclusive" if the tested seeds chose the learning rate, or
-    if the best rate is at the sweep's edge. With ``exact``, the claim is an identity of any model, and no rule applies.
-    With ``one_learned``, one arm below the bigram table's loss is enough.
+    if the best rate is at the sweep's edge. With ``exact``, the claim is true for any model by its equations, and no
+    rule applies. With ``one_learned``, one arm below the bigram table's loss is enough.
     """
     if exact or not reads.columns or "key" not in results or "status" not in results:
         return finding
@@ -204,7 +204,7 @@ def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool 
     Args:
         says: the claim in one sentence.
         paper: the paper's numbers, to print beside ours.
-        exact: the claim is an identity of any model, even an untrained model, so no rule of power applies.
+        exact: the claim follows from the equations of any model, even an untrained one, so no rule of power applies.
         one_learned: the claim is about a cause that keeps an arm from learning, such as an initializer, so one arm with
             a loss below a bigram table's is enough.
     """
@@ -223,7 +223,7 @@ def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool 
 
 
 def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
-    """Load the claims of a file, in the file's order. The file runs as code, and a warning says so unless ``trusted``.
+    """Load the claims of a file, in the file's order. Lamina executes the file, and logs a warning unless ``trusted``.
 
     Raises UserError that names the file, for any error in it, and for a claim of another study.
     """

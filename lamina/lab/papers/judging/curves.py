@@ -36,7 +36,7 @@ def trained(trials: Trials) -> Trials:
 
 
 def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
-    """Return the trials of ``arm`` at the learning rate chosen for ``like``, or at the nearest rate of the arm.
+    """Return the trials of ``arm`` at the learning rate chosen for ``like``, or at the arm's nearest learning rate.
 
     Use it for the papers' comparisons at one learning rate. The other arm may lack this rate, if a sweep was widened.
     """

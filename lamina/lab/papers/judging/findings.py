@@ -77,7 +77,7 @@ IN_WORDS: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A verdict, and the numbers behind it.
+    """A verdict, and the numbers that it rests on.
 
     Attributes:
         verdict: the check's verdict, before the correction for the number of claims and judgments.
@@ -87,8 +87,8 @@ class Finding:
         margin: the judged difference or value, in the column's unit.
         interval: the margin's 95 % interval.
         p: the p value for the claim, one-sided and doubled; None if the verdict needs no test (an exact formula).
-        p_not: the p value against the claim, in the same way.
-        seeds: the number of seeds behind the verdict.
+        p_not: the p value against the claim, also one-sided and doubled.
+        seeds: the number of seeds that the verdict rests on.
         note: remarks that a reader needs with the numbers, such as failed runs or a learning rate at the sweep's edge.
     """
 
@@ -136,7 +136,7 @@ def all_of(*findings: Finding) -> Finding:
     The p value that all hold is the largest p of the parts (an intersection-union test). The p value that at least one
     finding is false is the smallest p times the number of parts (Bonferroni). If a part fails before this correction
     but not after it, the joined finding is inconclusive. Margin and interval come from the deciding part: the first
-    part that fails or is undecided, or else the part with the largest p.
+    part that fails or is undecided, or otherwise the part with the largest p.
     """
     p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
     failed = [each for each in findings if each.verdict.failed]
@@ -180,7 +180,7 @@ def any_of(*findings: Finding) -> Finding:
 
 
 def denied(finding: Finding) -> Finding:
-    """Negate a finding: a finding that holds becomes reversed, and a finding that failed holds."""
+    """Negate a finding: ``holds`` becomes ``reversed``, and a failed claim ``holds``."""
     verdict = finding.verdict
     if verdict.decided:
         verdict = Verdict.REVERSED if verdict.shown else Verdict.HOLDS

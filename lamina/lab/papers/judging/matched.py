@@ -1,4 +1,4 @@
-"""Compare arms on equal terms: at equal pretraining loss, or at equal KL to the initial model.
+"""Compare settings on equal terms: at equal pretraining loss, or at equal KL to the initial model.
 
 An arm that ended pretraining at a lower loss may do better later for this reason alone. So Lamina pretrains the other
 arm longer, and compares both arms at equal loss. At equal steps, a policy whose logits move faster has an advantage. So
@@ -61,7 +61,7 @@ def at_other_budgets(trials: Trials, arm: Mapping[str, object]) -> list[Arm]:
 def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
     """Turn a finding that our values are higher into a finding that also compares at equal loss.
 
-    ``others`` is the other arm at several lengths of pretraining. Lamina interpolates its value at our loss
+    ``others`` is the other arm at several lengths of pretraining. Lamina interpolates the other arm's value at our loss
     (``at_loss``).
 
     Returns:
@@ -91,7 +91,7 @@ def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
     """Return an arm's value at a loss, by seed, on the line through its two budgets around that loss.
 
     If a loss is above all losses of the arm, the function returns the value at the arm's highest loss. This value
-    belongs to a lower loss, so it can only favor the arm. Lamina leaves out a loss below all losses of the arm, since
+    belongs to a lower loss, so it can only favor the arm. Lamina leaves out a loss below all losses of the arm, because
     the arm's value there is unknown.
     """
     scores: dict[int, float] = {}

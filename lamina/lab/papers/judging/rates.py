@@ -1,4 +1,4 @@
-"""Find each arm's best learning rate in a sweep.
+"""Find each setting's best learning rate in a sweep.
 
 A rate chosen on the same runs that are then compared makes its arm look too good. `Trials.choose_rate` notes such a
 choice, and the judge bases no verdict on it.
@@ -11,8 +11,8 @@ from lamina.lab.papers.judging.trials import Trials
 
 
 def at_best_rates(trials: Trials) -> Trials:
-    """Return the trials of every arm at its best learning rate: the fewest runs fail there, and among equals the mean
-    loss is lowest.
+    """Return the trials of every arm at its best learning rate: the rate at which the fewest runs fail and, among
+    equals, the mean loss is lowest.
     """
     keys: list[str] = []
     for arm in trials.arms() or [{}]:
@@ -22,7 +22,9 @@ def at_best_rates(trials: Trials) -> Trials:
 
 
 def best_rate(trials: Trials) -> float:
-    """Return an arm's best learning rate: the fewest runs fail at it, and among equals its mean loss is lowest."""
+    """Return an arm's best learning rate: the rate at which the fewest runs fail and, among equals, the mean loss is
+    lowest.
+    """
     trials.choose_rate()
 
     def rank(rate: object) -> tuple[int, float]:

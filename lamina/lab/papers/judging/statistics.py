@@ -29,14 +29,14 @@ def share_interval(count: int, runs: int) -> tuple[float, float]:
 
 
 def share_above(count: int, runs: int, share: float) -> float:
-    """Return the exact one-sided p, doubled, that a share of runs is above ``share``."""
+    """Return the exact one-sided p value, doubled, that a share of runs is above ``share``."""
     from scipy import stats
 
     return min(1.0, 2 * float(stats.binom.sf(count - 1, runs, share)))
 
 
 def shares_differ(counts: tuple[int, int], runs: tuple[int, int]) -> float:
-    """Return the two-sided p of Fisher's exact test that two shares of runs differ."""
+    """Return the two-sided p value of Fisher's exact test that two shares of runs differ."""
     from scipy import stats
 
     table = [[count, total - count] for count, total in zip(counts, runs, strict=True)]
@@ -44,7 +44,7 @@ def shares_differ(counts: tuple[int, int], runs: tuple[int, int]) -> float:
 
 
 def p_above(values: Sequence[float]) -> float:
-    """Return the one-sided p, doubled, that the center of values is above 0; the level is 2.5 % for each side.
+    """Return the one-sided p value, doubled, that the values' center is above 0. The level is 2.5 % for each side.
 
     The test is Student's t test. If a value is infinite (a run that did not train, ranked last), the test is Wilcoxon's
     signed-rank test with the exact distribution. If all values are equal (counts, shares), the test is the sign test.
@@ -121,7 +121,8 @@ def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
     """Find the learning rate with the lowest loss, with a parabola in the log of the rate through the best point and
     its two neighbors.
 
-    A rate with a loss that is not finite counts as infinitely bad: it bounds the sweep, but is no point of a parabola.
+    A learning rate with a loss that is not finite counts as infinitely bad: it bounds the sweep, but is not a point of
+    a parabola.
     """
     rates = sorted(losses)
     finite = [rate for rate in rates if math.isfinite(losses[rate])]

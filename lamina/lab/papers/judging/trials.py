@@ -1,4 +1,4 @@
-"""The trials of a study for its claims: the table of results, and the measurements behind its rows."""
+"""The trials of a study for its claims: the table of results, and the measurements of its trials."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Trials:
 
     @property
     def at_edge(self) -> bool:
-        """Whether an arm's best learning rate is at the edge of its sweep, so that a better rate may lie beyond."""
+        """Whether a setting's best learning rate is at the edge of its sweep, so that a better one may lie beyond."""
         return "at_edge" in self._table and bool(self._table["at_edge"].fillna(False).astype(bool).any())
 
     @property
@@ -134,8 +134,7 @@ class Trials:
         return sorted(int(seed) for seed in self._table["seed"].unique())
 
     def arm(self, arm: Arm) -> Trials:
-        """Return the trials of one arm. A text names a value of ``placement``, or else of the first axis that has this
-        value.
+        """Return the trials of one arm. A text is a value of ``placement``, or of the first axis that has this value.
 
         Raises NotMeasured if no trial belongs to the arm.
         """
@@ -211,7 +210,7 @@ class Trials:
 
 
 def label(arm: Arm) -> str:
-    """Return an arm's name for a text."""
+    """Return a setting's name for display."""
     return arm if isinstance(arm, str) else " ".join(f"{value}" for value in arm.values())
 
 

@@ -1,4 +1,4 @@
-"""Check numbers by seed against each other, a bound, a formula or an order."""
+"""Check numbers by seed against other numbers, a bound, a formula or an order."""
 
 from __future__ import annotations
 

@@ -70,7 +70,9 @@ class Panel:
 
 
 def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
-    """Return the positions along x of a series' marks for failed points, shifted beside other series' marks."""
+    """Return the positions along x of a series' marks for failed points, shifted so that they stand beside other
+    series' marks.
+    """
     losing = [index for index, series in enumerate(panel.series) if series.lost]
     aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
     ends = [tick for tick in axis.ticks if isinstance(tick, float)]
@@ -98,7 +100,7 @@ class Drawing:
     """A figure.
 
     Attributes:
-        name: the stem of its files.
+        name: the files' name without the ending.
         x: the x axis that all panels share.
         y: the y axis that all panels share.
         panels: the panels, at most three in a row.

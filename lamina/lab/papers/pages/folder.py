@@ -95,7 +95,7 @@ class StudyFolder:
 
     @property
     def tuned(self) -> Frame:
-        """The trials at their arm's chosen rate; all trials if no rate was tuned."""
+        """The trials at their arm's chosen learning rate; all trials if no learning rate was tuned."""
         return self.results[self.results["tuned"]] if self.results["tuned"].any() else self.results
 
     @property
@@ -104,7 +104,7 @@ class StudyFolder:
         return sorted(path.stem for path in (self.folder / TABLES).glob("*.parquet"))
 
     def table(self, measure: str) -> Frame:
-        """Return a measure's rows of all trials with axes' values, seed and status; empty if it cannot be read.
+        """Return a measure's rows of all trials with axes' values, seed and status; empty if the table cannot be read.
 
         A column of the measure that has an axis's name is found by ``column_of``.
         """
@@ -149,7 +149,7 @@ def has_claims(folder: Path) -> bool:
 
 
 def read_folder(folder: Path) -> StudyFolder:
-    """Read a study's folder or record. Raises UserError that names a missing or damaged file."""
+    """Read a study's folder or record. Raises UserError for a missing or damaged file, which the message names."""
     header, path = study_header(folder), folder / RESULTS
     try:
         raw: Frame = pd.read_csv(path.absolute(), dtype={"key": str}, keep_default_na=False, na_values=["", "nan"])
@@ -168,7 +168,7 @@ def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
     """Return one row per group: mean, std and range of a column over the trained seeds, and all statuses.
 
     Returns the columns of ``by``, then mean, std (ddof 1), low, high, trained, trials, and ended ("5 finished", "3
-    finished, 2 diverged"). For a column that is no loss, every status counts.
+    finished, 2 diverged"). For a column that is not a loss, every status counts.
     """
     means = []
     for key, group in groups(rows, by):

@@ -50,7 +50,7 @@ def arms_title(study: StudyFolder) -> str:
 
 
 def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
-    """Return the axis that the colors show: the wanted axis, else the placement, else the first varying axis."""
+    """Return the axis that the colors show: the wanted axis, the placement, or the first varying axis."""
     if wanted in study.results or wanted == "placement":
         return wanted
     free = [axis for axis in study.varied if axis != x]
@@ -58,7 +58,7 @@ def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
 
 
 def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
-    """Return the line style of each value on an axis: the placement's style, or else a style by the value's order.
+    """Return the line style of each value on an axis: the placement's style, or otherwise a style by the value's order.
 
     Several values of one placement share its color, and differ in dash and marker.
     """
@@ -129,7 +129,7 @@ def joined(values: Iterable[object]) -> bool:
 def ordered_values(values: Iterable[object]) -> list[Value]:
     """Return the values of an axis, each once: numbers by size, texts in the study's order.
 
-    Numbers that span decades from 0 are texts, as neither a linear nor a logarithmic axis can show them.
+    Numbers that span decades from 0 are texts, because neither a linear nor a logarithmic axis can show them.
     """
     once = list(dict.fromkeys(point(value) for value in values))
     numbers = sorted(value for value in once if isinstance(value, float))
@@ -141,7 +141,7 @@ def ordered_values(values: Iterable[object]) -> list[Value]:
 
 
 def point(value: object) -> Value:
-    """Return an axis's value for a figure: a float for a number, else a text."""
+    """Return an axis's value for a figure: a float for a number, otherwise a text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return float(value)

@@ -1,4 +1,4 @@
-"""The page of a study with claims: the verdicts, the arms, the figures."""
+"""The page of a study with claims: the verdicts, the settings, the figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a study: the figures that its YAML names, and figures chosen by its axes and measures.
+"""The figures of a study: the figures that its YAML names, and figures that Lamina chooses by its axes and measures.
 
 Each kind is a function from a study's tables to a drawing.
 """
@@ -122,7 +122,7 @@ def _default(study: StudyFolder) -> Iterable[Request]:
 
 
 def probe_of(measure: str) -> str:
-    """Return the probe of a measure's table: ``end-angular_distance-tokens-all`` is of angular_distance."""
+    """Return the probe of a measure's table: ``end-angular_distance-tokens-all`` belongs to angular_distance."""
     return measure.split("-")[1] if "-" in measure else measure
 
 

@@ -1,4 +1,4 @@
-"""The jobs of trials. Each has settings and a function, which Lamina imports when it needs them."""
+"""The jobs of trials. Each job has settings and a function, which Lamina imports when it needs them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TrialJob:
         run: a function of the settings, ``resume`` and ``bar`` that writes a run's folder.
         trains: whether the job leaves a trained model.
         inputs: the settings that take the folder of an earlier trial, the main setting first. A job that starts a chain
-            has none; its settings have ``placement``.
+            has no such settings, but has ``placement``.
         files: the settings that name data or code; an identity contains a hash of their content.
         seeded: whether the job takes the seed of its chain.
         numbers: a function from result.json to the columns of a row.

@@ -54,7 +54,7 @@ def table(folder: Path, measure: str) -> pd.DataFrame | None:
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Read a Parquet file. Raises UserError that names the file."""
+    """Read a Parquet file. Raises UserError for an unreadable file."""
     import pandas as pd
 
     try:

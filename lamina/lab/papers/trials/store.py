@@ -40,7 +40,7 @@ class Records:
     Args:
         folder: the folder of the records, which need not exist.
         own: the name of a study's own record. If another record has the same trial, the study's own record counts,
-            since a trial that ran again on another kind of machine has a slightly different loss.
+            because a trial that ran again on another kind of machine has a slightly different loss.
     """
 
     def __init__(self, folder: Path, own: str = ""):
@@ -73,8 +73,8 @@ class Records:
         return rows
 
     def row(self, trial: StudyTrial) -> Json | None:
-        """Return the recorded result of a trial; None if there is no result. Raises UserError if it belongs to another
-        trial.
+        """Return the recorded result of a trial; None if there is no result. Raises UserError if the row belongs to
+        another trial.
         """
         row = self.rows.get(trial.key)
         facts = {"seed": trial.seed, "learning_rate": trial.learning_rate, "placement": trial.placement}
@@ -89,7 +89,7 @@ class Records:
         return row
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
-        """Return a measure's table of one trial; None if there is no record of it."""
+        """Return a measure's table of one trial; None if no record has it."""
         if measure not in self._tables:
             tables: dict[str, pd.DataFrame] = {}
             for path in self._files(f"{TABLES}/{file_name(measure)}"):
@@ -178,7 +178,9 @@ class StoredTask(Task):
 
 
 def refuse_another(folder: Path) -> None:
-    """Raise UserError if a folder of the store does not hold the trial that its name says, since it may be a copy."""
+    """Raise UserError if a folder of the store does not hold the trial that its name says, for example because it is a
+    copy.
+    """
     path = folder / TRIAL
     status = (read_result(folder) or {}).get("status")
     if not path.is_file() and status not in ENDED and (status is None or not (folder / CONFIG).is_file()):
