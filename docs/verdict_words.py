@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from lamina.core.json_types import Json
-from lamina.lab.papers.judging.findings import FAILED, IN_WORDS, Verdict
+from lamina.lab.papers.judging.findings import FAILED, IN_WORDS, Verdict, in_words
 from lamina.reports.ranking import listed
 
 NONE = "–"
@@ -46,13 +46,12 @@ _RECORDED = re.compile(rf"^({'|'.join(map(re.escape, IN_WORDS))}): ")
 
 def worded(text: object) -> str:
     """Escape a record's text, with the verdict at its beginning and the note on bigrams in the words of the pages."""
-    said = _RECORDED.sub(lambda found: f"{IN_WORDS[Verdict(found[1])]}: ", str(text))
-    return plain(said.replace(_PAST, "no lower loss than a table of bigrams, whose loss is in brackets"))
+    return plain(in_words(text).replace(_PAST, "no lower loss than a table of bigrams, whose loss is in brackets"))
 
 
 def verdict(one: Json) -> str:
     """The verdict of a claim in the words of the pages."""
-    return IN_WORDS.get(one["verdict"], str(one["verdict"]))
+    return in_words(one["verdict"])
 
 
 def is_whole(one: Json) -> bool:

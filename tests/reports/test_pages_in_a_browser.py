@@ -65,6 +65,12 @@ def test_the_figures_that_can_be_seen_are_drawn_in_the_scheme_of_the_system(page
     assert {background for shown, background in seen if not shown} <= {None}
 
 
+def test_a_diagram_stays_on_white_in_the_dark(page, tmp_path):
+    """Its lines and names are dark in each scheme."""
+    found = """[...document.querySelectorAll(".drawing svg")].map((svg) => getComputedStyle(svg).backgroundColor)"""
+    assert set(asked(page, tmp_path, found, 1400, *DARK)) == {"rgb(255, 255, 255)"}
+
+
 def test_on_a_phone_nothing_is_wider_than_the_screen(page, tmp_path):
     found = """[document.documentElement.scrollWidth,
       [...document.querySelectorAll("main *")].filter((node) => !node.closest(".scroll, pre, svg, nav")

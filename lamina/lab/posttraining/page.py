@@ -44,8 +44,8 @@ CURVES = (
         "If the reward rises only with the length, the policy may exploit the reward."
     )),
     ("Accuracy", "mean_token_accuracy", "eval_accuracy", "share", (
-        "Share of answer tokens that the model predicts correctly. For a reward model, share of pairs that it orders "
-        "correctly."
+        "Share of the answers' tokens that the model predicts correctly. For a reward model: share of pairs in which "
+        "the better answer has the higher score."
     )),
     ("Accuracy of the pairs", "rewards_accuracies", "eval_rewards_accuracies", "share", (
         "Share of pairs in which the policy prefers the better answer more strongly than the initial model does."
@@ -60,13 +60,13 @@ _FRONTIER = (
 MEASURES = {
     "status": ("status", ""),
     "eval_loss": ("held-out loss", ".4f"),
-    "eval_accuracy": ("held-out accuracy", ".2%"),
-    "eval_rewards_accuracies": ("held-out accuracy of the pairs", ".2%"),
+    "eval_accuracy": ("held-out accuracy", ".1%"),
+    "eval_rewards_accuracies": ("held-out accuracy of the pairs", ".1%"),
     "eval_margin": ("held-out margin", ".4f"),
     "eval_reward": ("held-out reward", ".4f"),
     "eval_kl": ("held-out KL (nats per answer)", ".3f"),
     "eval_length": ("held-out length (tokens)", ".1f"),
-    "eval_ended": ("share of held-out answers that end", ".2%"),
+    "eval_ended": ("share of held-out answers that end", ".1%"),
     "reward_gain": ("gain of the held-out reward", "+.4f"),
     "reward_gain_low": ("its 95 % interval, from", "+.4f"),
     "reward_gain_high": ("to", "+.4f"),
@@ -100,7 +100,7 @@ def _write(kind: Kind, folder: Path) -> Path:
     body = chip(status) + (callouts([reason]) if reason else "") + _numbers(result)
     return write_page(
         folder,
-        title=_headline(kind, records),
+        title=_headline(kind, records, result.get("held_out")),
         facts=[
             f"{_TITLES[kind]} with {study.results['placement'].iloc[0]}",
             f"status: {status}",
@@ -125,14 +125,18 @@ for _kind in _TITLES:
     report_of(_kind)(partial(_write, _kind))
 
 
-def _headline(kind: Kind, records: Sequence[Json]) -> str:
+def _headline(kind: Kind, records: Sequence[Json], held_out: object) -> str:
     """Return the finding in a line: the change of the number that judges this kind of training."""
     name = _JUDGED_BY[kind]
     values = [record[name] for record in records if is_number(record.get(name))]
     if len(values) < 2:
         return _TITLES[kind]
     measure, form = MEASURES[name]
+    if form.endswith("%"):
+        form, measure = ".0%", f"{measure} ({held_out} examples)"
     first, last = (f"{value:{form}}" for value in (values[0], values[-1]))
+    if kind is Kind.DPO:  # the first policy is the initial model, and prefers no answer more than itself
+        return f"{sentence(measure)} ended at {last}"
     return f"{sentence(measure)} {f'stayed at {last}' if first == last else f'went from {first} to {last}'}"
 
 

@@ -15,7 +15,8 @@
   const scheme = matchMedia("(prefers-color-scheme: dark)");
   const inScheme = (text) =>
     scheme.matches ? text.replace(/#[0-9a-f]{6}\b|#fff\b/gi, (color) => DARK[color.toLowerCase()] || color) : text;
-  const styled = [...document.querySelectorAll("main [style*='#']")].map((node) => [node, node.getAttribute("style")]);
+  const styled = [...document.querySelectorAll("main [style*='#']:not(.drawing *)")]
+    .map((node) => [node, node.getAttribute("style")]); // a diagram stays on white
   const divs = [...document.querySelectorAll(".plotly-graph-div")];
   const drawn = new Map(); // a drawn figure's place: its text
   let library = null;

@@ -44,24 +44,26 @@ def compare_report(folder: Path) -> Path:
 
 
 def _ranking_note(several: bool, summary: Frame) -> str:
-    single = len(summary) == 1
+    alone = len(summary) == 1
+    same = summary["learning_rate"].nunique() < 2
     if several:
-        parts = ["At its best learning rate" if single else "Each placement at its best learning rate"]
+        parts = [f"{'The' if alone else 'Each'} placement has its best learning rate."]
     else:
-        same = summary["learning_rate"].nunique() < 2
-        parts = [
-            "At one learning rate" if single else f"Every placement at {'the same' if same else 'one'} learning rate"
-        ]
+        parts = (
+            []
+            if alone
+            else ["All placements have the same learning rate." if same else "Each placement has one learning rate."]
+        )
     if summary["seeds"].max() > 1 and summary["finished"].any():
-        parts.append("mean ± standard deviation over the finished seeds")
-    if (summary["eval_loss"] >= summary["bigram_entropy"]).any():
-        parts.append("Lamina ranks only placements that beat a bigram table of the training text")
-    if not single and not summary["finished"].all():
+        parts.append("Values are the mean ± standard deviation over the finished seeds.")
+    if not alone and (summary["eval_loss"] >= summary["bigram_entropy"]).any():
+        parts.append("Lamina ranks only placements that beat a bigram table of the training text.")
+    if not alone and not summary["finished"].all():
         some = summary["finished"].any()
         parts.append(
-            "placements that did not finish are last" if some else "none finished: ordered by status, then loss"
+            "Placements that did not finish are last." if some else "Rows are in the order of status, then of loss."
         )
-    return f"<p>{escape(', '.join(parts))}.</p>"
+    return f"<p>{escape(' '.join(parts))}</p>" if parts else ""
 
 
 _MARKS = (

@@ -120,10 +120,10 @@ def test_a_study_of_ones_own_is_recorded_beside_its_own_records_alone(run, tmp_p
     assert main(["study", "show", str(file), *places[:2]]) == 0
     assert "Mix-LN's loss" not in capsys.readouterr().out, "the catalog's study of this name is another one"
     assert main(["study", "show", str(file), *places]) == 0
-    assert "holds" not in capsys.readouterr().out
+    assert "supported" not in capsys.readouterr().out
     run(file, record=True)
     assert main(["study", "show", str(file), *places]) == 0
-    assert "holds (cpu): mix-ppl: the loss of keel is a number" in capsys.readouterr().out
+    assert "supported (cpu): mix-ppl: the loss of keel is a number" in capsys.readouterr().out
 
 
 def test_a_study_that_is_stopped_records_what_has_ended(run, tmp_path, corpus, monkeypatch):

@@ -9,7 +9,7 @@ from lamina.lab.papers.engine.plan import StudyPlan
 from lamina.lab.papers.engine.settings import StudySettings
 from lamina.lab.papers.engine.study_run import records_are_of, store_of, study_plan
 from lamina.lab.papers.engine.verdicts import verdicts_of
-from lamina.lab.papers.judging.findings import seeds_text
+from lamina.lab.papers.judging.findings import in_words, seeds_text
 from lamina.lab.papers.study_catalog import StudyDefinition, Tuning, read_study
 from lamina.lab.papers.trials import measures
 from lamina.lab.papers.trials.jobs import TRIAL_JOBS
@@ -29,8 +29,9 @@ def description(settings: StudySettings) -> str:
     told = verdicts_of(study, settings.records_folder) if records_are_of(study, settings) else []
     lines.append("")
     for verdict in told:
-        lines.append(f"{verdict['verdict']} ({verdict['scale']}): {verdict['claim']}: {verdict['says']}")
-        lines += [f"    {word}: {verdict[word]}" for word in ("ours", "paper", "note") if verdict.get(word)]
+        lines.append(f"{in_words(verdict['verdict'])} ({verdict['scale']}): {verdict['claim']}: {verdict['says']}")
+        lines += [f"    ours: {in_words(part)}" for part in verdict.get("parts") or [verdict.get("ours")] if part]
+        lines += [f"    {word}: {verdict[word]}" for word in ("paper", "note") if verdict.get(word)]
     return "\n".join(lines)
 
 

@@ -75,6 +75,12 @@ IN_WORDS: dict[str, str] = {
 """Each verdict of the records in the words of the pages, in the order in which the pages list them."""
 
 
+def in_words(text: object) -> str:
+    """Return a record's verdict, or its text "VERDICT: values", with the verdict in the words of the pages."""
+    verdict, colon, rest = str(text).partition(": ")
+    return f"{IN_WORDS.get(verdict, verdict)}{colon}{rest}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """A verdict, and the numbers that it rests on.

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from lamina.jobs.kinds import Kind
-from lamina.lab.papers.judging.findings import IN_WORDS
+from lamina.lab.papers.judging.findings import in_words
 from lamina.lab.papers.pages.drawing import LOST_AT, Drawing, Series, Value, marks
 from lamina.lab.papers.pages.folder import OURS, StudyFolder, arms, read_folder
 from lamina.lab.papers.pages.lines import arms_title
@@ -143,7 +143,7 @@ def claims_report(folder: Path) -> Path:
     title = f"{study.name}: {definition.get('title') or study.name}"
     return write_page(
         folder,
-        title=title if main is None else f"{sentence(_verdict(main))}: {main.get('says')}",
+        title=title if main is None else f"{sentence(in_words(main['verdict']))}: {main.get('says')}",
         facts=[
             "" if main is None else title,
             "Lamina's own study" if definition.get("source") == OURS else str(definition.get("source") or ""),
@@ -170,12 +170,11 @@ def _verdicts(study: StudyFolder) -> str:
         return escape(str(row.get(name) or ""))
 
     def ours(row: Row) -> str:
-        parts = [str(part).partition(": ") for part in row.get("parts") or [row.get("ours") or "–"]]
-        return "<br>".join(escape(f"{IN_WORDS.get(head, head)}{mark}{rest}") for head, mark, rest in parts)
+        return "<br>".join(escape(in_words(part)) for part in row.get("parts") or [row.get("ours") or "–"])
 
     fields = [
         Field("claim", lambda row: f"{said(row, 'says')} <code>{said(row, 'claim')}</code>", "reason"),
-        Field("verdict", lambda row: chip(str(row["verdict"]), _verdict(row))),
+        Field("verdict", lambda row: chip(str(row["verdict"]), in_words(row["verdict"]))),
         Field("ours", ours, "reason"),
         Field("paper", lambda row: said(row, "paper") or "–", "reason"),
         Field("margin", _margin, "number"),
@@ -185,10 +184,6 @@ def _verdicts(study: StudyFolder) -> str:
     ]
     notes = "".join(f'<p class="source">{escape(note)}</p>' for note in (_HOW, *scale_note(study.results)))
     return table(fields, study.claims, "trials claims") + notes
-
-
-def _verdict(one: Row) -> str:
-    return IN_WORDS.get(one["verdict"], str(one["verdict"]))
 
 
 def _margin(row: Row) -> str:
