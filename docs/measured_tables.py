@@ -58,7 +58,7 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
     texts = [f"- Runs that were {names.get(name, name)}: {_alarm_counts(c)}" for name, c in parts if c["failures"]]
     said = [
         "In all runs of these failures, Lamina named the right location and cause. If the loss rose, the alarm came "
-        "before. The number of runs is in brackets:",
+        "before. The number of runs is in parentheses:",
         "\n".join(whole),
         *([f"Alarmed steps of healthy set-ups: {', '.join(healthy)}."] if healthy else []),
     ]
@@ -71,15 +71,17 @@ def alarms_sentence(record: dict[str, Any] | None) -> str:
         return _unmeasured("alarms")
     counts = record["parts"]["judged"]
     return (
-        f"In watched test runs, an alarm came before the loss rose in {counts['before']} of {counts['rose']} failures. "
-        f"Lamina named the right location in {counts['place']} of {counts['placed']} failures, and the right cause in "
-        f"{counts['cause']} of {counts['failures']}. In healthy runs, {counts['alarmed_steps']} of "
+        f"We broke {counts['failures']} watched runs of small models. Lamina named the right cause in "
+        f"{counts['cause']} runs. In {counts['placed']} runs, we broke one part of the model, and Lamina named the "
+        f"right part in {counts['place']}. In {counts['rose']} runs, the loss rose two or more steps after the fault, "
+        f"and an alarm came before the rise in {counts['before']}. In healthy runs, {counts['alarmed_steps']} of "
         f"{counts['healthy_steps']:,} steps had an alarm ([evidence](evidence/alarms.md))."
     )
 
 
 def _marked(name: str, counts: dict[str, Any]) -> str:
     name = name.replace("readout", "output head").replace(" anew", " again")  # the record's own words
+    name = name.replace("higher rate", "higher learning rate").replace("reach the stream", "reach the residual stream")
     return name if counts["fitted"] else rf"{name} \*"
 
 
@@ -117,7 +119,7 @@ def census_table(record: dict[str, Any] | None, where: str) -> str:
         told = sorted(names, key=lambda name: not name.startswith("**"))  # first those that convert takes
         more = f", and {len(told) - 6} more" if len(told) > 6 else ""
         lines.append(f"| {layout} | {len(names)} | {', '.join(told[:6])}{more} |")
-    alone = f"{len(layouts) - len(shared)} other model types each have a layout that no other type has"
+    alone = f"{len(layouts) - len(shared)} other model types have a unique layout each"
     return "\n".join([*lines, "", f"{alone}. Lamina cannot determine the layout of {unknown} types. {where}"])
 
 
@@ -145,7 +147,7 @@ def watching_sentence(record: dict[str, Any] | None, where: str) -> str:
     settings, ratios = record["settings"], record["time_ratios"]
     loop = "A watched loop" if settings.get("compile", "off") == "off" else "A watched compiled loop"
     return (
-        f"{loop} takes {100 * (record['time_ratio'] - 1):.1f} % longer (median of {len(ratios)} turns, from "
+        f"{loop} takes {100 * (record['time_ratio'] - 1):.1f} % longer (median of {len(ratios)} repetitions, from "
         f"{100 * (min(ratios) - 1):.1f} to {100 * (max(ratios) - 1):.1f} %), for a Llama of size {settings['size']} "
         f"and batches of {settings['batch_size']} × {settings['sequence_length']} tokens. {where}"
     )

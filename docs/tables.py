@@ -275,7 +275,7 @@ def families_sentence() -> str:
     right = len(set(found["measured"]) - faults)
     return (
         f"We checked the probes on tiny random models of {right} model families of transformers. Each probe's numbers "
-        "equal independent formulas, or Lamina prints why the probe does not apply. Lamina rejects "
+        "match an independent calculation. If a probe does not apply, Lamina prints the reason. Lamina rejects "
         f"{len(found['refused'])} more families with a one-line error ([record](reliability/families.json))."
     )
 

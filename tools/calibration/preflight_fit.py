@@ -290,6 +290,13 @@ GROUPS: dict[str, Callable[[Record], bool]] = {
 }
 
 
+GROUP_TITLES = {  # where the records' names are too short for a page
+    "all that were not fitted on": "all that we did not use to fit the rules",
+    "run after the rules' form was chosen": "trained after we had chosen the form of the rules",
+    "rates below 1e-3": "learning rates below 1e-3",
+}
+
+
 def confusion(known: list[Record], fitted: dict[str, Any]) -> dict[str, dict[VerdictWord, int]]:
     """How many runs of each outcome got each verdict."""
     counts = {o: dict.fromkeys(VERDICTS, 0) for o in OUTCOMES}
@@ -447,11 +454,17 @@ def _groups(made: dict[str, Any]) -> list[str]:
     rule = "below a constant prediction after the burn-in"
     lines = ["The table counts the verdicts that were right, on runs outside the fit (with 95 % intervals):", ""]
     lines += [
-        "| runs | | trained | fine | will not train | left open | a rule of one number |",
+        "| runs | number | trained | fine | will not train | undecided | a rule of one number |",
         "|---|---:|---:|---|---|---:|---|",
     ]
     for name, found in made["groups"].items():
-        cells = [name, found["runs"], found["trained"], _share(found["fine"]), _share(found["will not train"])]
+        cells = [
+            GROUP_TITLES.get(name, name),
+            found["runs"],
+            found["trained"],
+            _share(found["fine"]),
+            _share(found["will not train"]),
+        ]
         lines.append(f"| {' | '.join(map(str, [*cells, found['left open'], _share(found[rule])]))} |")
     badly = made["groups"]["all that were not fitted on"]["fine, trained badly"]
     return [
