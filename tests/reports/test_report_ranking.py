@@ -316,7 +316,7 @@ NOTICED = [  # results, the papers' initializers, a pattern, whether a notice ha
     (UNEVEN, {}, "a 2 and b 1.*favors", True),
     (trials(("a", 1, 0, "finished", 2.5), ("b", 2, 0, "finished", 2.6)), {}, "^A single learning rate suits", True),
     (THREE, {}, "A single learning rate.*--learning-rates 1e-3,3e-3,1e-2", True),
-    (GRID.assign(eval_loss=GRID["learning_rate"]), {}, r"^For a \(1\) and b \(1\), the best .* lowest rate in", True),
+    (GRID.assign(eval_loss=GRID["learning_rate"]), {}, r"^For a \(1\) and b \(1\), the best .* the lowest in", True),
     (GRID, {}, "", False),
 ]  # fmt: skip
 
