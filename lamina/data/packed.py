@@ -138,7 +138,7 @@ def prepare_blocks(
     """Tokenize a corpus, hold out a part, and pack both parts into blocks, or read the blocks from the cache.
 
     The corpus is cut at line ends into pieces of 1 to 64 thousand characters (fewer in tiny corpora). Every n-th piece
-    is held out, so the eval split is spread over the whole corpus and no training block contains any of it. In each
+    is held out, so the eval split is spread over the whole corpus, and no training block contains eval text. In each
     split, an end-of-text token separates documents, and replaces each stretch of pieces that belong to the other split.
 
     If ``eval_fraction`` of a small corpus would not fill one block, Lamina holds out more.
@@ -252,7 +252,7 @@ def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, 
 class SplitFile:
     """Writes the file of a split: tokens in the corpus's order, joined by ``joiner``.
 
-    ``tokens`` counts the written tokens, and ``bytes`` the UTF-8 bytes of the added text.
+    ``tokens`` counts the written tokens, and ``bytes`` counts the UTF-8 bytes of the added text.
     """
 
     file: BinaryIO

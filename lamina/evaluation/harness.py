@@ -166,7 +166,7 @@ class Runner:
 
 @contextlib.contextmanager
 def without_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Turn off the key-value cache inside the context: plain passes do not need it, and ``generate`` makes its own."""
+    """Turn off the key-value cache inside the context: plain passes do not need it, and ``generate`` makes a cache."""
     configs = [model.config, model.config.get_text_config()]
     before = [getattr(config, "use_cache", None) for config in configs]
     for config in configs:

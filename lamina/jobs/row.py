@@ -43,7 +43,7 @@ class Switch:
         draws: whether the flag also saves the page's figures as pictures; if so, the Python function has the switch
             too.
         passed: whether the job's function takes the switch; if so, the Python function has the switch too.
-        fails: decides from the result whether the exit code is 1.
+        fails: a function of the result that says whether the exit code is 1.
     """
 
     name: str
@@ -66,7 +66,7 @@ class JobRow:
         about: the description for the command's help; the Python function's docstring has only its first paragraph.
         settings: returns the class of the job's settings.
         run: the function that runs the job. Its arguments are the settings by name, resume, overwrite, bar and the
-            passed switches.
+            switches with ``passed``.
         returns: one or two sentences about the Python function's result.
         outcome: the type of the result, a class of ``lamina.api.results``, or "pd.DataFrame".
         raises: the errors, for the Python function's documentation.
@@ -75,7 +75,7 @@ class JobRow:
         listing: returns the list that the help and --list print.
         inputs: the settings that name models to start from, the main model's setting first.
         files: the settings that name data or code.
-        fails: decides from the result whether the exit code is 1.
+        fails: a function of the result that says whether the exit code is 1.
         folder: returns the output folder for the settings, if the folder's default depends on other settings.
         pages: imports the page and the printed text, if ``lamina.reports`` does not import them.
         extra: the extra of the package that the job needs.

@@ -18,8 +18,8 @@ def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
     """End the process with the code that ``leave`` returns if Ctrl-C arrives during an import.
 
     An import can lose a KeyboardInterrupt. ``__set_name__`` turns it into a RuntimeError, and transformers turns it
-    into a ModuleNotFoundError. A weak reference's callback only prints it, and torch's C++ code aborts the process. If
-    the process already ignores SIGINT or has another handler for it, nothing changes.
+    into a ModuleNotFoundError. A weak reference's callback only prints the KeyboardInterrupt, and torch's C++ code
+    aborts the process. If the process already ignores SIGINT or has another handler for it, nothing changes.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -19,7 +19,7 @@ from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read
 
 
 class Teller(TextStreamer):
-    """Yields an answer in parts while the model generates it. Joined, the parts equal the text from ``Speaker.answer``.
+    """Passes an answer's parts to ``tell`` while the model generates it. The joined parts equal ``Speaker.answer``.
 
     It holds back white space, and text that may begin a stop text, until more text follows.
     """

@@ -35,7 +35,7 @@ class LinearLoss:
     """The ``linear_loss`` of a LaminaForCausalLM.
 
     It returns None if all logits fit into one chunk, so the model computes the usual loss. In compiled training on a
-    GPU it never returns None, because it is faster than the usual loss there.
+    GPU it never returns None, because it is then faster than the usual loss.
 
     On a GPU, it uses Liger's kernels if they are installed.
 

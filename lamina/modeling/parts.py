@@ -25,8 +25,8 @@ def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
     body = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
     if not isinstance(body, LaminaModel):
         raise UserError(
-            f"{user}: {type(model).__name__} is not a Lamina model. Make one with lamina.build or lamina convert; "
-            "lamina.probe measures any transformers model."
+            f"{user}: {type(model).__name__} is not a Lamina model. Make a Lamina model with lamina.build or lamina "
+            "convert; lamina.probe measures any transformers model."
         )
     return body
 

@@ -241,7 +241,7 @@ class StateSources(LaminaWiring):
         return starts | ({"gains": torch.ones(self.width)} if self.spec.get("normed_states") else {})
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply an RMSNorm in float32 to the stream, if the plan has one, before the sum and the memory."""
+        """Apply the plan's RMSNorm, if there is one, to the stream in float32, before Lamina adds or stores it."""
         if not self.spec.get("normed_states"):
             return x
         return (x.float() * inverse_rms(x.float(), self.eps) * self.held("gains", x)).to(x.dtype)

@@ -135,9 +135,9 @@ class Streams:
     "tanh" of a projection of each normed stream (Hyper-Connections); as the "sigmoid" of a projection of all streams,
     times ``magnitude`` for writing (mHC); or as Qwen's "gate", a share of each channel from a projection of rank
     ``rank``. ``mix`` is the "identity", a "free" matrix or a doubly stochastic matrix ("sinkhorn"). ``normed`` names
-    the streams that the post_norm normalizes; if it is empty, the post_norm normalizes all streams. ``norms`` gives
-    each stream an RMSNorm: "stream" normalizes the stream itself, "read" only the values that the sub-layer reads; if
-    it is empty, there are none.
+    the streams that the post_norm normalizes; if ``normed`` is empty, the post_norm normalizes all streams. ``norms``
+    gives each stream an RMSNorm: "stream" normalizes the stream itself, "read" only the values that the sub-layer
+    reads; if it is empty, the streams have no norms.
 
     mHC starts with ``diagonal`` times the identity before Sinkhorn's iterations, and with projections N(0, noise^2).
     With ``transposed``, mix_ij is the weight of stream j in stream i. ``eps`` is the epsilon of mHC's RMS and of
@@ -357,9 +357,9 @@ class Plan:
     multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width. ``initialization`` is
     the recommended initializer's name ("": the initializer of the placement's registration). ``qk_norm`` normalizes
     queries and keys, and ``v_norm`` normalizes values, per head or over the full projected width. ``qkv_norm`` is the
-    norm for them. If it has the kind "group" and works per head, it is an RMSNorm, because a head is a group.
-    ``readout`` joins several streams into one after the last block. ``final_sources`` replace the stream after the last
-    block.
+    norm for queries, keys and values. If it has the kind "group" and works per head, it is an RMSNorm, because a head
+    is a group. ``readout`` joins several streams into one after the last block. ``final_sources`` replace the stream
+    after the last block.
     """
 
     placement: str = ""

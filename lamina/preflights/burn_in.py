@@ -339,8 +339,8 @@ class BurningIn:
 
         The training ends when ``stops`` ends.
 
-        The next stop is requested after the measurement, and so may depend on it. A loss or gradient that is not finite
-        also ends the burn-in.
+        The next stop is requested after the measurement, so it may depend on the measurement. A loss or gradient that
+        is not finite also ends the burn-in.
         """
         target = next(stops, None)
 

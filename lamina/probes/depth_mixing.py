@@ -89,7 +89,7 @@ class DepthMixing(ShortProbe):
         axes = {"x_title": "sub-layer that a branch comes from (-1: the embedding)", "y_title": "state"}
         yield (
             heat_map(mixing, "index", "layer", "value", title="Depth-mixing matrix", **axes),
-            "The factor by which skips and norms alone scale each branch's output until each later state.",
+            "The factor by which skips and norms alone scale each branch's output up to each later state.",
         )
         gains = frame[frame["metric"] == "composite_gain"]
         yield from chart(

@@ -276,8 +276,8 @@ class JacobianProbe(ShortProbe):
         if ("jacobian", "log10_total") in model:
             total = model["jacobian", "log10_total"]
             yield (
-                f"The whole Jacobian from x^0 to x^{num_layers} has the norm {_power(total)}, so the product "
-                f"overstates it by a factor of {_power(product - total)}."
+                f"The whole Jacobian from x^0 to x^{num_layers} has the spectral norm {_power(total)}, so the product "
+                f"overstates this norm by a factor of {_power(product - total)}."
             )
         quarter = max(1, num_layers // 4)
         first, last = distance.iloc[:quarter], distance.iloc[-quarter:]

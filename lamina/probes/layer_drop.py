@@ -306,7 +306,7 @@ def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
     harmless = group[group["value"] < border]
     if not len(harmless):
         text = (
-            "Every layer matters: removing any one layer worsens the value by more than 1 % and by more than two "
+            "Every layer matters: removing any one layer worsens the result by more than 1 % and by more than two "
             "standard errors."
         )
         return [text]

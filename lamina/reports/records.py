@@ -299,7 +299,7 @@ def whole(folder: Path, what: str) -> Iterator[None]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a finite number, because a folder may hold anything."""
+    """Return whether a value from a folder, which may hold anything, is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

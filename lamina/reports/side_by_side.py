@@ -31,7 +31,7 @@ _SAME = 1e-6  # a share up to which two values are the same
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """The step at which a series of two runs begins to differ, and the two values there."""
+    """The step at which a series of two runs begins to differ, and the two values at this step."""
 
     step: int
     place: Place

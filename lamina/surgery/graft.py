@@ -289,7 +289,7 @@ class _Matching:
         if norm.weight is None:
             name = self.names[norm]
             raise UserError(
-                f"placement: {name} has no gain that could absorb a factor. Choose one with learnable gains."
+                f"placement: {name} has no gain that could absorb a factor. Choose a placement with learnable gains."
             )
         norm.weight.copy_((norm.weight + _offset(norm)) * factor - _offset(norm))
         if isinstance(bias := getattr(norm, "bias", None), torch.Tensor):

@@ -351,6 +351,6 @@ def check_sharded(settings: TrainerSettings) -> None:
         optimizer, name = "muon", "optimizer"
     if optimizer not in SHARDED_OPTIMIZERS:
         raise UserError(
-            f"{name}: {optimizer!r} does not work on parts of weights. Choose one of "
-            f"{', '.join(SHARDED_OPTIMIZERS)}, or use --parallel ddp."
+            f"{name}: {optimizer!r} does not work on sharded weights. Choose one of {', '.join(SHARDED_OPTIMIZERS)}, "
+            "or use --parallel ddp."
         )

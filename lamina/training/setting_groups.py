@@ -79,7 +79,7 @@ class BlockSettings(TextSettings, group="data"):
     corpus: str = changed(
         "embedded",
         help="embedded, a .txt/.jsonl file (or .gz/.xz/.zst), a folder, hf:NAME, or a mix A:0.7,B:0.3; for "
-        "images a folder per class, hf:NAME or mnist",
+        "images, a folder per class, hf:NAME or mnist",
     )
     tokenizer: str = changed(
         "bytes", help="bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder"
@@ -223,7 +223,9 @@ class OptimizerSettings(Settings, group="optimizer"):
     beta1: float = setting(0.9, "AdamW's first beta", between(0.0, 1.0, open_high=True))
     beta2: float = setting(0.95, "AdamW's second beta", between(0.0, 1.0, open_high=True))
     epsilon: float = setting(1e-8, "AdamW's epsilon", above(0.0))
-    max_grad_norm: float = setting(1.0, "gradient clipping (0 for none)", not_below(0.0))
+    max_grad_norm: float = setting(
+        1.0, "largest gradient norm; larger gradients are clipped to it (0: no clipping)", not_below(0.0)
+    )
 
 
 class ScalingSettings(Settings, group="width and depth scaling"):

@@ -98,7 +98,7 @@ def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
 
 
 def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
-    """Return the checkpoint's stored plan, or else the placement's plan with the multiplier of depth scaling."""
+    """Return the checkpoint's stored plan, otherwise the placement's plan with the multiplier of depth scaling."""
     scaling = scaling_of(settings) or Scaling()
     if settings.from_model is None:
         return make_plan(settings.placement, num_layers, **scaling.placement_options)

@@ -145,7 +145,9 @@ def test_another_librarys_model_is_refused_with_what_is_needed():
     model = LlamaForCausalLM(llama_of(16))
     ids = torch.ones(1, 2, dtype=torch.long)
     for act in (GradientNorms, lambda m: hidden_state_rows(m, ids, 0), lambda m: gain_rows(m, 0)):
-        with pytest.raises(UserError, match=r"LlamaForCausalLM is not a Lamina model\. Make one with lamina"):
+        with pytest.raises(
+            UserError, match=r"LlamaForCausalLM is not a Lamina model\. Make a Lamina model with lamina"
+        ):
             act(model)
 
 

@@ -56,7 +56,7 @@ def inner_suffix(path: Path) -> str:
 def compression(path: Path) -> str | None:
     """Return a file's compression, judging by its first bytes; None if it is not compressed.
 
-    Raises NotTextError if the name has the suffix of a compressed file, but the content is something else.
+    Raises NotTextError if the name has the suffix of a compressed file, but the content is not compressed.
     """
     with path.open("rb") as file:
         head = file.read(8)
@@ -97,7 +97,7 @@ def _decompression_errors() -> tuple[type[Exception], ...]:
 def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
     r"""Open a file, decompressed, as UTF-8 text without byte order mark and with unchanged line ends (``\n``).
 
-    ``start`` is the byte of the text to begin at; a compressed file is decompressed up to there.
+    ``start`` is the byte of the text to begin at; Lamina decompresses a compressed file up to this byte.
 
     Raises:
         NotTextError: the file is binary, not UTF-8 or damaged; also raised inside the with block.

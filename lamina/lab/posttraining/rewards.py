@@ -72,7 +72,7 @@ class Rewards:
 def make_rewards(settings: RlhfSettings, start: Start) -> Rewards:
     """Load the reward models and functions.
 
-    Raises UserError if one is missing or does not work with the starting model.
+    Raises UserError if a model or function is missing or does not work with the starting model.
     """
     named, functions, seconds = settings.reward_models(), settings.reward_functions(), settings.reward_timeout
     if seconds and threading.current_thread() is not threading.main_thread():

@@ -195,7 +195,7 @@ class TuningSettings(
 
     from_model: str | None = changed(
         None,
-        help="the model to start from: a run's folder, a Lamina checkpoint, or transformers' causal language model",
+        help="the model to start from: a run's folder, or a causal language model of Lamina or transformers",
     )
     steps: int = changed(0, help="optimizer steps (0: as many as the epochs need)", check=at_least(0))
     epochs: float = setting(1.0, "passes over the examples, unless you set --steps", above(0.0))
@@ -350,8 +350,8 @@ class RlhfSettings(TuningSettings):
     )
     reward_weights: str | None = setting(
         None,
-        "comma-separated weights in the sum of rewards: first the reward models', then the functions' (default: 1 "
-        "each)",
+        "comma-separated factors on the rewards, before Lamina adds them: first for the reward models, then for the "
+        "functions (default: 1 each)",
         factors,
     )
     reward_timeout: float = setting(
@@ -362,8 +362,8 @@ class RlhfSettings(TuningSettings):
     algorithm: Literal["remax", "rloo", "grpo"] = setting("remax", "remax, rloo or grpo")
     kl_per: Literal["step", "sequence"] = setting(
         "step",
-        "with remax, apply the KL penalty to each token (step: as in Adam-mini) or to the whole answer (sequence: as "
-        "in TRL)",
+        "with remax, apply the KL penalty per token (step, as in Adam-mini's code) or per answer (sequence, as in "
+        "TRL's code)",
     )
     beta: float = setting(
         0.1, "factor on the KL penalty, which keeps the policy close to the model that it starts from", not_below(0.0)

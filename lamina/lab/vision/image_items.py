@@ -268,7 +268,7 @@ def mix(x: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[torch.Tensor, float]:
-    """Paste a box of each image's partner into the image. Return the images, and the share of each image that is left.
+    """Paste a box of each image's partner into the image. Return the images, and the remaining share of each image.
 
     The box's sides are the image's sides times sqrt(1 - share), and the image's edges cut the box off. The returned
     share is the area outside the box.

@@ -57,7 +57,7 @@ class BranchTerm:
     """One branch of a sum: B(module(pre_scale * A(x))) times ``scale``. ``norms`` has each norm's kind by position.
 
     ``pre_scale`` is None if the module's input is not a multiple of the output of the norm before it. With ``beside``,
-    x is the block's input, before its earlier sub-layers have added to it.
+    x is the block's input, before the block's earlier sub-layers have added to the stream.
     """
 
     kind: str

@@ -18,7 +18,7 @@ from lamina.probes.structure.sites import LayerSite, NormSite, SublayerSite
 
 @dataclass(frozen=True)
 class SpectralNorm:
-    """A spectral norm, and the last state of the iteration for it."""
+    """A spectral norm, and the last state of its iteration."""
 
     value: torch.Tensor  # the norm, float64 on the CPU, [...] one per problem; never above the true one
     # ||J^T u - s v|| / s for the singular triplet (s, u, v): a singular value lies within this of s

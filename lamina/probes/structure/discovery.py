@@ -489,7 +489,7 @@ def _declared_layer(index: int, path: str, block: nn.Module, record: Trace) -> L
     return LayerSite(index, block, path, 0, tuple(sublayers), carries_more=True, reads=point)
 
 
-_ONE_OF_MEMORY = "The states are the stream alone, without the earlier states that the model stores."
+_ONE_OF_MEMORY = "The states are only the stream, without the earlier states that the model stores."
 
 
 def _chains(record: Trace) -> list[list[Call]]:

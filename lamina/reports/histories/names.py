@@ -84,7 +84,7 @@ def step_rank(name: str) -> int | None:
 
 @cache
 def plain(name: str) -> str:
-    """Return a column's name with underscores in place of all characters other than letters and digits."""
+    """Return a column's name with an underscore for each character that is neither a letter nor a digit."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).removesuffix("_")
 
 

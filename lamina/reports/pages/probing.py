@@ -100,8 +100,8 @@ def _read(path: Path) -> Figure:
 def main_numbers(frame: Frame) -> Frame:
     """Summarize a probe's values: one row per metric, with the layers of the extremes.
 
-    Each sub-layer, role, number format and meaning of a drop has its own row, and the frame's column for it. The other
-    columns are rows, lowest, at, median, highest and at_highest.
+    Each sub-layer, role, number format and meaning of a drop has a separate row, with the frame's columns that name
+    them. The other columns are rows, lowest, at, median, highest and at_highest.
     """
     apart = ("metric", "sublayer", "role", "format", "meaning")
     by = [name for name in apart if name in frame and frame[name].notna().any()]

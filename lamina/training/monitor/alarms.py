@@ -309,8 +309,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
             "hardly vary"
         ),
         "drift": f"the policy's KL from its reference went from {alarm.usual:.2g} to {alarm.value:.3g} nats per token",
-        "cut": f"{alarm.value:.0%} of the completions end at the length limit, and at first it was {alarm.usual:.0%} "
-        "at first",
+        "cut": f"{alarm.value:.0%} of the completions end at the length limit, and {alarm.usual:.0%} did at first",
         "fall": f"{name} is {alarm.excess:.2g} times its recent median",
         "rise": f"{name} is {alarm.excess:.3g} times its recent median",
         "logit": f"the largest attention logit is {alarm.value:.3g} (above {alarm.usual:g}, attention saturates)",

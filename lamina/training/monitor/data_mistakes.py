@@ -256,7 +256,7 @@ def decoder_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def reads_padding(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find padding at the rows' ends that no mask hides, in an encoder."""
+    """Find an encoder that reads padding at the rows' ends, because no mask hides it."""
     padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
     mask, tokens = setup.batch.get("attention_mask"), setup.tokens
     encodes = setup.is_encoder_decoder or re.search("bert", type(setup.model).__name__, re.IGNORECASE)

@@ -35,7 +35,8 @@ def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
     all_of, left_out = (sum(p.numel() for p in part) for part in (setup.trained, missing))
     if missing and (left_out == all_of or all_of - left_out >= HEAD_ONLY * all_of):
         yield Mistake(
-            what=f"{len(missing)} trainable parameters are in no optimizer ({setup.listed(missing)})",
+            what=f"{len(missing)} trainable parameter{'s are' if missing[1:] else ' is'} in no optimizer "
+            f"({setup.listed(missing)})",
             why="they get a gradient but never change",
             do="Create the optimizer from all parameters after your last change of the model, or set their "
             "requires_grad to False",

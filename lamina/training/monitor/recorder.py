@@ -50,7 +50,7 @@ _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses 
 class MonitoredTrainer(_Trainer):
     """A mixin for Trainer and TRL's trainers: the guard checks per-layer gradient norms before clipping.
 
-    It overrides two methods, because Trainer calls its own hook before the optimizer step only after clipping.
+    It overrides two methods, because Trainer calls its hook before the optimizer step only after clipping.
     """
 
     processes: Processes

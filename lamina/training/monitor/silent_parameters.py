@@ -26,8 +26,8 @@ class SilentParameters:
     """Finds parameters that get no gradient, although their module runs and most other layers' parameters of the same
     name get one.
 
-    A module may not run, because a layer may share another layer's keys and leave its own projection out. Hooks
-    therefore check whether the modules of suspected parameters run.
+    A module may not run, because a layer may share another layer's keys and not use its own projection. Hooks therefore
+    check whether the modules of suspected parameters run.
 
     Args:
         structure: the model's layers; None if Lamina did not find them.

@@ -168,7 +168,7 @@ def freezing_without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
     if wrong:
         yield Mistake(
             what=f"{listing(wrong)} has no effect",
-            why="torch reads requires_grad only from parameters, so this line freezes or unfreezes nothing",
+            why="torch reads requires_grad only from parameters, so the attribute freezes or unfreezes nothing",
             do="Call module.requires_grad_(False), or set requires_grad of each parameter",
         )
 

@@ -150,7 +150,7 @@ class Taken:
 
 
 def stepping(optimizer: object) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside accelerate's or DeepSpeed's optimizer. Raises UserError for anything else."""
+    """Return the torch optimizer inside accelerate's or DeepSpeed's optimizer. Raises UserError for other objects."""
     inner: Output = optimizer
     while not type(inner).__module__.startswith("torch.") and hasattr(
         getattr(inner, "optimizer", None), "param_groups"

@@ -441,9 +441,9 @@ def watch(
     ...         optimizer.zero_grad()
     ...         monitor.step(loss)
 
-    To change only one line, call ``lamina.watch(model, optimizer, output="runs/mine").start()`` before the loop. It
-    watches until the process ends. A step then ends when the next forward pass begins. The step's loss is the ``loss``
-    of the model's output, or the tensor on which the loop calls ``backward``.
+    To add only one line to a loop, call ``lamina.watch(model, optimizer, output="runs/mine").start()`` before the loop.
+    It watches until the process ends. A step then ends when the next forward pass begins. The step's loss is the
+    ``loss`` of the model's output, or the tensor on which the loop calls ``backward``.
 
     ``watch`` works with gradient accumulation, clipping, DDP and FSDP (call it in every process, after you wrap the
     model). With pipeline parallelism, give each stage its own folder: ``output=f"runs/mine/stage-{stage}"``.

@@ -97,7 +97,7 @@ class Objective(ABC):
 
     @abstractmethod
     def derived(self, loss: float, stats: Stats) -> dict[str, float]:
-        """Compute further columns from an eval loss alone."""
+        """Compute further columns that follow from the eval loss."""
 
     @abstractmethod
     def facts(self, settings: PretrainSettings, stats: Stats) -> dict[str, object]:

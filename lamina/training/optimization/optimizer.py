@@ -126,7 +126,7 @@ def parameter_groups(
     weight_decay: float,
     epsilon: float = 1e-8,
 ) -> list[Json]:
-    """Group the parameters by learning rate and weight decay; factors near 1 on the learning rate come first.
+    """Group the parameters by learning rate and weight decay; groups with a usual learning rate come first.
 
     Gains, biases and learned scales have no weight decay. ``epsilon`` is Adam's epsilon; a group with a factor on
     epsilon gets the product of both.

@@ -156,7 +156,7 @@ def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: 
 
     Args:
         a: the arm here.
-        record: the folder of the other study's record. If it is missing, the claim is inconclusive.
+        record: the folder of the other study's record. If the record is missing, the claim is inconclusive.
         axis: the axis that distinguishes the recorded arm.
         value: the recorded arm's value on this axis; the arm has its tuned learning rate.
         where: the name of the other study in words.

@@ -225,7 +225,7 @@ def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool 
 def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
     """Load the claims of a file, in the file's order. Lamina executes the file, and logs a warning unless ``trusted``.
 
-    Raises UserError that names the file, for any error in it, and for a claim of another study.
+    Raises UserError for any error in the file, and for another study's claim. The message names the file.
     """
     if not path.is_file():
         raise UserError(f"claims {str(path)!r}: no such file. Put the claims there.")
@@ -253,7 +253,7 @@ def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Ju
     findings for and against a claim in the same way, in two families at the same level. If seeds were added after
     somebody had read the verdicts, each judgment is a new test. So Lamina multiplies the corrected p values by
     ``looks`` (Bonferroni). A claim that reads an unmeasured value, or whose code fails, is inconclusive, with a warning
-    and a note on the reason. Raises UserError if this is true of all claims.
+    and a note on the reason. Raises UserError if all claims are inconclusive for such a reason.
     """
     findings, errors = [], []
     for claim in claims:

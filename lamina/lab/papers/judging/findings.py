@@ -87,7 +87,7 @@ class Finding:
 
     Attributes:
         verdict: the check's verdict, before the correction for the number of claims and judgments.
-        ours: the numbers in one line.
+        ours: the check's numbers in one line.
         parts: the same numbers, with a line and a verdict for each finding that this finding combines; the deciding
             finding comes first.
         margin: the judged difference or value, in the column's unit.
@@ -167,8 +167,8 @@ def all_of(*findings: Finding) -> Finding:
 def any_of(*findings: Finding) -> Finding:
     """Join findings by "or": the claim holds if one finding holds, and fails if all fail.
 
-    The p value that a finding holds is its p times the number of parts. The p value that all fail is the largest p
-    against a part.
+    The p value for the claim is the best finding's p value times the number of parts. The p value against the claim is
+    the largest p value against a part.
     """
     p, p_not = _smallest([each.p for each in findings]), _largest([each.p_not for each in findings])
     shown = (Verdict.HOLDS_AT_ISO_LOSS, Verdict.HOLDS, Verdict.EXPLAINED)

@@ -35,7 +35,7 @@ TABLES = "tables"
 
 
 class Records:
-    """The records in a folder. Lamina reads them when it needs them.
+    """The records in a folder. Lamina reads the records when it needs them.
 
     Args:
         folder: the folder of the records, which need not exist.

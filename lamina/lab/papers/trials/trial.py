@@ -1,7 +1,7 @@
 """A trial of a study, and its identity: everything that decides its numbers, hashed to a key.
 
-Two trials with the same key give the same numbers, bit-identical on the same machine. So Lamina trains a trial that
-several studies need only once, and a changed trial never replaces the old trial.
+Two trials with the same key give the same numbers, bit-identical on the same machine. So Lamina trains a trial only
+once for several studies, and a changed trial never replaces the old trial.
 """
 
 from __future__ import annotations
