@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from lamina.core.architectures import conversions
@@ -12,7 +13,14 @@ from lamina.reports.causes import HISTORIES, NOT_KNOWN
 
 def history_odds_table() -> str:
     """How often the causes told from other tools' histories were right, by the odds that were told."""
-    record, held = read_json(HISTORIES), {"loss": "the loss", "norm": "and the gradient norm", "layers": "and by layer"}
+    record, held = (
+        read_json(HISTORIES),
+        {
+            "loss": "the loss only",
+            "norm": "the loss and the gradient norm",
+            "layers": "the loss and gradient norms by layer",
+        },
+    )
     ranges = [name for name in record["views"]["loss"]["judged"]["rate"] if name != NOT_KNOWN]
     lines = [f"| recorded | {' | '.join(f'odds {name}: right' for name in ranges)} | not known |"]
     lines.append("|---" * (len(ranges) + 2) + "|")
@@ -140,17 +148,21 @@ def _layout(match: dict[str, Any]) -> str:
     return f"{shown}, but {'; '.join(dict.fromkeys(differs))}" if differs else shown
 
 
-def watching_sentence(record: dict[str, Any] | None, where: str) -> str:
-    """How much longer a watched loop takes."""
-    if record is None:
-        return _unmeasured("watching")
-    settings, ratios = record["settings"], record["time_ratios"]
-    loop = "A watched loop" if settings.get("compile", "off") == "off" else "A watched compiled loop"
-    return (
-        f"{loop} takes {100 * (record['time_ratio'] - 1):.1f} % longer (median of {len(ratios)} repetitions, from "
-        f"{100 * (min(ratios) - 1):.1f} to {100 * (max(ratios) - 1):.1f} %), for a Llama of size {settings['size']} "
-        f"and batches of {settings['batch_size']} × {settings['sequence_length']} tokens. {where}"
-    )
+def watching_table(records: Mapping[str, dict[str, Any] | None]) -> str:
+    """A row per record: how much longer a watched loop takes."""
+    lines = ["| Llama | tokens in a batch | median extra time | range (repetitions) |", "|---|---|---|---|"]
+    for name, record in records.items():
+        if record is None:
+            return _unmeasured(name)
+        settings, extra = record["settings"], sorted(100 * (ratio - 1) for ratio in record["time_ratios"])
+        model = f"{settings['size']}{'' if settings.get('compile', 'off') == 'off' else ', compiled'}"
+        cells = [f"[{model}](../benchmarks/results/{name}.json)"]
+        cells += [
+            f"{settings['batch_size']} × {settings['sequence_length']}",
+            f"{100 * (record['time_ratio'] - 1):.1f} %",
+        ]
+        lines.append(f"| {' | '.join(cells)} | {extra[0]:.1f} to {extra[-1]:.1f} % ({len(extra)}) |")
+    return "\n".join(lines)
 
 
 def mnist_table(record: dict[str, Any] | None, where: str) -> str:

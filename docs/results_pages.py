@@ -120,7 +120,7 @@ def study_section(
         elif scale.needs:
             later.append(f"The scale {name} cannot decide this study: {plain(scale.needs)}.")
         else:
-            later.append(f"We have not run the scale {name} yet: {code(said.command(study.name, name))}.")
+            later.append(f"We have not run this study at `--scale {name}` yet: {code(said.command(study.name, name))}.")
             says = [f"- {plain(one.get('says') or one['claim'])}" for one in here]
             later += ["\n".join(says)] if says else []
     return [

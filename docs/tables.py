@@ -19,7 +19,7 @@ from measured_tables import (
     history_odds_table,
     mnist_table,
     studies_sentence,
-    watching_sentence,
+    watching_table,
 )
 from placement_sections import linked, sections
 
@@ -134,7 +134,7 @@ def wirings_speed(*records: str) -> str:
     if any(record is None for record in measured):
         return _unmeasured(records[0])
     ratios = [{row["model"]: row for row in record["results"]} for record in measured if record]
-    lines = ["| beside Pre-LN | speed compiled | speed eager | memory compiled |", "|---|---|---|---|"]
+    lines = ["| relative to Pre-LN | speed, compiled | speed, eager | memory, compiled |", "|---|---|---|---|"]
     for model in ratios[0]:
         compiled, eager = (each[model] for each in ratios)
         cells = [f"{compiled['speed_ratio']:.2f}", f"{eager['speed_ratio']:.2f}", f"{compiled['memory_ratio']:.2f}"]
@@ -328,9 +328,6 @@ def tables() -> dict[str, str]:
         "after_pretraining": after_pretraining_table,
         "alarms": alarms_table,
         "census": census_table,
-        "watching": watching_sentence,
-        "watching-71m": watching_sentence,
-        "watching-71m-compiled": watching_sentence,
         "mnist": mnist_table,
         "evaluation": evaluation_table,
         "studies": studies_sentence,
@@ -338,6 +335,8 @@ def tables() -> dict[str, str]:
     for name, table in made.items():
         record = _record(name)
         found[name] = table(record, _where(name) if record else "")
+    watching = ("watching", "watching-71m", "watching-71m-compiled")
+    found["watching"] = watching_table({name: _record(name) for name in watching})
     found["alarms-in-short"] = alarms_sentence(_record("alarms"))
     found |= {"families": families_sentence()}
     return found | {

@@ -46,7 +46,7 @@ _RECORDED = re.compile(rf"^({'|'.join(map(re.escape, IN_WORDS))}): ")
 
 def worded(text: object) -> str:
     """Escape a record's text, with the verdict at its beginning and the note on bigrams in the words of the pages."""
-    return plain(in_words(text).replace(_PAST, "no lower loss than a table of bigrams, whose loss is in brackets"))
+    return plain(in_words(text).replace(_PAST, "no lower loss than a bigram table (its loss in parentheses)"))
 
 
 def verdict(one: Json) -> str:
