@@ -445,13 +445,13 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
             )
         if cause.name == "learning rate too high" and alarm.metric == RATE:
             return (
-                f"The record shows {alarm.excess:.3g} times the highest learning rate that it had before.",
+                f"In the record, the learning rate is {alarm.excess:.3g} times its highest earlier value.",
                 [f"fix the schedule, so that the learning rate stays at {alarm.usual:.3g} or below"],
                 "",
             )
         if cause.name == "optimizer groups" and alarm.metric == "rate_ratio":
             return (
-                f"The record shows {alarm.excess:.3g} times the learning rate of the other parameters.",
+                f"In the record, this learning rate is {alarm.excess:.3g} times the other parameters' learning rate.",
                 [f"give {place_in_words(alarm)} the same learning rate as the other parameters"],
                 "",
             )

@@ -653,7 +653,10 @@ def test_a_kill_after_the_first_checkpoint_leaves_the_new_run(old, aside, corpus
 def test_somebodys_folder_in_the_way_is_left_alone(old, aside):
     aside.mkdir()
     (aside / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match=r"needs the name '.*run\.old', which exists"), hold(old, overwrite=True):
+    with (
+        pytest.raises(UserError, match=r"first renames the folder to '.*run\.old', which exists"),
+        hold(old, overwrite=True),
+    ):
         pass
     assert (aside / "thesis.tex").exists()
     assert (old / "result.json").exists()

@@ -35,7 +35,7 @@ _REFUSED = {
     r"sync_ref_model|ref_model_\w+": "Lamina keeps the reference model fixed, which records and checkpoints rely on",
     r"num_generations_eval": "an evaluation samples one answer per held-out prompt",
     r"generation_batch_size": "set by trl.steps_per_generation",
-    r"log_\w+": "the records are in held_out.jsonl and metrics.jsonl",
+    r"log_\w+": "Lamina already writes held_out.jsonl and metrics.jsonl",
 }
 _Trainer = Trainer if TYPE_CHECKING else object
 Passed: TypeAlias = Any

@@ -76,12 +76,12 @@ def layer_means(table: Frame, column: str = "layer") -> Frame:
 
 
 def shallow(by_layer: Frame, share: float = 1 / 3) -> Frame:
-    """Return the first share of the layers, at least one layer."""
+    """Return the rows of the first layers, a ``share`` of all layers but at least one."""
     return by_layer.iloc[: max(1, round(share * len(by_layer)))]
 
 
 def deep(by_layer: Frame, share: float = 1 / 3) -> Frame:
-    """Return the last share of the layers, at least one layer."""
+    """Return the rows of the last layers, a ``share`` of all layers but at least one."""
     return by_layer.iloc[-max(1, round(share * len(by_layer))) :]
 
 
