@@ -110,7 +110,7 @@ def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exceptio
     except UserError as error:
         if context.strict:
             raise
-        context.notes.append(f"{probe.name}{SKIPPED}{error}")
+        context.notes.append(f"{probe.name}{SKIPPED}{str(error).removeprefix(f'{probe.name}: ')}")
     except Exception as error:
         if broken is None:
             raise

@@ -192,6 +192,7 @@ class Measuring:
         """Write a probe's frame and figures, then list them in result.json."""
         write_parquet(self.folder / f"{probe.name}.parquet", frame)
         error = probe.standard_error()
+        told = self._told()
         figures = []
         for number, (figure, caption) in enumerate(probe.figures(frame), start=1):
             small, reduction = compact(figure)
@@ -208,7 +209,7 @@ class Measuring:
             standard_error=error if error is not None and math.isfinite(error) else None,
             sentences=list(probe.sentences(frame)),
             figures=figures,
-            notes=[note for note in self.context.notes[self._noted :] if note not in self._told()],
+            notes=[note for note in self.context.notes[self._noted :] if SKIPPED not in note and note not in told],
         )
         self._noted = len(self.context.notes)
         self._write(*_RUNNING)
@@ -226,7 +227,7 @@ class Measuring:
 
     def _write(self, status: str, reason: str) -> Json:
         context, names = self.context, dict.fromkeys([*self.specs, *self.results])
-        told = self._told() | {f"{name} skipped: {entry.get('reason')}" for name, entry in self.results.items()}
+        told = self._told() | {f"{name}{SKIPPED}{entry.get('reason')}" for name, entry in self.results.items()}
         told |= set(context.structure.notes)
         result = {
             "status": status,
