@@ -18,7 +18,7 @@ from lamina.placements.diagram import svg
 
 PICTURES = Path(__file__).resolve().parent / "placements"
 LAYERS = 4  # of a drawing
-_ARXIV = r"([^,]+) \(arXiv (\d{4}\.\d{5})\)"  # a paper and its number
+_ARXIV = r"([^, ][^,]*) \(arXiv (\d{4}\.\d{5})\)"  # a paper and its number
 
 
 def sections() -> str:
