@@ -80,7 +80,7 @@ def alarms_sentence(record: dict[str, Any] | None) -> str:
     counts = record["parts"]["judged"]
     return (
         f"We broke {counts['failures']} watched runs of small models. Lamina named the right cause in "
-        f"{counts['cause']} runs. In {counts['placed']} runs, we broke one part of the model, and Lamina named the "
+        f"{counts['cause']}. In {counts['placed']} runs, we broke one part of the model, and Lamina named the "
         f"right part in {counts['place']}. In {counts['rose']} runs, the loss rose two or more steps after the fault, "
         f"and an alarm came before the rise in {counts['before']}. In healthy runs, {counts['alarmed_steps']} of "
         f"{counts['healthy_steps']:,} steps had an alarm ([evidence](evidence/alarms.md))."
