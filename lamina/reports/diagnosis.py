@@ -16,6 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
+
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_config, read_json, read_result
@@ -43,6 +45,7 @@ _SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss th
 BEFORE, AFTER = 16, 3  # losses with which others are compared, and how many must lie above them
 _NATS, _NOISES = 0.15, 6.0  # by how much: at least this, and this many times their noise
 _WANDERS = 3.0  # times the spread of losses that are far apart
+_LEVEL, _TIMES = 1e-4, 3.0  # a loss near 0 that is a level, and how many times as high it has risen
 _RESTARTED = 1.0  # nats by which a loss may rise where the learning rate starts anew
 
 
@@ -276,6 +279,8 @@ def loss_rise(
             return steps[first]
         if (rose := _rise_in(losses, steps[first:last], may_wander=True)) is not None:
             return rose
+        if (rose := _rise_near_zero([losses[step] for step in steps[first:last]])) is not None:
+            return steps[first + rose]
     told = [alarm.step for alarm in alarms if (alarm.rule, alarm.metric) == ("rise", LOSS)]
     return min(told, default=None)
 
@@ -295,6 +300,23 @@ def _rise_in(losses: Mapping[int, float], steps: Sequence[int], *, may_wander: b
         except Diverged:
             return steps[guard.above_since or 0]
     return None
+
+
+def _rise_near_zero(losses: Sequence[float]) -> int | None:
+    """Return where a loss too small to rise by ``_NATS`` left its level: all later ones are three times as high as 16
+    in a row were at most. None if there is no such place.
+
+    Counts from the last loss that was as low. A policy's loss starts at exactly 0, which is no level.
+    """
+    values = np.asarray(losses)
+    if len(values) < BEFORE + _PATIENCE or not (values > 0).all() or not np.isfinite(values).all():
+        return None
+    highest = np.lib.stride_tricks.sliding_window_view(values, BEFORE).max(axis=1)
+    level = float(highest[:-_PATIENCE].min())
+    if not _LEVEL <= level <= _NATS:
+        return None
+    low = int(np.flatnonzero(values <= _TIMES * level)[-1])
+    return low + 1 if len(values) - low > _PATIENCE else None
 
 
 FINDINGS = Path(__file__).parent / "assets" / "findings.json"
@@ -367,7 +389,7 @@ def answer(evidence: Evidence) -> Answer:
     course = [*_back(evidence, spikes), _course(evidence)] if spikes else [_course(evidence), *_back(evidence, {})]
     course += [*_falls(evidence), *_notable(evidence, spikes)]
     if first is None:
-        other = "other " * bool(spikes)
+        other = "other " * (bool(spikes) or rose is not None)
         finding = f"Lamina found no {other}anomaly in the record." if evidence.imported else "No layer has an anomaly."
         more = "" if rose is None and not spikes else _more(evidence)
         changes = [f"Record {more} to see the steps between two records."] if more else []

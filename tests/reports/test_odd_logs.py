@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+import lamina
 from lamina.errors import UserError
 from lamina.reports.diagnosis import epoch_stairs, gather
 from lamina.reports.histories import import_history, read_history
@@ -95,3 +96,23 @@ def test_no_epoch_begins_with_a_fall_in_a_loss_that_falls_all_the_time(tmp_path)
     path.write_text("".join(f"Epoch: {e + 1}/99 | Batch {s}/3 | Loss: {loss:.6f}\n" for e, s, loss in lines))
     import_history(path, tmp_path / "read")
     assert epoch_stairs(gather(tmp_path / "read")) == {}
+
+
+def test_a_loss_near_0_rises_by_its_own_measure(tmp_path):
+    draw, path = random.Random(1), tmp_path / "log.csv"
+    level = [max(0.0002, 0.0002 * 1.08 ** (step - 60)) for step in range(120)]
+    noisy = [value * draw.uniform(0.7, 1.3) for value in level]
+    for losses, rose in ((noisy, True), (noisy[:60] * 2, False), ([0.0, *noisy[1:]], False)):
+        path.write_text("step,loss\n" + "".join(f"{step},{loss}\n" for step, loss in enumerate(losses)))
+        sentences = " ".join(lamina.diagnose(path).sentences)
+        assert ("The loss rose at step 7" in sentences) == rose
+        assert ("did not rise" in sentences) != rose
+
+
+def test_a_loss_that_rose_is_an_anomaly(tmp_path):
+    draw, path = random.Random(1), tmp_path / "log.csv"
+    losses = [1.4] * 9 + [14 + draw.gauss(0, 0.3) for _ in range(60)]
+    path.write_text("step,loss\n" + "".join(f"{step},{loss}\n" for step, loss in enumerate(losses)))
+    sentences = lamina.diagnose(path).sentences
+    assert "The loss rose at step 9 of 68." in sentences
+    assert "Lamina found no anomaly in the record." not in sentences

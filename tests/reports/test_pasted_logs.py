@@ -86,6 +86,22 @@ PASTED = {
         "".join(f"[R0] | E{n} iter[ 14/ 15] | [Loss] {9 - n}.5 | [step]    {15 * n + 14} | [time] 0.4m (~5h) |[best]\n" for n in range(5)),
         {15 * n + 14: 9.5 - n for n in range(5)},
     ),
+    "tables with lengths and totals of steps": (
+        "".join(f"{'-' * 39}\n| rollout/episode_steps   | {160 + n * 7 % 5}       |\n| rollout/episodes        | {12 * (n // 2)}        |\n| total/steps             | {2000 * n}      |\n| train/loss_actor        | {9 - n}.5      |\n{'-' * 39}\n\n" for n in range(1, 9)),
+        {2000 * n: 9.5 - n for n in range(1, 9)},
+    ),
+    "epochs of which a resumed run repeats one": (
+        "".join(f"Epoch {e}: Train Loss: {30 - e}.5\n" for e in (*range(20), 19, *range(20, 30))),
+        {e: 30.5 - e for e in range(30)},
+    ),
+    "a loss in words, whose steps stand in a few other lines": (
+        "adapter None not found; training from base model.\n\n" + "".join(f"grpo_loss is -0.{n} and kl is 0.1\n" + "[step 50] avg_loss=0.0015 acc=0.8900\n" * (n == 50) for n in range(10, 99)),
+        {n - 9 + (n > 50): -float(f"0.{n}") for n in range(10, 99)},
+    ),
+    "a loss with its mean over processes": (
+        "".join(f"[02:40:09.090134] Epoch: [0]  [{s}/460]  eta: 0:03:07  lr: 0.0001  predict_loss: [local: 0.{s} | reduced: 0.6919]  max mem: 9145\n" for s in (120, 140, 160)),
+        {s: float(f"0.{s}") for s in (120, 140, 160)},
+    ),
 }  # fmt: skip
 
 

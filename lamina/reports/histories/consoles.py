@@ -14,8 +14,8 @@ from lamina.reports.histories.names import EPOCH_STEPS, whole
 from lamina.reports.histories.numbers import NUMBER, WHOLE, number_of
 from lamina.training.monitor.writers import LOSS
 
-_INSIDE = r"(?:[A-Za-z][\w.]*\(\[?|\{['\"][^'\"]*['\"]:\s*)?"
-"""np.float64(2.3), tensor([2.3]), {'0_default': 2.3}"""
+_INSIDE = r"(?:[A-Za-z][\w.]*\(\[?|\{['\"][^'\"]*['\"]:\s*|\[[A-Za-z]+:\s*)?"
+"""np.float64(2.3), tensor([2.3]), {'0_default': 2.3}, [local: 2.3]"""
 _VALUE = rf"{_INSIDE}(?P<value>{NUMBER})"
 _STEP = rf"(?P<step>{WHOLE})"
 _PIPES = rf"\|\s*(?P<name>[^|:=]*[A-Za-z][^|:=]*?)\s*[:=]\s*{_VALUE}"
@@ -23,9 +23,8 @@ _PIPES = rf"\|\s*(?P<name>[^|:=]*[A-Za-z][^|:=]*?)\s*[:=]\s*{_VALUE}"
 _NAME = r"(?<![\w./-])[A-Za-z][\w./-]*"
 _SIGNED = rf"(?P<name>(?<![\w./-])[A-Za-z][\w./()-]*(?: (?:norm|loss|rate)\b)?)\s*[:=]\s*\[?{_VALUE}"
 """loss: 2.3, grad_norm=1.0, learning rate: 1e-4"""
-_SAYS = r"(?: (?:so far|is|was)\b)*"
 _SPACED = (
-    rf"(?P<name>{_NAME}(?: (?!(?:is|was|so far)\b)[A-Za-z][\w./-]*)?(?: ?\(\w+\))?)\]?{_SAYS}"
+    rf"(?P<name>{_NAME}(?: [A-Za-z][\w./-]*)?(?: ?\(\w+\))?)\]?(?: so far(?: is)?)?"
     rf"(?:\s*[:=]\s*\[?\s*| +\[?)\s*{_VALUE}"
 )
 """loss 2.3, train loss 2.3, grad norm = 1.0, Iter(train) [ 10/500], [Loss] 2.3, avg loss so far is 2.3"""
@@ -170,8 +169,8 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
     If the trainer said in a sentence that the loss was not finite, this is a record: the last one, or one right after
     the record before.
     """
-    console, ended, gap = _Console(form), "", 0
-    last: dict[str, object] = {}
+    console, ended = _Console(form), ""
+    before, last = dict[str, object](), dict[str, object]()
     begins = re.compile(form.line).search
     for line in lines:
         match, low = begins(line), line.lower()
@@ -184,24 +183,27 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
             continue
         if console.record:
             yield console.record
-            steps = _step(str(last.get("step"))), _step(str(console.record.get("step")))
-            gap = steps[1] - steps[0] if steps[0] is not None and steps[1] is not None else gap
-            last = console.record
+            before, last = last, console.record
         if last and ended and re.search(_SAID, ended):
-            yield _broken(last, ended, 1)
+            yield _broken(last, last, ended)
         console.begin(line, match)
         ended = ""
     if console.record:
         yield console.record
-    if (last := console.record or last) and ended:
-        yield _broken(last, ended, max(gap, 1))
+        before, last = last, console.record
+    if last and ended:
+        yield _broken(before, last, ended)
 
 
-def _broken(last: Mapping[str, object], sentence: str, apart: int) -> Mapping[str, object]:
-    """Return the record of a sentence that says that the loss is not finite, some steps after the last record."""
+def _broken(before: Mapping[str, object], last: Mapping[str, object], sentence: str) -> Mapping[str, object]:
+    """Return the record of a sentence that says that the loss is not finite: at the step that it names, or as far after
+    the last record as that is after the one before.
+    """
     losses = [name for name in last if (known := whole(name)) is not None and known.metric == LOSS]
     if (step := _step(str(last.get("step")))) is not None:
         named = re.search(rf"{_RATED}{_TO_STEP}(?P<step>{WHOLE})", sentence)
+        earlier = _step(str(before.get("step")))
+        apart = max(1, step - earlier) if earlier is not None else 1
         last = {**last, "step": (named and _step(named["step"])) or step + apart}
     return {**last, **dict.fromkeys(losses, "nan")}
 
@@ -240,7 +242,7 @@ class _Console:
         step = _step(groups.get("step"))
         if step is None and match.start() and (seen := _BEFORE.search(line, 0, match.start())) is not None:
             step = _step(seen["step"])
-        named = () if not self.general or "step" in match[0].lower() else self.pairs(line)
+        named = self.pairs(line) if self.general and "step" in line and "step" not in match[0].lower() else ()
         own = next((part for part in named if part["name"].strip().lower() == "step"), None)
         if own is not None and not line[own.end() :][:1].isalpha() and _step(own["value"]) is not None:
             self.record["step"] = _step(own["value"])  # iter[14/15] [step] 89

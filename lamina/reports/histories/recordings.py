@@ -35,6 +35,7 @@ Series: TypeAlias = tuple[Ints, Floats]
 _MOST = 2**53  # the largest step: beyond it a float is no whole number
 _COVERED = 0.9  # of the lines that a column of steps must have, beside the best one
 _DIFFERENT = 0.01  # of its values, which many processes may repeat: an epoch that is called a batch repeats far more
+_COMMON, _RARE = 0.25, 0.1  # of the lines, below which a step is rare, and of the same of a rare one
 _OWN = 0.5  # of the same of a progress bar, which stands still while records are printed beside it
 _SHUFFLED = 0.25  # of the lines: where steps go back more often, the lines are in no order
 _SHOWN = 5
@@ -322,7 +323,9 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
     named = [(rank, name) for name in columns.values if (rank := step_rank(name)) is not None]
     epochs = next((series for name, series in columns.values.items() if plain(name) in EPOCHS), None)
     candidates = []
-    for _, name in sorted(named, key=lambda each: (each[0], each[1] != "step", each[1])):
+    for _, name in sorted(
+        named, key=lambda each: (each[0], _disorder(columns.values[each[1]]), each[1] != "step", each[1])
+    ):
         at, of = columns.values[name]
         if np.isfinite(of).all() and (np.abs(of) > _MOST).any():
             raise UserError(f"step {np.abs(of).max():.0e} in the column {name!r} is too large. Give steps up to 2^53.")
@@ -330,11 +333,12 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
             continue
         steps = _carried((at, of), columns.rows).astype(np.int64)
         different = len(np.unique(steps[lines]))
-        if 1 < different < len(lines) and epochs is not None:
-            different = len(np.unique(_carried(epochs, columns.rows)[lines] * (steps.max() + 1.0) + steps[lines]))
-        least = _DIFFERENT if plain(name) != "progress_bar" else _OWN
+        if 1 < different < len(lines) and epochs is not None and plain(name) != "progress_bar":
+            epoch = np.floor(_carried(epochs, columns.rows)[lines])
+            different = len(np.unique(epoch * (steps.max() + 1.0) + steps[lines]))
+        covered = float(np.isin(lines, at).mean()) if len(lines) else 0.0
+        least = _OWN if plain(name) == "progress_bar" else _DIFFERENT if covered >= _COMMON else _RARE
         if different > min(1, len(lines) - 1) and different >= least * len(lines):
-            covered = float(np.isin(lines, at).mean()) if len(lines) else 0.0
             candidates.append((covered, name, steps))
     usable = [candidate for candidate in candidates if candidate[0] >= _COVERED * max(each[0] for each in candidates)]
     ordered = [candidate for candidate in usable if not _starts(candidate[2][lines])] or [
@@ -345,11 +349,17 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
     for name in columns.values:
         if plain(name) in EPOCHS and _is_whole(columns.values[name][1]) and len(lines) > 1:
             epochs = _carried(columns.values[name], columns.rows).astype(np.int64)
-            if (np.diff(epochs[lines]) > 0).all():  # a line for each epoch
+            moves = np.diff(epochs[lines])  # a line for each epoch, but for a few that a resumed run repeats
+            if (moves >= 0).all() and (moves > 0).mean() >= _COVERED:
                 return name, epochs
     count = np.zeros(columns.rows, np.int64)
     count[lines] = 1
     return "", np.cumsum(count)
+
+
+def _disorder(series: Series) -> tuple[bool, int]:
+    """Return whether a column's values go back, and how few they are: steps do not, and tell most lines apart."""
+    return bool((np.diff(series[1]) < 0).any()), -len(np.unique(series[1]))
 
 
 def _is_whole(values: Floats) -> bool:

@@ -313,7 +313,8 @@ def _header(first: str) -> tuple[str, list[str]] | None:
 def _table(text: str) -> Columns | None:
     if "|" in text.partition("\n")[0]:  # Markdown has bars around, too, and a line of dashes below the names
         text = "\n".join(line.strip().strip("|") for line in text.splitlines() if re.search(r"\w", line))
-    lines = text.split("\n", 3)
+    lines = (text := text.lstrip("\r\n")).split("\n", 1)
+    lines = [lines[0], lines[1].lstrip("\n").partition("\n")[0]] if len(lines) > 1 else lines
     if (header := _header(lines[0].strip("\r"))) is None:
         spaced = _spaced(text)
         return None if spaced is None else _table(spaced)
