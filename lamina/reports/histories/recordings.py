@@ -323,9 +323,11 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
     named = [(rank, name) for name in columns.values if (rank := step_rank(name)) is not None]
     epochs = next((series for name, series in columns.values.items() if plain(name) in EPOCHS), None)
     candidates = []
-    for _, name in sorted(
-        named, key=lambda each: (each[0], _disorder(columns.values[each[1]]), each[1] != "step", each[1])
-    ):
+    ranked = [  # of columns alike, one that does not go back, and that tells the most lines apart
+        (rank, bool((np.diff(of := columns.values[name][1]) < 0).any()), -len(np.unique(of)), name != "step", name)
+        for rank, name in named
+    ]
+    for *_, name in sorted(ranked):
         at, of = columns.values[name]
         if np.isfinite(of).all() and (np.abs(of) > _MOST).any():
             raise UserError(f"step {np.abs(of).max():.0e} in the column {name!r} is too large. Give steps up to 2^53.")
@@ -355,11 +357,6 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
     count = np.zeros(columns.rows, np.int64)
     count[lines] = 1
     return "", np.cumsum(count)
-
-
-def _disorder(series: Series) -> tuple[bool, int]:
-    """Return whether a column's values go back, and how few they are: steps do not, and tell most lines apart."""
-    return bool((np.diff(series[1]) < 0).any()), -len(np.unique(series[1]))
 
 
 def _is_whole(values: Floats) -> bool:
