@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from documented import typed, words_of
 from documented_scenes import after_pretraining, lay, loop, shorten
+from spread import spread
 
 from lamina.cli import main
 from lamina.placements import registry as placements
@@ -61,23 +62,19 @@ NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run h
 }
 
 
-def marked(page):
-    return pytest.param(page, marks=[] if page in FAST else [pytest.mark.slow])
-
-
 @pytest.fixture(autouse=True)
 def registries_as_before():
     with placements.PLACEMENTS.isolated(), WIRINGS.isolated(), probes.REGISTRY.isolated():
         yield
 
 
-@pytest.mark.parametrize("page", [marked(page) for page in TYPED])
+@pytest.mark.parametrize("page", spread(TYPED, FAST))
 def test_what_a_page_says_to_type_runs_as_it_stands(tmp_path, monkeypatch, capsys, page):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     if page.endswith("--help"):  # most of the time; the pages' own lines write theirs
         monkeypatch.setattr("lamina.api.job_functions.write_page", lambda folder: None)
-    parts = [(language, said) for language, said in TYPED[page] if is_run(said)]
+    parts = [(language, said) for language, said in TYPED[page] if not f"{said}\n".startswith(tuple(NOT_RUN))]
     if page in FULL:
         pytest.importorskip("trl")
         pytest.importorskip("peft")
@@ -101,10 +98,6 @@ def test_what_a_page_says_to_type_runs_as_it_stands(tmp_path, monkeypatch, capsy
 
 def folders():
     return {path for pattern in ("*", "*/*") for path in Path().glob(pattern) if path.is_dir()}
-
-
-def is_run(said):
-    return not f"{said}\n".startswith(tuple(NOT_RUN))
 
 
 def test_what_is_not_run_is_written_somewhere():

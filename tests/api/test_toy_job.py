@@ -51,16 +51,13 @@ ROW = JobRow(
 )
 
 
-def printed(folder, result):
-    return f"{result['count']} words in {folder}"
-
-
 @pytest.fixture(autouse=True)
 def added(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(JOBS, "toy", ROW)
     monkeypatch.setitem(registry._pages, "toy", page)  # as @report_of("toy") does
-    monkeypatch.setitem(registry._endings, ("toy", ""), printed)  # as @ending_of("toy") does
+    # as @ending_of("toy") does
+    monkeypatch.setitem(registry._endings, ("toy", ""), lambda folder, result: f"{result['count']} words in {folder}")
     monkeypatch.setitem(COMMANDS, "toy", ROW.summary)
 
 

@@ -58,7 +58,7 @@ def full(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_the_folder(corpus, custom, tmp_path, monkeypatch, capsys):
+def test_the_folder(corpus, custom, tmp_path, monkeypatch, capsys, refused):
     out = tmp_path / "out"
     assert main(argv(corpus, placements=f"{custom},peri_ln", output=out)) == 0
     assert str(out / "report.html") in capsys.readouterr().out
@@ -81,23 +81,20 @@ def test_the_folder(corpus, custom, tmp_path, monkeypatch, capsys):
     for name in ("preflight.json", "preflight.csv", "layers.parquet"):
         kept = (out / name).read_bytes()
         (out / name).write_bytes(kept.replace(b"2", b"3", 1))
-        assert main(["report", str(out)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = refused("report", str(out))
         assert f"{name}': altered since Lamina wrote seal.json, or from another run" in line
         assert "--resume" not in line  # which a preflight has not
         (out / name).write_bytes(kept)
     (out / "seal.json").unlink()  # as an older version left it
     for broken in (whole[: len(whole) // 2], "[]", '{"rows": [], "losses": [], "command": ""}'):
         (out / "preflight.json").write_text(broken)
-        assert main(["report", str(out)]) == 2
-        assert "the records of the preflight are incomplete" in capsys.readouterr().err
+        assert "the records of the preflight are incomplete" in refused("report", str(out))
     (out / "preflight.json").write_text(whole)
     with monkeypatch.context() as on_a_full_disk:  # a page that can't be written does not blame the records
         on_a_full_disk.setattr("lamina.reports.pages.preflight.write_page", full)
-        assert main(["report", str(out)]) == 2
-    assert "No space left on device. Finished work is kept" in capsys.readouterr().err
-    assert main(argv(corpus, output=out)) == 2
-    assert "is in use. Choose an empty or new folder, or add --overwrite to replace it." in capsys.readouterr().err
+        assert "No space left on device. Finished work is kept" in refused("report", str(out))
+    line = refused(*argv(corpus, output=out))
+    assert "is in use. Choose an empty or new folder, or add --overwrite to replace it." in line
     assert main([*argv(corpus, output=out), "--overwrite"]) == 0
 
 

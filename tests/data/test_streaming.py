@@ -235,14 +235,10 @@ class Endless:
             yield Document(f"{number % 10} " * 20), number
 
 
-def blocks_of(shard, buffer=1):
-    return StreamedBlocks(stream_of([shard]), buffer=buffer, seed=(0,), known=np.zeros((1, LENGTH), np.uint16))
-
-
 def test_a_text_without_end_is_read_as_far_as_it_is_needed():
     """41 tokens a document: to block 200, the chunk of 4 that it is in, the chunk behind it, and a batch of text."""
     shard = Endless()
-    blocks = blocks_of(shard)
+    blocks = StreamedBlocks(stream_of([shard]), buffer=1, seed=(0,), known=np.zeros((1, LENGTH), np.uint16))
     blocks[200]
     blocks._drop()  # waits for what is being read
     assert 208 * LENGTH / 41 <= shard.read_so_far <= 208 * LENGTH / 41 + 300 / 40 + 1

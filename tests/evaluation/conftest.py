@@ -36,15 +36,11 @@ def model(tmp_path_factory):
 
 
 def quiz_rows(count=20):
-    draw = random.Random(5)
-    return [
-        {
-            "question": " ".join(draw.choices(WORDS, k=draw.randint(3, 9))),
-            "choices": draw.sample(WORDS, 4),
-            "answer": draw.randrange(4),
-        }
-        for _ in range(count)
-    ]
+    draw, rows = random.Random(5), []
+    for _ in range(count):
+        row = {"question": " ".join(draw.choices(WORDS, k=draw.randint(3, 9))), "choices": draw.sample(WORDS, 4)}
+        rows.append({**row, "answer": draw.randrange(4)})
+    return rows
 
 
 QUIZ = {

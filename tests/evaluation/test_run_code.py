@@ -86,8 +86,7 @@ def test_the_command_says_so_in_a_line_before_it_touches_a_folder(folder, canary
     write(folder, canary, "a template")
     out = tmp_path / "out"
     argv = ["eval", str(model), "--tasks", "quiz", "--data-dir", str(folder), "--limit", "2", "--output", str(out)]
-    assert main(argv) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    line = refused(*argv)
     assert all(part in line for part in ("'quiz'", str(folder / "tasks/quiz.yaml"), "--run-code"))
     assert not out.exists()
     assert not canary.exists()

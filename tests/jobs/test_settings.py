@@ -22,19 +22,11 @@ HOMONYMS = {"tolerance"}
 RECORDS = (PretrainSettings, CompareSettings, TransferSettings, CoordCheckSettings, PreflightSettings, ProbeSettings)
 
 
-def classes() -> set[type[Settings]]:
-    return {cls for record in RECORDS for cls in record.__mro__ if issubclass(cls, Settings)}
-
-
-def declared(cls: type[Settings]) -> set[str]:
-    return {entry.name for entry in fields(cls)} & set(inspect.get_annotations(cls))
-
-
 def test_no_field_is_declared_twice():
     """A class may give an inherited field another default, through ``changed`` and in no other way."""
     first: dict[str, list[str]] = {}
-    for cls in classes():
-        for name in declared(cls):
+    for cls in {cls for record in RECORDS for cls in record.__mro__ if issubclass(cls, Settings)}:
+        for name in {entry.name for entry in fields(cls)} & set(inspect.get_annotations(cls)):
             inherited = [base for base in cls.__mro__[1:] if name in getattr(base, "__dataclass_fields__", {})]
             is_changed = cls.__dataclass_fields__[name].metadata.get("changed", False)
             assert is_changed == bool(inherited), f"{cls.__name__}.{name}"

@@ -26,25 +26,13 @@ FIELDS = {
     "modernbert": {**TOKENS, "vocab_size": VOCABULARY, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 4},
     "vit": {"image_size": 16, "patch_size": 4, "num_labels": LABELS},
 }
-RENAMED = {
-    "modernbert": {
-        ".attn_norm.": ".attention.pre_norm.",
-        ".mlp_norm.": ".feed_forward.pre_norm.",
-        ".attn.": ".attention.module.",
-        ".mlp.": ".feed_forward.module.",
-        "model.embeddings.norm": "model.embedding_norm",
-        "model.embeddings": "model.backbone.embeddings",
-        "model.layers": "model.backbone.layers",
-        "model.final_norm": "model.backbone.final_norm",
-    },
-    "vit": {
-        ".attention.": ".attention.module.",
-        ".mlp.": ".feed_forward.module.",
-        ".layernorm_before.": ".attention.pre_norm.",
-        ".layernorm_after.": ".feed_forward.pre_norm.",
-        "vit.": "model.backbone.",
-    },
-}
+MODERNBERT = {".attn_norm.": ".attention.pre_norm.", ".mlp_norm.": ".feed_forward.pre_norm."}
+MODERNBERT |= {".attn.": ".attention.module.", ".mlp.": ".feed_forward.module."}
+MODERNBERT |= {"model.embeddings.norm": "model.embedding_norm"}
+MODERNBERT |= {f"model.{name}": f"model.backbone.{name}" for name in ("embeddings", "layers", "final_norm")}
+VIT = {".attention.": ".attention.module.", ".mlp.": ".feed_forward.module.", "vit.": "model.backbone."}
+VIT |= {".layernorm_before.": ".attention.pre_norm.", ".layernorm_after.": ".feed_forward.pre_norm."}
+RENAMED = {"modernbert": MODERNBERT, "vit": VIT}
 AUTO = {"modernbert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
 over_both = pytest.mark.parametrize("model_type", AUTO)
 

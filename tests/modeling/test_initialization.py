@@ -48,13 +48,10 @@ for name, variance in (("he", 2), ("lecun", 1), ("10/d", 10), ("1/(10d)", 0.1)):
 TAKE_STD = ("normal", "scaled", "xavier", "deepnorm", "admin")
 
 
-def placement_for(init):
-    return "admin" if init.startswith("admin") else "deepnorm"
-
-
 def model_of(init, placement=None, **options):
     config = llama(NUM_LAYERS, hidden_size=WIDTH, intermediate_size=FFN, vocab_size=VOCABULARY)
-    return lamina.build(config, placement or placement_for(init), init=init, **options)
+    placement = placement or ("admin" if init.startswith("admin") else "deepnorm")
+    return lamina.build(config, placement, init=init, **options)
 
 
 def assert_drawn_with(parameter, std):

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import lamina
-from lamina.cli import main
 from lamina.errors import UserError
 from lamina.modeling.backbones import count_parameters
 from lamina.modeling.initialization import weights
@@ -113,11 +112,10 @@ def test_what_wiring_a_layer_again_leaves_out_is_named(monkeypatch, caplog):
         talking(attention="pair")
 
 
-def test_an_adapter_that_is_none_is_refused_by_a_command_in_one_line(tmp_path, capsys):
+def test_an_adapter_that_is_none_is_refused_by_a_command_in_one_line(tmp_path, refused):
     TalkConfig(**OF_TEXT, lamina_adapter=["talk"]).save_pretrained(tmp_path / "talk")
     backbone = ["--backbone", str(tmp_path / "talk"), "--output", str(tmp_path / "out")]
-    assert main(["pretrain", *backbone, "--steps", "2"]) == 2
-    assert "adapter: ['talk'] is not a mapping. Give a mapping" in capsys.readouterr().err
+    assert "adapter: ['talk'] is not a mapping. Give a mapping" in refused("pretrain", *backbone, "--steps", "2")
 
 
 @pytest.mark.slow

@@ -68,13 +68,10 @@ def skip_factor(sublayer):
     return {"none": sublayer.skip_scale, "lerp": 1 - b, "variance": (1 - b**2) ** 0.5}[sublayer.coupling]
 
 
+ALL = {"pre_norm": Norm(), "out_norm": Norm(), "post_norm": Norm()}
 EVERYTHING = Layer(
-    attention=Sublayer(
-        pre_norm=Norm(), out_norm=Norm(), post_norm=Norm(), skip_scale=1.7, pre_scale=0.3, out_scale=0.6
-    ),
-    feed_forward=Sublayer(
-        pre_norm=Norm(), out_norm=Norm(), post_norm=Norm(), skip="both", skip_scale=0.4, pre_scale=2.0, out_scale=-3.0
-    ),
+    attention=Sublayer(**ALL, skip_scale=1.7, pre_scale=0.3, out_scale=0.6),
+    feed_forward=Sublayer(**ALL, skip="both", skip_scale=0.4, pre_scale=2.0, out_scale=-3.0),
 )
 LEARNED = [Sublayer(out_scale=0.3, out_scale_learned=learned) for learned in ("scalar", "vector")]
 COUPLED = [

@@ -9,36 +9,30 @@ from torch import nn
 import lamina
 
 
-@every_block
-def keel_everywhere(x, attention, feed_forward, norms, index, num_layers):
-    y = norms.attention.post(2 * num_layers * x + attention(norms.attention.pre(x)))
-    return norms.feed_forward.post(2 * num_layers * y + feed_forward(norms.feed_forward.pre(y)))
+def keel(first_feed_forward):
+    """Keel whose first block begins as Pre-LN and has this feed-forward; None: a block as all others."""
 
-
-@every_block
-def keel_with_a_standard_first_feed_forward(x, attention, feed_forward, norms, index, num_layers):
-    if index == 0:
-        y = x + attention(norms.attention.pre(x))
-        return norms.feed_forward.post(y + feed_forward(y))
-    y = norms.attention.post(2 * num_layers * x + attention(norms.attention.pre(x)))
-    return norms.feed_forward.post(2 * num_layers * y + feed_forward(norms.feed_forward.pre(y)))
-
-
-@every_block
-def keel_after_a_pre_ln_block(x, attention, feed_forward, norms, index, num_layers):
-    if index == 0:
-        y = x + attention(norms.attention.pre(x))
-        return y + feed_forward(norms.feed_forward.pre(y))
-    y = norms.attention.post(2 * num_layers * x + attention(norms.attention.pre(x)))
-    return norms.feed_forward.post(2 * num_layers * y + feed_forward(norms.feed_forward.pre(y)))
-
-
-@every_block
-def keel_with_alpha_in_its_first_feed_forward(x, attention, feed_forward, norms, index, num_layers):
-    y = x + attention(norms.attention.pre(x))
-    if index:
+    def block(x, attention, feed_forward, norms, index, num_layers):
+        if index == 0 and first_feed_forward:
+            return first_feed_forward(
+                x + attention(norms.attention.pre(x)), feed_forward, norms.feed_forward, num_layers
+            )
         y = norms.attention.post(2 * num_layers * x + attention(norms.attention.pre(x)))
-    return norms.feed_forward.post(2 * num_layers * y + feed_forward(norms.feed_forward.pre(y)))
+        return norms.feed_forward.post(2 * num_layers * y + feed_forward(norms.feed_forward.pre(y)))
+
+    return every_block(block)
+
+
+def standard(y, feed_forward, norms, num_layers):
+    return norms.post(y + feed_forward(y))
+
+
+def pre_ln(y, feed_forward, norms, num_layers):
+    return y + feed_forward(norms.pre(y))
+
+
+def with_alpha(y, feed_forward, norms, num_layers):
+    return norms.post(2 * num_layers * y + feed_forward(norms.pre(y)))
 
 
 @every_block
@@ -75,10 +69,10 @@ def learned_gains(model):
 @pytest.mark.parametrize(
     ("name", "formula", "options"),
     [
-        ("keel", keel_everywhere, {"first_layer": "keel"}),
-        ("keel", keel_with_a_standard_first_feed_forward, {"first_layer": "post_ln"}),
-        ("keel", keel_after_a_pre_ln_block, {"first_layer": "pre_ln"}),
-        ("keel", keel_with_alpha_in_its_first_feed_forward, {"first_layer": "scaled"}),
+        ("keel", keel(None), {"first_layer": "keel"}),
+        ("keel", keel(standard), {"first_layer": "post_ln"}),
+        ("keel", keel(pre_ln), {"first_layer": "pre_ln"}),
+        ("keel", keel(with_alpha), {"first_layer": "scaled"}),
         ("keel", scale, {"first_layer": "keel", "variant": "scale"}),
         ("fusenorm", fusenorm_without_its_first_norm, {"first_layer_norm": False}),
     ],

@@ -15,15 +15,9 @@ d = WIDTH
 
 def positions(plan, index):
     """Which of A (pre_norm), B (out_norm) and C (post_norm) the attention and the feed-forward of a layer have."""
-    layer = plan.layers[index]
-    return tuple(
-        "".join(
-            letter
-            for letter, norm in zip("ABC", (part.pre_norm, part.out_norm, part.post_norm), strict=True)
-            if norm is not None
-        )
-        for part in (layer.attention, layer.feed_forward)
-    )
+    letters, layer = {"pre_norm": "A", "out_norm": "B", "post_norm": "C"}, plan.layers[index]
+    halves = layer.attention, layer.feed_forward
+    return tuple("".join(letters[name] for name in letters if getattr(half, name) is not None) for half in halves)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if EXPECTED[name].norms])

@@ -74,15 +74,10 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "drop": nn.Dropout(config.dropout),
-                "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-                "ln_f": LayerNorm(config.n_embd, bias=config.bias),
-            }
-        )
+        parts = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
+        parts |= {"wpe": nn.Embedding(config.block_size, config.n_embd), "drop": nn.Dropout(config.dropout)}
+        parts |= {"h": nn.ModuleList([Block(config) for _ in range(config.n_layer)])}
+        self.transformer = nn.ModuleDict(parts | {"ln_f": LayerNorm(config.n_embd, bias=config.bias)})
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
         for name, parameter in self.named_parameters():

@@ -20,6 +20,12 @@ from lamina.ports.foreign import distributed
 from lamina.ports.weights import weights_for
 
 
+def written(model, trainer, folder):
+    """Save a model as Lamina does, in ``ours``, and for a trainer, in ``theirs``."""
+    model.save_pretrained(folder / "ours")
+    assert main(["convert", str(folder / "ours"), str(folder / "theirs"), "--to", trainer]) == 0
+
+
 def converted(source, output, *words):
     assert main(["convert", str(source), str(output), *words]) == 0
     return AutoModelForCausalLM.from_pretrained(output)
@@ -32,11 +38,10 @@ PLACEMENTS = ["keel", "deepnorm(final_norm=true)", "pre_ln", "layernorm_scaling"
 def test_to_olmo_core_and_back(spec, tied, tmp_path):
     """Grouped heads, an odd depth, tied and untied embeddings; its own block types need no --placement."""
     model = ours(spec, llama(tie_word_embeddings=tied))
-    model.save_pretrained(tmp_path / "ours")
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "olmo"), "--to", "olmo-core"]) == 0
+    written(model, "olmo-core", tmp_path)
     known = spec != "fusenorm"
     words = [] if known else ["--placement", spec]
-    again = converted(tmp_path / "olmo", tmp_path / "again", "--from", "olmo-core", *words)
+    again = converted(tmp_path / "theirs", tmp_path / "again", "--from", "olmo-core", *words)
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
     assert (again.lm_head.weight is again.get_input_embeddings().weight) is tied
     record = json.loads((tmp_path / "again" / "conversion.json").read_text("utf-8"))
@@ -51,25 +56,21 @@ OPTIONS = rotated(("keel", "olmo2", "peri_ln(embedding_norm=true)"), (False, Tru
 def test_to_a_trainer_and_back(trainer, spec, tied, tmp_path):
     """tests/ports/test_trainers.py has the trainers' own readers and writers."""
     model = ours(spec, llama(tie_word_embeddings=tied))
-    model.save_pretrained(tmp_path / "ours")
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", trainer]) == 0
+    written(model, trainer, tmp_path)
     again = converted(tmp_path / "theirs", tmp_path / "again", "--from", trainer, "--placement", spec)
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
     assert (again.lm_head.weight is again.get_input_embeddings().weight) is tied
 
 
-def test_torchtitans_folder_needs_the_sizes(tmp_path, capsys):
-    ours("pre_ln", llama()).save_pretrained(tmp_path / "ours")
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "torchtitan"]) == 0
+def test_torchtitans_folder_needs_the_sizes(tmp_path, refused):
+    written(ours("pre_ln", llama()), "torchtitan", tmp_path)
     config = tmp_path / "theirs" / "config.json"
-    words = ["convert", str(tmp_path / "theirs"), str(tmp_path / "again"), "--from", "torchtitan"]
-    words += ["--placement", "pre_ln"]
+    folders = [str(tmp_path / name) for name in ("theirs", "again")]
+    words = ["convert", *folders, "--from", "torchtitan", "--placement", "pre_ln"]
     config.write_text(json.dumps({**json.loads(config.read_text("utf-8")), "model_type": "gpt2"}), "utf-8")
-    assert main(words) == 2
-    assert "config.json: model_type is 'gpt2'. Put the config.json of a 'llama' model there." in capsys.readouterr().err
+    assert "config.json: model_type is 'gpt2'. Put the config.json of a 'llama' model there." in refused(*words)
     config.unlink()
-    assert main(words) == 2
-    assert "torchtitan saves no sizes. Put there the config.json" in capsys.readouterr().err
+    assert "torchtitan saves no sizes. Put there the config.json" in refused(*words)
 
 
 def test_equal_layers_in_one_tensor_are_read(tmp_path):
@@ -81,17 +82,15 @@ def test_equal_layers_in_one_tensor_are_read(tmp_path):
         name: torch.stack([stored[name.replace("layers.", f"layers.{layer}.")] for layer in range(LAYERS)])
         for name in names
     }
-    model.save_pretrained(tmp_path / "ours")
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "megatron"]) == 0
+    written(model, "megatron", tmp_path)
     others = {name: tensor for name, tensor in stored.items() if "layers." not in name}
     save_distributed({**others, **layers}, checkpoint_id=tmp_path / "theirs" / "release", no_dist=True)
     again = converted(tmp_path / "theirs", tmp_path / "again", "--from", "megatron", "--placement", "pre_ln")
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
-def test_megatrons_arguments_are_read_without_their_code_and_held_against_what_a_llama_is(tmp_path, capsys):
-    ours("pre_ln", llama()).save_pretrained(tmp_path / "ours")
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "megatron"]) == 0
+def test_megatrons_arguments_are_read_without_their_code_and_held_against_what_a_llama_is(tmp_path, refused):
+    written(ours("pre_ln", llama()), "megatron", tmp_path)
     file, ran = tmp_path / "theirs" / "release" / "common.pt", tmp_path / "ran"
     args = torch.load(file, weights_only=False)["args"]
 
@@ -99,71 +98,60 @@ def test_megatrons_arguments_are_read_without_their_code_and_held_against_what_a
         def __reduce__(self):
             return os.system, (f"touch {ran}",)
 
-    words = ["convert", str(tmp_path / "theirs"), str(tmp_path / "again"), "--from", "megatron"]
-    words += ["--placement", "pre_ln"]
+    folders = [str(tmp_path / name) for name in ("theirs", "again")]
+    words = ["convert", *folders, "--from", "megatron", "--placement", "pre_ln"]
     torch.save({"args": argparse.Namespace(**vars(args), evil=Evil(), params_dtype=torch.bfloat16)}, file)
     assert main([*words, "--overwrite"]) == 0
     assert not ran.exists()
     for name, value in (("normalization", "LayerNorm"), ("num_experts", 8), ("rotary_percent", 0.5)):
         torch.save({"args": argparse.Namespace(**{**vars(args), name: value})}, file)
-        assert main([*words, "--overwrite"]) == 2
-        assert f"args have {name} = {value!r}, and Lamina reads only " in capsys.readouterr().err
+        assert f"args have {name} = {value!r}, and Lamina reads only " in refused(*words, "--overwrite")
     torch.save({"iteration": 1}, file)
-    assert main([*words, "--overwrite"]) == 2
-    assert "has no 'args'" in capsys.readouterr().err
+    assert "has no 'args'" in refused(*words, "--overwrite")
     file.write_bytes(b"PK")
-    assert main([*words, "--overwrite"]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "cannot be read" in refused(*words, "--overwrite")
 
 
 def test_to_nanogpt_and_back(tmp_path):
     model = ours("keel", gpt2())
-    model.save_pretrained(tmp_path / "ours")
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "nano"), "--to", "nanogpt"]) == 0
-    saved = torch.load(tmp_path / "nano" / "ckpt.pt", weights_only=True)
+    written(model, "nanogpt", tmp_path)
+    saved = torch.load(tmp_path / "theirs" / "ckpt.pt", weights_only=True)
     _, theirs = on_nanogpt("keel", gpt2())
     theirs.load_state_dict(saved["model"])
     assert off(model(input_ids=IDS).logits, logits_of(theirs.eval(), IDS)) < 1e-6
     saved["model"] = {f"_orig_mod.{name}": tensor for name, tensor in saved["model"].items()}  # a compiled model's
-    torch.save(saved, tmp_path / "nano" / "ckpt.pt")
-    again = converted(tmp_path / "nano", tmp_path / "again", "--from", "nanogpt", "--placement", "keel")
+    torch.save(saved, tmp_path / "theirs" / "ckpt.pt")
+    again = converted(tmp_path / "theirs", tmp_path / "again", "--from", "nanogpt", "--placement", "keel")
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
-def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, capsys):
-    model = ours("fusenorm", llama())
-    model.save_pretrained(tmp_path / "ours")
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "olmo"), "--to", "olmo-core"]) == 0
-    config = json.loads((tmp_path / "olmo" / "config.json").read_text("utf-8"))
-    words = ["convert", str(tmp_path / "olmo"), str(tmp_path / "again"), "--from", "olmo-core"]
+def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, capsys, refused):
+    written(ours("fusenorm", llama()), "olmo-core", tmp_path)
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text("utf-8"))
+    words = ["convert", str(tmp_path / "theirs"), str(tmp_path / "again"), "--from", "olmo-core"]
+    line = refused(*words)
+    assert "the olmo-core checkpoint names no placement. Run the command again with --placement NAME." in line
     capsys.readouterr()
-    assert main(words) == 2
-    assert (
-        "the olmo-core checkpoint names no placement. Run the command again with --placement NAME."
-        in capsys.readouterr().err
-    )
     assert main([*words, "--placement", "keel"]) == 2
     assert "missing tensor 'blocks.0.feed_forward_norm.weight'" not in capsys.readouterr().out
     assert not (tmp_path / "again").exists()
-    assert main(["convert", str(tmp_path), str(tmp_path / "again"), "--from", "nanogpt"]) == 2
-    assert "holds no ckpt.pt" in capsys.readouterr().err
-    assert main(["convert", str(tmp_path / "gone"), str(tmp_path / "again"), "--from", "torchtitan"]) == 2
-    assert "gone' does not exist. Give a folder that torchtitan wrote." in capsys.readouterr().err
+    assert "holds no ckpt.pt" in refused("convert", str(tmp_path), str(tmp_path / "again"), "--from", "nanogpt")
+    line = refused("convert", str(tmp_path / "gone"), str(tmp_path / "again"), "--from", "torchtitan")
+    assert "gone' does not exist. Give a folder that torchtitan wrote." in line
     with pytest.raises(UserError, match=r"from.*'olmo'"):
-        lamina.convert(str(tmp_path / "olmo"), str(tmp_path / "x"), came_from="olmo")
+        lamina.convert(str(tmp_path / "theirs"), str(tmp_path / "x"), came_from="olmo")
     config["model"]["lm_head"]["bias"] = True
-    (tmp_path / "olmo" / "config.json").write_text(json.dumps(config), "utf-8")
-    assert main([*words, "--placement", "fusenorm"]) == 2
-    assert "config.json: model.lm_head.bias is True. Choose a checkpoint with False." in capsys.readouterr().err
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config), "utf-8")
+    line = refused(*words, "--placement", "fusenorm")
+    assert "config.json: model.lm_head.bias is True. Choose a checkpoint with False." in line
 
 
 def test_a_folder_for_mlx_has_code_configuration_and_weights(tmp_path):
-    ours("keel", llama()).save_pretrained(tmp_path / "ours")
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "mlx"), "--to", "mlx"]) == 0
-    config = json.loads((tmp_path / "mlx" / "config.json").read_text("utf-8"))
+    written(ours("keel", llama()), "mlx", tmp_path)
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text("utf-8"))
     assert config["model_file"] == "keel_model.py"
-    assert "10.0 if layer > 0 else 1.0" in (tmp_path / "mlx" / "keel_model.py").read_text("utf-8")
-    assert (tmp_path / "mlx" / "model.safetensors").is_file()
+    assert "10.0 if layer > 0 else 1.0" in (tmp_path / "theirs" / "keel_model.py").read_text("utf-8")
+    assert (tmp_path / "theirs" / "model.safetensors").is_file()
 
 
 def test_an_index_that_would_run_code_is_refused(tmp_path):

@@ -255,7 +255,7 @@ def test_unequal_layers_are_told_by_conditions_and_tables_only_where_they_must()
     assert "(" in condition([1, 4, 5], 8, "layer")
 
 
-def test_the_command_writes_the_file_and_its_test(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_the_file_and_its_test(tmp_path, monkeypatch, capsys, refused):
     file = tmp_path / "keel_block.py"
     words = ["emit", "keel(alpha=3)", "--to", "pytorch", "--num-layers", "3", "--output", str(file), "--with-test"]
     assert main(words) == 0
@@ -264,8 +264,7 @@ def test_the_command_writes_the_file_and_its_test(tmp_path, monkeypatch, capsys)
     assert 'lamina emit "keel(alpha=3)" --to pytorch --num-layers 3' in file.read_text("utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert pytest.main(["-q", "-p", "no:cacheprovider", str(tmp_path)]) == 0
-    assert main(words) == 2
-    assert "exists. Add --overwrite" in capsys.readouterr().err
+    assert "exists. Add --overwrite" in refused(*words)
     assert main([*words, "--overwrite"]) == 0
 
 

@@ -143,13 +143,8 @@ def test_little_room_under_fp16_is_said_with_the_layer():
 def test_the_rule_on_progress_written_out():
     fitted = json.loads(json.dumps(calibration()))
     weights, x = fitted["progress"]["weights"], progress(SLOW)
-    assert x == {
-        "context": -4.0,
-        "excess": 0.13,
-        "projected": pytest.approx(0.13 - 0.5 * 0.2 * 0.55),
-        "left": pytest.approx(math.log10(1 / 0.45)),
-        "jacobian": -0.05,
-    }
+    computed = {"projected": pytest.approx(0.13 - 0.5 * 0.2 * 0.55), "left": pytest.approx(math.log10(1 / 0.45))}
+    assert x == {"context": -4.0, "excess": 0.13, "jacobian": -0.05, **computed}
     score = fitted["progress"]["intercept"] + sum(weights[name] * x[name] for name in x)
     assert chance(SLOW, fitted) == pytest.approx(1 / (1 + math.exp(-score)))
 
@@ -232,16 +227,12 @@ def test_the_preflight_is_compared_on_the_runs_that_it_decides():
 
 
 def test_a_studys_trials_become_runs_one_per_setting(tmp_path):
-    for number, (seed, kind, status, changes) in enumerate(
-        (
-            (1, "pretrain", "finished", {}),
-            (0, "pretrain", "stuck", {}),
-            (0, "pretrain", "interrupted", {"learning_rate": 1e-3}),
-            (0, "max-lr", "finished", {"learning_rate": 2e-3}),
-            (0, "pretrain", "finished", {"num_layers": 6, "schedule": "wsd"}),
-            (0, "pretrain", "finished", {"num_layers": 6, "weight_decay": 0.2}),
-        )
-    ):
+    trials = [(1, "pretrain", "finished", {}), (0, "pretrain", "stuck", {})]
+    trials += [(0, "pretrain", "interrupted", {"learning_rate": 1e-3})]
+    trials += [(0, "max-lr", "finished", {"learning_rate": 2e-3})]
+    trials += [(0, "pretrain", "finished", {"num_layers": 6, "schedule": "wsd"})]
+    trials += [(0, "pretrain", "finished", {"num_layers": 6, "weight_decay": 0.2})]
+    for number, (seed, kind, status, changes) in enumerate(trials):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "trial.json").write_text(json.dumps({"job": kind}))

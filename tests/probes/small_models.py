@@ -12,53 +12,49 @@ TEXT = {**SIZES, "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_to
 IMAGE = {**SIZES, "image_size": 16, "patch_size": 8}
 
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", TEXT),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**TEXT, "num_key_value_heads": 1, "head_dim": 8}),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", TEXT),
+    "llama": ("Llama", "ForCausalLM", TEXT),
+    "gemma2": ("Gemma2", "ForCausalLM", {**TEXT, "num_key_value_heads": 1, "head_dim": 8}),
+    "olmo2": ("Olmo2", "ForCausalLM", TEXT),
     "qwen3_moe": (
-        "Qwen3MoeConfig",
-        "Qwen3MoeForCausalLM",
+        "Qwen3Moe",
+        "ForCausalLM",
         {**TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_key_value_heads": 2},
     ),
-    "granite": ("GraniteConfig", "GraniteForCausalLM", {**TEXT, "residual_multiplier": 0.25}),
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": 40}),
-    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", TEXT),
-    "phi": ("PhiConfig", "PhiForCausalLM", TEXT),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM", TEXT),
-    "cohere": ("CohereConfig", "CohereForCausalLM", TEXT),
-    "opt": (
-        "OPTConfig",
-        "OPTForCausalLM",
-        {**TEXT, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 64},
-    ),
-    "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 16, "n_layer": 3, "n_head": 2, "vocab_size": 40}),
-    "falcon": ("FalconConfig", "FalconForCausalLM", TEXT),
-    "bert": ("BertConfig", "BertForMaskedLM", TEXT),
-    "roberta": ("RobertaConfig", "RobertaForMaskedLM", {**TEXT, "pad_token_id": 1, "bos_token_id": 0}),
-    "electra": ("ElectraConfig", "ElectraForMaskedLM", {**TEXT, "embedding_size": 16}),
+    "granite": ("Granite", "ForCausalLM", {**TEXT, "residual_multiplier": 0.25}),
+    "gpt2": ("GPT2", "LMHeadModel", {"n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": 40}),
+    "gpt_neox": ("GPTNeoX", "ForCausalLM", TEXT),
+    "phi": ("Phi", "ForCausalLM", TEXT),
+    "phi3": ("Phi3", "ForCausalLM", TEXT),
+    "cohere": ("Cohere", "ForCausalLM", TEXT),
+    "opt": ("OPT", "ForCausalLM", {**TEXT, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 64}),
+    "bloom": ("Bloom", "ForCausalLM", {"hidden_size": 16, "n_layer": 3, "n_head": 2, "vocab_size": 40}),
+    "falcon": ("Falcon", "ForCausalLM", TEXT),
+    "bert": ("Bert", "ForMaskedLM", TEXT),
+    "roberta": ("Roberta", "ForMaskedLM", {**TEXT, "pad_token_id": 1, "bos_token_id": 0}),
+    "electra": ("Electra", "ForMaskedLM", {**TEXT, "embedding_size": 16}),
     "distilbert": (
-        "DistilBertConfig",
-        "DistilBertForMaskedLM",
+        "DistilBert",
+        "ForMaskedLM",
         {"dim": 16, "hidden_dim": 24, "n_layers": 3, "n_heads": 2, "vocab_size": 40},
     ),
-    "deberta_v2": ("DebertaV2Config", "DebertaV2ForMaskedLM", TEXT),
-    "albert": ("AlbertConfig", "AlbertForMaskedLM", {**TEXT, "embedding_size": 8}),
-    "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", TEXT),
-    "vit": ("ViTConfig", "ViTForImageClassification", IMAGE),
-    "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", {**IMAGE, "mlp_ratio": 2}),
-    "beit": ("BeitConfig", "BeitForImageClassification", {**IMAGE, "layer_scale_init_value": 0.5}),
-    "yolos": ("YolosConfig", "YolosModel", {**IMAGE, "image_size": [16, 16], "use_mid_position_embeddings": True}),
-    "glm4": ("Glm4Config", "Glm4ForCausalLM", {**TEXT, "num_key_value_heads": 1, "head_dim": 8}),
-    "fnet": ("FNetConfig", "FNetForMaskedLM", {k: v for k, v in TEXT.items() if k != "num_attention_heads"}),
-    "siglip": ("SiglipVisionConfig", "SiglipVisionModel", IMAGE),
+    "deberta_v2": ("DebertaV2", "ForMaskedLM", TEXT),
+    "albert": ("Albert", "ForMaskedLM", {**TEXT, "embedding_size": 8}),
+    "modernbert": ("ModernBert", "ForMaskedLM", TEXT),
+    "vit": ("ViT", "ForImageClassification", IMAGE),
+    "dinov2": ("Dinov2", "ForImageClassification", {**IMAGE, "mlp_ratio": 2}),
+    "beit": ("Beit", "ForImageClassification", {**IMAGE, "layer_scale_init_value": 0.5}),
+    "yolos": ("Yolos", "Model", {**IMAGE, "image_size": [16, 16], "use_mid_position_embeddings": True}),
+    "glm4": ("Glm4", "ForCausalLM", {**TEXT, "num_key_value_heads": 1, "head_dim": 8}),
+    "fnet": ("FNet", "ForMaskedLM", {k: v for k, v in TEXT.items() if k != "num_attention_heads"}),
+    "siglip": ("SiglipVision", "Model", IMAGE),
 }
 
 
 def small_model(name: str) -> Any:
     """A model of ``MODELS`` in evaluation mode, with gains and biases that are not ones and zeros."""
-    config_name, model_name, values = MODELS[name]
+    family, head, values = MODELS[name]
     torch.manual_seed(0)
-    made = getattr(transformers, model_name)(getattr(transformers, config_name)(**values)).eval()
+    made = getattr(transformers, family + head)(getattr(transformers, f"{family}Config")(**values)).eval()
     return stir(made)
 
 

@@ -81,16 +81,12 @@ MORE = ["pre_ln(wiring=mhc,size=2)", "pre_ln(wiring=attn_res,size=1)", "peri_ln(
 
 def seen(modules, run):
     """The first argument and the output of each module in one pass, by its number."""
-    found, hooks = {}, []
-    for number, module in enumerate(modules):
-        hooks.append(
-            module.register_forward_hook(
-                lambda _, args, kwargs, output, number=number: found.__setitem__(
-                    number, (next(iter((*args, *kwargs.values()))), output)
-                ),
-                with_kwargs=True,
-            )
-        )
+    found, modules = {}, list(modules)
+
+    def keep(module, args, kwargs, output):
+        found[modules.index(module)] = next(iter((*args, *kwargs.values()))), output
+
+    hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in modules]
     run()
     for hook in hooks:
         hook.remove()

@@ -16,16 +16,10 @@ HOSTILE = "<script>alert(1)</script><a href='javascript:alert(2)'>the</a>"
 def frames(num_layers: int) -> dict[str, pd.DataFrame]:
     """A streaming probe's frame by layer, and a pairwise one."""
     layers = np.arange(num_layers + 1)
-    states = pd.DataFrame(
-        {
-            "layer": np.concatenate([layers, layers]),
-            "sublayer": "model",
-            "role": "state",
-            "metric": ["variance"] * (num_layers + 1) + ["abs_max"] * (num_layers + 1),
-            "value": np.concatenate([0.01 * 1.5 ** (20 * layers / num_layers), 3.0 + 40 * layers / num_layers]),
-            "standard_error": 0.001,
-        }
-    )
+    courses = {"variance": 0.01 * 1.5 ** (20 * layers / num_layers), "abs_max": 3.0 + 40 * layers / num_layers}
+    place = {"layer": layers, "sublayer": "model", "role": "state"}
+    both = (pd.DataFrame({**place, "metric": name, "value": values}) for name, values in courses.items())
+    states = pd.concat(both, ignore_index=True).assign(standard_error=0.001)
     start, other = np.meshgrid(layers, layers, indexing="ij")
     pairs = pd.DataFrame({"layer": start.ravel(), "other": other.ravel(), "metric": "cosine"})
     pairs["value"] = np.exp(-np.abs(start - other) / num_layers).ravel()
@@ -40,41 +34,21 @@ def write_probing(folder: Path, num_layers: int = 12, **changed) -> Path:
         frame.to_parquet(folder / f"{name}.parquet")
         figure, left_out = compact(_figure(name, frame))
         plotly.io.write_json(figure, folder / "figures" / f"{name}-1.json")
-        probes[name] = {
-            "spec": name,
-            "title": name.replace("_", " ").capitalize(),
-            "summary": f"What {HOSTILE} says.",
-            "source": "A paper, Eq 3",
-            "definition": f"x = y\n\n{HOSTILE}",
-            "status": "finished",
-            "sentences": [f"The variance grows from 0.01 to 33 at the token {HOSTILE}.", "A second sentence."],
-            "figures": [
-                {"file": f"figures/{name}-1.json", "title": "By <b>layer</b>", "caption": f"{HOSTILE} {left_out}"}
-            ],
-            "notes": [f"beware of {HOSTILE}"],
-            "seconds": 1.25,
-            "forwards": 8,
-            "standard_error": 0.012,
-        }
+        said = [f"The variance grows from 0.01 to 33 at the token {HOSTILE}.", "A second sentence."]
+        drawn = {"file": f"figures/{name}-1.json", "title": "By <b>layer</b>", "caption": f"{HOSTILE} {left_out}"}
+        about = {"spec": name, "title": name.replace("_", " ").capitalize(), "summary": f"What {HOSTILE} says."}
+        about |= {"source": "A paper, Eq 3", "definition": f"x = y\n\n{HOSTILE}", "status": "finished"}
+        about |= {"sentences": said, "figures": [drawn], "notes": [f"beware of {HOSTILE}"]}
+        probes[name] = {**about, "seconds": 1.25, "forwards": 8, "standard_error": 0.012}
     probes["no_head"] = {"title": "No head", "summary": "Needs one.", "status": "skipped", "reason": "it has no head"}
-    result = {
-        "status": "finished",
-        "reason": "",
-        "created": "2026-11-21",
-        "model": {"name": "models/tiny", "model_type": "llama", "num_layers": num_layers, "hidden_size": 32}
-        | {"parameters": 12345, "placement": "Pre-LN", "notes": ["a note on the model"]},
-        "inputs": {"text": "64 × 256 tokens"},
-        "settings": {"checkpoint": "models/tiny", "probes": "all"},
-        "notes": [f"a note with {HOSTILE}"],
-        "probes": probes,
-        **changed,
-    }
+    model = {"name": "models/tiny", "model_type": "llama", "num_layers": num_layers, "hidden_size": 32}
+    model |= {"parameters": 12345, "placement": "Pre-LN", "notes": ["a note on the model"]}
+    result = {"status": "finished", "reason": "", "created": "2026-11-21", "inputs": {"text": "64 × 256 tokens"}}
+    result |= {"model": model, "settings": {"checkpoint": "models/tiny", "probes": "all"}}
+    result |= {"notes": [f"a note with {HOSTILE}"], "probes": probes, **changed}
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    environment = {
-        "kind": "probing",
-        "versions": {"lamina": "0.1.0"},
-        "command": f"lamina probe models/tiny --corpus '{HOSTILE}'",
-    }
+    environment = {"kind": "probing", "versions": {"lamina": "0.1.0"}}
+    environment |= {"command": f"lamina probe models/tiny --corpus '{HOSTILE}'"}
     (folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
     return folder
 

@@ -46,12 +46,8 @@ def watched(folder):
 
 
 def preflight(folder):
-    assert (
-        main(
-            ["preflight", "--placements", "pre_ln", *TINY, "--steps", "20", "--sequences", "2", "--output", str(folder)]
-        )
-        == 0
-    )
+    words = ["preflight", "--placements", "pre_ln", *TINY, "--steps", "20", "--sequences", "2"]
+    assert main([*words, "--output", str(folder)]) == 0
     return folder
 
 

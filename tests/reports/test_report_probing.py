@@ -51,14 +51,8 @@ def test_the_main_numbers_are_in_a_folded_table(page):
 
 
 def test_main_numbers_against_the_frame():
-    frame = pd.DataFrame(
-        {
-            "layer": [0, 1, 2, 0, 1],
-            "sublayer": ["a", "a", "a", "b", "b"],
-            "metric": "m",
-            "value": [3.0, 1.0, np.inf, 5.0, np.nan],
-        }
-    )
+    rows = zip([0, 1, 2, 0, 1], "aaabb", "mmmmm", [3.0, 1.0, np.inf, 5.0, np.nan], strict=True)
+    frame = pd.DataFrame(rows, columns=["layer", "sublayer", "metric", "value"])
     found = main_numbers(frame)
     assert found["rows"].tolist() == [3, 2]
     assert found["not finite"].tolist() == [1, 1]

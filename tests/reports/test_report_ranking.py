@@ -23,14 +23,9 @@ def results(*rows):
 
 
 def test_each_placement_is_ranked_at_its_best_learning_rate():
-    table = summarize(
-        results(
-            ("a", 1e-3, 0, "finished", 2.9),
-            ("a", 3e-3, 0, "finished", 2.5),
-            ("b", 1e-3, 0, "finished", 2.6),
-            ("b", 3e-3, 0, "diverged", math.nan),
-        )
-    )
+    rows = [("a", 1e-3, 0, "finished", 2.9), ("a", 3e-3, 0, "finished", 2.5)]
+    rows += [("b", 1e-3, 0, "finished", 2.6), ("b", 3e-3, 0, "diverged", math.nan)]
+    table = summarize(results(*rows))
     assert list(table["placement"]) == ["a", "b"]
     assert list(table["learning_rate"]) == [3e-3, 1e-3]
     assert list(table["rank"]) == [1, 2]
@@ -49,14 +44,8 @@ def test_mean_and_spread_are_over_the_seeds_that_finished():
 
 
 def test_a_rate_does_not_win_by_losing_its_bad_seeds():
-    table = summarize(
-        results(
-            ("a", 1, 0, "finished", 2.5),
-            ("a", 1, 1, "finished", 2.5),
-            ("a", 2, 0, "finished", 2.4),
-            ("a", 2, 1, "diverged", math.nan),
-        )
-    )
+    rows = [("a", 1, 0, "finished", 2.5), ("a", 1, 1, "finished", 2.5), ("a", 2, 0, "finished", 2.4)]
+    table = summarize(results(*rows, ("a", 2, 1, "diverged", math.nan)))
     assert table.loc[0, "learning_rate"] == 1
 
 
@@ -139,12 +128,8 @@ def test_a_misfit_is_noticed_on_the_backbones_width_unless_a_scheme_scales_it():
     frame = of_losses(keel=2.4, pre_ln=2.3)
     said = notices(summarize(frame), frame, settings={"backbone": "llama-nano", "hidden_size": None})
     assert "standard deviation of 0.02 in the blocks, but width 48 needs about 0.0913" in said[0] + said[1] + said[2]
-    for settings in (
-        {"backbone": "llama-nano", "hidden_size": 1024},
-        {"backbone": "llama-nano", "width_scaling": "mup"},
-        {"backbone": "a/folder"},
-        {},
-    ):
+    nano = {"backbone": "llama-nano"}
+    for settings in ({**nano, "hidden_size": 1024}, {**nano, "width_scaling": "mup"}, {"backbone": "a/folder"}, {}):
         assert not any("standard deviation" in notice for notice in notices(summarize(frame), frame, settings=settings))
 
 
@@ -181,90 +166,69 @@ def by_layer(first, last):
 
 
 THREE = trials(
-    ("fusenorm", 3e-3, 0, "finished", 2.49),
-    ("keel", 3e-3, 0, "finished", 2.53),
-    ("pre_ln", 3e-3, 0, "finished", 2.73),
+    *((name, 3e-3, 0, "finished", loss) for name, loss in (("fusenorm", 2.49), ("keel", 2.53), ("pre_ln", 2.73))),
     ("post_ln", 3e-3, 0, "stuck", 3.25),
     ("mix_ln", 3e-3, 0, "diverged", math.nan, "NaN at step 60 in layer 9"),
 )
 HALVES = trials(
-    ("post_ln", 3e-3, 0, "finished", 2.17),
-    ("post_ln", 3e-3, 1, "stuck", 3.25),
-    ("peri_ln", 3e-3, 0, "finished", 2.25),
-    ("peri_ln", 3e-3, 1, "finished", 2.27),
+    *(("post_ln", 3e-3, 0, "finished", 2.17), ("post_ln", 3e-3, 1, "stuck", 3.25)),
+    *(("peri_ln", 3e-3, 0, "finished", 2.25), ("peri_ln", 3e-3, 1, "finished", 2.27)),
 )
 SHORT = each("short", a=3.9, b=4.1, c=4.0).assign(steps=20, init="scaled", tokens=20480, parameters=900_000)
 EVEN = {name: by_layer(0.5, 0.5) for name in ("a", "b", "c", "fusenorm", "post_ln")}
-# results; gradients and variances by placement and layer; what is said; what is not, as a pattern
+
+
+def case(results, *said, never=None, **records):
+    """Results; gradients and variances by placement and layer; what is said; what is not, as a pattern."""
+    return results, records, said, never
+
+
+NONE = trials(("a", 1, 0, "diverged", math.nan), ("b", 1, 0, "stuck", 3.3))
+GROWING = {"gradients": {"fusenorm": by_layer(0.5, 0.5), "post_ln": by_layer(1e-4, 1.0)}}
+GROWING |= {"variances": {"fusenorm": by_layer(1, 1), "pre_ln": by_layer(1, 40)}}
+NEARLY = {"gradients": {"fusenorm": by_layer(1, 1.05), "post_ln": by_layer(1, 1.4)}}
+NEARLY |= {"variances": {"fusenorm": by_layer(1, 0.02), "post_ln": by_layer(1, 1.1)}}
+NOT_FINITE = {"fusenorm": by_layer(1, 1) * 0, "post_ln": by_layer(1, 1) * math.nan}
 SAID = {
-    "the lead is told against the next and Pre-LN": (
-        THREE,
-        {},
-        ["fusenorm has the lowest eval loss, 2.490, 0.040 below keel (2.530) and 0.240 below pre_ln (2.730)."],
-        "gradient norm|variance",
+    "the lead is told against the next and Pre-LN": case(
+        THREE, "fusenorm has the lowest eval loss, 2.490, 0.040 below keel (2.530) and 0.240 below pre_ln (2.730).",
+        never="gradient norm|variance",
     ),
-    "stuck and diverged ones are named with the reason": (
-        THREE,
-        {},
-        ["post_ln is stuck: at 3.25", "3.24 nats", "mix_ln diverged (NaN at step 60 in layer 9)"],
-        None,
+    "stuck and diverged ones are named with the reason": case(
+        THREE, "post_ln is stuck: at 3.25", "3.24 nats", "mix_ln diverged (NaN at step 60 in layer 9)",
     ),
-    "the reason comes from gradients and variances": (
-        THREE,
-        {
-            "gradients": {"fusenorm": by_layer(0.5, 0.5), "post_ln": by_layer(1e-4, 1.0)},
-            "variances": {"fusenorm": by_layer(1, 1), "pre_ln": by_layer(1, 40)},
-        },
-        ["gradient norm in post_ln is 10,000 times as large as the first block's (1 against 0.0001)",
-         "in fusenorm the two are about equal", "grows 40-fold from the first block to the last in pre_ln"],
-        None,
+    "the reason comes from gradients and variances": case(
+        THREE, "gradient norm in post_ln is 10,000 times as large as the first block's (1 against 0.0001)",
+        "in fusenorm the two are about equal", "grows 40-fold from the first block to the last in pre_ln", **GROWING,
     ),
-    "what falls is not called level": (
-        THREE,
-        {
-            "gradients": {"fusenorm": by_layer(1, 1.05), "post_ln": by_layer(1, 1.4)},
-            "variances": {"fusenorm": by_layer(1, 0.02), "post_ln": by_layer(1, 1.1)},
-        },
-        ["nearly even in post_ln, too", "falls 50-fold from the first block to the last in fusenorm"],
-        None,
+    "what falls is not called level": case(
+        THREE, "nearly even in post_ln, too", "falls 50-fold from the first block to the last in fusenorm", **NEARLY,
     ),
-    "zeros and NaN are no reason": (
-        THREE,
-        {"gradients": {"fusenorm": by_layer(1, 1) * 0, "post_ln": by_layer(1, 1) * math.nan}},
-        ["fusenorm has the lowest"],
-        "gradient norm",
+    "zeros and NaN are no reason": case(
+        THREE, "fusenorm has the lowest", gradients=NOT_FINITE, never="gradient norm",
     ),
-    "a gap within the spread": (
-        seeds([2.5, 2.6, 2.7], [2.5, 2.6, 2.7]), {}, ["within the seeds' spread (0.141, 3 seeds)"], None,
+    "a gap within the spread": case(
+        seeds([2.5, 2.6, 2.7], [2.5, 2.6, 2.7]), "within the seeds' spread (0.141, 3 seeds)",
     ),
-    "a gap beyond the spread": (seeds([2.5, 2.51], [2.6, 2.61]), {}, ["times the seeds' spread (2 seeds)"], None),
-    "nothing finished": (
-        trials(("a", 1, 0, "diverged", math.nan), ("b", 1, 0, "stuck", 3.3)),
-        {},
-        ["None of 2 placements finished, so Lamina cannot name the best.", "a diverged",
-         "b is stuck: at 3.30 its eval loss is no better than the unigram entropy of 3.24 nats"],
-        None,
+    "a gap beyond the spread": case(seeds([2.5, 2.51], [2.6, 2.61]), "times the seeds' spread (2 seeds)"),
+    "nothing finished": case(
+        NONE, "None of 2 placements finished, so Lamina cannot name the best.", "a diverged",
+        "b is stuck: at 3.30 its eval loss is no better than the unigram entropy of 3.24 nats",
     ),
-    "short runs are told from stuck ones": (
-        SHORT,
-        {"gradients": EVEN, "variances": EVEN},
-        ["After 20 steps the losses of all 3 placements still fall, so the runs are too short to tell",
-         "a, c and b ran too short to tell: at 3.90, 4.00 and 4.10",
-         "The hidden states' variance stays about the same from the first block to the last."],
-        "stuck:|lowest|even than|nothing to rank",
+    "short runs are told from stuck ones": case(
+        SHORT, "After 20 steps the losses of all 3 placements still fall, so the runs are too short to tell",
+        "a, c and b ran too short to tell: at 3.90, 4.00 and 4.10",
+        "The hidden states' variance stays about the same from the first block to the last.",
+        never="stuck:|lowest|even than|nothing to rank", gradients=EVEN, variances=EVEN,
     ),
-    "one reason is said once": (
+    "one reason is said once": case(
         each("failed", "no GPU", a=math.nan, b=math.nan, c=math.nan),
-        {},
-        ["All 3 placements failed, so there is nothing to compare.\na, b and c failed (no GPU)."],
-        None,
+        "All 3 placements failed, so there is nothing to compare.\na, b and c failed (no GPU).",
     ),
-    "a leader that lost a seed": (
-        HALVES,
-        {"gradients": {"post_ln": by_layer(0.5, 0.6), "peri_ln": by_layer(0.5, 0.5)}},
-        ["post_ln has the lowest eval loss, 2.170 over 1 of 2 seeds, 0.090 below peri_ln (2.260 ±",
-         "no less even in peri_ln than in post_ln"],
-        None,
+    "a leader that lost a seed": case(
+        HALVES, "post_ln has the lowest eval loss, 2.170 over 1 of 2 seeds, 0.090 below peri_ln (2.260 ±",
+        "no less even in peri_ln than in post_ln",
+        gradients={"post_ln": by_layer(0.5, 0.6), "peri_ln": by_layer(0.5, 0.5)},
     ),
 }  # fmt: skip
 
@@ -300,10 +264,6 @@ def test_a_study_of_one_trial(row, expected):
     assert known == []
 
 
-def few(tokens):
-    return THREE.assign(tokens=tokens, parameters=900_000, steps=100)
-
-
 GRID = trials(*((p, rate, s, "finished", 2 + abs(rate - 2)) for p in "ab" for rate in (1, 2, 3) for s in (0, 1)))
 UNEVEN = trials(("a", 1, 0, "finished", 2.5), ("a", 2, 0, "finished", 2.4), ("b", 1, 0, "finished", 2.6))
 NOTICED = [  # results, the papers' initializers, a pattern, whether a notice has it
@@ -312,7 +272,7 @@ NOTICED = [  # results, the papers' initializers, a pattern, whether a notice ha
     (THREE.assign(init="scaled"), {"keel": "normal", "pre_ln": "scaled"},
      r"^All placements have one initializer, scaled\. The sources of keel \(normal\) use another", True),
     (THREE.assign(init="scaled"), {}, "nitializer", False),
-    (few(102_400), {}, "100 steps are 0.11 tokens per parameter", True),
+    (THREE.assign(tokens=102_400, parameters=900_000, steps=100), {}, "100 steps are 0.11 tokens per parameter", True),
     (UNEVEN, {}, "a 2 and b 1.*favors", True),
     (trials(("a", 1, 0, "finished", 2.5), ("b", 2, 0, "finished", 2.6)), {}, "^A single learning rate suits", True),
     (THREE, {}, "A single learning rate.*--learning-rates 1e-3,3e-3,1e-2", True),

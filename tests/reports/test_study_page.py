@@ -92,14 +92,8 @@ plain = pages.plain
 
 
 def study(name: str, paper: str = "mix_ln", scales=("cpu",), needs: str = "", file: Path = Path()):
-    return SimpleNamespace(
-        name=name,
-        file=file,
-        paper=paper,
-        source="Mix-LN <Table> 1",
-        title=f"Title of {name}",
-        scales={scale: SimpleNamespace(needs=needs) for scale in scales},
-    )
+    about = {"name": name, "file": file, "paper": paper, "source": "Mix-LN <Table> 1", "title": f"Title of {name}"}
+    return SimpleNamespace(**about, scales={scale: SimpleNamespace(needs=needs) for scale in scales})
 
 
 def not_run(name: str, scale: str = "cpu") -> dict:

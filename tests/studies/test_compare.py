@@ -208,10 +208,6 @@ def test_an_id_depends_on_its_trial_only():
     assert {i: t.placement for i, t in first.items()} == {i: t.placement for i, t in second.items()}
 
 
-def first_trial_checked(given):
-    resolve_run(next(iter(CompareSettings(**given).trials().values())))
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -223,7 +219,7 @@ def first_trial_checked(given):
 )
 def test_a_value_of_python_without_meaning_is_refused_by_name(given, message):
     with pytest.raises(UserError, match=message):
-        first_trial_checked(given)
+        resolve_run(next(iter(CompareSettings(**given).trials().values())))
 
 
 def test_lists_are_taken_as_well_as_text():

@@ -92,12 +92,6 @@ def test_a_compiler_asked_for_must_be_there(monkeypatch):
     resolve_run(of(compile="auto"))
 
 
-@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def _backend(request, monkeypatch):
-    """All that Inductor needs but its C++ compiler, and with it."""
-    monkeypatch.setattr(compiling, "compile_blocks", partial(compile_blocks, backend=request.param))
-
-
 def losses(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {(r["step"], k): r[k] for r in map(json.loads, lines) for k in ("loss", "eval_loss", "grad_norm") if k in r}
@@ -118,9 +112,13 @@ def test_a_run_records_and_keeps_what_was_decided(corpus, tmp_path, monkeypatch,
         pretrain(settings(corpus, tmp_path / "run", save_steps=2, precision="bf16"), resume=True, bar=False)
 
 
-@pytest.mark.usefixtures("_backend")
-def test_a_compiled_run_has_the_losses_of_an_uncompiled_one_and_resumes_exactly(corpus, tmp_path):
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)  # its C++ compiler takes a minute on a busy machine
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_a_compiled_run_has_the_losses_of_an_uncompiled_one_and_resumes_exactly(corpus, tmp_path, monkeypatch, backend):
     """With evaluations among the steps."""
+    monkeypatch.setattr(compiling, "compile_blocks", partial(compile_blocks, backend=backend))
     runs = {}
     for compile in ("off", "on"):
         runs[compile] = settings(corpus, tmp_path / compile, compile=compile, placement="keel", save_steps=2)
@@ -215,9 +213,6 @@ def test_a_plan_of_many_kinds_compiles_them_all():
         layers.append({part: {"pre_norm": None, **fields} for part, fields in kind.items()})
     plan = lamina.placements.Plan.from_dict({**plan.to_dict(), "layers": layers})
     assert graphs(tiny(plan, 12)) == 9
-
-
-INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)  # its C++ compiler takes a minute on a busy machine
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])

@@ -223,13 +223,9 @@ def test_a_placements_name_and_the_machines_folders_stay_out_of_a_card(tmp_path)
     name = "pl <script>alert(1)</script> [x](javascript:1)"
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = build(LlamaConfig(vocab_size=61, **sizes), replace(make_plan("pre_ln", 2), placement=name))
-    card = ModelCard(
-        head="causal_lm",
-        data={"corpus": "/home/me/a | b `c`.txt:0.7,/home/me/c.txt:0.3", "data": "hf:GAIR/lima"},
-        result={},
-        command="lamina sft --from-model /home/me/base --placement '/home/me/p.yaml(alpha=1)' --data 'my rows.jsonl'",
-        base_model="/home/me/base",
-    )
+    data = {"corpus": "/home/me/a | b `c`.txt:0.7,/home/me/c.txt:0.3", "data": "hf:GAIR/lima"}
+    words = "lamina sft --from-model /home/me/base --placement '/home/me/p.yaml(alpha=1)' --data 'my rows.jsonl'"
+    card = ModelCard(head="causal_lm", data=data, result={}, command=words, base_model="/home/me/base")
     card.write(model, tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert "/home" not in text

@@ -16,12 +16,6 @@ SCALES = ("cpu", "gpu", "paper")
 Values = dict[str, object]
 
 
-def scales_of(study):
-    """The scales that run trials."""
-    scales = read_mapping(STUDIES / f"{study}.yaml")["scales"]
-    return [scale for scale in SCALES if "needs" not in scales[scale]]
-
-
 def claims_of(study):
     return {claim.name: claim for claim in load_claims(STUDIES / f"{study}.py", trusted=True)}
 
@@ -29,12 +23,8 @@ def claims_of(study):
 def arms_of(scale) -> list[Values]:
     axes = {axis: values for axis, values in scale["axes"].items() if axis not in ("learning_rate", "seed")}
     arms = [dict(zip(axes, labels, strict=True)) for labels in product(*(list(values) for values in axes.values()))]
-    skipped = scale.get("skip", [])
-    return [arm for arm in arms if not any(_matches(arm, pattern) for pattern in skipped)]
-
-
-def _matches(arm, pattern):
-    return all(arm[axis] in (value if isinstance(value, list) else [value]) for axis, value in pattern.items())
+    skips = [{k: v if isinstance(v, list) else [v] for k, v in pattern.items()} for pattern in scale.get("skip", [])]
+    return [arm for arm in arms if not any(all(arm[k] in v for k, v in pattern.items()) for pattern in skips)]
 
 
 def _rough(table: pd.DataFrame, key: str) -> pd.DataFrame:
@@ -109,12 +99,13 @@ def study_of(claim: str) -> str:
 
 
 def at_scales(claims):
-    """Each claim at each scale of its study; all but the first are slow."""
-    return [
-        pytest.param(claim, scale, marks=[pytest.mark.slow] * (number > 0))
-        for claim in claims
-        for number, scale in enumerate(["paper"] if claim == "mix-7b" else scales_of(study_of(claim)))
-    ]
+    """Each claim at each scale of its study that runs trials; all but the first are slow."""
+    found = []
+    for claim in claims:
+        scales = read_mapping(STUDIES / f"{study_of(claim)}.yaml")["scales"]
+        ran = ["paper"] if claim == "mix-7b" else [scale for scale in SCALES if "needs" not in scales[scale]]
+        found += [pytest.param(claim, ran[0]), *(pytest.param(claim, one, marks=pytest.mark.slow) for one in ran[1:])]
+    return found
 
 
 def rows(metric, by_layer, sublayer="block", role="all", layer="layer", **more):

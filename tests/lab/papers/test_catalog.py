@@ -3,7 +3,7 @@
 import re
 import socket
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -30,23 +30,16 @@ SCORES = ("score", "eval_reward", *(f"score_{name.removeprefix('lamina_')}" for 
 NUMBERS = {*columns.NUMBERS, "max_learning_rate"} - {"learning_rate", "seed"}
 
 
+read, resolved = cache(read_study), cache(resolve)
+
+
 @pytest.fixture(params=FILES, ids=lambda path: path.stem)
 def study(request):
     return read(request.param)
 
 
-@cache
-def read(path):
-    return read_study(path)
-
-
 def scales(study):
     return [scale for scale in study.scales.values() if not scale.needs]
-
-
-@lru_cache(maxsize=4096)
-def resolved(placement, depth):
-    return resolve(placement, depth)
 
 
 def test_a_study_has_all_scales_and_says_why_it_cannot_use_one(study):

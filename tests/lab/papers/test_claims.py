@@ -43,10 +43,6 @@ def collapse(arm):
     return "stuck" if fails else 2.0
 
 
-def collapse_of_all(arm):
-    return {"plain": 2.0, "scaled": "stuck"}[arm["start"]]
-
-
 def up_to(axis, **places):
     """What trains at as many of the rates as ``places`` says."""
     return lambda arm: 2.0 if arm["place"] < places[arm[axis]] else "stuck"
@@ -104,7 +100,7 @@ BY_STUDY = {  # outcomes by which all claims of a study hold, and by which they 
     "fuse-variants": (by_placement(**ORDER), by_placement(**BACKWARD)),
     **dict.fromkeys(("fuse-128", "fuse-topology"), (by_placement(**DEEP), by_placement(**DEEP_BAD))),
     **dict.fromkeys(("fuse-dense", "fuse-moe"), (by_placement(**DENSE), by_placement(**DENSE_BAD))),
-    "fuse-init": (collapse, collapse_of_all),
+    "fuse-init": (collapse, lambda arm: {"plain": 2.0, "scaled": "stuck"}[arm["start"]]),
     "fuse-lr-range": (up_to("placement", fusenorm=3, post_ln=2), up_to("placement", fusenorm=2, post_ln=3)),
     "fuse-width": (up_to("width", narrow=3, wide=3), up_to("width", narrow=3, wide=4)),
     "fuse-ws": (scaled(0.001), scaled(0.1)),
@@ -156,17 +152,10 @@ def spectra(right):
         head = [10 ** ((2 + rank) * (12 - index) / 12) for index in range(25)]
         head[-3:] = [10 ** -(3 + rank)] * 3
         conditions = [10 ** (3 + rank * (1 + layer / LAYERS)) for layer in range(LAYERS)]
-        return pd.concat(
-            [
-                rows("eigenvalue_over_median", head, layer="index", role="embedding"),
-                rows("condition_number", conditions, role="mlp.up_proj"),
-                rows("condition_number", conditions, role="mlp.down_proj"),
-                *(
-                    rows(m, [(20 if m == "edr" else 1) * (0.5 - 0.1 * rank)], role="post").assign(layer=-1)
-                    for m in ("hard_rank", "edr", "soft_rank")
-                ),
-            ]
-        )
+        parts = [rows("condition_number", conditions, role=f"mlp.{way}_proj") for way in ("up", "down")]
+        for metric, factor in (("hard_rank", 1), ("edr", 20), ("soft_rank", 1)):
+            parts.append(rows(metric, [factor * (0.5 - 0.1 * rank)], role="post").assign(layer=-1))
+        return pd.concat([rows("eigenvalue_over_median", head, layer="index", role="embedding"), *parts])
 
     return {("spectra", "end"): table}
 
@@ -358,12 +347,8 @@ def made(study, scale, value, loss=None):
                 known |= {"accuracy": number}
                 own = {"seed": seed, "learning_rate": 5e-3, "status": "finished", "tuned": True, "stage": stage}
                 rows.append({**arm, **own, **known, "key": key})
-                frontiers[key] = pd.DataFrame(
-                    [
-                        {"step": step, "prompt": 0, "kl": step / 10, "reward": number * step / STEPS[-1]}
-                        for step in STEPS
-                    ]
-                )
+                course = pd.DataFrame({"step": STEPS, "prompt": 0})
+                frontiers[key] = course.assign(kl=course["step"] / 10, reward=number * course["step"] / STEPS[-1])
     axes = [*described["axes"], *(["stage"] if "then" in described else [])]
     return Trials(pd.DataFrame(rows), axes=axes, scale=scale, measures=lambda key, name, at: frontiers[key])
 
@@ -410,13 +395,9 @@ PLAIN = {
 }
 
 
-def has_control(study, scale):
-    return "budget" in read_mapping(STUDIES / f"{study}.yaml")["scales"][scale]["axes"]
-
-
 @pytest.mark.parametrize(("claim", "scale"), at_scales(CONTROLLED))
 def test_a_claim_with_a_control_holds_is_explained_and_fails(claim, scale):
-    controlled = has_control(study_of(claim), scale)
+    controlled = "budget" in read_mapping(STUDIES / f"{study_of(claim)}.yaml")["scales"][scale]["axes"]
     expected = (HELD, EXPLAINED, FAILS) if controlled else (Verdict.HOLDS, Verdict.HOLDS, FAILS)
     for name, verdict in zip(("good", "same", "bad"), expected, strict=True):
         found = judged(claim, made(study_of(claim), scale, CONTROLLED[claim][name]))

@@ -69,13 +69,9 @@ def gradients(arm, seed):
 
 
 def gains(arm, seed):
-    return frame(
-        *(
-            (layer, sublayer, "out_norm", "gain_mean", gain + 0.01 * noise(seed, layer))
-            for sublayer in ("attention", "feed_forward")
-            for layer, gain in enumerate(arm.get("gains", [1.0]))
-        )
-    )
+    found = [gain + 0.01 * noise(seed, layer) for layer, gain in enumerate(arm.get("gains", [1.0]))]
+    halves = itertools.product(("attention", "feed_forward"), enumerate(found))
+    return frame(*((layer, half, "out_norm", "gain_mean", gain) for half, (layer, gain) in halves))
 
 
 def angles(arm, seed):
@@ -176,11 +172,11 @@ def turning(pre=0.1, peri=0.2, post=0.05, fixed=0.1, pre_init=0.2):
         {"placement": "post_ln", "angles": [post] * 6, "init": 0.05},
         {"placement": "peri_ln(learnable_gain=false)", "angles": [peri] * 4 + [fixed] * 2, "init": 0.2},
     ]
-    return trials(
-        *arms,
-        init_angular_distance=lambda arm, seed: angles({"angles": [arm["init"]] * 6}, seed),
-        end_angular_distance=angles,
-    )
+
+    def initial(arm, seed):
+        return angles({"angles": [arm["init"]] * 6}, seed)
+
+    return trials(*arms, init_angular_distance=initial, end_angular_distance=angles)
 
 
 def decaying(pre=(100.0, 80.0, 40.0, 5.0), peri=(5.0, 5.0, 4.9, 4.0), gap=0.1, saved="finished"):

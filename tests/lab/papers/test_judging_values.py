@@ -186,18 +186,13 @@ def test_a_note_that_two_parts_have_is_said_once():
     assert whole.note == "a: 1 of 7 stuck; b: 7 of 7 short"
 
 
-def layers_of(status):
-    """Trials of two arms with a probe's table; those of hybridnorm end with these statuses."""
-    table = pd.DataFrame({"layer": [0, 1], "metric": "x", "value": [1.0, 2.0]})
-    both = rows("hybridnorm", [3.0] * 6, status), rows("fusenorm", [2.0] * 6)
-    return trials(*both, measures=lambda key, name, at: table)
-
-
 @pytest.mark.parametrize(
     ("statuses", "seeds"), [(["short"] * 4 + ["finished"] * 2, 0), (["short"] * 3 + ["finished"] * 3, 6), ("stuck", 0)]
 )
 def test_the_layers_of_an_arm_that_has_not_learned_are_not_compared(statuses, seeds):
-    both = layers_of(statuses)
+    table = pd.DataFrame({"layer": [0, 1], "metric": "x", "value": [1.0, 2.0]})
+    arms = rows("hybridnorm", [3.0] * 6, statuses), rows("fusenorm", [2.0] * 6)
+    both = trials(*arms, measures=lambda key, name, at: table)
     at_end, at_start = (
         [numbers(both, arm, "spectra", lambda table: table["value"].sum(), at=at) for arm in ("fusenorm", "hybridnorm")]
         for at in ("end", "init")

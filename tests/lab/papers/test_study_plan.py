@@ -87,13 +87,11 @@ def test_rates_are_ranked_by_the_trials_that_ended_the_share_lost_first():
 
 def sweep(**losses):
     """Results of a sweep: per rate (its name in a millionth), the losses of its seeds; None for a stuck one."""
-    return {
-        int(rate[1:]) * 1e-6: [
-            {"status": "stuck", "eval_loss": 3.2} if loss is None else {"status": "finished", "eval_loss": loss}
-            for loss in seeds
-        ]
-        for rate, seeds in losses.items()
-    }
+
+    def trial(loss):
+        return {"status": "stuck" if loss is None else "finished", "eval_loss": loss or 3.2}
+
+    return {int(rate[1:]) * 1e-6: [*map(trial, seeds)] for rate, seeds in losses.items()}
 
 
 @pytest.mark.parametrize(

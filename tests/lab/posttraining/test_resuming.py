@@ -46,15 +46,8 @@ def test_an_interrupted_run_ends_with_the_same_bytes(name, base, pairs, tmp_path
 
     def run(folder, resume=False, **changed):
         given = common(base, rows if job == "sft" else pairs, tmp_path / folder)
-        given |= {
-            "learning_rate": 1e-2,
-            "steps": 5,
-            "precision": "fp32",
-            "threads": 1,
-            "eval_steps": 2,
-            **policy,
-            **own,
-        }
+        given |= {"learning_rate": 1e-2, "steps": 5, "precision": "fp32", "threads": 1, "eval_steps": 2}
+        given |= {**policy, **own}
         given = {"output": given["output"], "pause_step": None} if resume else {**given, **changed}
         return JOBS[job](given, resume=resume, bar=False)
 

@@ -59,7 +59,7 @@ def test_the_held_out_loss_falls_and_the_model_answers_in_its_template(tuned):
     assert "Gradient norm by layer" in page
 
 
-def test_a_tuned_model_chats(tuned, capsys, monkeypatch, base):
+def test_a_tuned_model_chats(tuned, capsys, monkeypatch, base, refused):
     folder, _ = tuned(steps=1)
     chat = ["generate", str(folder), "--chat", "--max-new-tokens", "4", "--temperature", "0"]
     assert main([*chat, "--prompt", "Sort abc"]) == 0
@@ -68,8 +68,7 @@ def test_a_tuned_model_chats(tuned, capsys, monkeypatch, base):
     monkeypatch.setattr("builtins.input", lambda prompt: next(said))
     assert main(chat) == 0
     assert capsys.readouterr().out == alone
-    assert main(["generate", str(base), "--chat", "--prompt", "Sort abc"]) == 2
-    assert "has no chat template" in capsys.readouterr().err
+    assert "has no chat template" in refused("generate", str(base), "--chat", "--prompt", "Sort abc")
 
 
 @pytest.mark.parametrize("lora", [{}, {"use_dora": True}, {"modules_to_save": "out_norm"}])

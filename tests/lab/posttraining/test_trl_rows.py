@@ -21,16 +21,8 @@ trl = pytest.importorskip("trl")
 
 STAGES = {"SFT": SupervisedFineTuning, "DPO": DirectPreferences, "Reward": RewardModeling, "RLOO": PolicyOptimization}
 WORDS = ["norm", "Schicht ä", "流", "skip 🙂", "a\nb", "depth  2", "<|endoftext|>", "xy", "007", "2024-01-01", "ö" * 30]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-        },
-    }
-]
+TAKES = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": TAKES}}]
 
 
 def turn(role, content, **more):
