@@ -279,6 +279,16 @@ def norms(value, part="norm"):
     return lambda model: [p.fill_(value) for n, p in model.named_parameters() if part in n]
 
 
+def grown(zeros=False):
+    """A model with new tokens, whose table is frozen if their rows are not 0."""
+    model = llama()
+    with torch.no_grad():
+        table = model.get_input_embeddings().weight
+        table[IDS[0, 0]] = torch.zeros(()) if zeros else table.mean(0)
+    table.requires_grad_(zeros)
+    return model, None, {"batch": BATCH}
+
+
 COPIES = IDS[:1].expand(3, -1).contiguous()
 FEW = torch.full_like(IDS, 3).index_put((torch.tensor([0]), torch.tensor([1])), torch.tensor(4))
 FAULTS = {
@@ -324,7 +334,7 @@ FAULTS = {
     "strong_decay": lambda: (m := llama(), adamw(m, decay=10.0, lr=1e-5), {}),
     "strong_decay: of SGD": lambda: (m := llama(), adamw(m, 0.1, torch.optim.SGD, lr=0.1), {}),
     "strong_decay: of Adam": lambda: (m := llama(), adamw(m, 0.1, torch.optim.Adam), {}),
-    "rounded_updates": lambda: (m := llama().bfloat16(), adamw(m, lr=1e-5), {}),
+    "rounded_updates": lambda: (m := llama().bfloat16(), adamw(m, lr=1e-7), {}),
     "rounded_updates: of float32": lambda: (m := llama(), sgd(m, lr=1e-9), {"batch": BATCH}),
     "restored_alone": lambda: (m := llama(), restored(m), {}),
     "no_gradient": lambda: (m := llama().requires_grad_(False), torch.optim.AdamW(m.parameters()), {}),
@@ -365,7 +375,7 @@ FAULTS = {
     "beyond_tables: positions": lambda: batch_of(llama(max_position_embeddings=8)),
     "image_values": lambda: images(torch.rand(8, 3, 8, 8) * 255),
     "image_values: twice": lambda: images(torch.rand(8, 3, 8, 8) / 255),
-    "decoder_inputs": lambda: batch_of(t5(), decoder_input_ids=IDS),
+    "shift_of_labels: of a decoder": lambda: batch_of(t5(), decoder_input_ids=IDS),
     "reads_padding": lambda: (classes(), None, {"batch": {"input_ids": tail(), "labels": torch.arange(2)}}),
     "labels_of_padding": lambda: (llama(pad_token_id=0), None, {"batch": {"input_ids": tail(), "labels": tail()}}),
     "labels_of_others": lambda: batch_of(labels=IDS.flip(0)),
@@ -373,6 +383,9 @@ FAULTS = {
     "mask_and_labels": lambda: (llama(), None, {"batch": padded(labels="all")}),
     "mask_and_labels: inverted": lambda: (llama(pad_token_id=0), None, {"batch": padded(mask=lambda m: 1 - m)}),
     "sees_next_token": lambda: (Bidirectional(), None, {"batch": nano_batch()}),
+    "sees_next_token: none is masked": lambda: (masked_words(), None, {"batch": BATCH}),
+    "untrained_rows": lambda: grown(zeros=True),
+    "adapters": lambda: (lora(llama(), lora_alpha=4096), None, {}),
     "stuck_at_zero": lambda: (changed(lora(llama()), scaled("lora_A", 0.0)), None, {"batch": BATCH}),
     "stuck_at_zero: gated": lambda: (
         changed(llama(), lambda m: [f(m) for f in (scaled("up_proj", 0.0), scaled("down_proj", 0.0))]),
@@ -394,7 +407,19 @@ def test_a_mistake_is_found_by_its_check_alone_and_says_what_to_do(fault):
 
 
 def test_every_check_has_a_mistake():
-    assert {fault.partition(":")[0] for fault in FAULTS} == set(CHECKS)
+    assert {fault.partition(":")[0] for fault in FAULTS} == set(CHECKS) - {"muon_tables"}  # a note
+
+
+def test_what_many_do_on_purpose_is_a_note():
+    model = llama().bfloat16()
+    found = lamina.check(model, adamw(model, lr=1e-5))
+    assert found == []
+    assert [each.name for each in found.notes] == ["rounded_updates"]
+    assert "(note: " in str(found)
+    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
+    (note,) = lamina.check(model, [muon, adamw(frozen(llama(), "norm"))]).notes
+    assert note.name == "muon_tables"
+    assert "model.embed_tokens.weight, lm_head.weight" in note.what
 
 
 def family(name, **changes):
@@ -490,7 +515,7 @@ SOUND = {
     "padding that does not count": lambda: (llama(pad_token_id=0), padded()),
     "learned zero scales": lambda: (Residuals(), {"x": IDS[:, :-1], "targets": IDS[:, 1:]}),
     "an own loop": lambda: (NanoGpt(), nano_batch()),
-    "bidirectional": lambda: (masked_words(), BATCH),
+    "bidirectional": lambda: (masked_words(), {"input_ids": IDS % 7, "labels": torch.where(IDS > 6, IDS, -100)}),
     "an encoder and a decoder": lambda: (t5(), BATCH),
     "a batch norm": lambda: (Images(), {"x": torch.rand(8, 3, 8, 8), "targets": torch.arange(8)}),
 }

@@ -201,13 +201,14 @@ def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.T
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode inside the context, and restore its mode at the end."""
-    training = model.training
+    """Put the model into evaluation mode inside the context, and restore each module's mode at the end."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager

@@ -12,22 +12,24 @@ from torch import nn
 
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Structure
-from lamina.training.monitor.first_pass import FirstPass
+from lamina.training.monitor.first_pass import FirstPass, offset_of
 
-IGNORED = -100  # a label without a loss
-SAME = 0.99  # of the labels
 NARROW = 0.03  # a standard deviation times sqrt(inputs)
 _SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """A mistake: the name of the check that found it, the fault, why it matters, and what to do."""
+    """A mistake: the name of the check that found it, the fault, why it matters, and what to do.
+
+    A ``note`` is what many do on purpose.
+    """
 
     what: str
     why: str
     do: str
     name: str = ""
+    note: bool = False
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}. {self.do}."
@@ -83,7 +85,7 @@ class BeforeTraining:
                 values = list(inside) if isinstance(value, dict | list | tuple) else [value]
                 for each in [] if name.startswith("_") else values:
                     own = list(each.parameters()) if isinstance(each, nn.Module) else [each]
-                    tensors = [x for x in own if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf]
+                    tensors = [x for y in own if isinstance(y, torch.Tensor) and y.requires_grad for x in _leaves(y)]
                     found |= {f"{path}.{name}".lstrip("."): x for x in tensors if id(x) not in self.names}
         return found
 
@@ -104,11 +106,16 @@ class BeforeTraining:
 
     @cached_property
     def groups(self) -> dict[int, list[Mapping[str, Output]]]:
-        """For each parameter's id, the optimizers' groups that contain the parameter."""
+        """For each parameter's id, the optimizers' groups that contain the parameter, or its master in float32."""
         outputs: dict[int, list[Mapping[str, Output]]] = {}
+        halves = [p for p in self.trained if p.dtype in (torch.float16, torch.bfloat16)]
         for _, group in self.settings:
             for parameter in group["params"]:
                 outputs.setdefault(id(parameter), []).append(group)
+                if halves and id(parameter) not in self.names and parameter.dtype == torch.float32:
+                    of = (p for p in halves if p.shape == parameter.shape and torch.equal(parameter.to(p.dtype), p))
+                    if (half := next((p for p in of if id(p) not in outputs), None)) is not None:
+                        outputs[id(half)] = [group]
         return outputs
 
     @cached_property
@@ -134,20 +141,24 @@ class BeforeTraining:
         return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
 
     @cached_property
-    def shifted(self) -> bool | None:
-        """True if each label is the next token, False if each is the token at its own position, otherwise None."""
+    def shift(self) -> int | None:
+        """By how many places the labels' tokens lie after them: 1 if each label is the next token."""
         tokens, labels = self.tokens, self.labels
-        if tokens is None or labels is None or labels.shape != tokens.shape or labels.shape[1] < 4:
+        if tokens is None or labels is None or labels.shape != tokens.shape:
             return None
-        there = labels >= 0
-        same, following = labels == tokens, labels[:, :-1] == tokens[:, 1:]
-        for value, equal, counted in ((False, same, there), (True, following, there[:, :-1])):
-            if counted.sum() > 3 and float(equal[counted].float().mean()) >= SAME:
-                return None if value is False and float(following[there[:, :-1]].float().mean()) >= SAME else value
-        return None
+        found = offset_of(tokens, labels, labels >= 0)
+        return None if found is None else found[1]
 
     def listed(self, parameters: Iterable[torch.Tensor]) -> str:
         return listing([self.names.get(id(parameter), "?") for parameter in parameters])
+
+
+def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensor, or the leaf that it was computed from by operations of one input."""
+    node: Output = tensor.grad_fn
+    while node is not None and len(of := [x for x, _ in node.next_functions if x is not None]) == 1:
+        node = of[0]
+    return [tensor] if node is None else [node.variable] if hasattr(node, "variable") else []
 
 
 Check: TypeAlias = Callable[[BeforeTraining], Iterator[Mistake]]

@@ -65,17 +65,18 @@ def check(
     first = next(iter(inspect.signature(model_itself.forward).parameters), "input_ids")
     made_up = {str(getattr(model_itself, "main_input_name", first)): torch.arange(1, 9, device=device)[None]}
     setup.structure = follow(inner, arguments or made_up).structure
-    unchecked += _tried(setup, batch, loss, setup.tokens if arguments else None)
+    unchecked += _tried(setup, batch, loss)
     return Mistakes(findings(setup), unchecked)
 
 
-def _tried(setup: BeforeTraining, batch: object, loss: LossOf | None, tokens: torch.Tensor | None) -> list[str]:
+def _tried(setup: BeforeTraining, batch: object, loss: LossOf | None) -> list[str]:
     """Run the model on a batch, if there is one; return what could not be checked."""
     if batch is None:
         return ["first loss, labels, masks and gradients. Pass batch= to check them"]
     model = setup.model
     try:
-        setup.trial = first_pass(model, batch, loss, tokens, setup.unregistered.values())
+        setup.trial = first_pass(model, batch, loss, setup.unregistered.values())
+        setup.half = setup.half or (setup.trial is not None and setup.trial.half)
     except UserError as error:
         if not findings(setup):
             raise

@@ -7,13 +7,15 @@ import re
 from collections.abc import Iterator
 
 import torch
-from torch.nn import functional
 
-from lamina.training.monitor.before_training import IGNORED, SAME, BeforeTraining, Mistake, checks
+from lamina.training.monitor.before_training import BeforeTraining, Mistake, checks, listing
+from lamina.training.monitor.first_pass import IGNORED, whole
 
 ABOVE, WIDER = 1.0, 2e-4  # nats above guessing at the first step, and more for each channel: a head's own 0.02
 ONE_TOKEN = 0.9  # of a batch's tokens: one that says nothing
+IN_A_ROW = 0.5  # of labels whose next token has one: an answer, where masked words lie scattered
 TAIL = 3  # equal tokens at a row's end that are padding, where one is an end of text
+_CAUSAL = re.compile(r"ForCausalLM$|LMHeadModel$")
 LABELS = "Count labels from 0, and set num_labels"
 
 
@@ -28,8 +30,11 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
             do="Leave empty texts out, and check whether the mask is inverted",
         )
     labels = setup.labels
-    ids = labels is not None and labels.ndim == 2 and not labels.is_floating_point()
-    if labels is not None and ids and (none := int((labels == IGNORED).all(1).sum())):
+    if labels is None or labels.ndim != 2 or labels.is_floating_point():
+        return
+    there = labels != IGNORED
+    none, following = int((~there).all(1).sum()), there[:, 1:][there[:, :-1]]
+    if none and (none == len(labels) or float(following.float().mean()) > IN_A_ROW):
         yield Mistake(
             what=f"{none} of {len(labels)} rows of labels are all {IGNORED}",
             why="these rows train nothing, and the mean loss over no labels is NaN",
@@ -39,20 +44,22 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find labels that are shifted twice (by the batch and by the loss) or not at all, in a causal model."""
-    trial = setup.trial
-    if setup.shifted is None or setup.is_encoder_decoder or (trial and trial.logits is not None and not trial.causal):
-        return
-    shifts = _loss_shifts(setup)
-    if shifts is True and setup.shifted:
+    """Find labels that are shifted twice (by the batch and by the loss), not at all or backward, in a causal model."""
+    trial, offset = setup.trial, None
+    if trial is not None:
+        offset = trial.offset if trial.causal and (trial.reads or trial.offset == 2) else None
+    elif setup.shift == 1 and "labels" in setup.batch and _CAUSAL.search(type(setup.model).__name__):
+        offset = 2
+    if offset == 2:
         yield Mistake(
             what="each label is the next token, and the loss shifts labels once more",
             why="the model learns to predict the token after the next",
             do="Pass labels equal to the input ids, or compute the loss without a shift",
         )
-    if shifts is False and not setup.shifted:
+    elif offset is not None:
+        which = "token at its own position" if offset == 0 else "previous token"
         yield Mistake(
-            what="each label is the token at its own position, and the loss does not shift labels",
+            what=f"each label is the {which}, and the loss does not shift labels",
             why="the model learns to copy its input, and the loss falls to 0 without learning",
             do="Compare logits[:, :-1] with labels[:, 1:]",
         )
@@ -64,8 +71,8 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
 
     A trained model's loss is below the loss of guessing.
     """
-    trial, labels = setup.trial, setup.labels
-    if trial is None or (labels is not None and labels.is_floating_point()):
+    trial = setup.trial
+    if trial is None:
         return
     if not math.isfinite(trial.loss):
         yield Mistake(
@@ -74,17 +81,16 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
             do="Run the pass under torch.autograd.set_detect_anomaly(True), and check the batch's labels and mask",
         )
         return
-    if trial.logits is None or labels is None or trial.logits.shape[-1] < 8:
-        return
-    guess = math.log(trial.logits.shape[-1])
-    losses = [trial.loss, *_cross_entropies(trial.logits, labels)]
-    if not all(map(math.isfinite, losses)):
-        return
+    scores = trial.calls.get("cross_entropy", {}).get("input")
+    classes = scores.shape[1] if isinstance(scores, torch.Tensor) and scores.ndim > 1 else 0
+    losses = [
+        *trial.entropies,
+        *([trial.loss] if len(trial.entropies) == 1 else []),
+    ]  # of several, any sum may be meant
     width = setup.structure.hidden_size if setup.structure is not None else 0
-    if max(losses[0], min(losses[1:])) > guess + ABOVE + WIDER * width:
+    if classes >= 8 and max(losses, default=0.0) > math.log(classes) + ABOVE + WIDER * width:
         yield Mistake(
-            what=f"the first loss is {losses[0]:.3g}, but guessing among {trial.logits.shape[-1]} tokens gives "
-            f"{guess:.3g}",
+            what=f"the first loss is {max(losses):.3g}, but guessing among {classes} gives {math.log(classes):.3g}",
             why="the logits start too large, or the loss is a sum instead of a mean",
             do=(
                 "Initialize head and embedding with a standard deviation of about 0.02 (or 1/sqrt(width)), and use a "
@@ -97,67 +103,81 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
 def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find an inverted mask, and labels at tokens that the mask hides, for which the loss counts padding."""
     mask, labels, tokens = setup.batch.get("attention_mask"), setup.labels, setup.tokens
+    passed = setup.trial.calls.get("attention", {}).get("padding") if setup.trial is not None else None
+    if mask is None and isinstance(passed, torch.Tensor):  # True, or -inf, at padding
+        mask = (~passed if passed.dtype == torch.bool else passed >= 0).long()
     if mask is None or mask.ndim != 2 or tokens is None or tokens.shape != mask.shape or setup.is_encoder_decoder:
         return
     hidden = mask == 0
     padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
+    if padding is None and len(shown := tokens[~hidden].unique()) == 1 and len(tokens[hidden].unique()) > 2:
+        padding = int(shown)
     if isinstance(padding, int) and bool(hidden.any()) and torch.equal(tokens == padding, ~hidden):
         yield Mistake(
-            what=f"attention_mask is 1 at padding (token {padding}) and 0 at all other tokens",
+            what=f"the mask shows padding (token {padding}) and hides all other tokens",
             why="the model reads only the padding",
-            do="Invert the mask: 1 stands for a token that is read",
+            do="Invert the mask: attention_mask is 1 at tokens, and torch's key_padding_mask is True at padding",
         )
-    elif (
-        labels is not None
-        and labels.shape == mask.shape
-        and (count := int((hidden & (labels >= 0))[~hidden.all(1)].sum()))
-    ):
+        return
+    if labels is None or labels.shape != mask.shape:
+        return
+    if count := int((hidden & (labels >= 0))[~hidden.all(1)].sum()):
         yield Mistake(
             what=f"{count} positions with attention_mask 0 have labels",
             why="the loss counts padding, and the model learns to predict it",
             do=f"Set the labels to {IGNORED} where attention_mask is 0",
         )
+    ends = (tokens == padding) & ~hidden
+    ends[:, 1:] &= labels[:, :-1] >= 0  # behind a token that counts
+    if bool(hidden.any()) and bool(ends.any()) and not bool((labels == padding).any()):
+        yield Mistake(
+            what=f"{int(ends.sum())} ends of text (token {padding}) have no label, as the padding",
+            why="the token is padding and end of text in one, so the model never learns to stop",
+            do="Choose another padding token, or mask the labels by attention_mask",
+        )
+
+
+@checks
+def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find tokens of the batch whose rows in the embedding were added and cannot be told apart."""
+    table, tokens = setup.ends[0].weight if setup.ends is not None else None, setup.tokens
+    if table is None or tokens is None or table.ndim != 2 or not 0 <= int(tokens.max()) < len(table):
+        return
+    values, used = whole(table).float(), tokens.unique()
+    padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
+    used = used[used != padding] if isinstance(padding, int) else used
+    apart = (values - values.mean(0)).norm(dim=1)
+    zero, middle = ~values[used].any(1), apart[used] < 0.1 * apart.median()
+    new = used[zero | middle] if not table.requires_grad else used[zero]
+    if len(new) and bool(values.any()):
+        yield Mistake(
+            what=f"tokens {listing([*map(str, new.tolist())])} of the batch have embeddings "
+            + ("of zeros" if bool(zero.any()) else "that equal the mean of all, and the table is frozen"),
+            why="the model cannot tell new tokens apart",
+            do="Train the table (modules_to_save, or trainable_token_indices of LoRA), and initialize its new rows at "
+            "random around the mean",
+        )
 
 
 @checks
 def sees_next_token(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a model without a causal mask, which reads the tokens that it must predict."""
-    if setup.trial is None or setup.trial.causal is not False or setup.is_encoder_decoder or setup.shifted is None:
-        return
-    shifts = _loss_shifts(setup)
-    if shifts is not None and shifts is not setup.shifted:
-        yield Mistake(
-            what="the labels are the next tokens, and the model's first logits change with the last token",
-            why="the model sees the labels in its input, so the loss falls although the model learns nothing",
-            do="Give the attention a causal mask (is_causal=True)",
-        )
-
-
-def _cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Return the mean cross-entropy without a shift, and with one where there are tokens; none if shapes differ."""
-    if logits.shape[:-1] != labels.shape or labels.is_floating_point() or int(labels.max()) >= logits.shape[-1]:
-        return [math.nan]
-    logits = logits.float()
-    pairs = [(logits, labels)] + ([(logits[:, :-1], labels[:, 1:])] if labels.ndim == 2 and labels.shape[1] > 1 else [])
-    return [
-        float(functional.cross_entropy(x.flatten(0, -2), y.flatten().long(), ignore_index=IGNORED)) for x, y in pairs
-    ]
-
-
-def _loss_shifts(setup: BeforeTraining) -> bool | None:
-    """Return whether the loss compares logits with the next label, from its value; None if neither can be told."""
+    """Find a model that reads the tokens that it must predict: it has no causal mask, or nothing is masked."""
     trial = setup.trial
-    if trial is None or trial.logits is None or setup.labels is None:
-        named = bool(re.search(r"ForCausalLM|LMHeadModel", type(setup.model).__name__)) and "labels" in setup.batch
-        return True if named else None
-    losses = _cross_entropies(trial.logits, setup.labels)
-    if len(losses) < 2 or not all(map(math.isfinite, losses)):
-        return None
-    plain, shifted = (abs(value - trial.loss) for value in losses)
-    near, far = sorted((plain, shifted))
-    if near > 0.01 * abs(trial.loss) or far < max(3 * near, 1e-5 * abs(trial.loss)):
-        return None
-    return shifted < plain
+    if trial is None or not trial.reads or trial.causal:
+        return
+    if trial.offset == 1:
+        yield Mistake(
+            what="the labels are the next tokens, and the model's logits change with later tokens",
+            why="the model sees the labels in its input, so the loss falls although the model learns nothing",
+            do="Give the attention a causal mask (is_causal=True), and check each softmax, view and norm for its "
+            "dimension",
+        )
+    elif trial.offset == 0 and "MaskedLM" in type(setup.model).__name__:
+        yield Mistake(
+            what="all labels are the tokens of the input, of which none is masked",
+            why="the model learns to copy its input",
+            do="Mask 15% of the tokens, and set all other labels to -100 (DataCollatorForLanguageModeling does both)",
+        )
 
 
 @checks
@@ -241,20 +261,6 @@ def image_values(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 @checks
-def decoder_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a decoder that reads the token that it must predict."""
-    inputs, labels = setup.batch.get("decoder_input_ids"), setup.labels
-    if inputs is None or labels is None or inputs.shape != labels.shape or not bool((labels >= 0).any()):
-        return
-    if float((inputs == labels)[labels >= 0].float().mean()) >= SAME:
-        yield Mistake(
-            what="decoder_input_ids are the labels",
-            why="the decoder learns to copy its input",
-            do="Leave decoder_input_ids out, or shift them by one to the right",
-        )
-
-
-@checks
 def reads_padding(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find an encoder that reads padding at the rows' ends, because no mask hides it."""
     padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
@@ -293,15 +299,15 @@ def labels_of_padding(setup: BeforeTraining) -> Iterator[Mistake]:
 def labels_of_others(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find labels of a causal language model that are not tokens of their own row."""
     tokens, labels = setup.tokens, setup.labels
-    causal = re.search(r"ForCausalLM$|LMHeadModel$", type(setup.model).__name__)
-    if not causal or tokens is None or labels is None or labels.shape != tokens.shape or setup.shifted is not None:
+    causal = _CAUSAL.search(type(setup.model).__name__)
+    known = setup.shift is not None or (setup.trial is not None and setup.trial.offset is not None)
+    if not causal or tokens is None or labels is None or labels.shape != tokens.shape or known:
         return
     there = labels >= 0
-    near = [labels[:, 1:-1] == tokens[:, 1 + shift : tokens.shape[1] - 1 + shift] for shift in (-1, 0, 1)]
-    shares = [float(same[there[:, 1:-1]].float().mean()) for same in near]
-    if int(there.sum()) >= 8 and max(shares[1:]) < 0.5:
+    near = [labels[:, 1:-1] == tokens[:, 1 + shift : tokens.shape[1] - 1 + shift] for shift in (0, 1)]
+    if int(there.sum()) >= 8 and max(float(same[there[:, 1:-1]].float().mean()) for same in near) < 0.5:
         yield Mistake(
-            what="each label is the previous token" if shares[0] >= SAME else "the labels are not the input's tokens",
+            what="the labels are not the input's tokens",
             why="a causal language model learns to predict its own row's next token",
             do="Pass labels equal to the input ids. The model shifts them",
         )

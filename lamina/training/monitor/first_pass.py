@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Set
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -15,10 +16,15 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lamina.errors import UserError, one_line
-from lamina.probes.structure.hooks import Output, fresh_gradients
+from lamina.probes.structure.hooks import Output, evaluating, fresh_gradients
 from lamina.training.monitor.graph_hooks import is_compiled
+from lamina.training.monitor.stream_measures import in_half
 
 LossOf: TypeAlias = Callable[[nn.Module, Output], Output]
+Places: TypeAlias = Mapping[int | str, torch.Tensor]
+Target: TypeAlias = tuple[int | str, torch.Tensor, int]
+IGNORED = -100  # a label without a loss
+SAME = 0.99  # of the labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,22 +36,33 @@ class FirstPass:
         logits: the model's logits, if it returns any.
         gradients: the root mean square of each parameter's gradient, by the ids of the parameters that got one.
         ran: the ids of the modules that were called.
-        causal: whether the first token's logits do not depend on the last token; None if unknown.
+        offset: by how many places a target lies after the token at whose place the model predicts it; None if the
+            targets are not the model's tokens.
+        reads: whether the logits for a target change with this token, or with tokens after it; None if unknown.
+        causal: whether logits do not depend on later tokens; None if unknown.
         stuck: the ids of matrices of zeros whose gradient stays 0 forever.
-        mixes: whether the first row's logits depend on the other rows of the batch; None if unknown.
+        mixes: whether a row's logits depend on the other rows of the batch; None if unknown.
+        by_row: whether equal rows have different logits.
         calls: the arguments of the first call of each function of ``WATCHED``, by the function's name.
+        entropies: the values of all cross-entropies.
         rises: whether the loss falls when its only cross-entropy rises.
+        half: whether autocast computes in float16.
     """
 
     loss: float
     logits: torch.Tensor | None
     gradients: Mapping[int, float]
     ran: frozenset[int]
-    causal: bool | None
     stuck: frozenset[int]
+    offset: int | None = None
+    reads: bool | None = None
+    causal: bool | None = None
     mixes: bool | None = None
+    by_row: bool = False
     calls: Mapping[str, Mapping[str, Output]] = field(default_factory=dict)
+    entropies: Sequence[float] = ()
     rises: bool = False
+    half: bool = False
 
     @property
     def reached(self) -> Set[int]:
@@ -57,6 +74,11 @@ WATCHED = {
     functional.cross_entropy: "cross_entropy",
     functional.nll_loss: "nll_loss",
     functional.binary_cross_entropy_with_logits: "binary_cross_entropy_with_logits",
+    functional.kl_div: "kl_div",
+    functional.mse_loss: "mse_loss",
+    functional.l1_loss: "l1_loss",
+    functional.smooth_l1_loss: "smooth_l1_loss",
+    functional.huber_loss: "huber_loss",
     functional.multi_head_attention_forward: "attention",
     functional.scaled_dot_product_attention: "attention",
 }
@@ -69,16 +91,22 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.first: dict[str, dict[str, Output]] = {}
         self.losses: list[torch.Tensor] = []
+        self.half = False
 
     def __torch_function__(
         self, func: Callable[..., Output], types: Output, args: tuple = (), kwargs: dict[str, Output] | None = None
     ) -> Output:
         output = func(*args, **(kwargs or {}))
         name = WATCHED.get(func)
+        if name is None:
+            return output
+        self.half = self.half or (isinstance(args[0], torch.Tensor) and in_half(args[0].device.type))
         if name == "attention" and name not in self.first:  # a function of torch's own has no signature
-            mask = (kwargs or {}).get("attn_mask")
-            self.first[name] = {"mask": args[3] if mask is None and 3 < len(args) < 8 else mask}
-        elif name is not None and name != "attention":
+            given = kwargs or {}
+            mask = given.get("attn_mask")
+            mask = args[3] if mask is None and 3 < len(args) < 8 else mask
+            self.first[name] = {"mask": mask, "padding": given.get("key_padding_mask")}
+        elif name != "attention":
             self.first.setdefault(name, inspect.signature(func).bind(*args, **(kwargs or {})).arguments)
             if name == "cross_entropy" and output.requires_grad:
                 output.retain_grad()
@@ -114,11 +142,7 @@ def _parts(output: Output) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 
 def first_pass(
-    model: nn.Module,
-    batch: object,
-    loss_of: LossOf | None,
-    tokens: torch.Tensor | None,
-    others: Iterable[torch.Tensor] = (),
+    model: nn.Module, batch: object, loss_of: LossOf | None, others: Iterable[torch.Tensor] = ()
 ) -> FirstPass | None:
     """Run a forward and backward pass; restore gradients, random states and buffers. Returns None without a loss.
 
@@ -141,9 +165,10 @@ def first_pass(
 
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = [p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"][:1]
+    eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()  # watched functions run
     try:
-        with torch.random.fork_rng(devices=devices), fresh_gradients(every):
-            with nullcontext() if is_compiled(model) else calls:
+        with eager, torch.random.fork_rng(devices=devices), fresh_gradients(every):
+            with calls:
                 loss, logits = loss_and_logits()
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 return None
@@ -154,16 +179,18 @@ def first_pass(
             }
             logits = None if logits is None else logits.detach()
             stuck = _stuck(model, lambda: loss_and_logits()[0])
+            repeats = _Repeats(model, given[0], loss_and_logits).found(calls.first) if given else {}
         return FirstPass(
             loss=float(loss.detach()),
             logits=logits,
             gradients=gradients,
             ran=frozenset(ran),
-            causal=None if logits is None or tokens is None else _is_causal(model, *given[0], tokens),
             stuck=stuck,
-            mixes=None if logits is None else _mixes_rows(model, *given[0]),
             calls=calls.first,
+            entropies=[float(each.detach()) for each in calls.losses if each.numel() == 1],
             rises=calls.rises,
+            half=calls.half,
+            **repeats,
         )
     except Exception as error:  # any model and batch may come
         raise UserError(f"batch: {type(model).__name__} does not run on it ({one_line(error)})") from error
@@ -216,53 +243,114 @@ def _stuck(model: nn.Module, loss_of: Callable[[], torch.Tensor | None]) -> froz
             nn.init.zeros_(p)
 
 
-@torch.no_grad()
-def _logits_of(
-    model: nn.Module, args: tuple, kwargs: Mapping[str, Output], values: Mapping[int, torch.Tensor]
-) -> torch.Tensor | None:
-    """Return a model's logits in evaluation mode, with other values for the arguments of these ids."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        given = {name: values.get(id(x), x) for name, x in kwargs.items()}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            logits = _parts(model(*(values.get(id(x), x) for x in args), **given))[1]
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    return None if logits is None or not bool(logits.isfinite().all()) else logits.float()
+def _scores(calls: Mapping[str, Mapping[str, Output]]) -> torch.Tensor | None:
+    return next((calls[name]["input"] for name in ("cross_entropy", "nll_loss") if name in calls), None)
 
 
-def _differ(first: torch.Tensor, second: torch.Tensor, share: float) -> bool | None:
-    """Return whether two results differ by more than a share of their standard deviation; None for rounding."""
-    if torch.allclose(first, second, rtol=share / 10, atol=share / 100):
-        return False
-    return True if float((first - second).std()) > share * float(first.std()) else None
-
-
-def _is_causal(model: nn.Module, args: tuple, kwargs: Mapping[str, Output], tokens: torch.Tensor) -> bool | None:
-    """Return whether the first token's logits stay as they are when the last token changes; None if unknown."""
-    if not any(x is tokens for x in (*args, *kwargs.values())):
+def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """Return the labels that count, and by how many places their tokens lie after them; None for other labels."""
+    length = labels.shape[1]
+    if tokens.shape[1] < 4 or not tokens.shape[1] - 2 <= length <= tokens.shape[1]:
         return None
-    changed = tokens.clone()
-    changed[:, -1] = torch.where(changed[:, -1] == changed[:, 0], changed[:, 1], changed[:, 0])
-    first, second = (_logits_of(model, args, kwargs, {id(tokens): new}) for new in (tokens, changed))
-    if first is None or second is None or first.ndim != 3:
-        return None
-    differ = _differ(first[:, 0], second[:, 0], 0.01)
-    return None if differ is None else not differ
+    wide = functional.pad(tokens, (1, 3), value=-1)
+    for offset in (1, 0, 2, -1):
+        known = wide[:, offset + 1 : offset + 1 + length]
+        counted = there & (known >= 0)
+        if counted.sum() > 3 and float((known == labels)[counted].float().mean()) >= SAME:
+            return counted, offset
+    return None
 
 
-def _mixes_rows(model: nn.Module, args: tuple, kwargs: Mapping[str, Output]) -> bool | None:
-    """Return whether the first row's logits change with the inputs of the other rows; None if unknown."""
-    inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > 1][:1]
-    if not inputs or len(inputs[0]) < 2:
+class _Repeats:
+    """Passes in evaluation mode with other values for the tensors that the model got."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        given: tuple[tuple, dict[str, Output]],
+        run: Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]],
+    ):
+        places: dict[int | str, Output] = {**dict(enumerate(given[0])), **given[1]}
+        order = sorted(places, key=lambda at: "decoder" not in f"{at}")
+        self._given = {at: x for at in order if isinstance(x := places[at], torch.Tensor)}
+        self._model, self._run = model, run
+        self._logits, self._scores = self._again({})
+        exact = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
+        self._share = 1e-3 if exact else 0.02  # of the logits' standard deviation: more than rounding
+
+    @torch.no_grad()
+    def _again(self, places: Places, seed: int = 0) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the logits, and those of the cross-entropy, with other values for some of the model's arguments."""
+
+        def swapped(module: nn.Module, a: tuple, k: dict[str, Output]) -> tuple[tuple, dict[str, Output]]:
+            return tuple(places.get(at, x) for at, x in enumerate(a)), {at: places.get(at, x) for at, x in k.items()}
+
+        swap, calls = self._model.register_forward_pre_hook(swapped, with_kwargs=True), _Calls()
+        try:
+            with torch.random.fork_rng(devices=[]), evaluating(self._model), calls:
+                torch.manual_seed(seed)
+                found = [self._run()[1], _scores(calls.first)]
+        except Exception:  # a loss may not take other inputs
+            return None, None
+        finally:
+            swap.remove()
+        logits, scores = (None if x is None or not bool(x.isfinite().all()) else x for x in found)
+        return logits, scores
+
+    def found(self, calls: Mapping[str, Mapping[str, Output]]) -> dict[str, Output]:
+        """Return attributes of ``FirstPass``."""
+        (mixes, by_row), target = self.rows(), self.target(calls)
+        if target is None:
+            return {"mixes": mixes, "by_row": by_row}
+        reads, causal = self.reads(*target)
+        return {"mixes": mixes, "by_row": by_row, "offset": target[-1], "reads": reads, "causal": causal}
+
+    def target(self, calls: Mapping[str, Mapping[str, Output]]) -> Target | None:
+        """Find the argument whose tokens are the targets: its place, the targets that count, and their offset."""
+        call = calls.get("cross_entropy") or calls.get("nll_loss") or {}
+        labels, ignored = call.get("target"), call.get("ignore_index", IGNORED)
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim > 2:
+            return None
+        for at, tokens in self._given.items():
+            integers = tokens.ndim == 2 and tokens.dtype in (torch.int64, torch.int32)
+            if integers and not re.search("label|target", f"{at}") and labels.numel() % len(tokens) == 0:
+                of = labels.reshape(len(tokens), -1)
+                if (found := offset_of(tokens, of, (of >= 0) & (of != ignored))) is not None:
+                    return at, *found
         return None
-    changed = inputs[0].clone()
-    changed[1:] = changed[:1]
-    first, second = (_logits_of(model, args, kwargs, {id(inputs[0]): new}) for new in (inputs[0], changed))
-    if first is None or second is None or first.shape[0] != len(changed) or first.shape[-1] == len(changed):
-        return None
-    whole_floats = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
-    return _differ(first[0], second[0], 1e-3 if whole_floats else 0.01)
+
+    def reads(self, at: int | str, counted: torch.Tensor, offset: int) -> tuple[bool | None, bool | None]:
+        """Change the last token that is a target; return whether its logits change, and whether no earlier ones do."""
+        last = int(counted.any(0).nonzero().max())
+        tokens = self._given[at].clone()
+        tokens[:, last + offset] = torch.where(tokens[:, last + offset] == tokens[:, 0], tokens[:, 1], tokens[:, 0])
+        scores = self._again({at: tokens})[1]
+        if scores is None or self._scores is None or scores.shape != self._scores.shape:
+            return None, None
+        logits = self._logits
+        if logits is not None and scores.ndim == logits.ndim == 3 and not torch.equal(logits.mT, self._scores):
+            return None, None  # logits that were viewed
+        change = (scores - self._scores).abs()
+        change = (change.transpose(1, 2) if change.ndim == 3 else change).reshape(*counted.shape, -1).amax(-1)
+        changed = (change > self._share * self._scores.std()) & counted & counted[:, last, None]
+        earlier = bool(changed[:, : last + offset].any())  # than the token
+        return earlier if offset > 0 else bool(changed[:, last].any()), not earlier
+
+    def rows(self) -> tuple[bool | None, bool]:
+        """Return whether a row's logits change with other rows (None if unknown), and whether equal rows differ."""
+        size = next((len(x) for x in self._given.values() if x.ndim > 1), 0)
+        if size < 2 or self._logits is None or len(self._logits) != size or self._logits.shape[-1] == size:
+            return None, False
+        inner = slice(1, -1) if size > 2 else slice(1, None)
+        changed = {at: x.clone() for at, x in self._given.items() if x.ndim and len(x) == size}
+        for x in changed.values():
+            x[inner] = x[:1]
+        logits = self._again(changed)[0]
+        if logits is None or logits.shape != self._logits.shape:
+            return None, False
+        limit = self._share * self._logits.std()
+        ends = [0, -1] if size > 2 else [0]
+        differ = bool((logits - self._logits)[ends].abs().amax() > limit)
+        by_row = not differ and bool((logits[0] - logits[inner][0]).abs().amax() > limit)
+        other = self._again(changed, seed=1)[0] if by_row else None  # a model may draw for each row
+        return differ, other is not None and torch.equal(other, logits)

@@ -18,10 +18,10 @@ def _called(setup: BeforeTraining, name: str) -> dict[str, object]:
 
 @checks
 def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find probabilities where a loss expects logits, and other values where a loss expects log-probabilities."""
+    """Find inputs that a loss does not expect: probabilities, no log-probabilities, viewed logits, other shapes."""
     logits = _called(setup, "cross_entropy").get("input")
     odds = _called(setup, "binary_cross_entropy_with_logits").get("input")
-    log_probabilities = _called(setup, "nll_loss").get("input")
+    viewed = setup.trial.logits if setup.trial is not None else None
     if isinstance(logits, torch.Tensor) and logits.ndim > 1 and logits.shape[1] > 1:
         values = logits.detach().float()
         if bool((values >= 0).all()) and torch.allclose(values.sum(1), torch.ones(()).to(values), atol=1e-2):
@@ -42,13 +42,39 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
             why="it applies a sigmoid itself, and after two sigmoids no output is below 0.5",
             do="Pass logits: leave out the sigmoid before the loss",
         )
-    if isinstance(log_probabilities, torch.Tensor) and log_probabilities.ndim > 1:
-        sums = log_probabilities.detach().float().logsumexp(1)
-        if not torch.allclose(sums, torch.zeros(()).to(sums), atol=1e-2):
+    if isinstance(logits, torch.Tensor) and viewed is not None and logits.ndim == viewed.ndim == 3:
+        turned, shape = viewed.transpose(1, 2), logits.shape
+        if turned.shape == shape and torch.equal(viewed.reshape(shape), logits) and not torch.equal(turned, logits):
             yield Mistake(
-                what="nll_loss gets no log-probabilities of the classes",
+                what=f"cross_entropy gets logits of shape {[*viewed.shape]} viewed as {[*shape]}",
+                why="view and reshape do not move dimensions, so the classes of different tokens are mixed",
+                do="Pass logits.transpose(1, 2), or flatten both: logits.flatten(0, 1) and labels.flatten()",
+            )
+    for name, of, log in (("nll_loss", 1, True), ("kl_div", -1, True), ("kl_div", -1, False)):
+        given = _called(setup, name)
+        values = given.get("input" if log else "target")
+        if not isinstance(values, torch.Tensor) or values.ndim < 2:
+            continue
+        total = (
+            values.detach().float().logsumexp(of) if log or given.get("log_target") else values.sum(of).float().log()
+        )
+        if not torch.allclose(total, torch.zeros(()).to(total), atol=1e-2):
+            which = "log-probabilities of the classes" if log else "probabilities in its target"
+            yield Mistake(
+                what=f"{name} gets no {which}",
                 why="it neither takes a logarithm nor normalizes, so its loss has no lower limit",
-                do="Pass log_softmax(logits, dim=1), or use cross_entropy",
+                do="Pass log_softmax(logits, dim=1), or use cross_entropy"
+                if name == "nll_loss"
+                else "Pass log_softmax of the student's logits, and softmax of the teacher's",
+            )
+            break
+    for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
+        shapes = [[*x.shape] for x in _called(setup, name).values() if isinstance(x, torch.Tensor)][:2]
+        if shapes[:1] != shapes[1:]:
+            yield Mistake(
+                what=f"{name} compares outputs of shape {shapes[0]} with targets of shape {shapes[1]}",
+                why="torch compares each output with each target, so the model learns the targets' mean",
+                do="Give both the same shape, such as outputs.squeeze(-1)",
             )
 
 
@@ -89,12 +115,18 @@ def additive_mask(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def mixed_rows(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find outputs of a sequence that depend on the batch's other sequences."""
+    """Find outputs of a sequence that depend on the batch's other sequences, or on its place among them."""
     trial, rows = setup.trial, next(iter(setup.batch.values()), None)
+    if trial is not None and trial.by_row:
+        yield Mistake(
+            what="equal rows of the batch have different outputs",
+            why="something of the model goes by a row's place in the batch, as positions added along dimension 0 do",
+            do="Add positions along the tokens: x + positions[:, : x.shape[1]]",
+        )
     if trial is None or not trial.mixes or trial.logits is None or rows is None or setup.is_encoder_decoder:
         return
     named = {"input_ids", "pixel_values"} & set(setup.batch)
-    if named or setup.shifted is not None or (trial.logits.ndim == 2 and rows.ndim > 1 and rows.shape[1] != len(rows)):
+    if named or trial.offset is not None or (trial.logits.ndim == 2 and rows.ndim > 1 and rows.shape[1] != len(rows)):
         yield Mistake(
             what="the outputs of a row depend on the other rows of the batch",
             why="a module mistakes the batch for the sequence, as torch's attention without batch_first=True does",

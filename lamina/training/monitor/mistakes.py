@@ -31,15 +31,17 @@ __all__ = [
 class Mistakes(list[Mistake]):
     """The mistakes that ``lamina.check`` found.
 
-    Printed, it shows a line for each mistake and for each check that was not possible.
+    Printed, it shows a line for each mistake, each note, and each check that was not possible.
     """
 
     def __init__(self, findings: Iterable[Mistake], unchecked: Sequence[str] = ()):
-        super().__init__(findings)
-        self.unchecked = tuple(unchecked)
+        found = list(findings)
+        super().__init__(each for each in found if not each.note)
+        self.notes, self.unchecked = [each for each in found if each.note], tuple(unchecked)
 
     def __str__(self) -> str:
         lines = [f"- {finding}" for finding in self] or ["Lamina found no mistake."]
+        lines += [f"(note: {note})" for note in self.notes]
         return "\n".join([*lines, *(f"(not checked: {reason})" for reason in self.unchecked)])
 
     __repr__ = __str__

@@ -48,7 +48,7 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers' parameters that get no gradient, although their modules run and most other layers' parameters do."""
+    """Find layers' parameters that get no gradient, although their modules run and the layers' others do."""
     if setup.trial is None:
         return
     for _, layers in setup.blocks:
@@ -62,16 +62,17 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
         silent = [
             p
             for of in peers.values()
-            if sum(id(p) in setup.trial.reached for p in of) > len(of) / 2
+            if not 0 < sum(id(p) in setup.trial.reached for p in of) <= len(of) / 2
             for p in of
             if id(p) not in setup.trial.reached and id(p) in inside
         ]
         if silent:
             yield Mistake(
                 what=f"{len(silent)} layers' parameters get no gradient ({setup.listed(silent)})",
-                why="most other layers' parameters of these names get a gradient, so an operation detaches "
-                "these layers' outputs",
-                do="Look for .detach(), .data, torch.no_grad() or .item() after their modules",
+                why="their modules run, and others of these layers get a gradient, so an operation detaches their "
+                "outputs",
+                do="Look for .detach(), .data, torch.no_grad() or .item() after their modules, and for a router whose "
+                "probabilities weigh no expert",
             )
 
 

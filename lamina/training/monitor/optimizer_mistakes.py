@@ -12,7 +12,7 @@ from torch import nn
 
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import is_norm
-from lamina.training.monitor.before_training import NARROW, BeforeTraining, Mistake, checks
+from lamina.training.monitor.before_training import NARROW, BeforeTraining, Mistake, checks, listing
 from lamina.training.monitor.first_pass import whole
 
 HEAD_ONLY = 0.1  # of the trainable elements: an optimizer that has fewer of them trains a head on purpose
@@ -22,8 +22,12 @@ USUAL = 0.2  # a weight decay of AdamW: with a rate that makes it erase the weig
 STRONG = 5.0  # a weight decay of AdamW, at any rate; Lion's rates are smaller, and its decays larger
 SWAPPED = 0.98  # a first beta that is a second one
 EPSILON, UNSEEN_EPSILON = 1e-4, 1e-2  # of Adam, with a batch to compare it with gradients, and without
+SWAPPED_RATE = 1e3  # times below an Adam's epsilon
 LOST = 0.6  # of the matrices' elements: updates that are rounded away
+USUAL_RATE = 1e-6  # of fine-tuning: many train in bfloat16 with it, and small weights still move
 _SAMPLE = 65536  # elements of a matrix
+LARGE_SCALE = 64.0  # of LoRA: alpha / r, mostly 1 to 4
+_BASES = ("weight", "base.weight", "base_layer.weight", "linear.weight", "original.weight", "layer.weight")
 RESTORED = 10  # steps of an optimizer, after which no bias and no gain is as it was
 LARGE_STEP = 2.0  # times a matrix's root mean square: a step of Adam that replaces the weights
 
@@ -75,11 +79,14 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find norms' gains and biases that weight decay pulls to 0, except gains stored as a difference from 1."""
     gains: list[nn.Parameter] = []
     decay = 0.0
+    spared = any(g.get("weight_decay") == 0 and all(p.ndim < 2 for p in g["params"]) for _, g in setup.settings)
+    least = 1e-9 if spared else DECAY  # a group was meant for them
     for module in setup.model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            gain = is_norm(module) and name == "weight" and parameter.ndim == 1 and float(whole(parameter).mean()) > 0.5
+            norm = is_norm(module) or "rms" in type(module).__name__.lower()
+            gain = norm and name != "bias" and parameter.ndim == 1 and float(whole(parameter).mean()) > 0.5
             values = [float(group.get("weight_decay") or 0.0) for group in setup.groups.get(id(parameter), ())]
-            if (gain or name == "bias") and parameter.requires_grad and max(values, default=0.0) >= DECAY:
+            if (gain or name == "bias") and parameter.requires_grad and max(values, default=0.0) >= least:
                 gains.append(parameter)
                 decay = max(decay, *values)
     if any(p.ndim == 1 for p in gains):
@@ -129,27 +136,28 @@ def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def rate_of_adam(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an Adam that changes most layers' weights by more than their size in a single step."""
-    adam = {
+    """Find an Adam or SGD that changes most layers' weights by more than their size in a single step."""
+    steps = {
         id(p): _rate_of([group])
         for optimizer in setup.optimizers
         if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.NAdam | torch.optim.RAdam)
         for group in optimizer.param_groups
         for p in group["params"]
     }
+    seen = setup.trial.gradients if setup.trial is not None else {}
+    plain = [group for optimizer, group in setup.settings if isinstance(optimizer, torch.optim.SGD)]
+    steps |= {id(p): _rate_of([group]) * seen.get(id(p), 0.0) for group in plain for p in group["params"]}
     inside = [p for _, layers in setup.blocks for layer in layers for p in layer.parameters()]
-    matrices = [p for p in inside if p.ndim > 1 and p.requires_grad and id(p) in adam]
-    sizes = [(adam[id(p)], float(whole(p).float().square().mean().sqrt()), p.shape[-1]) for p in matrices]
+    matrices = [p for p in inside if p.ndim > 1 and p.requires_grad and id(p) in steps]
+    sizes = [(steps[id(p)], float(whole(p).float().square().mean().sqrt()), p.shape[-1]) for p in matrices]
     over = [(rate, size) for rate, size, inputs in sizes if rate > LARGE_STEP * max(size, NARROW * inputs**-0.5)]
     if len(over) > len(sizes) / 2:
-        rate, size = statistics.median_low(over)
+        step, size = statistics.median_low(over)
+        rate = _rate_of(group for p in matrices for group in setup.groups[id(p)])
         yield Mistake(
             what=f"the learning rate is {rate:g}, and the layers' weights are about {size:.2g}",
-            why=(
-                "a step of Adam changes each weight by about the learning rate, which is more than the weights' size "
-                "here"
-            ),
-            do="Lower the learning rate, to 1e-2 or less",
+            why=f"the first step changes each weight by about {step:.2g}, which is more than the weights' size here",
+            do="Lower the learning rate, to 1e-2 or less" + (", and use a mean loss" if plain else ""),
         )
 
 
@@ -193,18 +201,22 @@ def _is_adam(group: Mapping[str, Output]) -> bool:
 
 @checks
 def large_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an Adam whose epsilon is far above the gradients."""
+    """Find an Adam whose epsilon is far above the gradients or the learning rate."""
     groups = [group for _, group in setup.settings if _is_adam(group)]
     epsilon = max((float(group["eps"]) for group in groups), default=0.0)
     seen = setup.trial.gradients if setup.trial is not None else {}
     matrices = [p for group in groups for p in group["params"] if p.ndim > 1]
     sizes = [size for p in matrices if (size := seen.get(id(p), 0.0)) > 0]
-    if epsilon >= UNSEEN_EPSILON if not sizes else epsilon >= EPSILON and epsilon > 3 * statistics.median(sizes):
+    large = epsilon >= UNSEEN_EPSILON if not sizes else epsilon >= EPSILON and epsilon > 3 * statistics.median(sizes)
+    rate = _rate_of(groups)
+    swapped = epsilon >= EPSILON and 0 < rate <= epsilon / SWAPPED_RATE
+    if large or swapped:
         yield Mistake(
             what=f"the optimizer's eps is {epsilon:g}"
+            + (f", and its learning rate {rate:g}" if swapped else "")
             + (f", and the gradients' elements are about {statistics.median(sizes):.1g}" if sizes else ""),
             why="Adam divides by the gradients' size plus eps, so an eps above them makes all steps tiny",
-            do="Pass eps=1e-8",
+            do="Pass eps=1e-8" + (", and swap the two if they were swapped" if swapped else ""),
         )
 
 
@@ -266,6 +278,7 @@ def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
             what=f"{lost / total:.0%} of the weights are too large for updates at a learning rate of {max(rates):g}",
             why=f"{' and '.join(sorted(str(each).removeprefix('torch.') for each in types))} rounds these updates to 0",
             do=kept,
+            note=types == {torch.bfloat16} and max(rates) >= USUAL_RATE,
         )
 
 
@@ -303,3 +316,47 @@ def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
                 why="layer-wise decay is for the layers near the input, and here it slows the last layers",
                 do="Reverse the order of the rates",
             )
+
+
+@checks
+def muon_tables(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find embeddings and output heads that Muon updates."""
+    tables = [m.weight for m in setup.model.modules() if isinstance(m, nn.Embedding)]
+    heads = [m.weight for m in setup.model.modules() if isinstance(m, nn.Linear)]
+    outer = {id(p): p for p in [*tables, *(p for p in heads if len(p) in set(map(len, tables)))]}
+    inside = {id(p) for _, layers in setup.blocks for layer in layers for p in layer.parameters()}
+    muons = [g for o, g in setup.settings if "muon" in type(o).__name__.lower() and g.get("use_muon", True)]
+    if found := [p for g in muons for p in g["params"] if p.requires_grad and id(p) in outer and id(p) not in inside]:
+        yield Mistake(
+            what=f"Muon updates embeddings or the output head ({setup.listed(found)})",
+            why="it makes all directions of a step equally large, which suits matrices between hidden states alone",
+            do="Give them to AdamW",
+            note=True,
+        )
+
+
+@checks
+def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find LoRA whose scale is too large, or whose frozen part is trained."""
+    scales, base = dict[str, float](), list[nn.Parameter]()
+    for path, module in setup.model.named_modules():
+        scaling = vars(module).get("scaling")
+        values = scaling.values() if isinstance(scaling, dict) else [scaling]
+        if (scale := max((float(x) for x in values if isinstance(x, int | float)), default=0.0)) > LARGE_SCALE:
+            scales[path] = scale
+        own = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_children()]]
+        if "lora" in type(module).__name__.lower() or any("lora" in name.lower() for name in own):
+            named = dict(module.named_parameters())
+            base += [p for name in _BASES if (p := named.get(name)) is not None and id(p) in setup.groups]
+    if scales:
+        yield Mistake(
+            what=f"LoRA is scaled by {max(scales.values()):g} ({listing(list(scales))})",
+            why="each step of the adapter changes the model that many times as much",
+            do="Choose lora_alpha between r and 2 r, or lower the learning rate by as much",
+        )
+    if any(p.requires_grad for p in base):
+        yield Mistake(
+            what=f"{len(base)} matrices below LoRA are trained ({setup.listed(base)})",
+            why="LoRA trains the adapter alone, and a frozen matrix needs no optimizer state",
+            do="Set requires_grad of the model's own weights to False",
+        )
