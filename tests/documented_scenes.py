@@ -186,7 +186,6 @@ LYING = {  # a path that lines name: what makes it, where no line has written it
     "mine.py": block_of("own.md", "from lamina.placements"),
     "small_values.py": block_of("own.md", "import pandas"),
     **dict.fromkeys(("models/smollm2", "models/mine", "HuggingFaceTB/SmolLM2-135M"), model("Llama")),
-    "models/qwen3-0.6b": model("Qwen3"),
     "models/gemma-2-2b": model("Gemma2"),
     "models/bert": model("Bert"),
     "models/modernbert": model("ModernBert"),

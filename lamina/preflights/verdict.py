@@ -217,7 +217,7 @@ def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerd
     if numbers.headroom < FP16_LITTLE:
         change = f"{change}; " if change else ""
         change += (
-            f"train in bf16 or fp32: |x| reaches {numbers.magnitude:.3g} behind {_place(numbers.magnitude_layer)}, "
+            f"train in bf16 or fp32: |x| reaches {numbers.magnitude:.3g} after {_place(numbers.magnitude_layer)}, "
             + (f"{numbers.headroom:.2g} × under" if numbers.headroom > 1 else f"{1 / numbers.headroom:.2g} × over")
             + " FP16's largest number"
         )

@@ -136,12 +136,13 @@ def preflight(folder: Path | None, rows: Frame) -> str:
     records = rows_of(rows)
     width = max(9, *(len(row["placement"]) for row in records))
     lines = [
-        f"{'placement':<{width}} {'rate':>8}  {'verdict':<14} {'gain x0→xN':>11} {'context':>8} {'FP16 headroom':>22}"
+        f"{'placement':<{width}} {'learning rate':>13}  {'verdict':<14} {'gain x0→xN':>11} {'context':>8} "
+        f"{'FP16 headroom':>22}"
     ]
     for row in records:
         headroom = f"{row['fp16_headroom']:.3g} × ({math.log2(row['fp16_headroom']):.1f} bits)"
         lines.append(
-            f"{row['placement']:<{width}} {row['learning_rate']:>8g}  {row['verdict']:<14} "
+            f"{row['placement']:<{width}} {row['learning_rate']:>13g}  {row['verdict']:<14} "
             f"{10 ** row['jacobian']:>11.2g} {round(row['context'], 3) + 0.0:>8.3f} {headroom:>22}"
         )
     for row in records:

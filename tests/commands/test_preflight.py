@@ -38,7 +38,17 @@ def test_the_table_the_reason_and_the_papers_advice(corpus, capsys):
     assert main(argv(corpus, placements="keel,pre_ln", learning_rates="1e-3,1e-2")) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert lines[0].split() == ["placement", "rate", "verdict", "gain", "x0→xN", "context", "FP16", "headroom"]
+    assert lines[0].split() == [
+        "placement",
+        "learning",
+        "rate",
+        "verdict",
+        "gain",
+        "x0→xN",
+        "context",
+        "FP16",
+        "headroom",
+    ]
     rows = [line.split()[:2] for line in lines[1:5]]
     assert rows == [["keel", "0.001"], ["keel", "0.01"], ["pre_ln", "0.001"], ["pre_ln", "0.01"]]
     assert out.count("  reason: after ") + out.count("  reason: these steps cannot decide: after ") == 4

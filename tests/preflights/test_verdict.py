@@ -133,11 +133,11 @@ def test_a_loss_that_is_not_finite_will_not_train():
 def test_little_room_under_fp16_is_said_with_the_layer():
     verdict = judge(replace(FINE, magnitude=50_000.0, magnitude_layer=31), case("pre_ln"))
     assert verdict.verdict == "fine"
-    assert "5e+04 behind layer 31" in verdict.change
+    assert "5e+04 after layer 31" in verdict.change
     assert "1.3 ×" in verdict.change
     assert "fp16" not in judge(FINE, case()).change.lower()
     over = judge(replace(FINE, magnitude=131_008.0, magnitude_layer=-1), case("pre_ln")).change
-    assert "1.31e+05 behind the embedding, 2 × over FP16's largest number" in over
+    assert "1.31e+05 after the embedding, 2 × over FP16's largest number" in over
 
 
 def test_the_rule_on_progress_written_out():
