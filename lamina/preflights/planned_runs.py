@@ -119,9 +119,9 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
                 burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=progress.update)
                 numbers, advice = features(burn_in), find(run.placement).advice
                 verdict = judge(numbers, burn_in)
-                if disconnected(numbers) and verdict.verdict != "fine":
+                if verdict.verdict != "fine" and (disconnected(numbers) or not numbers.finite):
                     progress.set_description(f"{printable(run.placement)}, other settings", refresh=False)
-                    others = other_settings(run, burn_in.proxy.init)
+                    others = other_settings(run, burn_in.proxy.init, 3 if numbers.finite else 10)
                     better = best_of(others, verdict.verdict, settings, blocks, device=device, tick=progress.update)
                     verdict = judge(numbers, burn_in, better)
                 preflights.append(Preflight(run=run, advice=advice, burn_in=burn_in, features=numbers, verdict=verdict))
@@ -129,9 +129,9 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
     return preflights
 
 
-def other_settings(run: PretrainSettings, init: str) -> Iterator[tuple[str, PretrainSettings]]:
-    """Yield a run with another initializer, with a third of the learning rate, and with both, after its flags."""
-    rate = float(f"{run.learning_rate / 3:.1g}")
+def other_settings(run: PretrainSettings, init: str, divisor: int) -> Iterator[tuple[str, PretrainSettings]]:
+    """Yield a run with another initializer, with a lower learning rate, and with both, after its flags."""
+    rate = float(f"{run.learning_rate / divisor:.1g}")
     for changed in ({"init": SUITS}, {"learning_rate": rate}, {"init": SUITS, "learning_rate": rate}):
         if changed.get("init") != init:
             flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())

@@ -36,7 +36,7 @@ PREFLIGHT = JobRow(
     about=(
         "Check a run before you start it. Lamina trains its first steps at full depth, measures the layers, and\n"
         "reports whether the run will train, why, and what to change. If an early layer hardly affects the output,\n"
-        f"it also tries the initializer {SUITS} and a lower learning rate. The verdicts:\n\n"
+        f"or a loss is not finite, it also tries the initializer {SUITS} and a lower learning rate. The verdicts:\n\n"
         "  fine, risky      the model learned in these steps\n"
         '  undecided        too few steps to tell; the line "change" gives a number of steps that should be enough\n'
         "  will not train   we do not expect the model to learn\n\n"

@@ -198,7 +198,7 @@ class PreflightVerdict:
 def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerdict:
     """Return the verdict in words. ``better``: flags with which preflight measured a better verdict, and that verdict.
 
-    Lamina needs ``better`` only for a run that is ``disconnected``.
+    Lamina needs ``better`` only for a run that is ``disconnected``, or whose loss was not finite.
     """
     fitted = calibration()
     sure, kind, deciding = chance(numbers, fitted), verdict_of(numbers, fitted), 0
@@ -206,8 +206,7 @@ def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerd
         deciding = max(burn_in.step_at(deciding_share(numbers, fitted)), len(burn_in.losses) + 1)
     if not numbers.finite:
         reason = f"{burn_in.stopped or 'the loss was not finite'} of the burn-in"
-        rate = burn_in.planned.learning_rate / 10
-        change = f"a lower learning rate ({rate:.1g}), gradient clipping, a longer warm-up"
+        change = better or "a much lower learning rate, gradient clipping, or a longer warm-up"
     elif collapsed(numbers, fitted):
         reason, change = _collapse(numbers, burn_in), _reconnect(burn_in, better)
     else:

@@ -151,6 +151,13 @@ def test_the_advised_settings_train(corpus, given):
     assert found["change"].endswith("(preflight's verdict is then: fine)")
 
 
+def test_a_lower_learning_rate_is_advised_only_if_it_helps(corpus):
+    plan = {**TINY, "corpus": str(corpus), "placements": "pre_ln", "steps": 40}
+    (far,) = lamina.preflight(**plan, learning_rates=1e30, bar=False).to_dict("records")
+    assert "not finite" in far["reason"]
+    assert far["change"].startswith("a much lower learning rate")
+
+
 def test_nothing_is_advised_that_does_not_help(corpus):
     plan = {**DEEP, "corpus": str(corpus), "num_layers": 12, "init": "small_scaled", "learning_rates": 0.3}
     (found,) = lamina.preflight(**plan, bar=False).to_dict("records")
