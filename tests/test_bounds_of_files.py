@@ -67,10 +67,10 @@ def merges():
         ("a: &a [*a]", "inside its own anchor"),
         ("a: " + "[" * 100_000, "nested too deep"),
         ("a: " + "x" * 5 * 2**20, "too large"),
-        ("a: " + "9" * 6000, "not readable"),
-        ("a: 2026-99-99", "not readable"),
+        ("a: " + "9" * 6000, "not valid YAML"),
+        ("a: 2026-99-99", "not valid YAML"),
         ("a: 1\na: 2", "'a' is given twice"),
-        ("a: !!python/object/apply:os.getcwd []", "not readable"),
+        ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
     ],
 )
 def test_a_file_that_would_fill_memory_or_time_is_refused_at_once(file, text, said):
@@ -129,4 +129,4 @@ def test_the_first_use_of_a_python_file_says_that_it_runs_as_code(file, caplog):
         with pytest.raises(UserError):
             resolve(path, 2)
     (record,) = caplog.records
-    assert record.getMessage() == f"placement {path!r} runs as code, with your rights: use only files that you trust"
+    assert record.getMessage() == f"placement {path!r} runs as code, with your rights. Use only files that you trust"

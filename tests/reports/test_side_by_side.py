@@ -52,7 +52,7 @@ def test_what_has_the_same_noise_does_not_part(tmp_path):
     found = side_by_side(first, second)
     assert found.first is None
     assert found.title == "The two runs do not differ"
-    assert found.sentences()[-1] == "They differ, but never by more than their noise."
+    assert found.sentences()[-1] == "They differ, but never by more than the series' noise."
     assert side_by_side(first, first).sentences()[-1] == "They are equal at all steps."
 
 

@@ -210,7 +210,7 @@ def test_a_model_that_hands_on_more_than_a_stream_is_refused(wiring, jobs, tmp_p
     text = {"tokenizer": "bytes", "corpus": write(tmp_path), "output": tmp_path / "out"}
     for job in jobs:
         act = {"graft": {"placement": "peri_ln"}, "prune": {"layers": [1]}}[job]
-        why = "several streams" if wiring == "mhc" else "earlier states" if job == "graft" else ""
+        why = "several residual streams" if wiring == "mhc" else "earlier states" if job == "graft" else ""
         with pytest.raises(UserError, match=f"model: .*{why}"):
             getattr(lamina, job)(tmp_path / "model", **act, **TEXT, **text)
     assert not (tmp_path / "out").exists()
