@@ -125,11 +125,15 @@ def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wan
 
 def listing(*, full: bool = False) -> str:
     """Return a line for each set of tasks; ``full`` adds the sets' tasks. Loads no torch."""
+    from lamina.evaluation.generated import NAMES
+
+    rows = [
+        (name, tasks.source, dict.fromkeys(column.unit for column in tasks.columns)) for name, tasks in SETS.items()
+    ]
+    exact = f"{len(NAMES)} tasks with exact answers, made from the embedded corpus, without a network"
     lines = []
-    for name, tasks in SETS.items():
-        lines.append(f"  {name:<10} {tasks.source}")
+    for name, source, units in [*rows, (GENERATED, exact, NAMES)]:
+        lines.append(f"  {name:<10} {source}")
         if full:
-            units = ", ".join(dict.fromkeys(column.unit for column in tasks.columns))
-            lines += textwrap.wrap(units, 100, initial_indent=" " * 13, subsequent_indent=" " * 13)
-    lines.append(f"  {GENERATED:<10} seven tasks with exact answers, made from the embedded corpus, without a network")
+            lines += textwrap.wrap(", ".join(units), 100, initial_indent=" " * 13, subsequent_indent=" " * 13)
     return "\n".join(lines)

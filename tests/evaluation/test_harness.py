@@ -18,7 +18,7 @@ from lamina.evaluation import task_files
 from lamina.evaluation.harness import Runner
 from lamina.evaluation.scores import item_table, scores_of
 from lamina.evaluation.task_files import Tasks
-from lamina.evaluation.task_sets import SETS, columns_of
+from lamina.evaluation.task_sets import GENERATED, SETS, columns_of, listing
 
 pytest.importorskip("lm_eval")
 
@@ -26,6 +26,13 @@ pytest.importorskip("lm_eval")
 @pytest.fixture(scope="module")
 def shipped():
     return Tasks.find(None)
+
+
+def test_the_full_list_names_the_tasks_of_each_set():
+    told = listing(full=True)
+    units = [column.unit for name in (*SETS, GENERATED) for column in columns_of([name])]
+    assert len(units) > 20
+    assert not [unit for unit in units if unit.partition("@")[0] not in told]
 
 
 def test_every_task_of_a_paper_s_set_is_the_harness_s(shipped):
