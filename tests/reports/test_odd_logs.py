@@ -116,3 +116,12 @@ def test_a_loss_that_rose_is_an_anomaly(tmp_path):
     sentences = lamina.diagnose(path).sentences
     assert "The loss rose at step 9 of 68." in sentences
     assert "Lamina found no anomaly in the record." not in sentences
+
+
+def test_a_second_stage_with_shorter_epochs_is_another_run(tmp_path):
+    line = "Epoch: [{}/9]  [ {}/{}]  eta: 3:32:02  loss: {}.5 (10.7)  lr: 0.1\n"
+    stages = [(e, s, of, 9 - e) for of, epochs in ((40, 3), (20, 2)) for e in range(epochs) for s in range(0, of, 10)]
+    path = tmp_path / "log.txt"
+    path.write_text("".join(line.format(*stage) for stage in stages))
+    with pytest.raises(UserError, match=r"2 runs: '1' \(step 0 to 110\), '2' \(step 0 to 30\)"):
+        read_history(path)

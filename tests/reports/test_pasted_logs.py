@@ -102,6 +102,10 @@ PASTED = {
         "".join(f"[02:40:09.090134] Epoch: [0]  [{s}/460]  eta: 0:03:07  lr: 0.0001  predict_loss: [local: 0.{s} | reduced: 0.6919]  max mem: 9145\n" for s in (120, 140, 160)),
         {s: float(f"0.{s}") for s in (120, 140, 160)},
     ),
+    "a line in which a bar has left its text": (
+        "".join(f"Validation: |          | 0/? [00:00<?, ?it/s]\x1b[A[\x1b[37m12/09/24 14:03:31\x1b[0m] INFO   Epoch {e}: v_recons 4.5e-01  v_loss 4.5  loss {9 - e}.5\n" for e in range(5)),
+        {e: 9.5 - e for e in range(5)},
+    ),
 }  # fmt: skip
 
 

@@ -112,6 +112,7 @@ GENERAL = FORMS[[form.name for form in FORMS].index("lines with a global step") 
 _BAR = re.compile(r"(?P<step>\d+)/\d+ \[\d*\d:\d\d")  # of tqdm, before or between printed dictionaries
 _EPOCH = re.compile(r"^\s*Epoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # Keras prints it above the steps
 _BEFORE = re.compile(rf"{_RATED}{_TO_STEP}{_STEP}")  # step 10: {'loss': 2.3}
+_MOVES = re.compile(r"\x1b\[\d*[ABEF]")  # a bar goes to another line, and leaves its text in this one
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _HELD_OUT = re.compile(
     r"(?i)(?<![\w/-])(?:(?:val|valid|validati(?:on|ng)|eval|evaluati(?:on|ng)|test|testing|dev)\b(?![\w/-])|eval_)"
@@ -123,7 +124,7 @@ _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
 
 def lines_of(text: str) -> Iterator[str]:
     """Yield a console's lines without colors. A text that a progress bar has overwritten is also a line."""
-    text = (_ANSI.sub("", text) if "\x1b" in text else text).replace("**", "")  # bold, in a pasted text
+    text = (_ANSI.sub("", _MOVES.sub("\n", text)) if "\x1b" in text else text).replace("**", "")  # bold, in pasted text
     yield from (line for line in re.split(r"[\r\n]+", text) if line and not line.isspace())
 
 

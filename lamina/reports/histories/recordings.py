@@ -266,14 +266,15 @@ def _count_on(columns: Columns) -> list[str]:
     """Count a console's steps on that start anew in each epoch, whose length it prints; return the notes on it."""
     (at, steps), (known, of) = (columns.values.get(name, _NOTHING) for name in ("step", EPOCH_STEPS))
     epochs = next((series for name, series in columns.values.items() if plain(name) in EPOCHS), None)
-    if epochs is None or not len(known) or len(np.unique(of)) > 1 or not _is_whole(epochs[1]):
+    if epochs is None or not len(known) or not _is_whole(epochs[1]):
         return []
-    epoch = _carried(epochs, columns.rows)[at]
-    later = np.diff(epoch) > 0
-    if not later.any() or (np.diff(steps)[later] > 0).any():
+    epoch, of = (_carried(series, columns.rows)[at] for series in (epochs, (known, of)))
+    moves = np.diff(epoch)
+    if not (moves > 0).any() or (np.diff(steps)[moves > 0] > 0).any() or (np.diff(of)[moves >= 0] != 0).any():
         return []
-    columns.values["step"] = at, steps + (epoch - min(epoch[0], 1.0)) * of[0]  # epochs count from 0 or from 1
-    return [f"the steps restart in each epoch of {of[0]:g} steps, so Lamina keeps counting"]
+    columns.values["step"] = at, steps + (epoch - min(epoch.min(), 1.0)) * of  # epochs count from 0 or from 1
+    lengths = " or ".join(f"{length:g}" for length in dict.fromkeys(of.tolist()))
+    return [f"the steps restart in each epoch of {lengths} steps, so Lamina keeps counting"]
 
 
 def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first: int, last: int) -> Recording:
