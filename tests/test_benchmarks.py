@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from lab.posttraining.tiny import write_model  # here, because benchmarks/ has a training.py, too
 from scripts import loaded
 
 from lamina.training.monitor.alarms import read_alarms
@@ -193,7 +194,6 @@ def test_the_stages_after_pretraining_are_plain_trl(common, stage, tmp_path):
     """Lamina's losses and TRL's own, on the same rows in the same order, are the same numbers."""
     pytest.importorskip("trl")
     pytest.importorskip("peft")
-    from lab.posttraining.tiny import write_model
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     module = importlib.import_module("posttraining_path")
