@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from training.watching.loops import VOCAB, NanoGpt, Tokens, llama
+from transformers import T5Config, T5ForConditionalGeneration
 
 import lamina
 
@@ -140,6 +141,38 @@ def test_random_masks_of_rows_and_modes_of_modules_are_no_mistake_and_stay():
     found = lamina.check(model, batch=batch, loss=lambda m, b: ENTROPY(m(b[0]).flatten(0, 1), b[1].flatten()))
     assert "mixed_rows" not in {each.name for each in found}
     assert (model.training, model.layers[0].training, model.layers[1].training) == (True, False, True)
+
+
+def test_rows_as_classes_and_masks_among_a_batch_are_no_mistake():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Mean(16), Mean(16)
+
+        def forward(self, x, y):
+            return self.first(x), self.second(y)
+
+    def contrast(model, batch):
+        first, second = (functional.normalize(x, dim=-1) for x in model(*batch[:2]))
+        return ENTROPY(60 * first @ second.T, torch.arange(len(first)))
+
+    ids = Tokens(items=24).ids
+    batch = (ids[:12], ids[12:], torch.zeros(12))
+    assert lamina.check(Towers(), batch=batch, loss=contrast) == []
+    model, (x, labels), _ = hidden(shown=False)
+    batch = (x, x == 0, labels)
+    assert lamina.check(model, batch=batch, loss=lambda m, b: ENTROPY(m(b[0], b[1]), b[2])) == []
+
+
+def test_padding_among_the_labels_of_a_decoder_whose_encoder_is_masked():
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    )
+    labels = torch.where(torch.arange(12) < 8, IDS % 50 + 1, 0)
+    batch = {"input_ids": IDS, "attention_mask": (torch.arange(12) < 9).long().expand(6, -1), "labels": labels}
+    assert [each.name for each in lamina.check(model, batch=batch)] == ["labels_of_padding"]
+    batch["labels"] = labels.masked_fill(labels == 0, -100)
+    assert lamina.check(model, batch=batch) == []
 
 
 def test_a_compiled_model_is_checked_as_an_eager_one():

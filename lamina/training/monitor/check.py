@@ -59,7 +59,7 @@ def check(
     )
     if not arguments and isinstance(batch, tuple | list):  # a batch for ``loss``
         tensors = [value for value in batch if isinstance(value, torch.Tensor)]
-        setup.batch = dict(zip(("inputs", "labels"), tensors, strict=False))
+        setup.batch = dict(zip(("inputs", "labels"), tensors[:1] + tensors[1:][-1:], strict=False))
     setup.recording = torch.is_grad_enabled()
     setup.scaler = scaler is not None and bool(getattr(scaler, "is_enabled", lambda: True)())
     first = next(iter(inspect.signature(model_itself.forward).parameters), "input_ids")

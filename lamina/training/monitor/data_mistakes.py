@@ -83,6 +83,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         return
     scores = trial.calls.get("cross_entropy", {}).get("input")
     classes = scores.shape[1] if isinstance(scores, torch.Tensor) and scores.ndim > 1 else 0
+    classes *= trial.logits is not None and trial.logits.shape[-1] == classes  # not the other rows of the batch
     losses = [
         *trial.entropies,
         *([trial.loss] if len(trial.entropies) == 1 else []),
@@ -285,7 +286,9 @@ def labels_of_padding(setup: BeforeTraining) -> Iterator[Mistake]:
     words = re.search(r"ForCausalLM|LMHeadModel|ForConditionalGeneration", type(setup.model).__name__)
     if labels is None or labels.ndim != 2 or not isinstance(padding, int) or not words or labels.shape[1] <= TAIL:
         return
-    hidden = mask is not None and mask.shape == labels.shape and bool((mask == 0).any())  # mask_and_labels looks there
+    hidden = (
+        mask is not None and mask.shape == labels.shape and bool((mask == 0).any()) and not setup.is_encoder_decoder
+    )
     ends = (labels[:, -TAIL:] == padding).all(1)
     if bool(ends.any()) and not bool((labels == padding).all(1).any()) and not hidden:
         yield Mistake(
