@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol, cast
 
 from lamina.core.intervals import CONFIDENCE, mean_and_error
@@ -88,6 +89,7 @@ def tau_draws(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> lis
     An arm with one value counts as exactly known, and an arm without a value ranks last.
     """
     import numpy as np
+    from scipy import stats
 
     random = np.random.default_rng(_SEED)
 
@@ -97,8 +99,10 @@ def tau_draws(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> lis
         error = float(np.std(arm, ddof=1)) / math.sqrt(len(arm))
         return (float(np.mean(arm)) + error * random.standard_t(len(arm) - 1, _DRAWS)).tolist()
 
-    sides = [np.transpose([drawn(arm) for arm in side]) for side in (a, b)]
-    return [kendall(draw, other) for draw, other in zip(*sides, strict=True)]
+    sides = ([drawn(arm) for arm in side] for side in (a, b))
+    orders = (map(tuple, stats.rankdata(side, axis=0).T) for side in sides)
+    tau = cache(kendall)  # only the orders count, and few arms have few of them
+    return [tau(*both) for both in zip(*orders, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
