@@ -110,7 +110,7 @@ class History:
     def __str__(self) -> str:
         steps = self.steps
         word = "record" if not self.clock else "step"
-        counted = f"{self.form}, {len(steps):,} records from {word} {steps[0]} to {steps[-1]}"
+        counted = f"{self.form}, {len(steps):,} record{'s' * (len(steps) > 1)} from {word} {steps[0]} to {steps[-1]}"
         counted += f" (steps are the column {self.clock!r})" if self.clock not in ("step", "") else ""
         counted += "" if self.clock else " (no column has the steps, so Lamina counts records)"
         said = [f"{_WORDS.get(metric, metric.replace('_', ' '))} {name!r}" for metric, name in self.read.items()]

@@ -68,7 +68,7 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
         ]
         if silent:
             yield Mistake(
-                what=f"{len(silent)} layers' parameters get no gradient ({setup.listed(silent)})",
+                what=f"no gradient reaches {len(silent)} of the layers' parameters ({setup.listed(silent)})",
                 why="their modules run, and others of these layers get a gradient, so an operation detaches their "
                 "outputs",
                 do="Look for .detach(), .data, torch.no_grad() or .item() after their modules, and for a router whose "
@@ -129,7 +129,8 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
         (double, 2, "the weights of norms that compute 1 + weight start at 1", "Start such weights at 0"),
     ):
         if found:
-            what = f"{len(found)} norms have a gain of about {size} ({listing([setup.modules[id(m)] for m in found])})"
+            names = listing([setup.modules[id(m)] for m in found])
+            what = f"the gain is about {size} in {len(found)} of the norms ({names})"
             yield Mistake(what=what, why=why, do=do)
 
 

@@ -39,9 +39,8 @@ def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
     all_of, left_out = (sum(p.numel() for p in part) for part in (setup.trained, missing))
     if missing and (left_out == all_of or all_of - left_out >= HEAD_ONLY * all_of):
         yield Mistake(
-            what=f"{len(missing)} trainable parameter{'s are' if missing[1:] else ' is'} in no optimizer "
-            f"({setup.listed(missing)})",
-            why="they get a gradient but never change",
+            what=f"no optimizer has {len(missing)} of the trainable parameters ({setup.listed(missing)})",
+            why="their gradients never change a weight",
             do="Create the optimizer from all parameters after your last change of the model, or set their "
             "requires_grad to False",
         )
@@ -91,7 +90,7 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
                 decay = max(decay, *values)
     if any(p.ndim == 1 for p in gains):
         yield Mistake(
-            what=f"{len(gains)} norms' gains or biases have a weight decay of {decay:g} ({setup.listed(gains)})",
+            what=f"the weight decay is {decay:g} for {len(gains)} of the gains and biases ({setup.listed(gains)})",
             why="weight decay pulls each gain, and with it the layer's contribution, toward 0",
             do="Put them into a group with weight_decay=0.0",
         )
@@ -103,7 +102,7 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
     weights = [p for p in setup.trained if p.dtype == torch.float16]
     if weights:
         yield Mistake(
-            what=f"{len(weights)} trainable parameters are float16 ({setup.listed(weights)})",
+            what=f"float16 is the type of {len(weights)} of the trainable parameters ({setup.listed(weights)})",
             why="small gradients and updates round to 0, and a GradScaler rejects float16 gradients",
             do="Keep weights in float32 and compute under autocast, or load the model in bfloat16",
         )
@@ -128,8 +127,8 @@ def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
     idle = [p for p in setup.trained if rates.get(id(p)) == 0]
     if idle and (any(rates.values()) or not setup.running):
         yield Mistake(
-            what=f"{len(idle)} trainable parameters have a learning rate of 0 ({setup.listed(idle)})",
-            why="they get a gradient but never change",
+            what=f"the learning rate is 0 for {len(idle)} of the trainable parameters ({setup.listed(idle)})",
+            why="their gradients never change a weight",
             do="Give their group a learning rate, or set their requires_grad to False",
         )
 
@@ -356,7 +355,7 @@ def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
         )
     if any(p.requires_grad for p in base):
         yield Mistake(
-            what=f"{len(base)} matrices below LoRA are trained ({setup.listed(base)})",
+            what=f"the optimizer trains {len(base)} of the matrices below LoRA ({setup.listed(base)})",
             why="LoRA trains the adapter alone, and a frozen matrix needs no optimizer state",
             do="Set requires_grad of the model's own weights to False",
         )

@@ -248,7 +248,7 @@ def norm_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
             large[path] = size
     if large:
         yield Mistake(
-            what=f"{len(large)} norms have an eps of {max(large.values()):g} ({listing(list(large))})",
+            what=f"the eps is {max(large.values()):g} in {len(large)} of the norms ({listing(list(large))})",
             why="they add it to the variance, so small inputs are not normalized",
             do="Use 1e-5 or 1e-6",
         )
