@@ -83,7 +83,7 @@ def test_a_reward_model_orders_held_out_pairs(judge):
     inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     better, worse = model(**inputs).logits[:, 0].tolist()
     assert better > worse
-    assert "of pairs that it orders correctly" in report(folder).read_text()
+    assert "share of pairs in which the better answer has the higher score" in report(folder).read_text()
 
 
 def test_the_score_is_read_at_the_last_token_though_it_also_pads(judge):
