@@ -103,7 +103,7 @@ class Argument:
             if has_negative and text is None and left and left[0].lower() in _SWITCH:
                 text = left.pop(0)
             if text is not None and not (has_negative and text.lower() in _SWITCH):
-                fix = " (allowed: true, false)" if has_negative else ", but the flag takes no value. Leave it out."
+                fix = " is not true or false." if has_negative else ", but the flag takes no value. Leave it out."
                 raise UserError(f"{names}: {shortened(repr(text), 200)}{fix}")
             values[self.name] = (not flag.startswith("--no-")) == _SWITCH[(text or "true").lower()]
             return

@@ -257,7 +257,7 @@ examples_name = takes(Examples)(partial(place))
 
 def switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise UserError(f"{name}: {_shown(value)} (allowed: true, false)")
+        raise UserError(f"{name}: {_shown(value)} is not true or false.")
     return value
 
 

@@ -95,8 +95,8 @@ class TextEncoder:
 class TokenJoiner:
     """Joins segments into one sequence of tokens, with an end-of-text token wherever the text does not continue.
 
-    The text does not continue between documents, where pieces belong to the other split, and after :meth:`jump`. No
-    end-of-text token precedes the first segment.
+    The text breaks off between documents, at pieces of the other split, and after :meth:`jump`. No end-of-text token
+    precedes the first segment.
 
     Attributes:
         last: the document and the character at which the last segment ended; None before the first.
@@ -122,7 +122,7 @@ class TokenJoiner:
         self.last = None if self.last is None else self.ELSEWHERE
 
     def encode(self) -> np.ndarray:
-        """Return the tokens of the segments that were added since the last call, [tokens] of the encoder's dtype."""
+        """Return the tokens of the segments added since the last call: an array [tokens] of the encoder's dtype."""
         if not self._texts:
             return self._end[:0]
         rows: list[np.ndarray] = []

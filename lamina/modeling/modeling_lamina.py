@@ -580,7 +580,7 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWi
         """Score the last token that the mask [batch, tokens] keeps. Without a mask, score the last token that is not
         padding.
 
-        These two tokens differ if a tokenizer uses one token as both the end of text and the padding.
+        With and without a mask, the token differs if the tokenizer pads with the end-of-text token.
         """
         kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         if attention_mask is None or attention_mask.ndim != 2:

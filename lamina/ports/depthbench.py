@@ -1,4 +1,4 @@
-"""Hyper-Connections and Attention Residuals in OLMo-core checkpoints, by the names of DepthBench (arXiv 2609.32534).
+"""Read OLMo-core checkpoints with Hyper-Connections and Attention Residuals, as DepthBench (arXiv 2609.32534) has them.
 
 The names come from DepthBench's fork of OLMo-core, github.com/keyu-wang-2002/DepthBench: ``nn/hyper_connections.py``
 (commit 8cc2fd74), and ``nn/transformer/block.py`` and ``model.py`` (commit 5152cab0).

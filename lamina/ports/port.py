@@ -203,7 +203,7 @@ class Port:
 
     @property
     def projections_by_scope(self) -> list[tuple[str, str]]:
-        """The projections that have a norm, as the code of a tuple, by the norm's scope."""
+        """The source code of a tuple of the projections that have a norm, for each scope of a norm."""
         names = {
             scope: [f'"{p}_proj"' for p, s in self.projections.items() if s == scope] for scope in ("head", "full")
         }

@@ -65,7 +65,7 @@ class PreflightSettings(
     flops: float | None = setting(
         None,
         "maximum FLOPs per check (default: 1e12 on a CPU, 1e14 on a GPU); if a check needs more, Lamina measures a "
-        "narrower model of the same depth on fewer blocks",
+        "narrower model of the same depth on fewer blocks of text",
         above(0.0),
     )
     output: str | None = changed(None, help="folder for the page, the figures and the numbers (default: none)")

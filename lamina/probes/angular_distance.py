@@ -90,7 +90,7 @@ class AngularDistance(DirectionsProbe):
             (
                 distances,
                 "Angular distance",
-                "The same distances, not scaled: 0 is the same direction, and 0.5 is a right angle.",
+                "This figure shows the unscaled distances. 0 is the same direction, and 0.5 is a right angle.",
             ),
         ):
             figure = heat_map(table, "start", "size", "value", title=title, **axes)

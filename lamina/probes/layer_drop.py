@@ -329,7 +329,7 @@ def _agreement(frame: Frame, harm: Frame) -> list[str]:
     size = int(harm["size"].iloc[0])
     agreement = float(paired["angle"].rank().corr(paired["harm"].rank()))
     turned, missed = paired["angle"].idxmin(), paired["harm"].idxmin()
-    rank = f"Spearman correlation {agreement:.2f} over all layers"
+    rank = f"the Spearman correlation of angle and harm over all layers is {agreement:.2f}"
     if turned == missed:
         return [f"The angular distance agrees that {_which(turned, size)} matters least ({rank})."]
     return [

@@ -1,4 +1,4 @@
-"""Measure how many directions the hidden states of each layer use, and how many of several streams stay distinct."""
+"""Measure how many directions each layer's hidden states use, and how many streams stay distinct."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ class CoordCheckSettings(
     depths: str = setting(
         "", "comma-separated numbers of blocks, at least two, to compare instead of widths", depths_or_none
     )
-    hidden_size: int | None = changed(None, help="with depths, the width of all models (default: the backbone's)")
+    hidden_size: int | None = changed(None, help="with --depths, the width of all models (default: the backbone's)")
     num_layers: int = changed(6, help="number of blocks (do not combine with --depths)")
     width_scaling: str = changed(
         "standard",

@@ -335,7 +335,7 @@ class Branches(TrainerCallback):
 
     Attributes:
         rows: the records of the finished branches: ``branch_steps``, ``tokens``, ``branch_loss`` and
-            ``branch_bigram_entropy`` (the loss of a bigram table of the branch's blocks).
+            ``branch_bigram_entropy`` (a bigram table's loss on the branch's text).
         trainer: the trunk's Trainer; set before the training begins.
 
     Raises:

@@ -369,8 +369,8 @@ class SpeedSettings(Settings, group="machine"):
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     precision: Literal["auto", "fp32", "bf16", "fp16", "float8"] = setting(
         "auto",
-        "auto (bf16 on a GPU, otherwise fp32), fp32, bf16, fp16 or float8 (mixed: weights and losses stay fp32; "
-        "float8: the blocks' linear layers by torchao, the rest bf16)",
+        "auto (bf16 on a GPU, otherwise fp32), fp32, bf16, fp16 or float8 (the blocks' linear layers by torchao, the "
+        "rest bf16); weights and losses stay fp32",
     )
     compile: Literal["auto", "on", "off"] = setting(
         "auto",

@@ -363,13 +363,14 @@ def test_sentences_name_the_layers_that_could_go():
     said = list(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3])))
     assert said[0] == "Removing layer 3 harms least (loss increase 0.01 nats), removing layer 0 most (2 nats)."
     assert "You can remove one of the layers 2-3" in said[1]
-    assert (
-        said[2] == "The angular distance agrees that layer 3 matters least (Spearman correlation 1.00 over all layers)."
-    )
+    rank = "the Spearman correlation of angle and harm over all layers is 1.00"
+    assert said[2] == f"The angular distance agrees that layer 3 matters least ({rank})."
     frame = _frame([2.0, 0.4, 0.02, 0.01, 0.3])
     turned = frame["metric"].eq("angular_distance") & frame["layer"].eq(1)
     apart = list(LayerDrop().sentences(frame.assign(value=frame["value"].mask(turned, 1e-4))))[2]
-    assert apart.startswith("By angular distance, layer 1 matters least, but removing layer 3 harms least (Spearman")
+    assert apart.startswith(
+        "By angular distance, layer 1 matters least, but removing layer 3 harms least (the Spearman"
+    )
     assert apart.endswith("Believe the measured harm, because the angle only predicts it.")
     every = list(LayerDrop().sentences(_frame([0.01, 0.02, 0.005, 0.0])))[1]
     assert every.startswith("Removing any one layer does little harm")  # and not a list of all layers

@@ -207,7 +207,7 @@ class TuningSettings(
     beta2: float = changed(0.999)
     min_learning_rate: float = changed(0.0)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = changed(
-        "auto", help="auto (bf16 on a GPU, otherwise fp32), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)"
+        "auto", help="auto (bf16 on a GPU, otherwise fp32), fp32, bf16 or fp16; weights and losses stay fp32"
     )
     seed: int = changed(0, help="seed of the examples' order and of all other random numbers")
 

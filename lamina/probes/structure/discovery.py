@@ -301,9 +301,7 @@ class TracedLayer:
         return None
 
     def entry_of(self, branch: Branch) -> Point | None:
-        """Return the point at which a branch begins: the first input of its first module that has the stream's
-        shape.
-        """
+        """Return the point at which a branch begins: its first module's first input of the stream's shape."""
         first = next(iter(branch.modules), branch.source)
         key = next((key for key, value in first.inputs.items() if self._fits(value)), None)
         return None if key is None else Point(first.module, first.path, "input", first.number, None, key)

@@ -176,8 +176,8 @@ class LayerSite:
 class Structure:
     """A model's layers in the order in which they run, and the modules around them.
 
-    ``outside`` has the modules before the layers ("embedding"), after them ("readout"), or in another list of layers
-    ("other"), each once. ``end`` is the state after the last layer that the model reads, if it is not the stream.
+    ``outside`` lists, once each, the modules before the layers ("embedding"), after them ("readout"), or in other lists
+    of layers ("other"). ``end`` is the state after the last layer that the model reads, if it is not the stream.
     ``others`` has the paths of other lists of layers. ``starts`` has the first layer of each further stack in
     ``layers``.
     """

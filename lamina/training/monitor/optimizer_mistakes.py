@@ -313,7 +313,7 @@ def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
                 what=f"the learning rates of {path} fall from {rates[0]:g} (layer 0) to {rates[-1]:g} "
                 f"(layer {len(rates) - 1})",
                 why="layer-wise decay is for the layers near the input, and here it slows the last layers",
-                do="Reverse the order of the rates",
+                do="Reverse the order of the learning rates",
             )
 
 

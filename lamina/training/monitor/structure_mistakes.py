@@ -89,7 +89,7 @@ def repeated_layer(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def shared_memory(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find different parameters that share memory, so that each optimizer step changes the memory several times."""
+    """Find different parameters that share memory. Each optimizer step changes such memory several times."""
     places: dict[tuple[int, torch.Size], list[nn.Parameter]] = {}
     for p in setup.trained:
         if not isinstance(p, DTensor) and p.numel() and p.data_ptr():

@@ -181,7 +181,7 @@ def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | 
     except NotImplementedError as error:  # pyarrow's, for a list or a date in place of a number
         raise ValueError(str(error)) from error
     if missing := [name for name in LAYER_COLUMNS[:-1] if table.column(name).null_count]:
-        raise ValueError(f"{missing[0]}: missing in a row")
+        raise ValueError(f"a row has no {missing[0]}")
     return table.to_pydict()
 
 

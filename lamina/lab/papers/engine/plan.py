@@ -135,7 +135,7 @@ class StudyPlan:
         return {name: count * trials for name, count in counts.items()}
 
     def wanted(self, result: Results) -> list[StudyTrial]:
-        """Update ``chosen``, and return the trials that the study needs given the results so far, seed by seed."""
+        """Update ``chosen``, and return the trials that each seed of the study needs, given the results so far."""
         scale, wanted = self.scale, []
         if scale.tuning is None:
             for seed, number, rate in product(scale.seeds, range(len(self.arms)), scale.rates or (None,)):

@@ -61,13 +61,13 @@ def at_other_budgets(trials: Trials, arm: Mapping[str, object]) -> list[Arm]:
 def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
     """Turn a finding that our values are higher into a finding that also compares at equal loss.
 
-    ``others`` is the other arm at several lengths of pretraining. Lamina interpolates the other arm's value at our loss
-    (``at_loss``).
+    ``others`` is the other setting at several lengths of pretraining. ``at_loss`` interpolates its value at the loss of
+    ``ours``.
 
     Returns:
         If ``raw`` does not hold, the result is ``raw``. Otherwise, the verdict is ``holds at iso-loss`` if our values
         are also higher at equal loss. It is ``explained by loss`` if the test excludes a difference of ``by`` at equal
-        loss, and ``holds`` if the test shows neither. The first two verdicts need both tests, so their p is the larger
+        loss, and ``holds`` if the test cannot tell. The first two verdicts need both tests, so their p is the larger
         p.
     """
     matched = at_loss(others, ours.losses)
