@@ -19,7 +19,8 @@ from transformers import (
 from transformers import T5ForConditionalGeneration as T5
 
 import lamina
-from lamina.errors import UserError
+from lamina.errors import UserError, one_line
+from lamina.training.monitor import mistakes
 from lamina.training.monitor.mistakes import CHECKS
 
 IDS = Tokens(items=2).ids
@@ -681,6 +682,26 @@ def test_the_model_stays_as_it_is_and_so_do_the_random_states():
     assert float(model.lm_head.weight.grad.mean()) == 1.0
     assert model.wte.weight.grad is None
     assert model.training
+
+
+def test_a_check_that_breaks_stops_no_training_and_is_said(monkeypatch, tmp_path):
+    def broken(setup):
+        raise IndexError("index 33 is out of bounds")
+        yield
+
+    monkeypatch.setattr(mistakes, "one_line", one_line)
+    monkeypatch.setitem(mistakes.CHECKS, "norm_gains", broken)
+    model = llama()
+    found = lamina.check(model, torch.optim.AdamW(model.model.parameters()))
+    assert "in_no_optimizer" in [each.name for each in found]
+    said = "norm_gains: IndexError: index 33 is out of bounds"
+    assert said in found.unchecked
+    optimizer = adamw(model)
+    with lamina.watch(model, optimizer, output=tmp_path / "run") as monitor:
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        monitor.step()
+    assert f"not checked: {said}" in (tmp_path / "run" / "watched.json").read_text()
 
 
 def test_what_cannot_be_checked_is_said_and_bad_input_is_one_line():

@@ -49,6 +49,7 @@ class BeforeTraining:
         half: whether autocast computes in float16.
         running: whether the model runs its first training step.
         recording: whether autograd records operations.
+        failed: the checks that raised an exception, and its text.
     """
 
     model: nn.Module
@@ -60,6 +61,7 @@ class BeforeTraining:
     half: bool = False
     running: bool = False
     recording: bool = True
+    failed: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def names(self) -> dict[int, str]:

@@ -66,7 +66,8 @@ def check(
     made_up = {str(getattr(model_itself, "main_input_name", first)): torch.arange(1, 9, device=device)[None]}
     setup.structure = follow(inner, arguments or made_up).structure
     unchecked += _tried(setup, batch, loss)
-    return Mistakes(findings(setup), unchecked)
+    found = findings(setup)
+    return Mistakes(found, [*unchecked, *(f"{name}: {error}" for name, error in setup.failed.items())])
 
 
 def _tried(setup: BeforeTraining, batch: object, loss: LossOf | None) -> list[str]:

@@ -145,6 +145,8 @@ def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     if table is None or tokens is None or table.ndim != 2 or not 0 <= int(tokens.max()) < len(table):
         return
     values, used = whole(table).float(), tokens.unique()
+    if values.shape != table.shape:  # a part of it
+        return
     padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
     used = used[used != padding] if isinstance(padding, int) else used
     apart = (values - values.mean(0)).norm(dim=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from lamina.errors import one_line
 from lamina.training.monitor import data_mistakes, loss_mistakes, model_mistakes, optimizer_mistakes, structure_mistakes
 from lamina.training.monitor.before_training import CHECKS, BeforeTraining, Mistake
 from lamina.training.monitor.flat_parameters import FlatParameters
@@ -48,7 +49,16 @@ class Mistakes(list[Mistake]):
 
 
 def findings(setup: BeforeTraining) -> list[Mistake]:
-    """Return the mistakes that the checks find; empty if FSDP1 or DeepSpeed hides the weights or gradients."""
+    """Return the mistakes that the checks find; empty if FSDP1 or DeepSpeed hides the weights or gradients.
+
+    ``setup.failed`` gets each check that raised an exception.
+    """
     if FlatParameters(setup.model) or is_deepspeeds(setup.model):
         return []
-    return [replace(found, name=name) for name, check in CHECKS.items() for found in check(setup)]
+    found: list[Mistake] = []
+    for name, check in CHECKS.items():
+        try:
+            found += [replace(each, name=name) for each in check(setup)]
+        except Exception as error:  # an unusual model may not stop a training
+            setup.failed[name] = one_line(error)
+    return found

@@ -183,6 +183,8 @@ class LoopMonitor(Monitor):
             setup.structure = followed.structure
             for finding in findings(setup):
                 self.instruments.note(f"check: {finding}")
+            for name, error in setup.failed.items():
+                self.instruments.note(f"check: not checked: {name}: {error}")
         if followed.structure is not None:
             self.alarms.paths = {site.index: site.path for site in followed.structure.layers}
             self.alarms.starts, self.alarms.kinds = followed.structure.starts, followed.structure.kinds()

@@ -174,6 +174,7 @@ def test_two_processes_are_measured_as_one(tmp_path, kind):
     assert "atexit" not in ended.stderr
     said = json.loads((tmp_path / "by_hand.json").read_text())
     assert all(said["same"])
+    assert "not checked: " not in (tmp_path / "run" / "watched.json").read_text()
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 3
     for metric, values in said["hand"].items():
         expected = {tuple(place): value for *place, value in values}
