@@ -199,7 +199,7 @@ def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
             yield "paths", words, said, {}, False
     for place, said in places.items():
         yield "paths", ["convert", "model", place], ("output", said), {}, False
-    for place in ("missing/a.svg", "nothing", "loop", "a\0b", "x" * 300, "corpus.txt/a.svg"):
+    for place in ("dangling/a.svg", "nothing", "loop", "a\0b", "x" * 300, "corpus.txt/a.svg"):
         yield "paths", [*line("placements"), f"--svg={place}"], ("svg", "missing", shown(place)), {}, False
     yield from special_files()
     for file in CONFIGS:
