@@ -143,7 +143,7 @@ def test_an_optimizer_that_rests_a_rate_of_zero_and_rounded_steps_are_no_alarm(t
     rest = [p for p in model.parameters() if all(p is not own for own in model.h[1].parameters())]
     groups = [{"params": rest, "lr": 1e-3}, {"params": list(model.h[1].parameters()), "lr": 0.0}]
     told, notes = watched(tmp_path / "zero", model, optimizer=torch.optim.AdamW(groups))
-    (note,) = [note for note in notes if "learning rate of 0" in note]
+    (note,) = [note for note in notes if "the learning rate is 0 for" in note]
     assert (told, "h.1." in note) == ([], True)
     model = NanoGpt(layers=3)
     assert watched(tmp_path / "small", model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-9))[0] == []
