@@ -73,7 +73,7 @@ def test_a_sample_of_the_tests_runs_in_the_source_distribution(unpacked):
 @pytest.mark.slow
 def test_the_wheel_has_the_studies_and_not_their_records(built, tmp_path):
     (wheel,) = built.glob("*.whl")
-    assert wheel.stat().st_size < 3 * 2**20
+    assert wheel.stat().st_size < 3.5 * 2**20  # 1.9 MB are the corpus and plotly
     with zipfile.ZipFile(wheel) as file:
         assert not [name for name in file.namelist() if "records/" in name or name.endswith(".parquet")]
         file.extractall(tmp_path / "site")
