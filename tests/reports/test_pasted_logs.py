@@ -233,3 +233,14 @@ def test_a_sentence_on_a_loss_that_is_not_finite_is_a_record(tmp_path, line, ste
     losses = read_history(file).values(LOSS)
     assert (len(losses), max(losses)) == (22, step)
     assert [at for at, loss in losses.items() if loss != loss] == [181, step]
+
+
+@pytest.mark.parametrize("rows", [[["a", 1.0, 2.0]] * 3, [[None, 1.0, 2.0]] * 3])
+def test_rows_of_three_without_a_time_are_refused_for_their_missing_names(tmp_path, rows, refused):
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    assert "numbers without names" in refused("diagnose", tmp_path / "rows.json")
+
+
+def test_a_loss_that_is_infinite_in_a_file_without_names_is_read(tmp_path):
+    (tmp_path / "loss.txt").write_text("inf\n" * 30)
+    assert len(read_history(tmp_path / "loss.txt").values(LOSS)) == 30

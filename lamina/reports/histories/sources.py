@@ -288,7 +288,8 @@ def _records(data: object, name: str) -> Iterator[Mapping[str, object]]:
                 if isinstance(value, Mapping) and at < len(value)
             }
     elif isinstance(data, list):
-        if data and all(isinstance(record, list) and len(record) == 3 and record[0] > WALL for record in data):
+        threes = bool(data) and all(isinstance(record, list) and len(record) == 3 for record in data)
+        if threes and all(isinstance(record[0], int | float) and record[0] > WALL for record in data):
             yield from ({"wall_time": wall, "step": step, name: value} for wall, step, value in data)
         elif data and not any(isinstance(record, Mapping) for record in data):
             yield from without_names([record if isinstance(record, list) else [record] for record in data], name)

@@ -36,6 +36,8 @@ def named_by_file(columns: Columns, stem: str) -> Columns:
 
 def rows_of(lines: Sequence[str]) -> list[list[str]]:
     """Return the cells of lines that have equally many numbers each, and nothing else; empty for any other text."""
+    if not lines or number_of(re.split(r"[\s,;|]+", lines[0].strip())[0]) is None:  # most texts
+        return []
     rows = [re.split(r"[\s,;|]+", line.strip()) for line in lines]
     same = len({len(row) for row in rows}) == 1 and len(rows) > 1
     return rows if same and all(number_of(cell) is not None for row in rows for cell in row) else []
@@ -50,7 +52,10 @@ def without_names(rows: Sequence[Sequence[object]], stem: str) -> Iterator[Mappi
     columns = [[number_of(cell) for cell in column] for column in zip(*rows, strict=True)]
     count = f"{len(columns)} column{'s' * (len(columns) > 1)} of numbers without names"
     numbers = [[number for number in column if number is not None] for column in columns]
-    wholes = [all(a <= b and a == int(a) and b == int(b) for a, b in pairwise(column)) for column in numbers]
+    wholes = [
+        bool(column) and all(a <= b and a.is_integer() and b.is_integer() for a, b in pairwise(column))
+        for column in numbers
+    ]
     times = [
         is_whole and len(columns) > 2 and column[0] > WALL for is_whole, column in zip(wholes, numbers, strict=True)
     ]

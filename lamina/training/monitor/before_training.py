@@ -97,7 +97,7 @@ class BeforeTraining:
         model: Output = self.model
         try:
             table, head = model.get_input_embeddings(), model.get_output_embeddings()
-        except (AttributeError, NotImplementedError, TypeError):
+        except (AttributeError, NotImplementedError, TypeError):  # an own model, one of images, other arguments
             return None
         return (table, head) if hasattr(table, "weight") and hasattr(head, "weight") else None
 
