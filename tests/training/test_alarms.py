@@ -206,6 +206,28 @@ def test_series_start_anew_where_other_parameters_are_trained():
         assert [alarm.step for alarm in told(steps)] == said
 
 
+@pytest.mark.parametrize(("changed", "said"), [(False, ["fall", "rise"]), (True, [])])
+def test_what_begins_to_be_trained_may_grow_and_let_the_loss_fall(changed, said):
+    """As a GPT-2's embedding, frozen until step 80: the loss falls by 0.8, and the weight norm nearly doubles."""
+    draw, steps = random.Random(1), []
+    for step in range(1, 121):
+        loss = 5.3 + 0.02 * draw.gauss(0.0, 1.0) - 0.12 * max(0, step - 80)
+        steps.append([row(step, loss, layer=-1, sublayer="model", metric="step_loss")])
+        if step % 20 == 0:
+            steps[-1].append(outside(step, 3.0 if step <= 80 else 5.7, role="embedding", metric="weight_norm"))
+    if changed:
+        steps[79].append(outside(80, 1.0, role="embedding", metric="trained_changed"))
+    assert sorted(alarm.rule for alarm in told(steps)) == said
+
+
+@pytest.mark.parametrize(("first", "said"), [(0.16, []), (0.3, ["rise"])])
+def test_the_longest_row_of_an_embedding_may_grow_manyfold_while_it_is_short(first, said):
+    lengths = [first * 13.0 ** (at / 7) for at in range(8)]
+    assert [
+        a.rule for a in run(lengths, 20, layer=-1, sublayer="block", role="embedding", metric="row_norm_abs_max")
+    ] == said
+
+
 @pytest.mark.parametrize("metric", ["gradient_norm", "hidden_variance"])
 @pytest.mark.parametrize(("layers", "said"), [(1, [0]), (6, [])])
 def test_all_series_start_anew_where_many_other_parameters_are_trained(layers, said, metric):

@@ -95,7 +95,8 @@ PASTS: Mapping[str, Past] = {
 }
 COURSES: Mapping[str, float] = {
     **dict.fromkeys(("gain_mean", "gain_abs_max", "weight_norm"), 0.0),
-    **dict.fromkeys(("row_norm_mean", "row_norm_abs_max"), 0.1),  # an output head that starts near zero
+    "row_norm_mean": 0.1,  # an output head that starts near zero
+    "row_norm_abs_max": 0.25,  # at a high rate, SGD moves a frequent token's row from 0.16 to 2
     "hidden_variance": 1.0,
     "hidden_abs_max": 10.0,  # of a stream that begins at 0.02, under Muon's usual rates too
 }
@@ -302,7 +303,10 @@ class Rules:
         for series in [*self._recent]:
             layer, sublayer, role, metric = series
             mine = (layer, sublayer, role) in owners or (layer, sublayer) in blocks or sublayer == "model"
-            if (mine and (metric == NORM or metric in _MOVES)) or (several and metric != "written_ratio"):
+            restarts = (
+                metric == NORM or metric in _MOVES or (metric in _OF_WEIGHTS and (layer, sublayer, role) in owners)
+            )
+            if (mine and restarts) or (several and metric != "written_ratio"):
                 del self._recent[series]
                 self._seen.pop(series, None)
         for owner in owners:
@@ -556,10 +560,12 @@ class Rules:
                 middle = statistics.median(before[-WINDOW:])
                 noise = max(noise, 1.4826 * statistics.median(abs(loss - middle) for loss in before[-WINDOW:]))
             level, earlier = statistics.median(before[-LAG:]), statistics.median(before[-3 * LAG : -LAG] or before)
+            freed = row[0] < max(self._changed.values(), default=-2 * WINDOW) + 2 * WINDOW  # what begins to learn helps
             usually = {"rise": statistics.median(before[-WINDOW:]), "fall": level + min(0.0, level - earlier)}
             for rule, sign in (("rise", 1.0), ("fall", -1.0)):
                 usual, noise = usually[rule], max(noise, abs(level - earlier) if rule == "fall" else 0.0)
                 distance = min(LARGEST, sign * (value - usual) / noise) - SLACK[rule]
+                distance = 0.0 if rule == "fall" and freed else distance
                 self._sums[rule] = max(0.0, self._sums.get(rule, 0.0) + distance)
                 course = self._fitted(rule, row, usual, self._sums[rule])
                 left = course.left or (self._sums.get(f"{rule} told", 0.0) > 0 and course.score > 0)
