@@ -1,1 +1,1 @@
-"""Preflight: the first steps of a planned run, measured layer by layer, and a verdict on the whole run."""
+"""Preflight: train a planned run's first steps, measure each layer, and predict whether the run will train."""

@@ -1,4 +1,4 @@
-"""The burn-in: the first steps of a planned run, or of a narrower model instead of the run, measured by layer."""
+"""The burn-in: Lamina trains the first steps of a planned run, or of a narrower model, and measures each layer."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ MOST_TOKENS = 1_000_000  # maximum number of tokens to estimate token frequencie
 
 @dataclass(frozen=True, kw_only=True)
 class Proxy:
-    """A stand-in for the planned run: settings, plan, and how weights and learning rates scale with the width.
+    """The model that Lamina trains in place of the planned run, and its settings.
 
     ``settings`` are the planned settings, except for the width, the heads and the blocks per step. ``scaling`` is the
-    planned run's scaling. For a narrower stand-in, it is the standard parametrization with the planned width as the
-    base width.
+    planned run's scaling. For a narrower model, ``scaling`` is the standard parametrization with the planned width as
+    the base width.
     """
 
     settings: PretrainSettings
@@ -58,12 +58,12 @@ class Proxy:
 
     @property
     def init(self) -> str:
-        """The initializer from the settings, or the placement's initializer if the settings name none."""
+        """The initializer from the settings. If the settings name none, it is the placement's initializer."""
         return recommended(self.plan) if self.settings.init == "recommended" else self.settings.init
 
     @property
     def note(self) -> str:
-        """A sentence about the differences from the planned run; "" if there are none."""
+        """A phrase that names the differences from the planned run, or ""."""
         parts = []
         if self.hidden_size != self.planned_hidden_size:
             parts.append(
@@ -79,8 +79,8 @@ class Proxy:
 def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
     """Reduce the planned run until ``steps`` cost at most ``flops``: fewer blocks per step, then a narrower model.
 
-    Depth is never reduced, and a step keeps at least 256 tokens. Lamina halves the width as long as the backbone allows
-    it, down to 64.
+    Lamina never reduces the depth, and a step keeps at least 256 tokens. Lamina halves the width, down to 64, while the
+    backbone allows the smaller width.
     """
     config = backbone_config(planned, vocab_size)
     plan = plan_of(planned, config.num_hidden_layers)
@@ -117,7 +117,7 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
 
 
 def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrainedModel:
-    """Build the model to measure, initialized as `lamina pretrain` would for this seed.
+    """Build the model to measure, with the initial weights that `lamina pretrain` would draw from this seed.
 
     Raises UserError for a width that is invalid for the placement or the backbone.
     """
@@ -134,7 +134,7 @@ def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrai
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A model at one step of the burn-in, measured on the held-out sequences."""
+    """The measurements of the model at one step of the burn-in, on the held-out sequences."""
 
     step: int
     loss: float  # nats per token
@@ -150,17 +150,18 @@ class Snapshot:
 def take_snapshot(
     model: PreTrainedModel, input_ids: torch.Tensor, unigram: torch.Tensor, step: int, generator: torch.Generator
 ) -> Snapshot:
-    """Measure ``model`` on held-out token ids [sequences, tokens]; restore its mode and clear its gradients.
+    """Measure ``model`` on held-out token ids [sequences, tokens], then restore its mode and clear its gradients.
 
     ``unigram`` [sequences]: the loss of a constant prediction on each sequence, in nats per token.
 
-    By block (sublayer "block", layer l for x^{l+1}, -1 for x^0): the state's statistics; ``token_similarity``, the mean
-    cosine over all pairs of tokens; ``state_gradient_norm``, the norm of the loss's gradient with respect to the state;
-    ``jacobian_gain``, the root mean square gain of the Jacobian from that state to x^N (its Frobenius norm over the
-    root of its rows, estimated with one random vector v as |J^T v| / |v|). The rows of a sub-layer are
+    Rows with sublayer "block" describe hidden states: layer l for x^{l+1}, and -1 for x^0. They have the state's
+    statistics and three more metrics. ``token_similarity`` is the mean cosine over all pairs of tokens.
+    ``state_gradient_norm`` is the norm of the loss's gradient with respect to the state. ``jacobian_gain`` is the root
+    mean square gain of the Jacobian J from the state to x^N: the Frobenius norm of J divided by the root of its number
+    of rows. Lamina estimates this gain with one random vector v as |J^T v| / |v|. The rows of a sub-layer are
     ``branch_variance`` (the variance of the module's output), ``added_variance`` (the variance of the sum's branch
-    term, after an output norm), ``skip_variance`` (the variance of the scaled skip), and ``gradient_norm`` of its
-    weights.
+    term, after an output norm), ``skip_variance`` (the variance of the scaled skip), and ``gradient_norm`` (the norm of
+    the gradient of its weights).
     """
     base = body_of(model)
     model.zero_grad()
@@ -193,7 +194,7 @@ def take_snapshot(
 
 
 def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return each sequence's cross-entropy, and how many nats the predictions beat their own mean by."""
+    """Return each sequence's cross-entropy, and by how many nats the loss is below the mean prediction's loss."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
@@ -252,8 +253,9 @@ class _LayerNumbers:
 class BurnIn:
     """The record of a burn-in.
 
-    ``losses``, ``gradient_norms`` (before clipping) and ``learning_rates`` have one entry per step. ``snapshots`` were
-    taken before the first step and after some later steps. ``stopped`` is the reason for an early end, or empty.
+    ``losses``, ``gradient_norms`` (before clipping) and ``learning_rates`` have one entry per step. Lamina took the
+    ``snapshots`` before the first step and after some later steps. ``stopped`` says why the burn-in ended early;
+    otherwise it is empty.
     """
 
     proxy: Proxy
@@ -275,7 +277,7 @@ class BurnIn:
         return sum(self.learning_rates[:step]) / whole
 
     def step_at(self, share: float) -> int:
-        """Return the first step at which the summed learning rates reach this share of the whole run's sum."""
+        """Return the first step at which the sum of the learning rates reaches ``share`` of the whole run's sum."""
         steps = self.planned.steps
         target = share * rates_until(self.planned, steps) * (1.0 - 1e-9)
         return min(steps, bisect_left(range(steps), target, key=lambda step: rates_until(self.planned, step)))
@@ -284,7 +286,7 @@ class BurnIn:
 def rates_until(settings: PretrainSettings, step: int) -> float:
     """Return the sum of the planned learning rates over the first ``step`` steps, in units of the peak.
 
-    The sum has a closed form (for the cosine, Dirichlet's kernel), since a run may have billions of steps.
+    The function uses a closed form (for the cosine, Dirichlet's kernel), because a run may have billions of steps.
     """
     warmup = in_steps(settings.warmup, settings.steps)
     rising = min(step, warmup)
@@ -300,7 +302,7 @@ class BurningIn:
     """A model that takes the first steps of a planned run; call ``train``, then ``record``.
 
     Lamina shortens a planned warm-up to at most ``longest_warmup`` steps, so that the burn-in reaches the peak learning
-    rate. A shorter warm-up is harder on the model than the planned warm-up. ``tick`` is called after each step.
+    rate. A shorter warm-up is harder on the model than the planned warm-up. Lamina calls ``tick`` after each step.
     """
 
     def __init__(
@@ -335,12 +337,10 @@ class BurningIn:
         self._measure()
 
     def train(self, stops: Iterator[int]) -> None:
-        """Train up to each step that ``stops`` yields, and measure the model there.
+        """Train up to each step that ``stops`` yields, and measure the model at this step.
 
-        The training ends when ``stops`` ends.
-
-        The next stop is requested after the measurement, so it may depend on the measurement. A loss or gradient that
-        is not finite also ends the burn-in.
+        The training ends after the last stop, or when a loss or gradient is not finite. Lamina asks ``stops`` for the
+        next step only after the measurement.
         """
         target = next(stops, None)
 
@@ -377,10 +377,11 @@ class BurningIn:
 
 
 def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
-    """Return the unigram loss of each held-out sequence in nats per token [sequences], by the token frequencies of the
-    train split.
+    """Return the unigram loss of each held-out sequence in nats per token, [sequences].
 
-    The add-one smoothed frequencies come from a million tokens; in a mix, from a million tokens of each corpus.
+    Lamina counts the token
+    frequencies on a million tokens of the train split, and adds one to each count. In a mix of corpora, it counts a
+    million tokens of each corpus.
     """
     count = max(1, MOST_TOKENS // blocks.stats.sequence_length)
     shares = blocks.train.frequencies(blocks.stats.vocab_size, count)

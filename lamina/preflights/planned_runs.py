@@ -1,4 +1,4 @@
-"""`lamina preflight`: burn-ins of planned runs, their verdicts, and records for the page."""
+"""Measure and judge planned runs for `lamina preflight`, and write the page's records."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Preflight:
 
 
 def ffn_share(shot: Snapshot) -> float:
-    """Return the variance that the feed-forward adds, divided by the variance of its skip, summed over the layers.
+    """Sum this ratio over all layers: the variance that the feed-forward adds, divided by the variance of its skip.
 
     FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers; this sum then stays of order 1 at any depth.
     """
@@ -130,7 +130,7 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
 
 
 def other_settings(run: PretrainSettings, init: str, divisor: int) -> Iterator[tuple[str, PretrainSettings]]:
-    """Yield a run with another initializer, with a lower learning rate, and with both, after its flags."""
+    """Yield the flags and settings of runs with the initializer SUITS, with a lower learning rate, and with both."""
     rate = float(f"{run.learning_rate / divisor:.1g}")
     for changed in ({"init": SUITS}, {"learning_rate": rate}, {"init": SUITS, "learning_rate": rate}):
         if changed.get("init") != init:
@@ -147,7 +147,7 @@ def best_of(
     device: str = "cpu",
     tick: Callable[[], object] = lambda: None,
 ) -> str:
-    """Return the flags and the verdict of the first run that is fine, or else of the best run.
+    """Return the flags and the verdict of the first run that is fine. If no run is fine, use the best run.
 
     Returns "" if no run has a better verdict than ``verdict``.
     """
@@ -171,9 +171,9 @@ def burn_in_of(
     device: str = "cpu",
     tick: Callable[[], object] = lambda: None,
 ) -> BurnIn:
-    """Burn in a planned run; measure halfway, at the end, and after each further quarter.
+    """Train a planned run's first steps, and measure the model halfway, at the end, and after each further quarter.
 
-    The burn-in takes the requested steps, or the warm-up plus half the requested steps if that is more. While
+    The burn-in takes the requested steps, or the warm-up plus half the requested steps if this sum is larger. While
     ``is_undecided`` is true, Lamina adds further quarters, up to three times the requested steps and 60 % of the run.
     """
     steps, warmup = burn_in_steps(settings, run)
@@ -200,9 +200,10 @@ def burn_in_of(
 
 
 def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
-    """Return the number of steps of the burn-in, and of its warm-up, at most twice the requested steps.
+    """Return the number of steps of the burn-in, and the number of its warm-up steps.
 
-    With too short a warm-up, a placement that only survives a long warm-up would count as lost.
+    The warm-up takes at most twice
+    the requested steps. If it were too short, a placement that needs a long warm-up would get a bad verdict.
     """
     warmup = min(in_steps(run.warmup, run.steps), 2 * settings.burn_in)
     return min(max(settings.burn_in, warmup + settings.burn_in // 2), run.steps), warmup

@@ -1,4 +1,4 @@
-"""The verdict on a burn-in (a run's first steps): the deciding numbers, the fitted rules, and the verdict in words.
+"""Judge a run by its burn-in (the run's first steps).
 
 The rules' coefficients are data (calibration.json), fitted by tools/calibration/preflight_calibration.py on real runs.
 The rules use no names of placements, initializers or backbones.
@@ -23,7 +23,7 @@ TINY = 1e-45
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """The numbers of a burn-in at its last snapshot; layers are counted from 0, and -1 is the embedding."""
+    """The numbers of a burn-in at its last snapshot. Layers count from 0, and -1 is the embedding."""
 
     step: int
     finite: float  # 0.0 if the loss or the gradient was not finite, else 1.0
@@ -103,7 +103,7 @@ def calibration() -> Json:
 
 
 def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
-    """Return the verdict. "fine" and "risky" need a model that learned; "will not train" needs a small chance."""
+    """Return the verdict: "fine" or "risky" if the model learned, and "will not train" if the chance is small."""
     low, high = fitted["bands"]
     sure = chance(numbers, fitted)
     if learns(numbers, fitted):
@@ -112,8 +112,7 @@ def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
 
 
 def learns(numbers: Features, fitted: Json) -> bool:
-    """Return whether the model uses its input, and its held-out loss is clearly below the loss of a constant
-    prediction.
+    """Return whether the model uses its input and its held-out loss is clearly below a constant prediction's loss.
 
     "Clearly below" means below by a fitted margin plus two standard errors.
     """
@@ -122,7 +121,7 @@ def learns(numbers: Features, fitted: Json) -> bool:
 
 
 def chance(numbers: Features, fitted: Json) -> float:
-    """Return the probability that the run trains, by the logistic rule on progress; 0 for a collapsed model."""
+    """Return the probability that the run trains, by the logistic rule on progress. For a collapsed model, it is 0."""
     if not numbers.finite or collapsed(numbers, fitted):
         return 0.0
     rule = fitted["progress"]
@@ -139,7 +138,7 @@ def collapsed(numbers: Features, fitted: Json) -> bool:
 
 
 def progress(numbers: Features) -> dict[str, float]:
-    """Return the inputs of the logistic rule, which predicts from the progress whether the run trains."""
+    """Return the inputs of the logistic rule, which predicts whether the run trains."""
     return {
         "context": math.log10(max(numbers.context, LEAST_CONTEXT)),
         "excess": min(max(numbers.excess, -1.0), 1.0),
@@ -150,18 +149,17 @@ def progress(numbers: Features) -> dict[str, float]:
 
 
 def projected(numbers: Features) -> float:
-    """Return the excess at the run's end if the loss falls at half its pace per unit of summed learning rate."""
+    """Estimate the excess at the run's end: the loss falls at half its pace per unit of summed learning rate."""
     return numbers.excess - 0.5 * max(numbers.pace, 0.0) * max(1.0 - numbers.spent, 0.0)
 
 
 def deciding_share(numbers: Features, fitted: Json) -> float:
-    """Return the share of the planned run's summed learning rates after which a run that learns should show that it
-    learns.
+    """Return the share of the planned run's summed learning rates at which we can tell whether the run learns.
 
     While the loss still falls toward the loss of a constant prediction, Lamina extrapolates the pace of the burn-in's
-    second half until the loss is clearly below. It multiplies this share by a fitted factor, because the fall slows
-    down. Near the loss of a constant prediction, the result is a fitted multiple of the share so far. The result is at
-    most 1, which is the whole run.
+    second half until the loss is clearly below it. Lamina multiplies this share by a fitted factor, because the fall
+    slows down. Near the loss of a constant prediction, the result is a fitted multiple of the share so far. The result
+    is at most 1, which is the whole run.
     """
     rule = fitted["deciding"]
     if not learns_frequencies(numbers):
@@ -171,7 +169,7 @@ def deciding_share(numbers: Features, fitted: Json) -> float:
 
 
 def learns_frequencies(numbers: Features) -> bool:
-    """Return whether the loss is so far above a constant prediction's loss that the model still learns frequencies."""
+    """Return whether the loss is far above a constant prediction's loss: the model still learns token frequencies."""
     return numbers.excess > FALLING
 
 
@@ -183,9 +181,9 @@ FP16_LITTLE = 2.0
 class PreflightVerdict:
     """A verdict, its reason, and what to change.
 
-    ``chance``: the fitted probability that the run gets clearly below the loss of a constant prediction;
-    ``deciding_steps``: for an undecided run, the number of burn-in steps that should show whether the run trains;
-    otherwise 0.
+    ``chance`` is the fitted probability that the run gets clearly below the loss of a constant prediction. For an
+    undecided run, ``deciding_steps`` is the number of burn-in steps that should show whether the run trains; otherwise
+    it is 0.
     """
 
     verdict: VerdictWord
@@ -196,9 +194,10 @@ class PreflightVerdict:
 
 
 def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerdict:
-    """Return the verdict in words. ``better``: flags with which preflight measured a better verdict, and that verdict.
+    """Return the verdict in words.
 
-    Lamina needs ``better`` only for a run that is ``disconnected``, or whose loss was not finite.
+    ``better`` names flags that give the run a better verdict, and the better verdict. Lamina reads ``better`` only if
+    the run is ``disconnected`` or its loss was not finite.
     """
     fitted = calibration()
     sure, kind, deciding = chance(numbers, fitted), verdict_of(numbers, fitted), 0
@@ -286,7 +285,7 @@ def _longer(numbers: Features, burn_in: BurnIn, deciding: int, better: str) -> s
 
 
 def disconnected(numbers: Features) -> bool:
-    """Return whether a layer has so small a gain to the last layer that other settings should raise the gain first."""
+    """Return whether the smallest gain to the last layer is so small that you should change the settings first."""
     return numbers.jacobian < WEAK
 
 

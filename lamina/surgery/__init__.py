@@ -1,1 +1,1 @@
-"""Surgery on a trained model: remove layers, or change the placement."""
+"""Edit a trained model: remove layers, or change the placement."""

@@ -1,9 +1,9 @@
 """Graft another placement onto a trained model: Lamina keeps the weights and fits the new norms on a text.
 
-Lamina runs the old model on the text, then the new model on the same text, one sub-layer at a time. It fits a new
-norm's gain by least squares, channel by channel, so that the norm's output matches the old model's tensor at that
-point: a module's input, a branch, or the residual stream. In the same way, the projections around a module absorb the
-effect of removed norms and of new factors on the skip. If both placements have the same formulas, the models agree.
+Lamina runs the old model on the text, then the new model on the same text, one sub-layer at a time. It fits the gain of
+each new norm by least squares, channel by channel. The fit brings the norm's output near the old model's tensor at the
+same point: a module's input, a branch, or the residual stream. If a norm is removed or a skip gets a new factor, Lamina
+scales the weights of the projections around the module. If both placements have the same formulas, the models agree.
 Otherwise the loss rises, because the new placement cannot express the old function exactly.
 """
 
@@ -112,9 +112,7 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
 
 
 class Told(TypedDict):
-    """The report of a graft: the fitted norms, the modules that absorbed a factor, and the tensors that the new plan
-    drops.
-    """
+    """The report of a graft."""
 
     fitted: list[str]
     folded: list[str]

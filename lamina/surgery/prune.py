@@ -1,4 +1,4 @@
-"""Prune a trained model: remove the layers that a user names, or the layers that matter least by a probe."""
+"""Prune a trained model: remove the layers that you name, or the layers that matter least according to a probe."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def mean_loss(context: Context) -> tuple[float, int]:
 
 
 def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict[str, float]]:
-    """Return the layers that a measure selects, and the measure by layer (for a block, by its first layer)."""
+    """Select the layers to remove. Returns them, and the measure by layer (a group of layers counts by its first)."""
     count = context.structure.num_layers
     if not 0 < drop < count:
         raise UserError(f"drop: {drop} of {count} layers cannot be removed. Give a number from 1 to {count - 1}.")
