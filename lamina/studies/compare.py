@@ -1,4 +1,4 @@
-"""Run studies of placements: side by side on the same text, or with a learning rate that rises until training fails."""
+"""Compare placements on the same text, or find the learning rate at which their training fails."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def compare(
 ) -> pd.DataFrame:
     """Train every placement at every learning rate and seed. Returns the rows of results.csv, in the trials' order.
 
-    ``settings`` is a whole record, or only the user's settings, by name. A trial that fails, diverges or gets stuck is
-    a row with that status. With ``resume``, Lamina skips trials that have ended; the others resume from their last
-    checkpoints.
+    ``settings`` is a record of all settings, or a mapping with the settings to change. If a trial fails, diverges or
+    gets stuck, the status in its row says so. With ``resume``, Lamina skips trials that have ended, and resumes the
+    other trials from their last checkpoints.
 
     Raises:
         UserError: for invalid settings, a corpus that can't be read, or an output folder in use; and if the settings or
             placements differ from the study to resume.
         OSError: the disk is full.
-        KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
+        KeyboardInterrupt: Lamina first ends the running trials as `interrupted` and writes results.csv.
     """
     job, complete, trials = open_study(Kind.COMPARE, CompareSettings, settings, resume, overwrite, bar)
     with job:
@@ -82,11 +82,11 @@ def open_study(
     """Open a study's job, check its trials, and read their data into the cache.
 
     Returns:
-        the job; its settings, in which precision and compilation are decided; and the trials' settings by id.
+        the job, its settings with precision and compilation filled in, and the trials' settings by id.
 
     Raises:
-        UserError: if a launcher (torchrun, accelerate) has started several processes; for a trial that can't be built,
-            or that ended with other settings; for data that can't be read.
+        UserError: a launcher (torchrun, accelerate) has started several processes, Lamina cannot build a trial or read
+        the data, or a trial ended with other settings.
     """
     policy = ResumePolicy(what="study", free=record.free())
     job = open_job(kind, record, settings, resume=resume, overwrite=overwrite, policy=policy, stored=stored_study)
@@ -129,8 +129,8 @@ def run_missing(
 ) -> pd.DataFrame:
     """Run the trials that have not ended yet in the job's folder. Returns the rows of results.csv.
 
-    ``complete`` has the values for study.yaml. ``keys`` names the trial's settings that become columns of results.csv.
-    ``of_trial`` runs a trial.
+    ``complete`` holds the values for study.yaml. ``keys`` names the settings of a trial that become columns of
+    results.csv. ``of_trial`` runs a trial.
     """
     settings, folder = job.settings, job.folder
     workers = min(settings.workers or usual_workers(), len(trials))
@@ -170,7 +170,8 @@ def run_missing(
 
 
 def run_max_rate(settings: MaxRateSettings, *, resume: Resume = False, bar: bool = True) -> Json:
-    """Raise the learning rate until the run fails. Writes a run's folder, and returns the content of its result.json.
+    """Raise a run's learning rate until the run fails. Writes the run's folder, and returns the content of its
+    result.json.
 
     Besides a run's usual columns, the result has ``max_learning_rate``, ``stop_rule`` and ``loss_at_stop``.
 

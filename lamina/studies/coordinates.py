@@ -1,4 +1,4 @@
-"""The coordinate check: does any module's output grow with the width or depth, at the start or after a few steps?
+"""Check whether any module's output grows with the model's width or depth (the coordinate check).
 
 Models of several widths or depths take a few optimizer steps on the same batch. Lamina records the mean magnitude of
 every module's output before each step and after the last step. Under the right scaling, this magnitude is equal at all
@@ -47,10 +47,10 @@ from lamina.training.short_run import ShortRun
 from lamina.training.source import plan_of
 
 Measurement: TypeAlias = tuple[int, int, str, str, float]
-"""A table (step, layer, module, metric, value): layers count from 0, -1 is outside the blocks, "block" is a whole
-block.
+"""A row: step, layer, module, metric, value. Layers count from 0, and -1 stands for modules outside the blocks. The
+module "block" is a whole block.
 
-The metric is "size", mean |x|, or "change", mean |x - x before the first step|."""
+The metric "size" is mean |x|. The metric "change" is mean |x - x before the first step|."""
 COLUMNS = ("seed", "step", "layer", "module", "metric", "value")  # after the width or depth
 STREAMS = ("attention", "feed_forward", "block")  # the modules of a block whose output is the stream
 _LAYER = re.compile(r"(?:model\.)?(?:backbone\.)?(?:layers\.(\d+)\.?)?(.*)")
@@ -63,9 +63,9 @@ def coord_check(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Frame:
-    """Run the check and write its folder; returns the rows of ``slopes``. The verdict is in result.json.
+    """Run the check and write its folder. Returns the rows of ``slopes``; the verdict is in result.json.
 
-    ``settings`` is a whole record, or only the user's settings, by name.
+    ``settings`` is a record of all settings, or a mapping with the settings to change.
 
     Raises:
         UserError: for invalid settings, a corpus that cannot be read, an output folder in use.
@@ -121,7 +121,7 @@ def coord_check(
 def measure(
     settings: PretrainSettings, ids: torch.Tensor, vocab_size: int, tick: Callable[[], object] = lambda: None
 ) -> list[Measurement]:
-    """Measure one size and seed on the batch's token ``ids`` [blocks, tokens].
+    """Measure the model of one size and seed on the batch's token ``ids`` [blocks, tokens].
 
     The model trains at a constant learning rate, on the same batch at each step.
     """
@@ -173,7 +173,7 @@ def measure(
 
 
 class OneBatch(ArrayBlocks):
-    """One batch of token ids [blocks, tokens], repeated endlessly."""
+    """A stream that repeats one batch of token ids [blocks, tokens] endlessly."""
 
     in_order = True
 
@@ -203,13 +203,13 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def slopes(table: Frame, tolerance: float) -> Frame:
-    """Fit and judge the exponent e of value ~ size^e for each module and step; the size is the width or depth.
+    """Fit and judge the exponent e of value ~ size^e for each module and step, where the size is the width or depth.
 
-    The exponent is the least-squares slope of log(value), averaged over the seeds, against log(size). Lamina averages
-    the slopes of modules with the same name over the layers, or over ``shares`` of the depth if the depth varies.
-    ``low`` and ``high`` are the smallest and the largest slope. ``verdict`` is flat, grows or shrinks; it is None for
-    the metric "change", which Lamina does not judge. If values are 0 or not finite at a size, the slope is NaN and the
-    verdict is "broken".
+    The exponent is the least-squares slope of log(value), averaged over the seeds, against log(size). For modules with
+    the same name, Lamina averages the slopes over the layers. If the depth varies, it averages over ``shares`` of the
+    depth. ``low`` and ``high`` are the smallest and the largest slope. ``verdict`` is flat, grows or shrinks; it is
+    None for the metric "change", which Lamina does not judge. If values are 0 or not finite at a size, the slope is NaN
+    and the verdict is "broken".
     """
     axis = "depth" if "depth" in table else "width"
     table = shares(table) if axis == "depth" else table
@@ -229,10 +229,10 @@ def slopes(table: Frame, tolerance: float) -> Frame:
 
 
 def shares(table: Frame) -> Frame:
-    """Return the rows of the blocks at which a share of the depth ends, with the share's number instead of the layer.
+    """Keep the rows at equal fractions of each model's depth, and replace the layer with the number of the share.
 
-    With D blocks in the shallowest model, share k - 1 of a model of L blocks ends with block ceil(k L / D), k = 1 .. D.
-    So Lamina compares outputs at the same fraction of each model's depth. Rows outside the blocks stay.
+    If the shallowest model has D blocks, share k - 1 of a model of L blocks ends with block ceil(k L / D), k = 1 .. D.
+    Lamina keeps the rows of these blocks, and all rows outside the blocks.
     """
     depth, layer, count = table["depth"].astype(int), table["layer"].astype(int), int(table["depth"].min())
     share = (layer + 1) * count // depth
@@ -244,8 +244,8 @@ def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
     """Return the content of result.json: the worst verdict (flat, grows, shrinks or broken) and its modules.
 
     Two outputs may start smaller by up to n^-1/2, because they grow during training: the logits under muP, and the
-    residual stream under CompleteP. At first, this stream is a sum of L random branches divided by L. Lamina accepts
-    such slopes.
+    residual stream under CompleteP. Under CompleteP, the initial residual stream is a sum of L random branches divided
+    by L. Lamina accepts such slopes.
     """
     sizes = rows[rows["metric"] == "size"]
     smaller: tuple[str, ...] = ()

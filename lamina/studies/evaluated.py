@@ -1,4 +1,4 @@
-"""Find the runs in a study's folder as models to evaluate."""
+"""Find the runs in a study's folder, so that you can evaluate them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lamina.jobs.seals import refuse_tables
 
 
 def runs_of(path: str) -> list[Candidate] | None:
-    """Return one candidate per row of results.csv. Its arm is the placement, with the width and learning rate if they
-    vary.
+    """Return one candidate per row of results.csv. The candidate's ``arm`` is the placement, with its width and
+    learning rate if they vary.
 
-    Returns None if the folder holds no study. Raises UserError if the study has no results, or its runs have no models.
+    Returns None if the folder holds no study. Raises UserError if the study has no results or its runs have no models.
     """
     folder = Path(path).expanduser()
     if kind_of(folder) not in (Kind.COMPARE, Kind.CLAIMS, Kind.TRANSFER, Kind.MAX_LR):
@@ -68,7 +68,7 @@ def _candidate(folder: Path, row: Json, rows: pd.DataFrame) -> Candidate:
 
 
 def evaluate_runs(settings: EvalSettings | Mapping[str, object], **modes: Any) -> Json:
-    """Evaluate models; a study's folder stands for its runs. See ``lamina.evaluation.job.evaluate``."""
+    """Evaluate models, and all runs of each study's folder. See ``lamina.evaluation.job.evaluate``."""
     from lamina.evaluation.job import evaluate
 
     return evaluate(settings, expand=runs_of, **modes)

@@ -1,23 +1,22 @@
-"""Rules that find the largest learning rate of a run whose learning rate rises at each step.
+"""Find the largest learning rate of a run whose learning rate rises at each step.
 
 Keel's protocol (arXiv 2601.19895) warms up linearly from 0 and names three signs of failure, without thresholds: an
-early plateau, a spike from which the loss does not return, and an anomalously slow descent. These rules are ours. L(s)
-is the loss of step s, S(s) the mean of the last ``window`` losses up to s, and low(s) the least S so far. The run stops
-at the first step s at which one of these rules holds:
+early plateau, a spike from which the loss does not return, and an anomalously slow descent. The rules below are ours.
+L(s) is the loss of step s, S(s) is the mean of the last ``window`` losses up to s, and low(s) is the least S so far.
+The run stops at the first step s at which one of these rules holds:
 
 - non-finite: L(s), or the gradient's norm, is not finite.
 - spike: L has been above low + ``spike_margin`` at each of the last ``spike_patience`` steps. If the loss returns
   earlier, it is not a spike.
 - plateau: the loss has not fallen since step a, the first step at which S was less than ``plateau_margin`` above
-  low(s). The learning rate is ``plateau_factor`` times the learning rate of step a, and at least 2 ``window`` steps
-  have passed. A fall of less than ``plateau_margin`` does not count. If low is not ``stuck_margin`` below the corpus's
-  unigram entropy, the plateau is called "stuck". At the lowest learning rates the loss hardly changes. So a plateau
-  counts only after the loss has begun to fall: after low is 2 ``plateau_margin`` below S(1). A run that ends before its
-  loss began to fall is stuck, and its largest learning rate is 0.
+  low(s). Since step a, the learning rate has grown by ``plateau_factor``, and at least 2 ``window`` steps have passed.
+  A fall of less than ``plateau_margin`` does not count. If low is not ``stuck_margin`` below the corpus's unigram
+  entropy, the plateau is called "stuck". At the lowest learning rates the loss hardly changes. So a plateau counts only
+  after the loss has begun to fall, which means that low is 2 ``plateau_margin`` below S(1). If a run ends before its
+  loss has begun to fall, it is stuck, and its largest learning rate is 0.
 
-Lamina reports the learning rate just before the failure. For a plateau, this is the learning rate at step a, up to
-which the loss fell. For the other rules, it is the learning rate at the last step with S less than ``plateau_margin``
-above low.
+Lamina reports the learning rate just before the failure. For a plateau, this is the learning rate at step a. For the
+other rules, it is the learning rate at the last step with S less than ``plateau_margin`` above low.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ NON_FINITE, SPIKE, PLATEAU, STUCK, NONE = "non-finite", "spike", "plateau", "stu
 
 @dataclass(frozen=True)
 class MaxRateRules:
-    """The rules of a run: the settings with the thresholds, and the corpus's unigram entropy in nats per token."""
+    """The thresholds of the rules for a run, and the corpus's unigram entropy in nats per token."""
 
     given: RisingSettings
     unigram_entropy: float
@@ -80,9 +79,9 @@ def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
 
 
 def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = False) -> Stop | None:
-    """Find the first failure in the losses, which begin with step 1; None if there is no failure yet.
+    """Find the first failure in the losses, which begin with step 1. Returns None if there is no failure yet.
 
-    ``broken`` says that the run ended after these losses because another value was not finite.
+    ``broken`` is true if the run ended after these losses because another value was not finite.
     """
     values = np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(values)
@@ -110,7 +109,9 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
 
 
 def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
-    """Return the result of a run that reached the end of its warm-up. Its learning rate is a lower bound."""
+    """Return the result of a run that reached the end of its warm-up. The learning rate in this result is a lower
+    bound.
+    """
     smooth = smoothed(losses, rules.given.window)
     if len(smooth) and not _begun(rules, smooth, smooth.min()):
         reason = f"the loss has not fallen by {2 * rules.given.plateau_margin:g} nats from its start of {smooth[0]:.3f}"
@@ -152,7 +153,7 @@ def _begun(rules: MaxRateRules, smooth: np.ndarray, low: float) -> bool:
 
 
 def _last_low(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, until: int) -> int:
-    """Return the last step up to ``until`` with the smoothed loss at its low; 0 if there is none."""
+    """Return the last step up to ``until`` at which the smoothed loss was at its minimum, or 0."""
     close = np.flatnonzero(smooth[:until] < low[:until] + rules.given.plateau_margin)
     return int(close[-1]) + 1 if len(close) else 0
 
@@ -166,8 +167,7 @@ def _stop(rule: str, rules: MaxRateRules, smooth: np.ndarray, step: int, seen: i
 class MaxRateGuard(DivergenceGuard):
     """A guard that reads every step's loss, and ends the run at the next record if a rule holds.
 
-    The rules depend only on the losses by step. So the result is the same whenever Lamina reads them, on any device,
-    and after an interruption.
+    The rules depend only on the losses by step. So neither the device nor an interruption changes the result.
     """
 
     rules: MaxRateRules
@@ -191,8 +191,8 @@ class MaxRateGuard(DivergenceGuard):
         self.losses = list(state.get("losses_by_step", []))
 
     def outcome(self, status: Status) -> Json:
-        """Return the columns of result.json with the largest learning rate; no columns for a run that was stopped
-        early.
+        """Return the columns of result.json with the largest learning rate. For a run that was stopped early, return
+        none.
         """
         if not status.ended:
             return {}

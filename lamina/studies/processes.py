@@ -1,4 +1,4 @@
-"""The driver's side of a study's processes: start a trial, check whether it still runs, and stop it.
+"""Start a study's trials in their own processes, check whether they still run, and stop them.
 
 Each process starts from worker.py in a new interpreter, which never imports the caller's script.
 """
@@ -27,7 +27,7 @@ _CODE = "import sys; sys.path[:] = {path!r}; from lamina.studies import worker; 
 
 
 def start(task: Task, environment: Mapping[str, str] = MappingProxyType({})) -> Process:
-    """Start a trial in its own process; ``environment`` replaces variables of this process."""
+    """Start a trial in its own process. ``environment`` replaces environment variables for the trial."""
     request = {
         **task.to_request(),
         "environment": {**os.environ, **environment},
@@ -40,7 +40,7 @@ def start(task: Task, environment: Mapping[str, str] = MappingProxyType({})) -> 
 
 
 def prepare() -> None:
-    """Start the server early: it imports the trials' shared packages while the study does other work."""
+    """Start the server early, so that it imports the trials' packages while the study does other work."""
     if sys.platform.startswith("linux"):
         Server.running()
 
@@ -71,7 +71,7 @@ class Server:
 
     @classmethod
     def running(cls) -> Server:
-        """Return this process's server; start it first if it does not run."""
+        """Return this process's server, and start it if it does not run."""
         with cls._starting:
             server = cls._current
             if server is None or server.owner != os.getpid() or server.process.poll() is not None:
@@ -87,12 +87,14 @@ class Server:
         return trial
 
     def send(self, request: Json) -> None:
-        """Send a request. If the server has ended, do nothing, because ``code`` reports this."""
+        """Send a request. If the server has ended, do nothing, because ``code`` reports that the server has ended."""
         with self.lock, contextlib.suppress(OSError):
             self.connection.send_bytes(json.dumps(request).encode())
 
     def code(self, number: int) -> int | None:
-        """Return a trial's exit code; None while the trial runs; LOST if the server, and so the trial, has ended."""
+        """Return a trial's exit code. It is None while the trial runs, and LOST if the server has ended and the trial
+        with it.
+        """
         with self.lock:
             try:
                 while self.connection.poll():
@@ -123,7 +125,7 @@ class Forked:
     number: int
 
     def exit_code(self) -> int | None:
-        """Return the trial's exit code; None while it runs."""
+        """Return the trial's exit code, or None while the trial runs."""
         return self.server.code(self.number)
 
     def terminate(self) -> None:

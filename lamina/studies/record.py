@@ -1,4 +1,4 @@
-"""A study's record: study.yaml with a digest, and a check that the study's trials belong together."""
+"""Write and read a study's record (study.yaml), and check that the study's trials belong together."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
 def refuse_mixture(
     trials: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Any], free: Collection[str] = _OF_A_TRIAL
 ) -> None:
-    """Raise UserError if the trials' stored settings, given by trial, do not belong to one experiment.
+    """Raise UserError if the stored settings, by trial, do not belong to one experiment.
 
-    All trials must have the values in ``expected``, and any other setting must be the same in all trials. Only the
-    ``free`` settings, and settings that affect only how a trial runs, may differ.
+    All trials must have the values in ``expected``. Trials may differ in the ``free`` settings, and in settings that
+    affect only how a trial runs. Any other setting must be the same in all trials.
     """
     shared = {name: ("the study", value) for name, value in expected.items()}
     for trial, settings in trials.items():

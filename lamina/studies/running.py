@@ -26,7 +26,9 @@ from lamina.studies.worker import BUSY, DISK_FULL
 
 
 class Progress:
-    """One bar over the steps of all trials (or a line every 30 seconds), and one line per trial that ends."""
+    """Show a progress bar over the steps of all trials (or a line every 30 seconds), and a line for each trial that
+    ends.
+    """
 
     def __init__(self, trials: Mapping[str, Task], *, done: int, waiting: int = 0, show: bool):
         self.trials, self.show = trials, show
@@ -72,15 +74,15 @@ BUSY_SECONDS = 2.0  # between two attempts at a trial that another driver runs
 
 
 Ended: TypeAlias = Callable[[str, Json], None]
-"""Gets a trial's name and its result."""
+"""Called with a trial's name and its result."""
 
 
 def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]) -> None:
-    """Run every trial, ``workers`` at a time. ``ended`` gets each trial's id and result, and ``tick`` gets the ids of
-    running trials.
+    """Run every trial, ``workers`` at a time.
 
-    On KeyboardInterrupt the running trials save a checkpoint and end as `interrupted`; then Lamina raises the exception
-    again. A trial whose process dies gets a result with status `failed`. Each trial sees the GPU with the fewest
+    Lamina calls ``ended`` with each trial's id and result, and ``tick`` with the ids of the running trials. On
+    KeyboardInterrupt, the running trials save a checkpoint and end as `interrupted`. Then Lamina raises the exception
+    again. If a trial's process dies, its result has the status `failed`. Each trial gets the GPU with the fewest
     trials.
 
     Raises:
@@ -130,7 +132,9 @@ def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: 
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM: the first acts between two rounds, not during a write; a second acts at once."""
+    """Collect Ctrl-C and SIGTERM. The first signal acts after the current round of checks, and the second signal acts
+    at once.
+    """
     stopped: list[int] = []
 
     def stop(number: int) -> None:
@@ -143,7 +147,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def _reap(running: dict[str, Process], trials: Mapping[str, Task], ended: Ended, missing: str = "failed") -> list[str]:
-    """Report the trials whose processes have ended; return those that another driver runs."""
+    """Report the trials whose processes have ended, and return the trials that another driver runs."""
     busy = []
     for trial, process in list(running.items()):
         if (code := process.exit_code()) is None:
@@ -170,7 +174,9 @@ class Executor(Protocol):
     def __call__(
         self, trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]
     ) -> None:
-        """Run every task. ``ended`` gets each task's name and result, ``tick`` the names of the running tasks."""
+        """Run every task. Calls ``ended`` with each task's name and result, and ``tick`` with the names of running
+        tasks.
+        """
         ...
 
 
@@ -204,17 +210,17 @@ def run_tasks(
     ended: Ended,
     execute: Executor = run_trials,
 ) -> None:
-    """Run every task. ``ended`` gets each task's name and result as soon as the task has ended.
+    """Run every task. When a task ends, call ``ended`` with the task's name and result.
 
     Args:
-        done: number of the study's other trials that need not run, for the progress bar.
-        waiting: number of further trials that wait for these trials, for the progress bar.
+        done: number of trials that have ended before, for the progress bar.
+        waiting: number of trials that start only after these trials, for the progress bar.
         workers: number of tasks at a time (None: one per GPU, or one per CPU core if there is no GPU).
         ended: called after each task.
 
     Raises:
         OSError: the disk is full; Lamina keeps the finished trials.
-        KeyboardInterrupt: after the running trials have ended as `interrupted`.
+        KeyboardInterrupt: Lamina first ends the running trials as `interrupted`.
     """
     progress = Progress(tasks, done=done, waiting=waiting, show=bar)
 

@@ -44,7 +44,7 @@ _ONE_INIT = (
 
 @takes(Numbers)
 def seed_list(name: str, value: object) -> str:
-    """Check seeds: at least one, and no seed twice. Returns them comma-separated."""
+    """Check that the list has at least one seed and no seed twice. Returns the seeds, separated by commas."""
     listed = comma_separated(name, value)
     for seed in numbers(name, listed, int):
         seed_number(name, seed)
@@ -62,7 +62,7 @@ class SeedsSettings(Settings, group="steps and learning rate"):
 
 
 def rates_by_placement(name: str, value: object) -> str | dict[str, str]:
-    """Check learning rates by placement, given as a mapping to comma-separated learning rates, or as text."""
+    """Check the learning rates of each placement. ``value`` maps placements to comma-separated rates, or is text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Mapping):
@@ -101,7 +101,9 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     output: str = changed("runs/compare")
 
     def check(self) -> None:
-        """Normalize the text of the learning rates. Raises UserError for a placement that is not in the comparison."""
+        """Normalize the text of the learning rates. Raises UserError if it names a placement that is not in the
+        comparison.
+        """
         super().check()
         rates_by_placement = self._own_rates()
         object.__setattr__(
@@ -109,15 +111,15 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         )
 
     def rates(self, spec: str) -> list[float]:
-        """Return a placement's learning rates: from ``learning_rates_of``, or otherwise from ``learning_rates``."""
+        """Return a placement's learning rates from ``learning_rates_of``. If it has none, take ``learning_rates``."""
         rates_text = self._own_rates().get(spec)
         return numbers(
             "learning_rates" if rates_text is None else "learning_rates_of", rates_text or self.learning_rates, float
         )
 
     def _own_rates(self) -> dict[str, str]:
-        """Read the learning rates by placement. Raises UserError for invalid ones, or a placement that is not
-        compared.
+        """Read the learning rates of each placement. Raises UserError for an invalid rate, or a placement outside the
+        comparison.
         """
         rates_of = self.learning_rates_of
         if isinstance(rates_of, str):  # the last "=": a placement's options contain others
@@ -160,7 +162,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
 
 
 def slug(spec: str) -> str:
-    """Return a spec as a folder's name: ``mix_ln(alpha=0.5)`` becomes ``mix_ln-alpha-0.5``."""
+    """Turn a spec into the name of a folder: ``mix_ln(alpha=0.5)`` becomes ``mix_ln-alpha-0.5``."""
     target = re.sub(r"[^(]*/", "", spec)
     slug = re.sub(r"[^\w.]+", "-", target).strip("-.")
     # Two specs that differ only in signs or folders must not share a folder, whatever their order.
@@ -168,7 +170,7 @@ def slug(spec: str) -> str:
 
 
 class RisingSettings(RunSettings):
-    """The highest learning rate, and the rules that find the point of failure."""
+    """The highest learning rate of a rising run, and the rules that find the step at which training fails."""
 
     without = frozenset(
         (
@@ -270,7 +272,7 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
 
 @takes(Numbers)
 def sizes_list(name: str, value: object) -> str:
-    """Check widths or depths, at least two; returns them comma-separated."""
+    """Check that the list has at least two widths or depths. Returns them, separated by commas."""
     listed = comma_separated(name, value)
     if len(numbers(name, listed, int)) < 2:
         raise UserError(
@@ -281,7 +283,7 @@ def sizes_list(name: str, value: object) -> str:
 
 @takes(Numbers)
 def depths_or_none(name: str, value: object) -> str:
-    """Check depths as ``sizes_list`` does. An empty text means that no depths are given."""
+    """Check depths as ``sizes_list`` does. An empty text means that the user gave no depths."""
     return sizes_list(name, value) if comma_separated(name, value) else ""
 
 
@@ -297,7 +299,7 @@ class CoordCheckSettings(
     OutputSettings,
     ThreadSettings,
 ):
-    """A coordinate check: a model of each width takes a few steps on one batch, once per seed."""
+    """The settings of a coordinate check. For each width and seed, a model takes a few steps on one batch."""
 
     command_name = "coord-check"
     main = (
@@ -342,7 +344,7 @@ class CoordCheckSettings(
     output: str = changed("runs/coord-check")
 
     def check(self) -> None:
-        """Raise UserError for a value that is invalid at one of the sizes, or has no effect in a check over depth."""
+        """Raise UserError for a value that is invalid at a size, or that has no effect in a check of depths."""
         if self.depths and self.base_width is None and self.width_scaling == self.default("width_scaling"):
             object.__setattr__(self, "width_scaling", "none")
         super().check()
@@ -389,13 +391,13 @@ class CoordCheckSettings(
 
 @takes(Numbers)
 def rates_or_none(name: str, value: object) -> str:
-    """Check learning rates. Check learning rates. An empty text means that the user gave no learning rates."""
+    """Check learning rates. An empty text means that the user gave no learning rates."""
     listed = comma_separated(name, value)
     return rate_list(name, listed) if listed else listed
 
 
 class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSettings, OutputSettings, WorkerSettings):
-    """A transfer: Lamina tries learning rates on a narrow proxy and converts them for a wide target."""
+    """The settings of a transfer: Lamina tries learning rates on a narrow proxy and converts them for a wide target."""
 
     command_name = "transfer"
     main = (
@@ -491,5 +493,5 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         return int(resolve_backbone(self.backbone).hidden_size)
 
     def command(self) -> str:
-        """Return the command line for these settings, without the base width, which follows from the proxy's width."""
+        """Return the command line for these settings, without the base width: it follows from the proxy's width."""
         return super().command().replace(f" --base-width {self.base_width}", "")

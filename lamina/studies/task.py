@@ -1,4 +1,4 @@
-"""A task: the description of a trial for the process that runs it."""
+"""Describe a trial for the process that runs the trial."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Task:
     """A trial to run in its own process.
 
     Attributes:
-        settings: the job's settings; their ``output`` is the trial's folder.
+        settings: the job's settings. Their ``output`` is the trial's folder.
         job: a function that runs a trial. It takes the settings, ``resume`` and ``bar``, and returns the result. The
             function must be at the top level of a module, because the trial's process finds it by name.
         trains: whether the job trains for the settings' number of steps.
@@ -68,11 +68,11 @@ class Task:
 
 
 def _named(name: str) -> Any:
-    """Return the object that "module:name" names, where a request crosses to another process."""
+    """Return the object that "module:name" names."""
     module, _, qualname = name.partition(":")
     return reduce(getattr, qualname.split("."), import_module(module))
 
 
 def task_of(request: Json) -> Task:
-    """Rebuild a task from a request, as an object of the class that wrote it."""
+    """Rebuild a task from a request. The task has the class that the request names."""
     return _named(request["task"]).from_request(request)

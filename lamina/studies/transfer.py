@@ -31,10 +31,11 @@ HEADROOM = 2.0  # a rate more than this factor below the first failing rate is s
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """A learning rate at one width: the worst ``status`` of its seeds, and their mean ``eval_loss`` if all finished.
+    """The results of a learning rate at one width: the worst ``status`` of all seeds, and their mean ``eval_loss`` if
+    all finished.
 
-    ``best`` is true if the loss is within the margin of the lowest loss. ``risk`` says what to expect of this learning
-    rate at another width.
+    ``best`` is true if the loss is within the margin of the lowest loss. ``risk`` says what we expect from this
+    learning rate at another width.
     """
 
     learning_rate: float
@@ -86,9 +87,7 @@ def role_rates(settings: TransferSettings) -> dict[str, float]:
 
 
 def summarize(results: Frame, settings: TransferSettings, factors: dict[str, float]) -> Json:
-    """Return the content of transfer.json: learning rates by width, intervals, the target's learning rates by role, and
-    the risk.
-    """
+    """Return the content of transfer.json."""
     narrow = judged(results[results["hidden_size"] == settings.proxy_width], settings.best_margin)
     wide = sorted(set(results["hidden_size"]) - {settings.proxy_width})
     best_by_width = {int(w): judged(results[results["hidden_size"] == w], settings.best_margin) for w in wide}
@@ -127,7 +126,9 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
 
 
 def judged(results: Frame, margin: float) -> list[Rate]:
-    """Return the learning rates of one width in ascending order, with status, loss, and the risk at other widths."""
+    """Judge the learning rates of one width: their status, their loss, and the risk at other widths. The order is
+    ascending.
+    """
     rates = []
     for rate, trials in results.groupby("learning_rate"):
         worst = max(trials["status"], key=severity)
@@ -157,7 +158,7 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
 
 
 def _stable(rates: list[Rate]) -> list[Rate]:
-    """Return the unbroken range of finished rates around the best one."""
+    """Return the best learning rate and its neighbors up to the first learning rate that did not finish."""
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if best is None:
         return []
@@ -168,7 +169,7 @@ def _stable(rates: list[Rate]) -> list[Rate]:
 
 
 def _agrees(narrow: list[Rate], wide: Rate) -> bool | None:
-    """Return whether a rate is stable at both widths or fails at both; None if the proxy was not trained at it."""
+    """Return whether the learning rate has the same outcome at both widths. Returns None without a run on the proxy."""
     status = _status(narrow, wide.learning_rate)
     if status is None or {"failed", "interrupted", "short"} & {status, wide.status}:
         return None

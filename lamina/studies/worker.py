@@ -1,7 +1,7 @@
-"""The code in a study's processes: a server that forks a process for each trial, and the trial itself.
+"""The code that runs in a study's processes: a server, which forks a process for each trial, and the trial itself.
 
-The driver (processes.py) starts this module in a new interpreter, so the script, notebook or shell that started the
-study is never imported again.
+The driver (processes.py) starts this module in a new interpreter. So Lamina never imports the script or notebook that
+started the study a second time.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ ROUND_SECONDS = 0.05
 
 
 def serve(descriptor: int, driver: int) -> NoReturn:
-    """Until the driver ends, fork a trial for each request, and send the driver each trial's exit code.
+    """Fork a trial for each request, and send the driver each trial's exit code, until the driver ends.
 
-    ``descriptor`` is this end of a pipe, and ``driver`` is the id of the process at the other end. The server imports
-    torch and transformers once, so a trial starts in milliseconds.
+    ``descriptor`` is the server's end of a pipe, and ``driver`` is the id of the process at the other end. The server
+    imports torch and transformers once, so a trial starts in milliseconds.
     """
     for number in STOP_SIGNALS:  # the driver signals each trial; the server ends when the driver does
         signal.signal(number, signal.SIG_IGN)
@@ -74,8 +74,9 @@ def serve(descriptor: int, driver: int) -> NoReturn:
 
 
 def alone() -> int:
-    """Run the trial described on standard input. Lamina uses it on systems where a fork after importing torch is not
-    safe.
+    """Run the trial that standard input describes.
+
+    Lamina calls this function on systems where a fork after importing torch is not safe.
     """
     request = json.loads(sys.stdin.readline())
 
@@ -124,13 +125,15 @@ def run(request: Json) -> int:
 
 
 def _note(folder: Path, status: str, reason: str) -> None:
-    """Record how a trial ended, unless it had ended before and only a repeatable measurement failed."""
+    """Record how a trial ended. Skip this if the trial had ended before and only a repeatable measurement failed."""
     if (read_result(folder) or {}).get("status") not in ENDED:
         write_result(folder, {"status": status, "reason": reason})
 
 
 def _end_with(request: Json) -> NoReturn:
-    """Run a trial and end this process without freeing the server's memory, which takes longer than starting."""
+    """Run a trial and end this process. Lamina does not free the server's memory, because freeing takes longer than
+    starting.
+    """
     code = 1
     try:
         code = run(request)
@@ -142,7 +145,7 @@ def _end_with(request: Json) -> NoReturn:
 
 
 def _like_the_driver(request: Json) -> None:
-    """Apply what the driver's process has changed since the server started: environment, paths, directory."""
+    """Apply the environment, paths and directory that the driver has changed since the server started."""
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:], sys.argv[:] = request["path"], request["argv"]
