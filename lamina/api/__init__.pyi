@@ -563,7 +563,7 @@ def dpo(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Train a policy on preferences (prompt, chosen, rejected) directly, without a reward model.
+    """Train a policy on preferences (prompt, chosen, rejected), without a reward model.
 
     The keywords are the settings of `lamina dpo`. ``data`` may also be a list of rows or a datasets.Dataset.
     Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.

@@ -1,1 +1,1 @@
-"""lamina.lab: reproduction of papers, vision, and training after pretraining. No other package depends on the lab."""
+"""Reproduce papers, classify images, and train models after pretraining. No other package depends on ``lamina.lab``."""

@@ -1,1 +1,1 @@
-"""Training after pretraining with TRL's trainers: fine-tuning on instructions, reward models, and policies."""
+"""Train with TRL after pretraining: fine-tune on instructions, or train reward models and policies."""

@@ -1,4 +1,4 @@
-"""Load rows in TRL's formats with the datasets library, and prepare them with TRL."""
+"""Load rows with the datasets library, convert them to TRL's forms, and prepare them with TRL."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def load(name: str, source: str) -> Dataset:
 
 
 def _options(reader: str, path: Path) -> Json:
-    """Return how the datasets library reads a file, other than by its defaults."""
+    """Return the options with which the datasets library should read a file."""
     import datasets
     import pandas as pd
 
@@ -106,12 +106,13 @@ def _options(reader: str, path: Path) -> Json:
 
 
 def generated_rows(name: str, source: str) -> Iterator[Json]:
-    """Generate rows of ``generated:KIND[:TASK[+TASK...]][@test]``, mixed from the named tasks or from all.
+    """Generate rows of ``generated:KIND[:TASK[+TASK...]][@test]`` from the named tasks. If none is named, use all
+    tasks.
 
-    Rows of the kind ``answers`` have a prompt, worded like an evaluation's question, and its completion. Rows of the
-    kind ``preferences`` have a prompt and two answers. The chosen answer is right. The rejected answer is a wrong
-    answer, or the right answer's words in another order. Raises UserError about the setting ``name`` for an unknown
-    kind, task or part.
+    A row of the kind ``answers`` has a prompt in the words of an evaluation's question, and a completion. A row of the
+    kind ``preferences`` has a prompt, a chosen answer, and a rejected answer. The chosen answer is right. The rejected
+    answer is a wrong answer, or has the right answer's words in another order. Raises UserError about the setting
+    ``name`` for an unknown kind, task or part.
     """
     kind, _, rest = source.removeprefix(GENERATED).partition("@")[0].partition(":")
     split = source.partition("@")[2] or "train"
@@ -142,15 +143,14 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
 
 
 def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
-    """Convert other libraries' rows to TRL's forms, and rows that mix texts and turns to turns. Rows in TRL's forms
-    stay unchanged.
+    """Convert rows to one of TRL's forms, and return the form. Rows in TRL's forms stay unchanged.
 
     Alpaca's instruction and output become a prompt and its completion. ShareGPT's conversations become messages. LIMA's
-    conversations also become messages, or a prompt and the last answer. With ``turns``, texts with an answer also
-    become turns.
+    conversations become messages, or a prompt and the last answer. If a row mixes texts and turns, its texts become
+    turns. With ``turns``, texts with an answer also become turns.
 
     Raises:
-        UserError: if the columns have no form among ``forms``. Otherwise the function returns the first form that fits.
+        UserError: the columns fit none of ``forms``. If they fit several, the function chooses the first.
     """
     columns = set(rows.column_names)
     if pictures := columns & {"image", "images"}:
@@ -178,7 +178,7 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
 
 
 def _turned(rows: Dataset, function: Callable[[Json], Json], *names: str) -> Dataset:
-    """Map rows by a function whose columns ``names`` are turns."""
+    """Apply a function to every row. It returns turns in the columns ``names``."""
     import datasets
 
     types = datasets.Features({**rows.features, **dict.fromkeys(names, datasets.List(datasets.Json()))})
@@ -219,14 +219,14 @@ def _of_conversation(row: Json) -> Json:
 
 
 def _of_lima(row: Json) -> Json:
-    """Return the turns up to the last answer, and that answer."""
+    """Return the turns before the last answer as the prompt, and the last answer as the completion."""
     turns = row["messages"]
     turns = turns[: len(turns) // 2 * 2]
     return {"prompt": turns[:-1], "completion": turns[-1:]}
 
 
 def _of_pair(row: Json) -> Json:
-    """Find the prompt that both answers begin with, as TRL does, or make turns of texts beside turns."""
+    """Split off the prompt with which both answers begin, as TRL does, or convert texts beside turns to turns."""
     from trl.data_utils import maybe_extract_prompt
 
     pair = {name: row[name] for name in PAIR_FORMS[0] if row.get(name) is not None}
@@ -238,7 +238,7 @@ def _of_pair(row: Json) -> Json:
 
 
 def prompts(rows: Dataset, *, turns: bool) -> Dataset:
-    """Return the prompts in rows of any form, without the answers, and each complete row as JSON."""
+    """Return the prompts of rows in any form, without answers. The column ``row`` holds each complete row as JSON."""
     fields = ({name: value for name, value in row.items() if value is not None} for row in _each(rows))
     whole: Passed = [json.dumps(row, default=str) for row in fields]
     asked, form = conform(rows, (("prompt",), ("messages",), PAIR_FORMS[1]), turns=turns)
@@ -255,7 +255,7 @@ def prompts(rows: Dataset, *, turns: bool) -> Dataset:
 
 
 def unfit(row: Fields, form: Sequence[str]) -> str:
-    """Return the reason why a row in TRL's form has nothing to train on; empty if it has something."""
+    """Return the reason why Lamina cannot train on a row in TRL's form. The reason is empty if Lamina can."""
     for name in form:
         value = row[name]
         if isinstance(value, str):
@@ -271,7 +271,7 @@ def unfit(row: Fields, form: Sequence[str]) -> str:
 
 
 def _is_turn(turn: Passed) -> bool:
-    """Return whether a turn has what templates read; an assistant's may not be empty."""
+    """Return whether a turn has the fields that templates read. An assistant's turn may not be empty."""
     if not isinstance(turn, dict) or not turn.get("role") or not isinstance(turn.get("content"), str | list | None):
         return False
     return turn["role"] != "assistant" or bool(turn.get("content") or turn.get("tool_calls"))
@@ -280,15 +280,15 @@ def _is_turn(turn: Passed) -> bool:
 def prepare(
     where: str, rows: Dataset, form: Sequence[str], by_trl: Prepare, wrong: Callable[[Json], str], *, skip_bad: bool
 ) -> tuple[Dataset, int]:
-    """Prepare rows with ``by_trl``, and also return the number of unusable rows that were left out.
+    """Prepare rows with ``by_trl``. Returns the prepared rows, and the number of unusable rows that Lamina left out.
 
     Args:
         where: the setting and the source, for the messages.
         form: the columns that every row needs.
-        wrong: a function that returns the reason why a prepared row is unusable; empty if it is usable.
+        wrong: a function that returns the reason why a prepared row is unusable, or "".
 
     Raises:
-        UserError: for an unusable row, with its number, unless ``skip_bad``; and if no usable row is left.
+        UserError: a row is unusable (unless ``skip_bad``), or all rows are. The message has the row's number.
     """
     reasons: dict[int, str] = {}
 
@@ -320,7 +320,7 @@ def _each(rows: Dataset) -> Iterator[Json]:
 
 
 def _refused(rows: Dataset, places: Sequence[int], by_trl: Prepare) -> Iterator[tuple[int, str]]:
-    """Find the rows that TRL can't prepare, by halves."""
+    """Find the rows that TRL can't prepare. Lamina halves the rows until it finds each bad row."""
     try:
         by_trl(rows.select(places))
     except Exception as error:
@@ -332,7 +332,7 @@ def _refused(rows: Dataset, places: Sequence[int], by_trl: Prepare) -> Iterator[
 
 
 def processes_for(rows: Dataset) -> int | None:
-    """Return the number of processes in which ``Dataset.map`` should prepare rows; None for only this process."""
+    """Return the number of processes in which ``Dataset.map`` should prepare rows. None means only this process."""
     alone = len(rows) <= ALONE or multiprocessing.current_process().daemon
     return None if alone or (count := cores() // launched()[3]) < 2 else count
 
@@ -340,7 +340,7 @@ def processes_for(rows: Dataset) -> int | None:
 def by_trl(
     trainer: Passed, rows: Dataset, config: Passed, tokenizer: PreTrainedTokenizerBase, *more: object, **own: object
 ) -> Dataset:
-    """Prepare rows with the code of a TRL trainer, before there is a model."""
+    """Prepare rows with a TRL trainer's code, before Lamina loads the model."""
     stand_in = SimpleNamespace(_tokenizer=tokenizer, **own)
     # Lamina's first process is here before the others
     with patched(sys.modules[trainer.__module__], global_then_local_main_first=nullcontext):
@@ -351,7 +351,7 @@ _BREAK = "('\\n\\n' if not loop.first and messages[loop.index0 - 1].role == 'ass
 
 
 def _template(user: str, assistant: str) -> str:
-    """Build a template from two Jinja expressions for the text of a user's and of an assistant's turn."""
+    """Build a template from two Jinja expressions: the text of a user's turn, and the text of an assistant's turn."""
     return (
         "{%- for message in messages -%}"
         "{%- if message.role == 'system' -%}{{ message.content + '\n\n' }}"
@@ -378,10 +378,10 @@ CHOICES = ("auto", "none", "tokenizer", *TEMPLATES)
 
 
 def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: str | None) -> str | None:
-    """Return the Jinja template of a choice; None for text that is used unchanged.
+    """Return the Jinja template of a choice, or None if Lamina should use the text unchanged.
 
     ``default`` names the template for ``auto`` if the tokenizer has no template. Raises UserError for an unknown name,
-    an unreadable file, and a tokenizer without a template.
+    an unreadable file, or a tokenizer without a template.
     """
     path = Path(choice)
     if choice == "none" or choice in TEMPLATES:
@@ -410,8 +410,8 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a version of the chat template, from Lamina or TRL, that marks the answers; None if the template already
-    marks them.
+    """Return Lamina's or TRL's version of the chat template, which marks the answers. Returns None if the template
+    already marks the answers.
     """
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
@@ -423,7 +423,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def template_end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the special token with which the tokenizer's template ends an answer; empty if it has none."""
+    """Return the special token with which the tokenizer's template ends an answer, or ""."""
     if not tokenizer.chat_template:
         return []
     try:

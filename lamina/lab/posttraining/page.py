@@ -1,4 +1,4 @@
-"""The pages of the jobs after pretraining: fine-tuning, reward models, policies."""
+"""Write the pages of the jobs after pretraining: fine-tuning, reward models, and policies."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ CURVES = (
         "record."
     )),
     ("Reward", "reward", "eval_reward", "reward", (
-        "Points show the mean reward of one sampled answer per held-out prompt, not clipped. The line shows the "
-        "clipped rewards in training; with ReMax, it covers sampled and greedy answers together."
+        "Points show the mean reward of one sampled answer per held-out prompt, without clipping. The line shows the "
+        "clipped rewards in training. With ReMax, the line is the mean over sampled and greedy answers."
     )),
     ("KL to the initial model", "kl_per_answer", "eval_kl", "nats per answer", (
-        "The distance of the policy from the initial model: the summed log-ratio of the two, averaged over answers."
+        "The policy's distance from the initial model: each answer's log-probability ratio, averaged over answers."
     )),
     ("Length of the answers", "completions_mean_length", "eval_length", "tokens", (
         "If the reward rises only with the length, the policy may exploit the reward."
     )),
     ("Accuracy", "mean_token_accuracy", "eval_accuracy", "share", (
-        "Share of the answers' tokens that the model predicts correctly. For a reward model: share of pairs in which "
-        "the better answer has the higher score."
+        "The share of the answers' tokens that the model predicts correctly. For a reward model, this is the share of "
+        "pairs in which the better answer has the higher score."
     )),
     ("Accuracy of the pairs", "rewards_accuracies", "eval_rewards_accuracies", "share", (
-        "Share of pairs in which the policy prefers the better answer more strongly than the initial model does."
+        "The share of pairs in which the policy prefers the better answer more strongly than the initial model does."
     )),
-    ("Margin", "margin", "eval_margin", "score", "Mean score of the better answers, minus the worse answers' score."),
+    ("Margin", "margin", "eval_margin", "score", "The better answers' mean score minus the worse answers' mean score."),
 )  # fmt: skip
-_LOSS_ALONE = "Training loss, averaged since the last record. To judge a policy, read its reward and KL instead."
+_LOSS_ALONE = "The training loss, averaged since the last record. To judge a policy, read its reward and KL instead."
 _FRONTIER = (
-    "Each point is an evaluation, labeled with its step: the held-out reward against the KL. Compare policies at "
-    "equal KL, because at equal steps a policy whose logits change faster has an advantage."
+    "Each point shows an evaluation's KL and held-out reward, and its label is the step. Compare policies at equal KL, "
+    "because at equal steps a policy whose logits change faster has an advantage."
 )
 MEASURES = {
     "status": ("status", ""),
@@ -126,7 +126,7 @@ for _kind in _TITLES:
 
 
 def _headline(kind: Kind, records: Sequence[Json], held_out: object) -> str:
-    """Return the finding in a line: the change of the number that judges this kind of training."""
+    """Return the page's title: how the number that judges this kind of training changed."""
     name = _JUDGED_BY[kind]
     values = [record[name] for record in records if is_number(record.get(name))]
     if len(values) < 2:

@@ -1,4 +1,4 @@
-"""Train reward models and policies (DPO) on pairs of a better and a worse answer."""
+"""Train reward models, or policies with DPO, on pairs of a better and a worse answer."""
 
 from __future__ import annotations
 
@@ -32,21 +32,20 @@ _EXTREMES = {"min_reward": min, "max_reward": max}
 
 
 class Measured(NamedTuple):
-    """TRL's loss and metrics of a batch of held-out pairs, each with its weight, the number of pairs or tokens."""
+    """TRL's loss and metrics on a batch of held-out pairs. Each has a weight: the number of pairs or tokens."""
 
     metrics: Mapping[str, float]
     weights: Mapping[str, int]
 
 
 class PairTrainer(TunedTrainer):
-    """Lamina's common additions to TRL's RewardTrainer and DPOTrainer."""
+    """Lamina's additions to both TRL's RewardTrainer and DPOTrainer."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss over held-out pairs, and pass TRL the metrics to log, which are means over pairs or
-        tokens.
+        """Return the mean loss over the held-out pairs, and give TRL the metrics to log: means over pairs or tokens.
 
-        TRL's own evaluation averages over batches, and repeats pairs until all processes have the same number.
-        Trainer's evaluation before training would also prevent training under DDP.
+        Lamina does not use TRL's evaluation, because it averages over batches, and repeats pairs until all processes
+        have equally many pairs. Under DDP, an evaluation by Trainer before training would also prevent the training.
         """
         batches = [batch for part in self.processes.everyones(self.measured_here()) for batch in part]
         overall: dict[str, float] = {}
@@ -58,7 +57,7 @@ class PairTrainer(TunedTrainer):
         return {"eval_loss": loss}
 
     def measured_here(self) -> list[Measured]:
-        """Measure this process's share of the held-out pairs, batch by batch."""
+        """Measure the held-out pairs of this process, batch by batch."""
         data: Passed = self.eval_dataset
 
         def measure(chosen: list[int]) -> Measured:
@@ -91,7 +90,7 @@ class PairStage(TuningStage[S]):
     prepared_by: Passed
 
     def new_model(self) -> PreTrainedModel:
-        """Load or build the model without dropout, as TRL does by default. Lamina adds LoRA's dropout later."""
+        """Load or build the model without dropout, which is also TRL's default. Lamina adds LoRA's dropout later."""
         model = self.start.scorer() if self.head == "sequence_classification" else super().new_model()
         if self.settings.trl.get("disable_dropout", True):
             disable_dropout_in_model(model)
@@ -122,7 +121,7 @@ class RewardModeling(PairStage[RewardSettings]):
         return rows
 
     def wrong(self, row: Fields) -> str:
-        """Reject pairs that are too long, which TRL drops: the score would not be for the complete answer."""
+        """Reject pairs that are too long, because TRL would drop them."""
         if max(len(row["chosen_ids"]), len(row["rejected_ids"])) > self.start.longest:
             return f"an answer ends after {self.start.longest} tokens, including the prompt"
         return "the two answers are equal" if row["chosen_ids"] == row["rejected_ids"] else ""
@@ -153,7 +152,7 @@ class DpoTrainer(PairTrainer, DPOTrainer):
             self.ref_model = self.without_adapters
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        """Add the reference model's log-probabilities of both answers, in nats, as columns."""
+        """Add two columns: the reference model's log-probability of each answer, in nats."""
         reference = self.without_adapters if isinstance(self.ref_model, NoReference) else self.ref_model
 
         def measure(chosen: list[int]) -> list[tuple[int, float, float]]:
@@ -180,7 +179,7 @@ class DirectPreferences(PairStage[DpoSettings]):
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
 
     def wrong(self, row: Fields) -> str:
-        """Reject the rows that TRL drops: rows with equal answers, and rows with a prompt that leaves no room."""
+        """Reject the rows that TRL drops: equal answers, or a prompt that leaves no room for the answer."""
         room = self.start.longest - len(row["prompt_ids"])
         if room < 1 and self.config.truncation_mode == "keep_start":
             return f"the prompt leaves none of {self.start.longest} tokens for the answer"

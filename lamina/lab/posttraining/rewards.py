@@ -1,4 +1,4 @@
-"""Compute rewards of answers: from reward models, a user's functions, and their weighted sum."""
+"""Compute the rewards of answers with reward models and your functions, and add them up with weights."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Score: TypeAlias = Callable[[Sequence[Fields], Sequence[Sequence[int]], Sequence[str]], list[float]]
-"""A function that returns rewards of answers from the prompts (prompt, prompt_ids, text, row), the answers' token ids
-and their texts.
+"""A function that returns one reward per answer. It gets the prompts (each with prompt, prompt_ids, text and row), the
+answers' token ids, and the answers' texts.
 """
 Parts: TypeAlias = Mapping[str, Sequence[float]]
-"""Rewards of answers, by the reward's name."""
+"""The rewards of all answers, by the reward's name."""
 BATCH = 32
 
 
@@ -50,7 +50,7 @@ class Rewards:
 
     Attributes:
         scores: a function for each reward, by the reward's name in the records.
-        models: the reward models among the rewards.
+        models: the reward models that compute rewards.
         digest: a hash of the models' and functions' files.
     """
 
@@ -140,16 +140,15 @@ def _scores(
 
 
 def _unused(name: str, known: Mapping[str, object]) -> str:
-    """Return a name for a reward's records; append a number if another reward has the name."""
+    """Return a name for a reward's records. If another reward has the name, Lamina appends a number."""
     plain = re.sub(r"\W", "_", name)
     return plain if plain not in known else _unused(f"{plain}_{len(known) + 1}", known)
 
 
 def in_time(act: Callable[[], T], seconds: float) -> T | None:
-    """Return the result of ``act``. After ``seconds`` (0: no limit), interrupt the Python code of ``act`` and return
-    None.
+    """Return the result of ``act``, or None after ``seconds`` (0: no limit).
 
-    A limit works only in the main thread of a process.
+    At the limit, Lamina interrupts the Python code of ``act``. A limit works only in the main thread of a process.
     """
     if not seconds:
         return act()
@@ -208,9 +207,9 @@ def _of_function(named: str, seconds: float) -> Score:
 
 
 def _as_trl_asks(function: Callable[..., Passed], asked: Passed, ids: Sequence[int], text: str, row: Fields) -> Passed:
-    """Call a reward function of TRL's form, which takes lists by name and the row's fields, on one answer.
+    """Call a reward function with TRL's signature on one answer. TRL's functions take lists by name.
 
-    A result of None, which TRL leaves out of the sum, counts as 0.
+    TRL leaves a result of None out of the sum, so Lamina counts None as 0.
     """
     answer = [{"role": "assistant", "content": text}] if isinstance(asked, list) else text
     fields = {name: [value] for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")}
@@ -219,7 +218,7 @@ def _as_trl_asks(function: Callable[..., Passed], asked: Passed, ids: Sequence[i
 
 
 def _number(named: str, reward: Passed) -> float:
-    """Convert a function's reward to a float. Raises UserError for anything but a finite number."""
+    """Convert a function's reward to a float. Raises UserError if the reward is not a finite number."""
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # of an integer that no float can hold
         if not isinstance(reward, str | bytes) and math.isfinite(number := float(reward)):
             return number
@@ -239,6 +238,6 @@ def _parts(named: str) -> tuple[Path, str]:
 def padded(
     sequences: Sequence[Sequence[int]], value: int, device: torch.device, *, left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad token ids on the right or on the left. Return the ids and the mask, both [sequences, tokens]."""
+    """Pad token ids on the right or on the left. Returns the ids and the mask, both [sequences, tokens]."""
     ids, side = [torch.tensor(sequence, device=device) for sequence in sequences], "left" if left else "right"
     return pad(ids, value, side), pad([torch.ones_like(part) for part in ids], 0, side)

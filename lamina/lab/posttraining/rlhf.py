@@ -1,8 +1,8 @@
 """Train policies by reinforcement learning with TRL's online trainers: RLOO, GRPO, and ReMax (on TRL's RLOO trainer).
 
-ReMax (Li et al. 2024, arXiv 2310.10505), as in Adam-mini's code, takes one sampled and one greedy answer per prompt.
-With clipped rewards r, the log-probabilities logp of the policy and ref of the model that it started from, and the mask
-of the sampled answer's tokens:
+ReMax (Li et al. 2024, arXiv 2310.10505) takes one sampled and one greedy answer per prompt. Lamina follows Adam-mini's
+code. With clipped rewards r, the log-probabilities logp of the policy and ref of the model that it started from, and
+the mask of the sampled answer's tokens:
 
     advantage = r(sampled) - r(greedy)
     weight_t  = advantage - beta * (logp_t - ref_t)             the KL per step: each step is charged its own
@@ -68,10 +68,10 @@ class PolicyTrainer(TunedTrainer, _Online):
 
     Args:
         rewards: the rewards of answers, not clipped.
-        clip: the largest magnitude of a reward; 0 for no clipping.
-        beta: the factor on the KL. TRL's own argument ``beta`` is 0 while Lamina constructs the trainer, because TRL
-            would otherwise load the reference model by name.
-        reference: the frozen model from which the policy starts; with LoRA, the policy without its matrices.
+        clip: the largest magnitude of a reward. 0 means no clipping.
+        beta: the factor on the KL. Lamina sets TRL's argument ``beta`` to 0, because TRL would otherwise load the
+        reference model by name.
+        reference: the frozen model from which the policy starts. With LoRA, it is the policy without LoRA's matrices.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class PolicyTrainer(TunedTrainer, _Online):
 
     @property
     def tokens_seen(self) -> int:
-        """The tokens of all prompts and answers so far."""
+        """The number of tokens in all prompts and answers so far."""
         return int(self.state.num_input_tokens_seen)
 
     def state_dict(self) -> Json:
-        """Return TunedTrainer's state, plus the answers that later steps reuse, and GRPO's entropy weight."""
+        """Return TunedTrainer's state, the answers that later steps reuse, and GRPO's entropy weight."""
         state = {**super().state_dict(), "entropy": [getattr(self, name) for name in _ENTROPY if hasattr(self, name)]}
         options: Passed = self.args
         if self._step % (options.steps_per_generation * self.num_iterations):
@@ -153,9 +153,9 @@ class PolicyTrainer(TunedTrainer, _Online):
         return [max(-self.clip, min(self.clip, reward)) for reward in rewards] if self.clip else rewards
 
     def held_out(self) -> dict[str, float]:
-        """Return the reward, KL and length of a sampled answer per held-out prompt, and write them to held_out.jsonl.
+        """Sample an answer to each held-out prompt, return the mean measures, and write the answers to held_out.jsonl.
 
-        ``eval_kl`` is the mean over answers of sum_t (logp_t - ref_t) in nats. Its expectation is the KL divergence
+        ``eval_kl`` is sum_t (logp_t - ref_t) in nats, averaged over the answers. Its expectation is the KL divergence
         between the policy's answers and the initial model's answers. Each evaluation uses the same random numbers, and
         restores the random state of training.
         """
@@ -215,7 +215,7 @@ class ReMaxTrainer(RlooTrainer):
     """ReMax on TRL's RLOOTrainer; the module's docstring has the equations.
 
     Each prompt has two answers: the first is sampled, and the second is greedy. RLOO's baseline is the mean reward of
-    all other answers. So the first answer's baseline is the greedy answer's reward. Lamina drops the greedy answers
+    all other answers. So the sampled answer's baseline is the greedy answer's reward. Lamina drops the greedy answers
     before the forward pass with a gradient.
     """
 
@@ -243,7 +243,7 @@ class ReMaxTrainer(RlooTrainer):
         return output
 
     def _logps(self, model: Passed, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the log-probabilities of the answers' tokens, [answers, tokens]; 0 where masked."""
+        """Return the log-probabilities of the answers' tokens, [answers, tokens]. At masked tokens, they are 0."""
         ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
         return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
 
@@ -287,8 +287,9 @@ def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) ->
 
 
 def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
-    """Write an evaluation's held-out answers. They replace older answers from this step on, because a resumed run
-    repeats these steps.
+    """Write an evaluation's held-out answers.
+
+    A resumed run repeats steps, so the new answers replace all answers recorded at this step or later.
     """
     lines, fault = parse_lines(path)
     if fault is not None:
@@ -300,8 +301,8 @@ def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
 def reward_gain(path: Path) -> Json:
     """Return the gain in held-out reward from the first to the last evaluation, with a 95 % interval over the prompts.
 
-    The interval is Student's t interval for paired differences. The result is empty for fewer than two evaluations or
-    two prompts.
+    The interval is Student's t interval for paired differences. With fewer than two evaluations or two prompts, the
+    result is empty.
     """
     from scipy import stats
 
@@ -317,9 +318,7 @@ def reward_gain(path: Path) -> Json:
 
 
 class PolicyOptimization(TuningStage[RlhfSettings]):
-    """Trains a policy on rewards, as in InstructGPT's third step. The default is ReMax with Adam-mini's KL and
-    clipping.
-    """
+    """Train a policy on rewards, as in InstructGPT's third step (default: ReMax with Adam-mini's KL and clipping)."""
 
     kind = Kind.RLHF
     record = RlhfSettings
@@ -350,7 +349,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         return prompts(rows, turns=turns), ("prompt",)
 
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
-        """Add the prompts' tokens, as TRL's trainers make them at each step, and the prompts' texts."""
+        """Add the prompts' texts, and the same tokens that TRL's trainers would make of the prompts at each step."""
         tokenizer, options = self.start.tokenizer, self.settings.trl.get("chat_template_kwargs") or {}
         theirs: Passed = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs=options)
         how = {"tokenize": False, "add_generation_prompt": True, **options}
@@ -413,10 +412,11 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 
 
 class PromptOrder(TrainOrder):
-    """The training order of prompts for TRL's online trainers, with ``copies`` of each prompt in a row.
+    """The order of the prompts for TRL's online trainers. Each prompt occurs ``copies`` times in a row.
 
-    TRL generates answers at the first of ``steps_per_generation`` micro-batches (default: a step's micro-batches), and
-    trains on these answers ``num_iterations`` times. It ignores the prompts of the other micro-batches.
+    In each group of ``steps_per_generation`` micro-batches (default: a step's micro-batches), TRL generates answers
+    only at the first micro-batch, and trains on these answers ``num_iterations`` times. TRL ignores the prompts of the
+    other micro-batches in the group.
     """
 
     def __init__(

@@ -64,8 +64,7 @@ PRESETS: dict[str, Mapping[str, object]] = {
         "best_by": "loss",
     },
 }
-"""Settings of published recipes for `lamina sft`, by name. A recipe has no dataset if the hub does not have its
-dataset.
+"""Settings of published recipes for `lamina sft`, by name. If the hub lacks a recipe's dataset, the settings name none.
 """
 
 
@@ -73,19 +72,17 @@ LORA = (
     *("use_dora", "use_rslora", "modules_to_save", "target_parameters", "init_lora_weights", "layers_to_transform"),
     *("layers_pattern", "rank_pattern", "alpha_pattern", "bias"),
 )
-"""The arguments of peft's LoraConfig that Lamina passes on: they have no separate setting, and need nothing else of a
-run.
-"""
+"""The arguments of peft's LoraConfig that Lamina passes on. No setting of Lamina sets them."""
 
 
 def of_hub(source: str) -> bool:
-    """Return whether a source is a dataset's name in the form OWNER/NAME, and not a file or folder."""
+    """Return whether a source names a dataset on the hub as OWNER/NAME, and no file or folder has this name."""
     named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) is not None
     return named and not re.search(_FILES, source) and not Path(source).exists()
 
 
 class DataSettings(Settings, group="data"):
-    """The examples, and their conversion to text."""
+    """The settings that name the examples and say how to convert them to text."""
 
     data: str | None = setting(
         None,
@@ -124,7 +121,7 @@ class DataSettings(Settings, group="data"):
 
 
 class LoraSettings(Settings, group="LoRA"):
-    """LoRA, which trains added matrices instead of all weights."""
+    """The settings of LoRA, which trains added matrices instead of all weights."""
 
     lora_rank: int = setting(0, "train LoRA matrices of this rank (0: train all weights)", at_least(0))
     lora_alpha: float | None = setting(None, "alpha of LoRA (default: twice the rank)", above(0.0))
@@ -137,7 +134,7 @@ class LoraSettings(Settings, group="LoRA"):
 
 
 class MemorySettings(Settings, group="machine"):
-    """The number format of the weights in memory, and the attention kernel."""
+    """The settings of the weights' number format in memory, and of the attention kernel."""
 
     weights: Literal["fp32", "bf16", "nf4", "int8"] = setting(
         "fp32",
@@ -152,12 +149,12 @@ class MemorySettings(Settings, group="machine"):
 
     @property
     def quantized(self) -> bool:
-        """Whether the linear layers are quantized. If so, Lamina trains and saves only LoRA's matrices."""
+        """Whether the linear layers are quantized. If they are, Lamina trains and saves only LoRA's matrices."""
         return self.weights in ("nf4", "int8")
 
 
 def _outside(*kinds: str) -> dict[str, tuple[str, ...]]:
-    """Return the options that a job accepts for peft, for TRL's trainers of these kinds, and for Trainer."""
+    """Return the options of peft, of TRL's trainers, and of Trainer that a job accepts."""
     return {
         "lora": (*LORA, "use_peft", "task_type"),
         "trl": tuple(f"trl/trainer/{kind}_config.py" for kind in kinds),
@@ -183,7 +180,7 @@ class TuningSettings(
     EndSettings,
     OutputSettings,
 ):
-    """The settings that all jobs after pretraining share. If ``epochs`` decides the steps, ``steps`` is 0 at first."""
+    """The settings that all jobs after pretraining share. If ``epochs`` determines the steps, ``steps`` starts as 0."""
 
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = _outside("sft")
 
@@ -213,13 +210,13 @@ class TuningSettings(
 
     @property
     def changes_base(self) -> bool:
-        """Whether LoRA also changes other weights, so that the model without its matrices differs from the initial
+        """Whether LoRA also changes other weights. Then the model without LoRA's matrices differs from the initial
         model.
         """
         return bool(self.lora.keys() & {"bias", "init_lora_weights"})
 
     def check(self) -> None:
-        """Raise UserError for contradictory values. Checks that need the number of steps come later."""
+        """Raise UserError for contradictory values. Lamina checks values that need the number of steps later."""
         if self.steps:
             super().check()
             self.as_run()
@@ -236,7 +233,7 @@ class TuningSettings(
             self.refuse_unused(*lora, here="without LoRA", allowed="with --lora-rank")
 
     def as_run(self) -> PretrainSettings:
-        """Return the settings that every training run has, for the code that pretraining shares."""
+        """Return the settings that every training run has, for code that pretraining also uses."""
         other = ("from_model", "packing")  # which are about other things there
         shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name not in other}
         shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length
@@ -408,7 +405,7 @@ class RlhfSettings(TuningSettings):
         return entries(self.reward_function)
 
     def weights_of_rewards(self) -> list[float]:
-        """Return the factors on the rewards, models first."""
+        """Return the factors on the rewards: first of the reward models, then of the functions."""
         if self.reward_weights is None:
             return [1.0] * (len(self.reward_models()) + len(self.reward_functions()))
         return [float(part) for part in entries(self.reward_weights)]

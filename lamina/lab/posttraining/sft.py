@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on TRL's SFTTrainer."""
+"""Fine-tune a model on examples with TRL's SFTTrainer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SftTrainer(TunedTrainer, SFTTrainer):
 
 
 class SupervisedFineTuning(TuningStage[SftSettings]):
-    """Minimizes the mean negative log-likelihood of the completion's tokens, or of all tokens (TRL's labels)."""
+    """Minimize the mean negative log-likelihood of the completion's tokens, or of all tokens (TRL's labels)."""
 
     kind = Kind.SFT
     record = SftSettings

@@ -1,4 +1,4 @@
-"""The model and tokenizer that a job after pretraining starts from."""
+"""Load the model and tokenizer from which a job after pretraining starts."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ _PLACED = (LaminaConfig.model_type, *conversions(), "gemma3")  # Lamina's own, a
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The model that a job starts from.
+    """The model from which a job starts.
 
     Attributes:
         tokenizer: the model's tokenizer, with an end-of-text and a padding token.
-        plan: the placement of the norms; None for a model of transformers that Lamina does not convert.
+        plan: the placement of the norms, or None if Lamina does not convert the model.
         config: the configuration of the backbone, or of transformers' model.
-        longest: the largest number of tokens in the job's sequences.
+        longest: the maximum number of tokens in the job's sequences.
         dtype: the dtype of weights that are not quantized.
-        attention: the attention kernel, "auto" for the model's default.
+        attention: the attention kernel. "auto" means the model's default.
     """
 
     path: str
@@ -75,7 +75,7 @@ class Start:
     attention: str = "auto"
 
     def policy(self, ends: Sequence[int] = ()) -> PreTrainedModel:
-        """Return the policy, whose generation stops at the end tokens of the model, the tokenizer and the template
+        """Return the policy. Its generation stops at the end tokens of the model, the tokenizer and the template
         (``ends``).
         """
         if self.plan is not None:
@@ -93,7 +93,7 @@ class Start:
         return self._attending(model)
 
     def scorer(self) -> PreTrainedModel:
-        """Return the model with a new score head at the last token instead of its output head."""
+        """Return the model with a new score head instead of its output head. The score head reads the last token."""
         if self.plan is None:
             config = copy.deepcopy(self.config)
             config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
@@ -137,7 +137,7 @@ class Start:
 
 
 def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
-    """Inspect the model of ``from_model``. Raises UserError if Lamina cannot read it, or its tokenizer does not fit."""
+    """Inspect the starting model. Raises UserError if Lamina cannot read the model, or the tokenizer does not fit."""
     path = str(settings.from_model)
     refuse_as_output(str(settings.output), path)
     folder = model_folder(path)
@@ -178,7 +178,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
 
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
-    """Raise UserError for a model that generates no text, or if transformers has no such model with the job's head."""
+    """Raise UserError if the model generates no text, or transformers has no model of its type with the job's head."""
     if plan is None:  # of BERT and the like transformers has a model with a readout, too, which sees what comes next
         causal = getattr(config, "is_decoder", True) or any("CausalLM" in name for name in config.architectures or ())
         writes = causal and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -196,7 +196,8 @@ def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: 
 
 
 def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
-    """Quantize all linear layers except the output head with bitsandbytes, on the run's device, if the settings say so.
+    """If the settings ask for it, quantize all linear layers except the output head with bitsandbytes, on the run's
+    device.
 
     nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), and int8 is LLM.int8(). ``dtype`` is the
     dtype of nf4's products. Checkpoints of a quantized model hold only the trained weights.
@@ -248,7 +249,7 @@ def lora_of(settings: TuningSettings) -> LoraConfig:
 
 
 def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | None:
-    """Add LoRA matrices to a model's linear layers and freeze the layers; return None without LoRA.
+    """Add LoRA matrices to a model's linear layers, and freeze the layers. Returns None if LoRA is off.
 
     For a reward model, training also changes all weights of the score head.
     """
@@ -287,13 +288,13 @@ def set_trained(model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> 
 
 
 def numel(parameter: torch.Tensor) -> int:
-    """Count a parameter's values; bitsandbytes packs two of 4 bits into a byte."""
+    """Count a parameter's values. Bitsandbytes packs two values of 4 bits into a byte."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def trained_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the trained weights by name; for a sharded model, the parts on this process."""
+    """Return the trained weights by name. For a sharded model, these are only this process's parts."""
     reshard(model)
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 

@@ -1,5 +1,6 @@
-"""Lamina's additions to every TRL trainer: checkpoints, data order, divergence guard and layer monitor. They also turn
-TRL's telemetry off.
+"""Add Lamina's checkpoints, data order, divergence guard and layer monitor to every TRL trainer.
+
+The additions also turn TRL's telemetry off.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ C = TypeVar("C", bound=TrainingArguments)
 _REFUSED = {
     r"model_init_kwargs|trust_remote_code|pad_token": "Lamina takes the model and its tokenizer from --from",
     r"dataset_kwargs|shuffle_dataset|eval_packing": "Lamina orders the rows, so that a run resumes exactly",
-    r"sync_ref_model|ref_model_\w+": "Lamina keeps the reference model fixed, which records and checkpoints rely on",
+    r"sync_ref_model|ref_model_\w+": "Lamina's records and checkpoints need a fixed reference model",
     r"num_generations_eval": "an evaluation samples one answer per held-out prompt",
     r"generation_batch_size": "set by trl.steps_per_generation",
     r"log_\w+": "Lamina already writes held_out.jsonl and metrics.jsonl",
 }
 _Trainer = Trainer if TYPE_CHECKING else object
 Passed: TypeAlias = Any
-"""An argument that goes to TRL's trainer, or comes from the trainer, unchanged."""
+"""An argument that Lamina passes to TRL's trainer, or gets from the trainer, unchanged."""
 
 
 def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
-    """Build the configuration of TRL's trainer; ``offered`` are the job's own settings.
+    """Build the configuration of TRL's trainer. ``offered`` are the job's settings.
 
     Raises:
-        UserError: for an option that TRL lacks, or that Lamina decides.
+        UserError: TRL does not have an option, or Lamina sets the option.
     """
     offered = set(offered)
     trainer_fields = {entry.name for entry in fields(TrainingArguments)}
@@ -73,7 +74,7 @@ def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
 
 
 class NoReference(nn.Module):
-    """A placeholder for TRL's reference model, if the policy without its LoRA matrices is the reference."""
+    """A placeholder for TRL's reference model. Lamina uses it if the reference is the policy without LoRA matrices."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -81,11 +82,11 @@ class NoReference(nn.Module):
 
 
 class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Trainer):
-    """A mixin for TRL's trainers.
+    """A mixin that adds Lamina's parts to a TRL trainer.
 
     Args:
-        schedule: the share of the peak learning rate as a function of the finished steps; None for the schedule of the
-            arguments.
+        schedule: a function from the number of finished steps to the share of the peak learning rate. None means the
+        schedule in the arguments.
 
     Attributes:
         tokens_before: the number of training tokens before the run resumed.
@@ -107,7 +108,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         """Send nothing. TRL would report the model type and the machine of every run."""
 
     def create_model_card(self, *args: object, **kwargs: object) -> None:
-        """Do nothing, because a checkpoint gets no card."""
+        """Do nothing, because Lamina's checkpoints have no model card."""
 
     def training_step(self, *args: Passed, **kwargs: Passed) -> torch.Tensor:
         with self._arguments_told():
@@ -118,7 +119,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
 
     @contextmanager
     def _arguments_told(self) -> Iterator[None]:
-        """Turn TRL's late errors about its arguments into UserError."""
+        """Turn TRL's errors about arguments into UserError."""
         try:
             yield
         except ValueError as error:
@@ -127,7 +128,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
             raise UserError(f"trl: {one_line(error)}") from error
 
     def state_dict(self) -> Json:
-        """Return the trainer's state as in pretraining, plus TRL's measures since the last record."""
+        """Return the trainer's state as in pretraining, and TRL's measures since the last record."""
         counts = {"train_tokens": self.tokens_seen, "measured": dict(self._metrics["train"])}
         return {**super().state_dict(), **counts}
 
@@ -160,9 +161,10 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
     def held_out_batches(
         self, measure: Callable[[list[int]], T], count: int | None = None, size: int | None = None
     ) -> list[T]:
-        """Measure this process's share of ``count`` items by their indices (default: the held-out examples).
+        """Call ``measure`` with the indices of this process's items, batch by batch, and return the results.
 
-        ``size`` is the batch size (default: the evaluation's batch size).
+        ``count`` is the number of all items (default: of the held-out examples). ``size`` is the batch size (default:
+        the evaluation's batch size).
         """
         data: Passed = self.eval_dataset
         number, processes = len(data) if count is None else count, self.processes
@@ -175,7 +177,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         return measured[: math.ceil(len(mine) / size)]
 
     def without_adapters(self, **inputs: Passed) -> Passed:
-        """Return the output of the model without its LoRA matrices, which is the model before training."""
+        """Return the output of the model without its LoRA matrices: the output before training."""
         tuner = self.tuner
         assert tuner is not None
         tuner.disable_adapter_layers()
@@ -192,6 +194,6 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         return convert_to_fp32(outputs) if self.accelerator.native_amp else outputs
 
     def bare_model(self) -> Passed:
-        """Return the model without the wrappers of accelerate and DDP; LoRA's matrices stay in it."""
+        """Return the model without the wrappers of accelerate and DDP. The model keeps LoRA's matrices."""
         assert isinstance(self.model, nn.Module)
         return self.accelerator.unwrap_model(self.model)

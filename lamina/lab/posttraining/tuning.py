@@ -1,4 +1,4 @@
-"""The shared parts of the jobs after pretraining: load the model, encode rows, add LoRA, and keep the best weights."""
+"""Run the jobs after pretraining: load the model, encode rows, add LoRA, train, and keep the best weights."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ _TIMES = ("_runtime", "_per_second", "_time")
 
 
 class TuningRecorder(RunRecorder):
-    """RunRecorder with the trainer's metrics: ``NAME`` in training records, ``eval_NAME`` in evaluations."""
+    """A RunRecorder that also records the trainer's metrics: ``NAME`` in training, and ``eval_NAME`` in evaluations."""
 
     last_measured: Mapping[str, object] = MappingProxyType({})
 
@@ -126,7 +126,9 @@ class TuningRecorder(RunRecorder):
         return dict(self.last_measured)
 
     def state_dict(self) -> Json:
-        """Return RunRecorder's state and the last evaluation's measures, so that the run records them only once."""
+        """Return RunRecorder's state and the last evaluation's measures. So a resumed run records the measures only
+        once.
+        """
         return {**super().state_dict(), "last_measured": dict(self.last_measured)}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -151,13 +153,13 @@ BEST_WEIGHTS, BEST_NOTE = "best.safetensors", "best.json"
 
 
 class BestWeights(TrainerCallback):
-    """Keeps the trained weights of the evaluation with the lowest held-out loss or the best score on a task.
+    """Keep the trained weights of the evaluation with the lowest held-out loss, or with the best score on a task.
 
     Args:
         by: "loss", or a task's name.
-        processes: the run's processes; the first process writes.
-        resumed: the step from which the run resumes. Lamina deletes best weights of later steps, because the run
-            repeats these steps.
+        processes: the run's processes. The first process writes.
+        resumed: the step from which the run resumes. If the best weights come from a later step, Lamina deletes them,
+        because the run repeats this step.
     """
 
     trainer: TunedTrainer
@@ -188,7 +190,9 @@ class BestWeights(TrainerCallback):
         self.processes.by_first(lambda: self._write(tensors))
 
     def _loss(self, metrics: Json) -> float:
-        """Return the number to minimize: the held-out loss, or a task's score (negated if higher is better)."""
+        """Return the number to minimize: the held-out loss, or a task's score, which is negated if a higher score is
+        better.
+        """
         if self.by == "loss":
             return metrics["eval_loss"]
         scores = (self.trainer.evaluation.tasks or {}).items()
@@ -215,10 +219,11 @@ class BestWeights(TrainerCallback):
 
 
 class Watched:
-    """A second text and tasks, on which tuning may make a model worse. Lamina measures them with every evaluation.
+    """A second text and tasks, on which training may make a model worse. Lamina measures the model on them at every
+    evaluation.
 
     Args:
-        processes: the run's processes; the first process scores the tasks.
+        processes: the run's processes. The first process scores the tasks.
 
     Raises:
         UserError: if Lamina cannot read the text or a task.
@@ -259,17 +264,17 @@ class Watched:
 
 
 class TuningStage(TrainingStage[S]):
-    """A job after pretraining, with a TRL trainer.
+    """A job after pretraining that trains with a TRL trainer.
 
     Attributes:
-        made_by: TRL's trainer with Lamina's additions.
+        made_by: the class of TRL's trainer with Lamina's additions.
         configured_by: the class of the trainer's arguments.
         head: the name of the trained model's head.
         guarded: whether the loss is in nats, so that Lamina checks the loss for divergence. Otherwise Lamina checks
             only whether the loss is finite.
         measure: the evaluation's metric that decides the run's status.
         forms: the columns of the TRL forms that the job accepts.
-        columns: the columns after TRL's preparation of the data: token ids, and the loss's inputs.
+        columns: the columns of the data that TRL has prepared: token ids, and the loss's inputs.
         ordered: a function that makes the training order.
         train: the prepared examples.
         held_out: the prepared examples of an evaluation.
@@ -305,18 +310,18 @@ class TuningStage(TrainingStage[S]):
 
     @abstractmethod
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
-        """Prepare rows in TRL's form with the code of TRL's trainer, without a cut to ``start.longest``."""
+        """Prepare rows in TRL's form with the code of TRL's trainer. Do not cut them to ``start.longest``."""
 
     @abstractmethod
     def wrong(self, row: Fields) -> str:
-        """Return the reason why a prepared row is unusable; empty if it is usable."""
+        """Return the reason why a prepared row is unusable, or ""."""
 
     def token_ids(self, row: Fields) -> list[int]:
         """Return the token ids of a prepared row for the layer monitor."""
         return row[self.columns[0]]
 
     def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
-        """Convert prepared rows to the form that TRL's trainer takes; ``train`` is False for an evaluation."""
+        """Convert prepared rows to the form that TRL's trainer takes. ``train`` is False for an evaluation."""
         return rows
 
     def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
@@ -324,7 +329,7 @@ class TuningStage(TrainingStage[S]):
         return conform(rows, self.forms, turns=turns)
 
     def counts(self, *parts: Dataset | None) -> Json:
-        """Return further counts of the prepared rows, before any cut, for result.json."""
+        """Return further counts for result.json. Lamina counts the prepared rows before it cuts them."""
         return {}
 
     def rewards(self) -> str:
@@ -392,7 +397,7 @@ class TuningStage(TrainingStage[S]):
         self.identity = TuningIdentity(self, data, content_hash(self.start.path), rewards)
 
     def _prepared(self, name: str, source: str) -> tuple[Dataset, int]:
-        """Load and prepare the rows of a source; also return how many were left out."""
+        """Load and prepare the rows of a source. Also return the number of rows that Lamina left out."""
         settings, where = self.settings, f"{name}: {source!r}"
         loaded, turns = load(name, source), settings.template not in ("auto", "none")
         try:
@@ -408,7 +413,9 @@ class TuningStage(TrainingStage[S]):
         return encoded.select_columns([name for name in self.columns if name in encoded.column_names]), skipped
 
     def _choose_template(self, where: str, rows: Dataset) -> None:
-        """Give the tokenizer the template of the settings; the first data with turns decide what ``auto`` is."""
+        """Give the tokenizer the template from the settings. For ``auto``, the first data with turns determine the
+        template.
+        """
         default = "alpaca" if "instruction" in rows.column_names else "chat"
         default = default if self.settings.command_name == "sft" else None
         template = read_template(self.settings.template, self.start.tokenizer, default=default)
@@ -419,7 +426,7 @@ class TuningStage(TrainingStage[S]):
         self.start.tokenizer.chat_template, self.templated = template, True
 
     def reference(self) -> PreTrainedModel | NoReference:
-        """Load the reference model for the KL; with LoRA, return a placeholder for the policy without LoRA."""
+        """Load the reference model for the KL. With LoRA, return a placeholder for the policy without LoRA."""
         if self.tuner is not None and not self.settings.changes_base:
             return NoReference(self.start.config)
         return self.shared(self.start.policy().eval().requires_grad_(False))
@@ -475,7 +482,7 @@ class TuningStage(TrainingStage[S]):
         return [self.best] if by != "last" else []
 
     def fields(self, run: TrainingRun) -> Json:
-        """Return the TRL arguments that the job decides."""
+        """Return the TRL arguments that the job sets."""
         return {}
 
     def options(self, arguments: TrainingArguments) -> Json:
@@ -592,7 +599,7 @@ def _thinned(items: Sequence[int], settings: TuningSettings) -> list[int]:
 
 
 def fingerprint(*parts: Dataset) -> str:
-    """Hash encoded rows, without missing fields."""
+    """Hash encoded rows. Missing fields do not change the hash."""
     digest = hashlib.sha256()
     for columns in chain.from_iterable(cast("Iterator[Json]", part.iter(BATCH)) for part in parts):
         for values in zip(*columns.values(), strict=True):
@@ -602,7 +609,7 @@ def fingerprint(*parts: Dataset) -> str:
 
 
 def monitored(sequences: Iterable[Sequence[int]]) -> torch.Tensor:
-    """Choose the four longest sequences for the layer monitor, cut to equal length: [sequences, tokens]."""
+    """Choose the four longest sequences for the layer monitor, and cut them to equal length: [sequences, tokens]."""
     longest = heapq.nlargest(4, sequences, key=len)
     length = min(map(len, longest))
     return torch.tensor([list(ids[:length]) for ids in longest])
@@ -610,13 +617,13 @@ def monitored(sequences: Iterable[Sequence[int]]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TuningIdentity:
-    """The settings and hashes of a run that its checkpoints and its folder store.
+    """The settings and hashes that a run stores in its checkpoints and in its folder.
 
     Attributes:
         stage: the job, which has the run's settings.
         data: a hash of the encoded examples.
         model: a hash of the starting model.
-        rewards: a hash of the reward models and functions; empty if there are none.
+        rewards: a hash of the reward models and functions, or "".
     """
 
     stage: TuningStage[Any]
@@ -625,7 +632,7 @@ class TuningIdentity:
     rewards: str = ""
 
     def state_dict(self) -> Json:
-        """Return the settings and the hashes, under the names in a pretraining run's checkpoint."""
+        """Return the settings and the hashes, under the same names as in a pretraining run's checkpoint."""
         return {"settings": self.stage.settings.to_dict(), **self.text}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -633,7 +640,7 @@ class TuningIdentity:
 
     @property
     def text(self) -> dict[str, str]:
-        """The content of data.json, for a run that has no checkpoint yet."""
+        """The text of data.json, which Lamina reads if a run has no checkpoint yet."""
         return {"plan": self.model, "text": self.data, "rewards": self.rewards}
 
     def refuse_changes(self, folder: Path) -> None:

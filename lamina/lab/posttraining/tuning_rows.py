@@ -133,8 +133,8 @@ DPO = tuning(
     "dpo",
     lambda: every_settings().DpoSettings,
     dpo,
-    "train a policy on preferences directly",
-    "Train a policy on preferences (prompt, chosen, rejected) directly, without a reward model.",
+    "train a policy on preferences, without a reward model",
+    "Train a policy on preferences (prompt, chosen, rejected), without a reward model.",
     """
   lamina dpo --from runs/keel-64-sft --data preferences.jsonl --output runs/keel-64-dpo
   lamina dpo --from runs/keel-64-sft --data preferences.jsonl --beta 0.3 --learning-rate 5e-7 --lora-rank 16

@@ -1,1 +1,1 @@
-"""Vision: labeled images, the classifier's objective, and images for probes."""
+"""Classify images: labeled images, the classifier's objective, and images for probes."""

@@ -1,4 +1,4 @@
-"""Train a vision Transformer to classify images, by DeiT's and ConvNeXt's recipes."""
+"""Train a vision Transformer to classify images. The recipes follow DeiT and ConvNeXt."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ImageClassification(Objective):
 
 
 def augmentation_of(settings: PretrainSettings, size: int) -> Augmentation:
-    """Make a run's augmentation for images of this side length in pixels."""
+    """Make a run's augmentation, for square images whose side has ``side`` pixels."""
     return Augmentation(
         size=size,
         crop_scale=settings.crop_scale,

@@ -1,4 +1,4 @@
-"""Make the images for a probe's forward passes: from the user, from a corpus, or noise."""
+"""Make the images for a probe's forward passes: your images, images of a corpus, or noise."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def _from_corpus(
 ) -> torch.Tensor:
     """Read images from a .npy file of pixel values, a file of labeled pixels, or a folder of picture files.
 
-    A checkpoint's own ``processor`` resizes and normalizes pictures; without one they are scaled to [-1, 1].
+    The checkpoint's ``processor`` resizes and normalizes pictures. Otherwise, Lamina scales pictures to the range -1 to
+    1.
     """
     path = Path(corpus)
     if corpus == MNIST or corpus.endswith((".csv", ".csv.gz")):

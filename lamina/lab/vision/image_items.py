@@ -1,4 +1,4 @@
-"""Images as tensors for a classifier. Training images are augmented, and held-out images are not."""
+"""Convert images to tensors for a classifier. Lamina augments training images, but not held-out images."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _SEEDS = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """The augmentation of training images; the default changes nothing.
+    """The augmentation of training images. The default changes nothing.
 
     Attributes:
         size: the side, in pixels, of the square that each crop becomes.
-        crop_scale: the smallest share of an image's area that a random crop takes; 1 for no random crops.
+        crop_scale: the smallest share of an image's area that a random crop takes. 1 means no random crops.
         flip: the probability of a horizontal flip.
         rand_augment: the strength of RandAugment (Cubuk et al. 2020, arXiv 1909.13719), 0 (off) to 1.
         random_erasing: the probability that a rectangle becomes noise (Zhong et al. 2020, arXiv 1708.04896).
-        repeats: the number of draws of an image before the next image (Hoffer et al. 2020, arXiv 1901.09335).
+        repeats: the number of times that each image is drawn in a row (Hoffer et al. 2020, arXiv 1901.09335).
     """
 
     size: int
@@ -62,7 +62,7 @@ class Augmentation:
             ) from None
 
     def crop(self, picture: Image, generator: torch.Generator) -> Image | None:
-        """Crop at random and resize to [size, size]; None if there are no random crops."""
+        """Crop at random and resize to [size, size]. Returns None if random crops are off."""
         if self.crop_scale >= 1.0:
             return None
         from PIL import Image
@@ -104,8 +104,8 @@ class Augmentation:
 def crop_box(width: int, height: int, smallest: float, generator: torch.Generator) -> tuple[int, int, int, int]:
     """Draw a crop's box (left, upper, right, lower) as Inception does (Szegedy et al. 2015, arXiv 1409.4842).
 
-    The box's share of the area is uniform from ``smallest`` to 1. The logarithm of the ratio of its sides is uniform,
-    for ratios from 3/4 to 4/3. After ten boxes that do not fit, the result is the largest box in the middle.
+    The box's share of the area is uniform from ``smallest`` to 1. The ratio of its sides is log-uniform from 3/4 to
+    4/3. After ten boxes that do not fit, the result is the largest box in the middle.
     """
     low, high = map(math.log, _RATIO)
     for _ in range(10):
@@ -137,7 +137,7 @@ class ImageItem(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class ImageItems(ItemSource[ImageItem]):
-    """Images of a set, which an image processor of transformers resizes and normalizes.
+    """The images of a split. An image processor of transformers resizes and normalizes them.
 
     Attributes:
         numbers: the numbers of the images to use, [items].
@@ -178,7 +178,7 @@ class ImageItems(ItemSource[ImageItem]):
 
 
 class AugmentedImages(DrawnItems[ImageItem]):
-    """Images in the order of a run, with random augmentation."""
+    """A run's images in training order, with random augmentation."""
 
     source: ImageItems
 
@@ -199,7 +199,7 @@ def pixels_of(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
 
 
 def normalized(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
-    """Scale the pixel values of an image that is already resized to 0 to 1, then normalize them."""
+    """Scale the pixel values of a resized image to the range 0 to 1, then normalize them."""
     array = np.asarray(picture, dtype=np.float32) / 255.0
     array = array[..., None] if array.ndim == 2 else array
     mean, std = statistics_of(processor)
@@ -214,13 +214,14 @@ def statistics_of(processor: BaseImageProcessor) -> tuple[torch.Tensor, torch.Te
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """Joins items to a batch, unchanged by default. The class is picklable, so loader processes can hold it.
+    """Join items to a batch. By default, no item changes. Loader processes can hold a ``Mixing``, because it is
+    picklable.
 
     Attributes:
-        mixup: alpha of mixup's Beta distribution; 0 for none.
-        cutmix: alpha of CutMix's distribution; 0 for none. With both, each batch uses mixup or CutMix, with equal
-            probability.
-        label_smoothing: the share of a target that is spread evenly over all classes.
+        mixup: alpha of mixup's Beta distribution. 0 means no mixup.
+        cutmix: alpha of CutMix's distribution. 0 means no CutMix. If both are on, each batch uses mixup or CutMix, with
+            equal probability.
+        label_smoothing: the share of a target that Lamina spreads evenly over all classes.
     """
 
     num_classes: int
@@ -234,7 +235,7 @@ class Mixing:
         return bool(self.mixup or self.cutmix or self.label_smoothing)
 
     def __call__(self, items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
-        """Make a training batch; ``labels`` are probabilities [batch, classes] if mixing or smoothing is on."""
+        """Make a training batch. If mixing or smoothing is on, ``labels`` are probabilities [batch, classes]."""
         batch = plain_batch(items)
         if not self.changes:
             return batch
@@ -255,7 +256,7 @@ class Mixing:
 
 
 def plain_batch(items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
-    """Make an evaluation batch; ``labels`` are classes [batch]."""
+    """Make an evaluation batch, whose ``labels`` are class numbers [batch]."""
     return {
         "pixel_values": torch.stack([item["pixel_values"] for item in items]),
         "labels": torch.stack([item["labels"] for item in items]),
@@ -263,7 +264,7 @@ def plain_batch(items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
 
 
 def mix(x: torch.Tensor, share: float) -> torch.Tensor:
-    """Return share * x + (1 - share) * partner, with partners along the first axis."""
+    """Return share * x + (1 - share) * partner, where the partners are the batch in reverse order."""
     return share * x + (1.0 - share) * x.flip(0)
 
 
@@ -286,7 +287,7 @@ def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class ImageStats(Stats):
-    """Statistics of two splits of images; ``classes`` are the names of the classes."""
+    """The statistics of the training split and the held-out split. ``classes`` are the names of the classes."""
 
     train_images: int
     eval_images: int
@@ -302,13 +303,13 @@ class ImageSplits(Splits[ImageItem]):
 def prepare_images(
     corpus: str, augmentation: Augmentation, *, eval_fraction: float, center_crop: float = 1.0, progress: bool = True
 ) -> tuple[ImageSplits, BaseImageProcessor]:
-    """Return the splits of a labeled image set and their processor.
+    """Return the training and held-out images of a set, and their processor.
 
     Args:
         corpus: see ``lamina.lab.vision.labeled_images.ALLOWED``.
-        augmentation: the augmentation of the training images; its size is the size of all images.
-        eval_fraction: the share of each class to hold out, unless the set has a test split.
-        center_crop: the share of the shorter side that the center crop keeps.
+        augmentation: the augmentation of the training images. Its ``size`` is the side of all images in pixels.
+        eval_fraction: the share of each class to hold out. It has no effect if the set has a test split.
+        center_crop: the side of the center crop, as a share of the shorter side.
         progress: show a progress bar on a terminal after two seconds.
 
     Raises:

@@ -49,7 +49,7 @@ class LabeledImages(ABC):
         spec: the name of the set as the user wrote it.
         classes: the names of the classes, in the order of their numbers.
         labels: the class of each image, [images] of int64.
-        held_out: the numbers of the images in the set's test split; None if there is no such split.
+        held_out: the numbers of the images in the set's test split, or None.
         channels: 1 for gray, 3 for RGB.
     """
 
@@ -61,14 +61,14 @@ class LabeledImages(ABC):
 
     @abstractmethod
     def image(self, number: int) -> Image:
-        """Return an image in mode L or RGB. Raises UserError for an unreadable image, which the message names."""
+        """Return an image in mode L or RGB. Raises UserError that names the image if Lamina cannot read it."""
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Check the images quickly, and raise UserError for the first unreadable image."""
+        """Run a quick check of the images, and raise UserError for the first unreadable image."""
         return
 
     def check(self) -> None:
-        """Raise UserError for a set with one class, without images, or with an empty class."""
+        """Raise UserError if the set has only one class, no images, or a class without images."""
         if len(self.classes) < 2:
             classes = "1 class, " + repr(self.classes[0]) if self.classes else "no classes"
             raise UserError(f"corpus: {self.spec!r} has {classes}. Give at least 2 classes.")
@@ -87,7 +87,7 @@ def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.n
     """Return the numbers of the training images, and the numbers of the held-out images.
 
     If the set has its own splits, Lamina uses them. Otherwise, Lamina holds out ``eval_fraction`` of every class with
-    two images or more. It holds out at least one image of each class, and always the same images.
+    two images or more, but at least one image. The held-out images of a set are always the same.
     """
     every = np.arange(len(images.labels))
     if images.held_out is not None:
@@ -123,7 +123,7 @@ def pillow() -> None:
 
 
 def in_8_bits(picture: Image, mode: str) -> Image:
-    """Convert an image to 8 bits per channel (L or RGB); 16-bit gray levels keep their upper 8 bits.
+    """Convert an image to 8 bits per channel (L or RGB). Of a 16-bit gray level, Lamina keeps the upper 8 bits.
 
     Raises ValueError for pixels with an unknown range: floating-point numbers, or more than 16 bits.
     """
@@ -140,7 +140,7 @@ def in_8_bits(picture: Image, mode: str) -> Image:
 
 
 def open_images(spec: str) -> LabeledImages:
-    """Open the labeled images with this name, without decoding any.
+    """Open the labeled images that ``spec`` names. Lamina decodes no image here.
 
     Raises UserError if there are no images, a class is empty, or the library that reads images is not installed.
     """
@@ -160,7 +160,7 @@ def open_images(spec: str) -> LabeledImages:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFiles(LabeledImages):
-    """Image files, with one folder per class."""
+    """Image files in one folder per class."""
 
     paths: tuple[Path, ...]
 
@@ -181,7 +181,7 @@ class ImageFiles(LabeledImages):
 
     @contextmanager
     def _open(self, number: int) -> Iterator[Image]:
-        """Open an image file. Any error, also later in the context, becomes a UserError that names the file."""
+        """Open an image file. Any error while the file is open becomes a UserError that names the file."""
         from PIL import Image
 
         path = self.paths[number]
@@ -258,7 +258,7 @@ class PixelImages(LabeledImages):
 
 
 def _of_pixels(spec: str, path: Path) -> PixelImages:
-    """Read a file of rows ``pixel,...,pixel,label``: square gray images, 0 to 255, and classes numbered from 0."""
+    """Read rows ``pixel,...,pixel,label``: square gray images with pixels from 0 to 255, and class numbers from 0."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         with warnings.catch_warnings():
@@ -290,7 +290,7 @@ def _of_pixels(spec: str, path: Path) -> PixelImages:
 
 @dataclass(frozen=True, kw_only=True)
 class HubImages(LabeledImages):
-    """Images of a dataset, one split after another."""
+    """The images of a Hub dataset, one split after another."""
 
     parts: tuple[Dataset, ...]
     column: str
