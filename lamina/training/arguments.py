@@ -1,4 +1,4 @@
-"""Transformers' TrainingArguments, built from a run's settings."""
+"""Build transformers' TrainingArguments from a run's settings."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ OPTIONS: dict[str, Check] = {
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise UserError for an option that a run does not accept, or an invalid value."""
+    """Raise UserError if a run does not accept the option or its value."""
     if name not in OPTIONS:
         raise UserError(f"trainer.{name} has no effect in a run of Lamina (allowed: {', '.join(OPTIONS)})")
     if name == "lr_scheduler_type" and value == "warmup_stable_decay":
@@ -85,7 +85,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def check_together(options: Mapping[str, Any], schedule: str) -> None:
-    """Raise UserError for options that contradict each other or the run's own schedule."""
+    """Raise UserError for options that contradict each other or the run's schedule."""
     clash = [name for name in ("lr_scheduler_type", "lr_scheduler_kwargs") if name in options]
     if schedule != "cosine" and clash:
         raise UserError(
@@ -160,7 +160,7 @@ A = TypeVar("A", bound=TrainingArguments)
 def training_arguments(settings: PretrainSettings, processes: int = 1) -> TrainingArguments:
     """Build the Trainer's arguments for each of ``processes`` processes, including ``settings.trainer``.
 
-    Raises UserError for an invalid field, which the message names.
+    If a field is invalid, raises a UserError that names the field.
     """
     if settings.batch_size == processes:
         for name in ("mixup", "cutmix"):
@@ -175,7 +175,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
 def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> None:
     """Raise UserError for an argument under ``trainer`` that this kind of job does not accept.
 
-    These are arguments that the run sets itself, that would change the meaning of its records, or that do not exist.
+    A job accepts no argument that does not exist, that it sets itself, or that would change the meaning of its records.
     """
     names = {entry.name for entry in fields(TrainingArguments) if entry.init}
     for name, value in trainer.items():

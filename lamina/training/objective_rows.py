@@ -1,4 +1,4 @@
-"""Settings that only some objectives read, and the names of the modules in lamina.lab with further objectives."""
+"""List the settings that only some objectives read, and the modules in lamina.lab with further objectives."""
 
 from __future__ import annotations
 

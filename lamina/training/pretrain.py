@@ -1,4 +1,4 @@
-"""Pretraining of a model, from scratch or from a checkpoint, on text or on images."""
+"""Pretrain a model on text or images, from scratch or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def pretrain(
 
 
 class Pretraining(TrainingStage[PretrainSettings]):
-    """The stage of pretraining: it trains on the backbone's objective, on packed blocks or on images."""
+    """The stage that pretrains a model on packed blocks of text or on images."""
 
     kind = Kind.RUN
     record = PretrainSettings
@@ -192,7 +192,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         )
 
     def _evaluated(self, items: ItemSource) -> Subset:
-        """Select the items for evaluations, spread evenly."""
+        """Select evenly spread items for evaluations."""
         return Subset(items, spread(len(items), self.settings.eval_blocks or len(items)))
 
     def _task_measure(self, processes: Processes) -> Callable[[PreTrainedModel], dict[str, float]] | None:
@@ -218,7 +218,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         falling = still_falling(RunFolder(run.folder).metrics, settings.steps, entropy + margin)
         if falling is not None:
             return Status.SHORT, (
-                f"{settings.steps} steps are too few to tell, because {falling}, and the lowest eval loss of "
+                f"{settings.steps} steps are too few to tell: {falling}, and the lowest eval loss of "
                 f"{recorder.best_eval:.3f} is not yet {margin:g} nats below {guess} of {entropy:.3f}"
             )
         return Status.STUCK, (
@@ -286,15 +286,15 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
 
 MOST_TOKENS = 2**24
-"""The largest number of tokens for the table: the first tokens that the run has read."""
+"""The bigram table uses at most this many tokens: the first tokens that the run has read."""
 
 
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
-    """Return the held-out loss, in nats, of a table of token pairs from the first ``steps`` steps.
+    """Return the held-out loss, in nats, of a bigram table of the tokens from the first ``steps`` steps.
 
     A model with a higher loss has not shown that it uses its depth. A block that the run has read several times counts
-    once. For a stream, the table comes from the text that also gives the unigram entropy. Returns None if the objective
-    predicts no next token, or if the run has read nothing.
+    once. If Lamina streams the corpus, the table comes from the text that also gives the unigram entropy. Returns None
+    if the objective does not predict the next token, or if the run has read nothing.
     """
     if not isinstance(splits, Blocks) or steps < 1:
         return None
@@ -307,13 +307,13 @@ def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, st
 
 
 class StreamPosition:
-    """The position in a streamed corpus, a part of the run state, at which a resumed run continues."""
+    """The position at which a resumed run continues in a streamed corpus. Checkpoints store it."""
 
     def __init__(self, run: TrainingRun):
         self.run = run
 
     def state_dict(self) -> Json:
-        """Return the position of the first block after the current step; empty if Lamina does not stream the corpus."""
+        """Return the position of the first block after the current step; the result is empty without streaming."""
         following = self.run.order.start(self.run.trainer.state.global_step + 1)
         position = self.run.items.state_dict(following)
         return {} if position is None else {"stream": position}
@@ -326,12 +326,12 @@ class StreamPosition:
 class Branches(TrainerCallback):
     """Trains decay branches: shorter runs that start from the main run (the trunk). Their losses go into metrics.jsonl.
 
-    Under the wsd schedule, a run of n steps equals a longer run until the shorter run's decay begins. So a branch
-    starts from the trunk's state at that step, trains on the blocks that follow, and decays its learning rate like the
-    shorter run. The trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
+    Under the wsd schedule, a shorter run equals a longer run until the shorter run's decay begins. So a branch starts
+    from the trunk's state at that step, trains on the blocks that follow, and decays its learning rate like the shorter
+    run. The trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
 
     Args:
-        run: the trunk, whose order names its items.
+        run: the trunk; its training order selects the branches' items.
 
     Attributes:
         rows: the records of the finished branches: ``branch_steps``, ``tokens``, ``branch_loss`` and
@@ -339,7 +339,7 @@ class Branches(TrainerCallback):
         trainer: the trunk's Trainer; set before the training begins.
 
     Raises:
-        UserError: for branches in several processes, or of a model with experts.
+        UserError: for several processes, or for a model with experts.
     """
 
     def __init__(self, settings: PretrainSettings, splits: Splits, run: TrainingRun):
@@ -385,7 +385,7 @@ class Branches(TrainerCallback):
         return {"branch_loss": float(loss), "branch_bigram_entropy": table}
 
     def _decay(self, steps: int) -> None:
-        """Take the branch's steps, from the trunk's next one to ``steps``."""
+        """Take the branch's steps, from the trunk's next step to ``steps``."""
         settings, trainer = self.settings, self.trainer
         model, optimizer = trainer.model, trainer.optimizer
         decay, begun = in_steps(settings.decay, steps), trainer.state.global_step

@@ -1,4 +1,4 @@
-"""The row of `lamina pretrain`."""
+"""Define the command `lamina pretrain`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The resolved run: its settings, plan and backbone.
-
-Lamina computes and checks all three once, and they do not change later.
-"""
+"""Resolve a run: compute and check its settings, plan and backbone once. They do not change later."""
 
 from __future__ import annotations
 
@@ -47,13 +44,13 @@ SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rms
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run as it will be trained; equal in every process.
+    """A run whose settings, plan and backbone are final. It is equal in every process.
 
     Attributes:
         settings: the complete, checked settings; precision and compilation are no longer ``auto``.
         plan: the placement of the norms.
-        backbone: the backbone's configuration with the settings' sizes; the objective later adds the sizes that the
-            data decides.
+        backbone: the backbone's configuration with the settings' sizes; the objective later adds the sizes that depend
+            on the data.
     """
 
     settings: PretrainSettings
@@ -92,12 +89,12 @@ class ResolvedRun:
 def resolve_run(
     settings: PretrainSettings, processes: int = 1, *, parallel: str = "ddp", trained: bool = True
 ) -> ResolvedRun:
-    """Determine a run's plan and backbone, and check all that can be checked before the corpus is read.
+    """Determine a run's plan and backbone, and make all checks that do not need the corpus.
 
     Args:
         processes: the number of processes that share a batch.
         parallel: how the processes share the work, "ddp" or "fsdp2".
-        trained: whether this machine will train the model in this size; if so, Lamina also checks the memory.
+        trained: whether this machine will train the model at this size; if so, Lamina also checks the memory.
 
     Raises:
         UserError: for an invalid setting; the message names the field.
@@ -140,7 +137,7 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
 def initial_model(
     resolved: ResolvedRun, splits: Splits, processor: Processor
 ) -> tuple[PreTrainedModel, dict[str, StepFactors] | None]:
-    """Build a run's model; also return each parameter's factors, None without scaling and without Muon."""
+    """Build a run's model. Also return each parameter's factors (None if the run uses neither scaling nor Muon)."""
     settings, scaling, objective = resolved.settings, resolved.scaling, resolved.objective
     config = objective.complete(resolved.backbone, splits, processor, settings.from_model)
     torch.manual_seed(settings.seed)
@@ -184,7 +181,7 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
 
 
 def wiring_multiplications(plan: Plan) -> int:
-    """Count the multiplications per token that several residual streams or earlier states add."""
+    """Count the multiplications per token for mixing several residual streams and for reading earlier hidden states."""
     total = memory = 0
     for layer in plan.layers:
         memory += layer.boundary
@@ -257,10 +254,10 @@ def check_modules(
     *,
     trained: bool = True,
 ) -> None:
-    """Raise UserError for faults that only built modules show, such as groups of a norm that do not divide a width.
+    """Raise UserError for faults that show only when Lamina builds the modules, such as too little memory.
 
-    Too little memory is another such fault. Lamina builds one layer of each kind on the meta device. For ``trained``,
-    see ``resolve_run``.
+    Another such fault is a norm whose number of groups does not divide the width. Lamina builds one layer of each kind
+    on the meta device. For ``trained``, see ``resolve_run``.
     """
     kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])  # which would name other layers
     with torch.device("meta"):
@@ -291,7 +288,7 @@ def _check_memory(
     arguments: TrainingArguments,
     processes: int,
 ) -> None:
-    """Raise UserError if a lower bound of the memory does not fit: the blocks alone, or the states that enter them.
+    """Raise UserError if the blocks alone, or the hidden states that enter them, exceed the memory.
 
     ``whole`` is the backbone, ``small`` the model with fewer layers, on the meta device.
     """

@@ -1,4 +1,4 @@
-"""One training run: from settings to a folder with records, checkpoints, a result and a model.
+"""Train one run: read its settings, and write a folder with records, checkpoints, a result and a model.
 
 The stage supplies the model, the data and the Trainer. This module does what all stages share: it locks the folder,
 finds the checkpoint, writes records, determines the run's status and uploads the model.
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Settings)
 Options: TypeAlias = Any
-"""The settings of any stage. Stages share groups of settings (output, steps, precision, ...), but no base record."""
+"""The settings of any stage. Stages share groups of settings (output, steps, precision, ...), but no base class."""
 
 
 class Identity(Stateful, Protocol):
@@ -86,9 +86,9 @@ class TrainingStage(ABC, Generic[S]):
         kind: the kind of the run's folder.
         policy: the settings that a resumed run may change.
         evaluates_first: whether a new run is evaluated before its first step.
-        tokens_per_step: tokens in an optimizer step; 0 if the run counts them.
+        tokens_per_step: tokens in an optimizer step; 0 if the stage counts tokens during the run.
         unit: the name for tokens in progress lines.
-        settings: the complete settings; ``read`` sets this attribute and the following ones.
+        settings: the complete settings; ``read`` sets this attribute and the following attributes.
         plan: the placement of the norms; None for a transformers model that Lamina does not convert.
         processor: the tokenizer or image processor that is saved with the model.
         identity: the content that a resumed run must match.
@@ -141,8 +141,8 @@ class TrainingStage(ABC, Generic[S]):
     def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
         """Return further callbacks.
 
-        Each callback gets the Trainer as its attribute ``trainer``. If a callback can load a state, a resumed run
-        restores it.
+        Each callback gets the Trainer as its attribute ``trainer``. If a callback has ``load_state_dict``, a resumed
+        run restores the callback's state.
         """
         return []
 
@@ -168,7 +168,7 @@ class TrainingStage(ABC, Generic[S]):
 
     @abstractmethod
     def verdict(self, run: TrainingRun) -> tuple[Status, str] | Diverged:
-        """Return, in the first process, the status of a run that was not interrupted, and the reason."""
+        """Return the status of a run that was not interrupted, and the reason. Only the first process calls it."""
 
     @abstractmethod
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
@@ -193,19 +193,19 @@ def train(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Json:
-    """Train, write the run's folder, and return its result.json.
+    """Train a run, write its folder, and return the content of result.json.
 
-    ``settings`` is a whole record, or only the user's settings by name. A run that diverges, gets stuck or is
-    interrupted ends with such a status, not with an exception. With ``resume``, a finished run stays unchanged; any
-    other run resumes from its newest whole checkpoint.
+    ``settings`` is a complete settings object, or a mapping of only the user's settings. A run that diverges, gets
+    stuck or is interrupted ends with this status, not with an exception. With ``resume``, a finished run stays
+    unchanged; any other run resumes from its newest whole checkpoint.
 
     If torchrun or accelerate launch started several processes, all of them call this function with the same settings.
     The first process writes the folder, and all processes return the same result.
 
     Raises:
-        UserError: for invalid settings, data or a model that can't be read, an output folder in use, settings or data
-            that differ from the run to resume.
-        OSError: the disk is full.
+        UserError: for invalid settings, unreadable data, an unreadable model, an output folder in use, or settings or
+            data that differ from the run to resume.
+        OSError: if the disk is full.
     """
     policy = stage.policy
     job = reported_once(
@@ -361,8 +361,8 @@ class TrainingRun:
         resume: whether to resume from the newest good checkpoint.
 
     Attributes:
-        average: the average of the weights; the stage sets this attribute and the following ones when it builds the
-            model.
+        average: the average of the weights; the stage sets this attribute and the following attributes when it builds
+            the model.
         step_factors: with width or depth scaling, each parameter's factors.
         followed: the layers that Lamina found in a transformers model; None for a Lamina model.
         items: the training items, for a stage that reads them during training.
@@ -431,7 +431,7 @@ class TrainingRun:
         return trainer
 
     def train(self) -> tuple[Status, str] | Diverged:
-        """Train; return the run's status and the reason, equal in every process."""
+        """Train, and return the run's status and the reason. Both are equal in every process."""
         trainer, recorder, steps = self.trainer, self.recorder, self.settings.steps
         self._warn_of_repetition()
         with stop_signals(recorder), ExitStack() as ending:

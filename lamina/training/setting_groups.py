@@ -74,7 +74,7 @@ class ModelSettings(Settings, group="model"):
 
 
 class BlockSettings(TextSettings, group="data"):
-    """The text that a run trains on and is evaluated on, in blocks."""
+    """The training text and the evaluation text, in blocks."""
 
     corpus: str = changed(
         "embedded",
@@ -404,5 +404,5 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
 
 
 def in_steps(span: float, steps: int) -> int:
-    """Convert a span to steps: a number of steps (1 or more), or a share (below 1), rounded up as Trainer does."""
+    """Convert a span to steps. A span is a number of steps (1 or more), or a share (below 1) that Lamina rounds up."""
     return int(span) if span >= 1 else math.ceil(steps * span)

@@ -210,7 +210,7 @@ class PretrainSettings(
             self._check_graphs()
 
     def _check_graphs(self) -> None:
-        """Raise UserError for settings that CUDA graphs of blocks can't replay or were not tried with."""
+        """Raise UserError for settings that do not work with CUDA graphs of blocks, or were not tested with them."""
         ruled_out = {
             "compile": self.compile == "on",
             "precision": self.precision == "float8",
@@ -229,7 +229,7 @@ class PretrainSettings(
         return sorted({in_steps(span, self.steps) for span in spans})
 
     def _check_branches(self) -> None:
-        """Raise UserError for branches off the run's constant rate, or with settings that rule them out."""
+        """Raise UserError for branches outside the constant learning rate, or for settings that rule out branches."""
         if self.branches is None:
             return
         ruled_out = {
@@ -257,7 +257,7 @@ class PretrainSettings(
 
 @takes(Names)
 def placement_list(name: str, value: object) -> str:
-    """Check comma-separated placements: at least one, none twice."""
+    """Check comma-separated placements. The list must not be empty, and must not repeat a placement."""
     for entry in value if isinstance(value, list | tuple) else ():
         if not isinstance(entry, str | os.PathLike):
             raise UserError(
@@ -291,7 +291,7 @@ class PlacementsSettings(Settings, group="model"):
 
 @takes(Numbers)
 def rate_list(name: str, value: object) -> str:
-    """Check comma-separated learning rates: at least one, none twice."""
+    """Check comma-separated learning rates. The list must not be empty, and must not repeat a learning rate."""
     listed = comma_separated(name, value)
     for rate in numbers(name, listed, float):
         if rate <= 0:

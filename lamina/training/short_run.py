@@ -1,7 +1,7 @@
-"""The first steps of a run, without a folder, records, evaluations or checkpoints.
+"""Train a run's first steps, without a folder, records, evaluations or checkpoints.
 
-Jobs that check a run before it starts use it. A short run uses the run's Trainer. So it has the same batches, losses,
-clipping, precision, accumulation, expert balance, optimizer and learning rates as the run.
+Jobs use a short run to check a run before it starts. A short run uses the run's Trainer, so both have the same batches,
+losses, clipping, precision, accumulation, expert balance, optimizer and learning rates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
 AfterStep = Callable[[int], bool]
-"""Takes the number of steps that are done; returns whether to take another step."""
+"""A function of the number of finished steps that returns whether to take another step."""
 
 
 class ShortRun(TrainerCallback):
@@ -43,11 +43,12 @@ class ShortRun(TrainerCallback):
         train: the blocks to train on.
         device: cpu or cuda.
         step_factors: with width or depth scaling, each parameter's factors.
-        schedule: a function from steps done to the share of the peak learning rate; None for the settings' schedule.
+        schedule: a function that maps the number of finished steps to a share of the peak learning rate; with None, the
+            settings decide the schedule.
 
     Attributes:
         losses: the training loss of every step so far, averaged over the micro-batches.
-        gradient_norms: the gradient's norm of every step before clipping.
+        gradient_norms: the gradient norm of every step, before clipping.
         learning_rates: the learning rate of every step, for the parameters whose factor on the learning rate is nearest
             to 1.
         stopped: the reason why the run ended early; empty if the run did not end early.

@@ -1,4 +1,4 @@
-"""Training from a checkpoint: the checkpoint's model, and the settings that the checkpoint decides."""
+"""Train from a checkpoint: load its model, and fill in the settings that the checkpoint decides."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 
 def _folder(source: str) -> str:
-    """Return the model's folder inside a run's folder; any other ``source`` unchanged."""
+    """Return the model's folder inside a run's folder; return any other ``source`` unchanged."""
     inner = model_folder(source)
     return source if inner == Path(source) else str(inner)
 
 
 def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
-    """Fill in the settings that the checkpoint of ``from_model`` decides, if there is one.
+    """Fill in the settings that the checkpoint of ``from_model`` decides. Without ``from_model``, fill in nothing.
 
     ``given`` holds the settings that the user gave (None: all settings that differ from their defaults). Raises
     UserError if a user's setting differs from the checkpoint's, if the checkpoint can't be read, or if the output
@@ -73,7 +73,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
 
 
 def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
-    """Return whether a value, however written, means the checkpoint's."""
+    """Return whether a value equals the checkpoint's value, in any spelling."""
     if value is None:
         return True
     if name == "placement":
@@ -98,7 +98,7 @@ def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
 
 
 def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
-    """Return the checkpoint's stored plan, otherwise the placement's plan with the multiplier of depth scaling."""
+    """Return the checkpoint's plan; without a checkpoint, build the placement's plan with the depth scaling."""
     scaling = scaling_of(settings) or Scaling()
     if settings.from_model is None:
         return make_plan(settings.placement, num_layers, **scaling.placement_options)
@@ -131,7 +131,8 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
 def load(source: str, config: PreTrainedConfig, head: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load a checkpoint with this head as a Lamina model in training mode.
 
-    ``config`` is the run's backbone, which decides the number of positions. Raises UserError as conversion does.
+    ``config`` is the run's backbone, which decides the number of positions. Raises UserError if Lamina cannot convert
+    the checkpoint.
     """
     folder = _folder(source)
     loaded: Any = conversion.load(folder, dtype=dtype, head=head)
@@ -148,7 +149,7 @@ def _read(folder: str) -> _Read:
 
 @lru_cache(maxsize=4)
 def _read_once(folder: str, changed: int | None) -> _Read:
-    """Read the plan and the configuration, once for each ``changed``, the time of the last change."""
+    """Read the plan and the configuration; read them again if ``changed``, the time of the last change, differs."""
     with local_when_unreachable():
         config: Any = conversion.read_config(folder, field="from")
     if isinstance(config, LaminaConfig):

@@ -1,4 +1,4 @@
-"""Trainers with the layer monitor's gradient norms, the divergence guard and Lamina's checkpoints."""
+"""Trainers that record the layers' gradient norms, stop diverged runs, and write Lamina's checkpoints."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class CheckpointedTrainer(_Trainer):
     """A mixin for Trainer and TRL's trainers that writes Lamina's checkpoints instead of Trainer's checkpoints.
 
     Attributes:
-        processes: the run's processes. Trainer does not wrap a model that ``sharding.shard`` has sharded.
-        guard: checks every step's loss and gradient norm; on a GPU, it checks them only at recorded steps.
-        states: further objects. Checkpoints store these objects' states, and Lamina restores them with the trainer.
+        processes: the run's processes. If ``sharding.shard`` has sharded the model, Trainer does not wrap the model.
+        guard: checks every step's loss and gradient norm; on a GPU, it waits until a step is recorded.
+        states: further objects, whose states Lamina stores in checkpoints and restores with the trainer.
         keep_also: decides from an older checkpoint's run state whether to keep the checkpoint.
         rate_factor: the factor on all learning rates after rollbacks.
         average: the average of the weights. Checkpoints store it, and evaluations use it.
@@ -93,7 +93,7 @@ class CheckpointedTrainer(_Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint, whole or not at all, then prune old ones; in the background if there is one."""
+        """Write a complete checkpoint or none, and then delete old checkpoints, in the background if there is one."""
         step, checkpoints = self.state.global_step, Checkpoints(Path(str(self.args.output_dir)))
         background, processes = self.background, self.processes
         if background is not None:
@@ -131,7 +131,7 @@ class CheckpointedTrainer(_Trainer):
         }
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore the guard and ``states`` from a run state; the trainer's own state follows when training begins."""
+        """Restore the guard and ``states``; Lamina restores the trainer's own state when training begins."""
         self._resumed = state
         self.overflows, self.overflows_in_a_row = state.get("overflows", [0, 0])
         for stateful in (self.guard, *self.states):
@@ -157,7 +157,7 @@ class CheckpointedTrainer(_Trainer):
         return schedule
 
     def continue_records(self) -> None:
-        """Restore the loss collected since the last record before the checkpoint."""
+        """Restore the loss that the run collected between its last record and the checkpoint."""
         losses = self._resumed.get("losses")
         if losses is None or self._resumed["step"] != self.state.global_step:
             return
@@ -170,8 +170,9 @@ class OrderedTrainer(_Trainer):
     """A mixin for Trainer and TRL's trainers with Lamina's training order, weight decay and schedules.
 
     Attributes:
-        order: decides the examples of each step; None for the trainer's own sampler.
-        schedule: a function from steps done to the share of the peak learning rate; None for the arguments' schedule.
+        order: decides the examples of each step; with None, the trainer's sampler decides.
+        schedule: a function that maps the number of finished steps to a share of the peak learning rate; with None, the
+            arguments decide the schedule.
     """
 
     order: TrainOrder | None = None
@@ -193,13 +194,13 @@ class OrderedTrainer(_Trainer):
         )
 
     def _prepare_input(self, data: object) -> object:
-        """Send pinned tensors in the background: a copy that the host waits for lets a GPU run empty."""
+        """Send pinned tensors in the background, because a GPU stays idle while the host waits for a copy."""
         if self.args.device.type == "cuda" and isinstance(data, torch.Tensor) and data.is_pinned():
             return data.to(self.args.device, non_blocking=True)
         return super()._prepare_input(data)
 
     def _get_num_items_in_batch(self, batch_samples: list[Json], device: torch.device) -> torch.Tensor | int | None:
-        """Count the labels; the number of a batch on the CPU is also sent in the background."""
+        """Count the labels. If the batch is on the CPU, also send the count in the background."""
         first = batch_samples[0] if batch_samples else None
         labels = first.get("labels") if isinstance(first, Mapping) else None  # a policy's are lists of rows
         here = device.type == "cuda" and self.args.world_size == 1
@@ -223,7 +224,7 @@ class OrderedTrainer(_Trainer):
 
 
 Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
-"""Takes logits and labels; returns, by the score's name, a number for each item, [batch]."""
+"""A function of logits and labels that returns a tensor [batch] for each score's name."""
 
 
 class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Trainer):
@@ -236,8 +237,8 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         step_factors: with width or depth scaling, each parameter's factors.
         second: items of a second corpus; every evaluation also measures the mean loss of these items.
         collate_eval: the function that joins held-out items to a batch; None for ``data_collator``.
-        scores: the function that computes further measures of each held-out item from logits and labels, by name;
-            ``evaluation`` gets their means.
+        scores: the function that computes further measures of each held-out item from logits and labels; ``evaluation``
+            holds their means by name.
         measure_tasks: the function that scores the bare model on tasks; the first process calls it at every evaluation.
     """
 
@@ -288,7 +289,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return self._operations[size]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create Trainer's optimizer, or Muon; with scaling, one group per learning rate."""
+        """Create Trainer's optimizer or Muon; with scaling, give each learning rate a separate group."""
         if self.optimizer is None and self.step_factors is not None:
             whole: Any = self.model if model is None else model
             groups = parameter_groups(
@@ -305,7 +306,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
     def compute_loss(
         self, model: nn.Module, inputs: Json, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the model's loss; in training, with the experts' auxiliary loss, if there is one."""
+        """Return the model's loss; in training, add the experts' auxiliary loss if there is one."""
         if self.experts is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         sequences = len(inputs[self.bare_model().main_input_name])
@@ -330,7 +331,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Measure the loss over the held-out blocks; with any number of processes, each token counts once.
+        """Measure the loss over the held-out blocks. Each token counts once, for any number of processes.
 
         Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. When Trainer
         calls the callbacks, ``evaluation`` holds all numbers except the loss.
@@ -357,7 +358,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
     def _measured(self, held_out: Any) -> dict[str, float]:
         """Return the mean loss over all predictions and the mean scores over items, each item counted once.
 
-        The means are over all processes; no random number is drawn.
+        The means are over all processes. The method draws no random number.
         """
         model: Any = self.model if self.average is None else self.average.model
         rank, size = self.processes.data_rank, self.processes.data_size
