@@ -906,9 +906,9 @@ def evaluate(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Evaluate trained models: perplexity per token, word and byte of a text (--corpus), and tasks of
-    lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, the folder of a run, or the
-    folder of a study. Lamina averages a study's runs over the seeds, with a standard deviation.
+    """Evaluate trained models: their perplexity per token, word and byte on a text (--corpus), and their scores on
+    tasks of lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, a run's folder, or a
+    study's folder. For a study, Lamina reports the mean and the standard deviation over the seeds.
 
     The keywords are the settings of `lamina eval`. ``models`` (paths of checkpoints, runs and studies) and
     ``tasks`` may also be lists. Returns the content of result.json.

@@ -1,1 +1,1 @@
-"""The commands of the command line; a module per command has ``run(argv) -> exit code``."""
+"""The commands of the command line. Each module has ``run(argv)``, which returns the exit code."""

@@ -1,6 +1,6 @@
 """A command's parser and help text, made from its settings record.
 
-The parser also reads YAML files, and accepts other tools' names of settings.
+The parser also reads YAML files, and accepts the names that other tools give to settings.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ class Argument:
     Attributes:
         name: the name of the setting or option.
         kind: the type of the value; for a mapping, each use of the flag adds one entry, ``KEY=VALUE``.
-        flags: the option's flags; empty for words that stand alone.
-        default: the default that the help names, and an option's value without a flag; a setting without a flag gets no
-            value.
-        metavar: the placeholder of the value in the help, if the type does not decide.
+        flags: the option's flags; empty for a positional argument.
+        default: the default in the help. If the user gives no flag, an option takes this value, and a setting takes
+            none.
+        metavar: the placeholder in the help, such as FILE; if empty, the type gives the placeholder.
         is_setting: whether the option is a field of the command's settings record.
-        is_needed: for a word that stands alone, whether the command requires it.
-        is_list: whether all words up to the next flag are its values.
+        is_needed: whether the command requires this positional argument.
+        is_list: whether the option takes all words up to the next flag.
         adds: whether each use of the flag adds a value to the earlier values.
-        files: for a mapping, the files that say which of another library's options are text.
-        key: another library's option that the setting holds; the flag then has that library's name.
-        alone: the value's text if no word follows the flag, as after ``--resume``.
+        files: for a mapping, the source files that declare which options of another library are text.
+        key: the option of another library that the flag sets inside a mapping; empty for Lamina's options.
+        alone: the value, as text, that the option takes if no word follows the flag, as after ``--resume``.
     """
 
     name: str
@@ -84,18 +84,18 @@ class Argument:
 
     @property
     def kinds(self) -> tuple[object, ...]:
-        """The allowed types. A Literal counts as text, because its check suggests the nearest word."""
+        """The allowed types. A Literal counts as text, because the settings check its words later."""
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return tuple(str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in kinds)
 
     def take(self, values: Json, flag: str, inner: str, text: str | None, left: list[str]) -> None:
-        """Put the value into ``values``. Raises UserError.
+        """Read the option's value from the command line into ``values``. Raises UserError.
 
         Args:
-            flag: the flag on the command line; for a switch, perhaps its negative.
-            inner: the part of the flag after a dot, a mapping's key.
+            flag: the flag on the command line; for a switch, it may begin with ``--no-``.
+            inner: the part of the flag after a dot, which is a mapping's key.
             text: the text after an equals sign; None without an equals sign.
-            left: the words after the flag; the method removes the value's words.
+            left: the words after the flag; the method removes the words that it reads.
         """
         names = "/".join(self.flags)
         if self.kind is bool:
@@ -123,7 +123,7 @@ class Argument:
         values[self.name] = [*values[self.name], value] if self.adds else value
 
     def read(self, text: str, says: str) -> object:
-        """Read a text as a value of the option's type; the settings check the rest. ``says`` begins the message.
+        """Read a text as a value of the option's type. An error message begins with ``says``.
 
         A mapping's value is read as YAML, unless another library declares the option as text.
         """
@@ -151,7 +151,7 @@ class Argument:
 
     @property
     def shown(self) -> tuple[str, str]:
-        """The shortest flag and the value's placeholder, as the help shows them."""
+        """The shortest flag and the placeholder of its value, for the help."""
         if not self.flags:
             return self.name.upper(), ""
         flag, kinds = min(self.flags, key=len), self.kinds
@@ -181,9 +181,9 @@ class Argument:
 
 
 class Parser:
-    """A command's parser. Its UserError for an unknown option suggests the nearest option.
+    """A command's parser. If an option is unknown, the UserError suggests the nearest option.
 
-    The parser also accepts other tools' names of settings.
+    The parser also accepts the names that other tools give to settings.
 
     Args:
         command: the command's name, of one or two words.
@@ -197,9 +197,9 @@ class Parser:
         self.arguments: list[Argument] = []
 
     def add_settings(self, record: type[Settings], positional: Sequence[str] = ()) -> None:
-        """Add a flag for each field, ``--num-layers`` for ``num_layers``, and ``--config``, which reads YAML.
+        """Add a flag for each field (``--num-layers`` for ``num_layers``), and ``--config`` for a YAML file.
 
-        The fields in ``positional`` have no flag; a name there that ends in "..." takes any number of words.
+        The fields in ``positional`` have no flag. If a name in it ends in "...", the field takes any number of words.
         """
         self.record = record
         self.add_flag("--config", "a YAML file with any of these settings", metavar="YAML")
@@ -217,7 +217,7 @@ class Parser:
             self.arguments.append(Argument(name, kind, about, flags, is_list=is_list, files=files, **more))
 
     def add_word(self, name: str, about: str, *, needed: bool = True) -> None:
-        """Add a word that stands alone."""
+        """Add a positional argument."""
         self.arguments.append(Argument(name, str, about, is_needed=needed))
 
     def add_flag(
@@ -226,7 +226,7 @@ class Parser:
         """Add a flag: a switch if the default is a boolean, otherwise a flag with a value of the default's type.
 
         Args:
-            metavar: the placeholder of the value in the help, if the type does not decide.
+            metavar: the placeholder in the help; if empty, the type gives the placeholder.
             name: the option's name, if it differs from the flag's name.
             kind: the type of the value, if there is no default.
         """
@@ -236,25 +236,25 @@ class Parser:
         self.arguments.append(Argument(name, kind, about, flags, default, metavar, adds=default == []))
 
     def add_text_flags(self) -> None:
-        """Add the flags for the text on which a trained model is measured, as in `lamina probe`."""
+        """Add flags for the text on which Lamina measures a trained model. `lamina probe` has the same flags."""
         self.add_flag("--corpus", "embedded, a .txt/.jsonl file, a folder, hf:NAME", "embedded", "TEXT")
-        self.add_flag("--tokenizer", "tokenizer, if the model has none", metavar="TEXT")
-        self.add_flag("--sequences", "number of blocks of the text", 64)
-        length = "tokens in a block (default: 256, or the model's maximum if it is lower)"
+        self.add_flag("--tokenizer", "tokenizer to use if the model has none", metavar="TEXT")
+        self.add_flag("--sequences", "number of text blocks", 64)
+        length = "tokens per text block (default: 256, or the model's maximum if it is lower)"
         self.add_flag("--sequence-length", length, kind=int)
-        self.add_flag("--batch-size", "blocks in a forward pass", 4)
+        self.add_flag("--batch-size", "text blocks per forward pass", 4)
         self.add_flag("--device", "cpu, cuda, ... (default: the fastest)", metavar="TEXT")
-        self.add_flag("--overwrite", "first delete the files that Lamina wrote into the output", False)
+        self.add_flag("--overwrite", "first delete the files that Lamina wrote into the output folder", False)
 
     def add_output_modes(self, resume: str) -> None:
-        """Add ``--overwrite`` and, with a text for its help, ``--resume`` and ``--resume=auto``."""
+        """Add ``--overwrite``. If ``resume`` is not empty, also add ``--resume``, with this text as its help."""
         if resume:
-            about = f"{resume}; with =auto, begin if the output folder is still empty"
+            about = f"{resume}; with =auto, start a new job if the output folder is empty"
             self.arguments.append(Argument("resume", Resume, about, ("--resume",), False, "[=auto]", alone="yes"))
         self.add_flag("--overwrite", "replace the content of the output folder", False)
 
     def settings_from(self, argv: Sequence[str]) -> tuple[Json, SimpleNamespace]:
-        """Return the user's settings by name, and the values of all flags; the command line overrides --config."""
+        """Return the user's settings by name, and the values of all flags. The command line overrides --config."""
         assert self.record is not None
         options = self.parse(argv)
         typed = {name: value for name, value in vars(options).items() if name in self.record.names()}
@@ -263,7 +263,7 @@ class Parser:
         return {**_from_yaml(Path(path("config", options.config)), self.record), **typed}, options
 
     def parse(self, argv: Sequence[str]) -> SimpleNamespace:
-        """Parse a command line: words after flags belong to the flags, and other words are taken by their order.
+        """Parse a command line. A word after a flag is the flag's value, and all other words are positional arguments.
 
         Raises UserError for an unknown flag.
         """
@@ -296,7 +296,7 @@ class Parser:
         return SimpleNamespace(**values)
 
     def _lone_words(self, words: list[str]) -> Json:
-        """Return the words that stand alone by their options' names. Raises UserError for one too few or too many."""
+        """Return the positional arguments by name. Raises UserError if the user gave too few or too many."""
         values, missing = dict[str, object](), list[str]()
         for argument in self.arguments:
             if not argument.flags and words:
@@ -337,7 +337,7 @@ class Parser:
         raise SystemExit(0)
 
     def format_help(self, *, in_full: bool = False) -> str:
-        """Return the help: the main settings or, ``in_full``, all of them in groups."""
+        """Return the help with the main settings. With ``in_full``, it has all settings, in groups."""
         main = () if in_full or self.record is None else self.record.main
         rows: dict[str, list[tuple[int, str]]] = {group: [] for group in ORDER}
         hidden = 0

@@ -1,4 +1,4 @@
-"""`lamina backbones`: lists the presets."""
+"""`lamina backbones`: lists the model families that take a placement."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ def run(argv: list[str]) -> int:
             f"{row['heads']:>5} {vocabulary:>10} {_short(row['total']):>8} {_short(row['active']):>8}  {row['source']}"
         )
     show(
-        "\ntotal: all parameters of transformers' model, with embeddings and head; active: the same, but "
-        "only the routed experts that one token uses.\nAny folder with a transformers config.json is also a "
-        "backbone. Checked against "
-        f"transformers on the same weights: {', '.join(ADAPTERS)}; others work if their layers have self_attn and "
-        "mlp,\nor if you name their modules (docs/own.md)."
+        "\ntotal: all parameters of transformers' model, with embeddings and head. active: total without the routed\n"
+        "experts that a token does not use. Any folder with a transformers config.json is also a backbone.\n"
+        f"Lamina's tests compare these families with transformers on the same weights: {', '.join(ADAPTERS)}.\n"
+        "Other families work if their layers have self_attn and mlp, or if you name their modules (docs/own.md)."
     )
     return 0
 

@@ -21,7 +21,7 @@ def parser() -> Parser:
     flags = Parser(
         "convert",
         "Convert a transformers checkpoint to Lamina, or a Lamina model to transformers. The logits stay the\n"
-        "same. You can convert a Lamina model if transformers has an architecture with its placement.\n\n"
+        "same. You can convert a Lamina model if transformers has an architecture with the same placement.\n\n"
         f"Lamina converts {convertible()}.",
         EXAMPLES,
         "SOURCE OUTPUT ",
@@ -36,8 +36,10 @@ def parser() -> Parser:
         metavar="WORD",
     )
     flags.add_flag("--from", f"the trainer that wrote SOURCE: {trainers}", metavar="TRAINER")
-    flags.add_flag("--placement", "with --from, the placement, if the checkpoint does not name it", metavar="NAME")
-    flags.add_flag("--dtype", f"{', '.join(DTYPES)} (auto: the checkpoint's)", "auto", "WORD")
+    flags.add_flag(
+        "--placement", "with --from, the placement, if the checkpoint does not name the placement", metavar="NAME"
+    )
+    flags.add_flag("--dtype", f"{', '.join(DTYPES)} (auto: the checkpoint's dtype)", "auto", "WORD")
     flags.add_flag("--overwrite", "first delete the files that Lamina wrote into OUTPUT", False)
     flags.add_flag("--verify", "load the result and compare its logits with SOURCE's logits", True)
     return flags
@@ -54,7 +56,7 @@ def run(argv: list[str]) -> int:
     before, after = names if record["to"] == "lamina" else reversed(names)
     show(f"{before} -> {after}, {record['num_layers']} layers, {record['dtype']}")
     if options.came_from or record["to"] not in ("lamina", "transformers"):
-        show("Lamina used every tensor exactly once, unchanged")
+        show("Lamina used every tensor exactly once and changed none")
     elif record["largest_difference"] is None:
         show("largest difference of the logits: not measured (--no-verify)")
     else:

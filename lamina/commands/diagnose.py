@@ -33,7 +33,7 @@ def parser() -> Parser:
     )
     flags.add_word("run", "folder of the run, or another tool's record: a file, a folder, or - for a pipe")
     flags.add_word("against", "second run, which Lamina compares with the first", needed=False)
-    flags.add_flag("--run", "name of the run, if the record holds several", "", "NAME", name="which")
+    flags.add_flag("--run", "name of the run, if the record holds several runs", "", "NAME", name="which")
     return flags
 
 

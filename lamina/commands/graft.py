@@ -38,10 +38,7 @@ def run(argv: list[str]) -> int:
         raise UserError(f"--placement: not given. Run: {command}")
     record = graft(options.pop("model"), output, **options)
     show(f"{record['placement_before']} -> {record['placement']}")
-    show(
-        f"norms with fitted gains: {len(record['fitted'])}, modules whose weights absorbed a factor: "
-        f"{len(record['folded'])}"
-    )
+    show(f"norms with fitted gains: {len(record['fitted'])}, modules with rescaled weights: {len(record['folded'])}")
     if record["lost"]:
         show(
             "tensors that the new model does not have: "
@@ -49,6 +46,6 @@ def run(argv: list[str]) -> int:
         )
     gap = record["loss"] - record["loss_before"]
     losses = f"{record['loss_before']:.4f} -> {record['loss']:.4f}"
-    show(f"loss on {record['tokens']:,} tokens of the other half: {losses} ({gap:+.4f}) nats")
+    show(f"loss on {record['tokens']:,} tokens of the text's other half: {losses} ({gap:+.4f}) nats")
     show(f"the model: {output}")
     return 0

@@ -29,16 +29,16 @@ EXAMPLES = """
 def parser() -> Parser:
     flags = Parser(
         "placements",
-        "List the placements, show one in full, or find a model's placement. Lamina runs no code that lies beside a\n"
-        "checkpoint. From the hub, it downloads only config.json.",
+        "List the placements, show one in full, or find a model's placement. Lamina never runs code from a\n"
+        "checkpoint's folder. From the hub, it downloads only config.json.",
         EXAMPLES,
         "[NAME] ",
     )
     about = "a placement, name(option=value, ...), a file (Lamina executes a .py file), or several, comma-separated"
     flags.add_word("name", about, needed=False)
-    flags.add_flag("--num-layers", "number of layers of the plan to show", 4)
+    flags.add_flag("--num-layers", "number of layers to show", 4)
     flags.add_flag("--svg", "draw the diagram as an SVG file", metavar="FILE")
-    about = "identify this model's placement, with evidence: a folder, a name on the hub, or a transformers model type"
+    about = "identify this model's placement, with evidence: a folder, a name on the hub, or a transformers type"
     flags.add_flag("--of", about, metavar="MODEL")
     flags.add_flag(
         "--layers",

@@ -16,7 +16,7 @@ EXAMPLES = """
 
 def parser() -> Parser:
     about = (
-        "Remove layers from a trained decoder, Lamina's or transformers', and print the loss before and after.\n"
+        "Remove layers from a trained decoder of Lamina or transformers, and print the loss before and after.\n"
         "The smaller model loads like the original model. To train it further, run `lamina pretrain --from`."
     )
     flags = Parser("prune", about, EXAMPLES, "MODEL ")

@@ -25,8 +25,8 @@ def parser() -> Parser:
     flags.add_flag("--height", "the screenshot's height in pixels, from the top of the page", 2300)
     about = "rewrite the page whenever new records arrive, until the run or study has ended"
     flags.add_flag("--follow", about, False)
-    flags.add_flag("--every", "with --follow, seconds between two reads of the folder", 10.0, "X")
-    about = "also save the figures: SVG and PDF for a study with claims (needs matplotlib), PNG for `lamina probe`"
+    flags.add_flag("--every", "with --follow, seconds between two checks of the folder", 10.0, "X")
+    about = "also save the figures: SVG and PDF for a study with claims (needs matplotlib), or PNG for `lamina probe`"
     flags.add_flag("--figures", about, False)
     return flags
 
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
 
 
 def _follow(folder: Path, every: float) -> Path:
-    """Rewrite the page until the job has ended; return the page's path."""
+    """Rewrite the page until the job has ended, and return the page's path."""
     from lamina.reports.registry import follow
 
     written: Path | None = None

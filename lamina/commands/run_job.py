@@ -57,7 +57,7 @@ def run(row: JobRow, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         if row.resumes:
             raise
-        show_error(f"interrupted; an unfinished {row.name} keeps nothing")
+        show_error(f"interrupted: `lamina {row.name}` saved nothing")
         return CODES["interrupted"]
     code = CODES.get(str(result.get("status")), 0) if isinstance(result, Mapping) else 0
     from lamina.modeling.processes import launched

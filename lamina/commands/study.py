@@ -32,7 +32,7 @@ usage: lamina study list|show|run|worker [STUDY] [OPTIONS]      lamina study run
   list     list all studies with their claims and verdicts (--json: as JSON)
   show     show one study: the question, its settings and runs, the verdicts so far
   run      train the missing runs, measure them, and judge the claims; OUTPUT/report.html is the page
-  worker   train a share of a study's runs on this machine; several machines share one --store
+  worker   train a share of a study's runs on this machine; several machines can share one --store
 
 examples:
 {EXAMPLES.strip(chr(10))}
@@ -94,7 +94,7 @@ def _run(argv: list[str]) -> int:
     listed = str(typed.pop("study", None) or "")
     studies = names() if listed == "all" else list(dict.fromkeys(entries(listed)))
     if not studies:
-        raise UserError("study: none given. Give a name, several names with commas, a YAML file, or all.")
+        raise UserError("study: not given. Give a name, several names with commas, a YAML file, or all.")
     if len(studies) > 1 and "output" in typed:
         raise UserError("output: one folder cannot hold several studies. Give --output with one study only.")
     if options.dry_run:
@@ -119,7 +119,7 @@ def _failures(reasons: list[str]) -> int:
     """Print how many trials failed, and why the first one did; return the exit code."""
     if not reasons:
         return 0
-    show_error(f"{len(reasons)} trials failed; the first: {reasons[0]}")
+    show_error(f"{len(reasons)} trials failed. The first reason: {reasons[0]}")
     return 1
 
 
@@ -138,7 +138,7 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int
 
 
 def _worker(argv: list[str]) -> int:
-    flags = _parser("worker", "Train a share of a study's trials, together with other workers on the same store.")
+    flags = _parser("worker", "Train a share of a study's trials. Other workers with the same --store train the rest.")
     from lamina.jobs.status import ENDED
     from lamina.lab.papers.engine.study_run import work
 
@@ -151,7 +151,7 @@ def _worker(argv: list[str]) -> int:
 def _record(settings: Json) -> StudySettings:
     record = StudySettings.from_dict(settings)
     if record.study is None:
-        raise UserError("study: none given. Give a name from `lamina study list`.")
+        raise UserError("study: not given. Give a name from `lamina study list`.")
     return record
 
 

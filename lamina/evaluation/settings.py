@@ -98,7 +98,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     )
     data_dir: str | None = setting(
         None,
-        "folder with the tasks' data, read instead of the hub: DIR/NAME/CONFIG/SPLIT.jsonl (or .arrow, "
+        "folder from which Lamina reads the tasks' data instead of the hub: DIR/NAME/CONFIG/SPLIT.jsonl (or .arrow, "
         ".parquet), and task files DIR/tasks/*.yaml",
         path,
         decides=False,

@@ -130,7 +130,7 @@ def listing(*, full: bool = False) -> str:
     rows = [
         (name, tasks.source, dict.fromkeys(column.unit for column in tasks.columns)) for name, tasks in SETS.items()
     ]
-    exact = f"{len(NAMES)} tasks with exact answers, made from the embedded corpus, without a network"
+    exact = f"{len(NAMES)} tasks with exact answers, which Lamina makes from the embedded corpus (no download)"
     lines = []
     for name, source, units in [*rows, (GENERATED, exact, NAMES)]:
         lines.append(f"  {name:<10} {source}")

@@ -19,7 +19,7 @@ class TextSettings(Settings, group="data"):
         None, "bytes, or a transformers tokenizer's name or folder (default: the checkpoint's)", place
     )
     sequence_length: int | None = setting(
-        None, "tokens per block (default: 256, or the model's maximum if lower)", at_least(1)
+        None, "tokens per text block (default: 256, or the model's maximum if lower)", at_least(1)
     )
 
 
@@ -62,7 +62,7 @@ class DeviceSettings(Settings, group="machine"):
 class ThreadSettings(Settings, group="machine"):
     """The number of CPU threads."""
 
-    threads: int | None = setting(None, "CPU threads (default: PyTorch's)", at_least(1), decides=False)
+    threads: int | None = setting(None, "number of CPU threads (default: PyTorch's)", at_least(1), decides=False)
 
 
 class WorkerSettings(Settings, group="machine"):
@@ -70,7 +70,7 @@ class WorkerSettings(Settings, group="machine"):
 
     workers: int | None = setting(
         None,
-        "trials that run at the same time, each in its own process (default: one per GPU, or per core)",
+        "number of runs that train at the same time, each in a separate process (default: one per GPU, or per core)",
         at_least(1),
         decides=False,
     )

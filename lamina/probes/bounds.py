@@ -239,7 +239,7 @@ class Bounds(ShortProbe):
 
     name = "bounds"
     title = "Bounds"
-    summary = "both sides of the inequalities in Peri-LN's Proposition 3.1 and FuseNorm's Theorem 1, as measured"
+    summary = "measured values of both sides of the inequalities in Peri-LN's Proposition 3.1 and FuseNorm's Theorem 1"
     source = (
         "Peri-LN (arXiv 2502.02732) Prop 3.1, C.1-C.3; FuseNorm (SpanNorm, arXiv 2601.22580) Thm 1, Eq 9, 13, 19-21"
     )

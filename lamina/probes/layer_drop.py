@@ -95,7 +95,7 @@ class LayerDrop(Probe):
 
     name = "layer_drop"
     title = "Dropping layers"
-    summary = "how much loss, perplexity or a task's score worsens without each layer (or block)"
+    summary = "how much the loss, the perplexity or a task's score worsens without each layer (or block)"
     source = "Mix-LN Fig 2, 3, 6b; KEEL (dPPL); Gromov et al. 2024"
     of_streams = True
 

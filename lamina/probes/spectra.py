@@ -69,7 +69,7 @@ class Spectra(Probe):
     name = "spectra"
     title = "Spectra"
     summary = (
-        "eigenvalues of the embedding, and condition numbers of the feed-forward's weights and ranks of its activations"
+        "eigenvalues of the embedding, condition numbers of the feed-forwards' weights, ranks of their activations"
     )
     of_streams = True
     source = "FuseNorm (SpanNorm, arXiv 2601.22580) Fig 8, 10, 11; Jha & Reagen (arXiv 2510.00537)"

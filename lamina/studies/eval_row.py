@@ -36,9 +36,9 @@ EVAL = JobRow(
     kind=Kind.EVALUATION,
     summary=("evaluate models: perplexity on a text, and tasks of lm-evaluation-harness, in tables like the papers'"),
     about="""\
-Evaluate trained models: perplexity per token, word and byte of a text (--corpus), and tasks of lm-evaluation-harness
-(--tasks). MODEL is a Lamina or transformers checkpoint, the folder of a run, or the folder of a study. Lamina averages
-a study's runs over the seeds, with a standard deviation.
+Evaluate trained models: their perplexity per token, word and byte on a text (--corpus), and their scores on tasks of
+lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, a run's folder, or a study's folder. For
+a study, Lamina reports the mean and the standard deviation over the seeds.
 
 OUTPUT/report.html is the page. table.csv, table.md and table.tex hold the table in the papers' form. results.csv holds
 all numbers, and items/ holds the scores of every question.

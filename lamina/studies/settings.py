@@ -204,7 +204,7 @@ class RisingSettings(RunSettings):
         2.0, "plateau: factor by which the learning rate must grow while the loss stays flat", above(1.0)
     )
     stuck_margin: float = changed(
-        help="how far the loss must be below the corpus's unigram entropy, in nats; otherwise a plateau is stuck",
+        help="how far the loss must be below the corpus's unigram entropy, in nats; otherwise a plateau means stuck",
         default=0.1,
     )
 
@@ -420,7 +420,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     )
     verify_rates: str = setting(
         "",
-        "comma-separated learning rates to train with at verify_width, too (default: none)",
+        "comma-separated learning rates that Lamina also trains with at verify_width (default: none)",
         rates_or_none,
         decides=False,
     )
@@ -434,7 +434,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     base_width: int | None = changed(None, help="base width of width scaling (fixed: the value of proxy_width)")
     best_margin: float = setting(
         0.02,
-        "a learning rate counts as best if its eval loss is within this many nats of the lowest",
+        "a learning rate counts as best if its eval loss is within this many nats of the lowest eval loss",
         not_below(0.0),
         decides=False,
     )

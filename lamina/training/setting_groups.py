@@ -48,11 +48,12 @@ class ModelSettings(Settings, group="model"):
     )
     num_heads: int | None = setting(
         None,
-        "number of attention heads (default: the backbone's, or the number that keeps each head's width)",
+        "number of attention heads (default: the backbone's; with another width, the number that keeps each head's "
+        "width)",
         at_least(1),
     )
     untie_embeddings: bool = setting(
-        False, "give the output head a separate weight if the backbone ties it to the embedding"
+        False, "give the output head a separate weight, even if the backbone ties the head to the embedding"
     )
     init: str = setting(
         "recommended",
@@ -84,7 +85,7 @@ class BlockSettings(TextSettings, group="data"):
     tokenizer: str = changed(
         "bytes", help="bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder"
     )
-    sequence_length: int = changed(64, help="tokens per block", check=at_least(2))
+    sequence_length: int = changed(64, help="tokens per text block", check=at_least(2))
     eval_fraction: float = setting(0.05, "share of the corpus that is held out", between(0.0, 0.5, open_low=True))
 
     def check_names(self) -> None:
@@ -164,7 +165,7 @@ class StepSettings(BatchSettings, group="steps and learning rate"):
     order = ("steps",)
 
     steps: int = setting(100, "optimizer steps", at_least(1))
-    batch_size: int = changed(16, help="blocks per micro-batch, over all processes")
+    batch_size: int = changed(16, help="text blocks or images per micro-batch, over all processes")
     gradient_accumulation: int = setting(1, "micro-batches per optimizer step", at_least(1))
 
 
@@ -297,7 +298,7 @@ class RecordSettings(Settings, group="records"):
     eval_blocks: int = setting(256, "held-out blocks per evaluation (0 for all)", at_least(0))
     eval_corpus: str | None = setting(
         None,
-        "second text to evaluate on, with the same tokenizer; any corpus that `lamina pretrain` takes, except a mix",
+        "second text to evaluate on, with the same tokenizer: any corpus that `lamina pretrain` takes, except a mix",
         corpus_name,
     )
     eval_tasks: str | None = setting(
@@ -308,7 +309,7 @@ class RecordSettings(Settings, group="records"):
     eval_task_limit: int = setting(100, "items per task of eval_tasks (0 for all)", at_least(0))
     eval_data_dir: str | None = setting(
         None,
-        "folder with the data of eval_tasks, read instead of the hub, as for `lamina eval --data-dir`",
+        "folder from which Lamina reads the data of eval_tasks instead of the hub, as for `lamina eval --data-dir`",
         path,
         decides=False,
     )
@@ -320,7 +321,7 @@ class RecordSettings(Settings, group="records"):
     save_steps: int = setting(
         0, "steps between two checkpoints (0 for the final model only)", at_least(0), decides=False
     )
-    keep: int = setting(2, "checkpoints to keep", at_least(1), decides=False)
+    keep: int = setting(2, "number of checkpoints to keep", at_least(1), decides=False)
     async_checkpoints: bool = setting(
         False, "write checkpoints in the background, from a copy in CPU memory, while training continues", decides=False
     )

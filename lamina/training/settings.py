@@ -111,7 +111,7 @@ class RollbackSettings(Settings, group="divergence"):
     )
     rollback_skip: int | None = setting(
         None,
-        "steps whose data a rollback skips (default: all from the checkpoint to the step that diverged)",
+        "number of steps whose data a rollback skips (default: all steps from the checkpoint to the divergence)",
         at_least(0),
         decides=False,
     )

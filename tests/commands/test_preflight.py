@@ -180,7 +180,7 @@ def test_ctrl_c_ends_it_with_a_line(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("lamina.preflights.burn_in.BurningIn.train", stopped)
     assert main(argv(corpus, output=tmp_path / "out")) == 130
     assert [x for x in capsys.readouterr().err.splitlines() if x.startswith("lamina: ")] == [
-        "lamina: interrupted; an unfinished preflight keeps nothing"
+        "lamina: interrupted: `lamina preflight` saved nothing"
     ]
     assert not (tmp_path / "out").exists()
 

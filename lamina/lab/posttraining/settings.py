@@ -105,7 +105,7 @@ class DataSettings(Settings, group="data"):
     )
     sequence_length: int | None = setting(
         None,
-        "maximum tokens of an example; Lamina cuts longer examples (default: the model's maximum; with packing "
+        "maximum number of tokens per example; Lamina cuts longer examples (default: the model's maximum; with packing "
         "at most 1024)",
         at_least(4),
     )
@@ -261,8 +261,8 @@ class SftSettings(TuningSettings):
     )
     best_by: str = setting(
         "last",
-        "the model to keep: last, loss (the model with the lowest held-out loss), or the name of a task in "
-        "eval_tasks (the model with the best score)",
+        "the checkpoint to keep: last, loss (the lowest held-out loss), or the name of a task in eval_tasks (the best "
+        "score)",
         text,
     )
     output: str = changed("runs/sft")
@@ -347,8 +347,8 @@ class RlhfSettings(TuningSettings):
     )
     reward_weights: str | None = setting(
         None,
-        "comma-separated factors on the rewards, before Lamina adds them: first for the reward models, then for the "
-        "functions (default: 1 each)",
+        "comma-separated factors by which Lamina multiplies the rewards before it adds them: first for the reward "
+        "models, then for the functions (default: 1 each)",
         factors,
     )
     reward_timeout: float = setting(
@@ -369,7 +369,7 @@ class RlhfSettings(TuningSettings):
     num_generations: int = setting(
         2, "sampled answers per prompt; remax always takes one sampled and one greedy answer", at_least(2)
     )
-    max_answer: int = setting(128, "maximum tokens of an answer", at_least(1))
+    max_answer: int = setting(128, "maximum number of tokens per answer", at_least(1))
     temperature: float = setting(1.0, "sampling temperature of the answers", above(0.0))
     learning_rate: float = changed(2e-7)
     batch_size: int = changed(8, help="prompts per micro-batch, over all processes")

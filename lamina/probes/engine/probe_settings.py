@@ -51,8 +51,8 @@ class ProbeSettings(
     )
     tolerance: float | None = setting(
         None,
-        "stop at this relative standard error (0: measure all blocks; default: 0 for your corpus, 0.02 for the "
-        "embedded corpus)",
+        "stop measuring when every relative standard error is at most this (0: measure all blocks; default: 0 for your "
+        "corpus, 0.02 for the embedded corpus)",
         between(0.0, 1.0, open_high=True),
     )
     layers: str | None = setting(
