@@ -1,4 +1,4 @@
-"""``python -m lamina``."""
+"""Run the command line as ``python -m lamina``."""
 
 import sys
 

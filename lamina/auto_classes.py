@@ -1,7 +1,7 @@
-"""Saved Lamina models load through transformers' Auto classes once both packages are imported, in either order.
+"""Once both packages are imported (in either order), transformers' Auto classes load saved Lamina models.
 
-To register a configuration class, we would have to load torch. So Lamina gives transformers a table instead. When
-somebody first asks for a "lamina" model, the table imports ``lamina.modeling``, which registers the classes.
+Registering a configuration class would load torch, so Lamina gives transformers a table instead. When you first load a
+"lamina" model, the table imports ``lamina.modeling``, which registers the classes.
 """
 
 from __future__ import annotations

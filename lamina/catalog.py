@@ -22,7 +22,7 @@ JOBS.update({row.name: row for row in ROWS})
 GROUPS: dict[str, dict[str, str]] = {
     "watch and diagnose": {
         "diagnose": "find out why a run went wrong: the likely cause, its step and layer, and what to change",
-        "report": "rewrite the page of a folder that any command wrote",
+        "report": "rewrite the page of a folder that a command wrote",
     },
     "look inside": {
         "probe": JOBS["probe"].summary,
@@ -30,7 +30,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "eval": JOBS["eval"].summary,
         "generate": "continue a text with a trained model",
         "prune": "remove layers from a trained model: layers that you name, or layers that a probe finds least needed",
-        "graft": "put another placement on a trained model, and fit its norms so that the loss changes little",
+        "graft": "put another placement on a trained model, and fit the new norms so that the loss changes little",
         "convert": "convert a transformers checkpoint to Lamina with the same logits, or back",
     },
     "compare and train": {
@@ -42,5 +42,5 @@ GROUPS: dict[str, dict[str, str]] = {
     "after pretraining": {name: JOBS[name].summary for name in ("sft", "reward", "dpo", "rlhf")},
     "the papers": {"study": JOBS["study"].summary},
 }
-"""What each command does, by what a person wants to do: `lamina --help` lists them so."""
+"""What each command does. `lamina --help` shows the commands in these groups."""
 COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}

@@ -39,7 +39,7 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 for a failed run, 2 for the user's mistake, 130 for Ctrl-C."""
+    """Run a command, and return the exit code: 0, 1 for a failed run, 2 for a user's mistake, or 130 for Ctrl-C."""
     try:
         try:
             if argv is None:  # the process is ours

@@ -53,7 +53,7 @@ class UserError(ValueError):
 
 @contextmanager
 def renamed_setting(old: str, new: str) -> Iterator[None]:
-    """Make UserErrors inside the context name the setting ``new``, for a caller that passes its value as ``old``."""
+    """Make UserErrors in the context name the setting ``new`` instead of ``old``."""
     try:
         yield
     except UserError as error:
@@ -77,7 +77,7 @@ class TrialsFailed(UserError):
 
 
 def nearest_name(name: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the allowed name nearest to a misspelled name; None if no allowed name has a similarity of ``cutoff``."""
+    """Return the allowed name nearest to a misspelled name; None if no name reaches the similarity ``cutoff``."""
     if len(name) > 100:
         return None  # no misspelled name, and the search takes the square of its length
     names, plain = list(allowed), name.lower().replace("-", "_")  # Peri-LN
@@ -96,15 +96,15 @@ def nearest_file(name: str, files: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str | None) -> str:
-    """Return the hint ``; did you mean NAME?``, or "" without a name."""
+    """Return the hint ``; did you mean NAME?``, or "" if ``name`` is empty."""
     return f"; did you mean {name!r}?" if name else ""
 
 
 def unknown(field: str, value: str, allowed: Iterable[str], owner: str = "") -> UserError:
     """Return the error for an unknown name.
 
-    The message lists the allowed names and suggests the nearest one. It begins with ``owner`` (to which the names
-    belong), if you give it.
+    The message lists the allowed names and suggests the nearest one. If you give ``owner``, to which the names belong,
+    the message begins with it.
     """
     names = sorted(allowed)
     listed = ", ".join(names) if len(names) <= 40 else f"one of {len(names)} names, {names[0]} to {names[-1]}"
@@ -114,7 +114,7 @@ def unknown(field: str, value: str, allowed: Iterable[str], owner: str = "") -> 
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return the text. Return the text without its middle if it is longer than ``longest`` characters."""
+    """Return the text, but cut out its middle if it is longer than ``longest`` characters."""
     if len(text) <= longest:
         return text
     head = longest * 2 // 3
@@ -123,7 +123,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
-    """Return "out of memory" or "out of memory on the GPU" if this caused the exception, otherwise None."""
+    """Return "out of memory" or "out of memory on the GPU" if a lack of memory caused the exception, otherwise None."""
     while error is not None:
         text = f"{type(error).__name__}: {error}"
         if "CUDA out of memory" in text or "MPS backend out of memory" in text:
@@ -147,7 +147,7 @@ def is_reported(error: BaseException) -> bool:
 
 
 def one_line(error: object) -> str:
-    """Return an error as one line that is safe to print: control characters escaped, cut at 300 characters."""
+    """Return an error as one line, cut at 300 characters and with control characters escaped."""
     text = " ".join(str(error).split())
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     name = type(error).__name__ if isinstance(error, BaseException) else ""

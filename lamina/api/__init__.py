@@ -1,4 +1,4 @@
-"""The commands as Python functions: each trains or measures, then writes the page.
+"""The commands as Python functions. Each function trains or measures, then writes the page.
 
 Each function takes its command's settings as keywords and lists them in its signature. The import loads no heavy
 package.

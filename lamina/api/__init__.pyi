@@ -116,7 +116,7 @@ def compare(
     or texts, or a datasets.Dataset. The worker processes do not import your script.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
         TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
     """
 
@@ -171,7 +171,7 @@ def preflight(
     report.html.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
     """
 
 def pretrain(
@@ -277,7 +277,7 @@ def pretrain(
     datasets.Dataset.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
     """
 
 def sft(
@@ -350,7 +350,7 @@ def sft(
     Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder in
             use.
     """
 
@@ -416,7 +416,7 @@ def reward(
     Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder in
             use.
     """
 
@@ -497,7 +497,7 @@ def rlhf(
     Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder in
             use.
     """
 
@@ -569,7 +569,7 @@ def dpo(
     Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder in
             use.
     """
 
@@ -618,7 +618,7 @@ def coord_check(
     OUTPUT/result.json has the verdict.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
         TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
     """
 
@@ -716,7 +716,7 @@ def transfer(
     OUTPUT/transfer.json holds the interval, the target's rates and the risk.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
         TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
     """
 
@@ -811,7 +811,7 @@ def max_lr(
     also be lists.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
         TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
     """
 
@@ -843,8 +843,8 @@ def study(
     OUTPUT/report.html is the page.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, an
-            output folder in use.
+        UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, or
+            an output folder in use.
     """
 
 def probe_folder(
@@ -875,7 +875,7 @@ def probe_folder(
     the table of the probe NAME. ``lamina.probe`` returns only the tables and writes nothing.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a checkpoint or a corpus that can't be read, an output
+        UserError: (a ValueError) for invalid settings, a checkpoint or a corpus that can't be read, or an output
             folder in use.
     """
 
@@ -915,5 +915,5 @@ def evaluate(
 
     Raises:
         UserError: (a ValueError) for invalid settings, an unknown task, data or a checkpoint that can't be read,
-            an output folder in use.
+            or an output folder in use.
     """

@@ -1,4 +1,4 @@
-"""Make a job's Python function from its row: check the input, run the job, write the page.
+"""Make the Python function of each job. The function checks the input, runs the job and writes the page.
 
 The function also accepts Python objects, such as lists, paths and datasets, where the command line takes text.
 """
@@ -37,8 +37,8 @@ _REPORTED = (RESULT, RESULTS, TRANSFER)  # an interrupted job with one of them g
 def function_of(row: JobRow) -> Callable[..., Any]:
     """Make the Python function of a job.
 
-    The function takes the settings by keyword, and also under other tools' names, with lists, paths and datasets as
-    values. It also takes ``resume``, ``overwrite``, ``bar`` and the row's switches.
+    The function takes the settings as keywords, under Lamina's names or other tools' names. Values may be lists, paths
+    or datasets. The function also takes ``resume``, ``overwrite``, ``bar`` and the job's switches.
     """
     record, modes = row.settings(), _modes(row)
 
@@ -60,7 +60,7 @@ def function_of(row: JobRow) -> Callable[..., Any]:
 
 
 def run_row(row: JobRow, settings: Json, modes: Json) -> Any:
-    """Check the settings (by Lamina's names), run the job, write its page, and return the result."""
+    """Check the settings (under Lamina's names), run the job, write its page, and return the result."""
     require(row.name, row.extra)
     if settings.get("output") is not None:
         settings["output"] = path("output", settings["output"])
@@ -103,7 +103,7 @@ def _documentation(row: JobRow) -> str:
     about = " ".join(row.about.split("\n\n")[0].split())
     about = re.sub(r"(?<=\.) [^.]*:$", "", about)  # a list that only the help has
     returns = f"The keywords are the settings of `lamina {row.name}`. {row.returns}"
-    raises = f"UserError: (a ValueError) for invalid settings, {row.raises}, an output folder in use."
+    raises = f"UserError: (a ValueError) for invalid settings, {row.raises}, or an output folder in use."
     failed = ["TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page."]
     errors = [raises, *(failed if row.outcome == "Comparison" else [])]
     fill = partial(textwrap.fill, width=110, break_on_hyphens=False)  # a flag stays whole
@@ -154,7 +154,7 @@ def write_page(folder: Path) -> None:
 def as_settings(given: Mapping[str, object]) -> dict[str, object]:
     """Convert settings to values that config.yaml can hold: texts and datasets become files in the cache.
 
-    Raises UserError for an object that holds no text or no rows.
+    Raises UserError for an object that holds neither texts nor rows.
     """
     settings = dict(given)
     for name in ("corpus", "eval_corpus", "data", "eval_data"):

@@ -49,8 +49,8 @@ def generate(
         system: with ``chat``, the system message.
         max_new_tokens: the maximum number of new tokens; fewer if a model with learned positions runs out of positions.
         temperature: the sampling temperature; 0 always takes the likeliest token.
-        top_p: the total probability, above 0 and at most 1, of the likeliest tokens to sample from (None: the model's
-            default).
+        top_p: sample from the likeliest tokens, until their probabilities sum to this number above 0 and at most 1
+            (None: the model's default).
         stop: texts that end the answer; the result does not contain them.
         seed: the seed of the sampling.
         trust_remote_code: run the model's own Python code, if it has any.
@@ -65,7 +65,9 @@ def generate(
         first = [] if system is None else [{"role": "system", "content": text("system", system)}]
         prompt = [*first, {"role": "user", "content": prompt}]
     elif system is not None:
-        raise UserError(f"system: {system!r} has no effect here. Set chat=True and give a text, or leave it out.")
+        raise UserError(
+            f"system: {system!r} has no effect here. Set chat=True and give prompt as a text, or leave system out."
+        )
     sampling = {"temperature": temperature, "top_p": top_p, "stop": stop}
     speaker = speaker_of(model, max_new_tokens, seed=seed, trust_remote_code=trust_remote_code, **sampling)
     return speaker.continuation(prompt) if isinstance(prompt, str) else speaker.answer([dict(turn) for turn in prompt])
@@ -136,7 +138,7 @@ def convert(
     model, folder = path("source", source), path("output", output)
     one_of("dtype", dtype, DTYPES)
     if placement is not None and came_from is None:
-        raise UserError(f"--placement: {placement!r} has no effect without --from. Name the checkpoint with --from.")
+        raise UserError(f"--placement: {placement!r} has no effect without --from. Name the trainer with --from.")
     trainers = [name for name in (to, came_from) if name is not None and name not in get_args(Target)]
     if trainers or came_from is not None:
         from lamina.ports import checkpoints
@@ -175,7 +177,7 @@ def emit(
         to: the trainer: a name in ``lamina.ports.TARGETS``.
         num_layers: the number of blocks; the file has the constants for this depth.
         output: the file to write (default: only return the text).
-        with_test: also write a test beside ``output``, which compares logits and gradients with Lamina's model.
+        with_test: also write, beside ``output``, a test that compares logits and gradients with Lamina's model.
         overwrite: replace files that exist.
 
     Raises:
@@ -228,8 +230,8 @@ def prune(
         layers: the layers to remove, counted from 0: a list, or a text such as "3,5-7".
         by: instead of ``layers``, the measure by which Lamina chooses ``drop`` layers. "angular_distance" chooses the
             contiguous block of layers that changes the hidden states' direction least (Gromov et al. 2024).
-            "layer_drop" chooses the layers whose single removal raises the loss least. PROBE.METRIC chooses the layers
-            with the lowest values of any other metric.
+            "layer_drop" chooses the layers whose single removal raises the loss least. PROBE.METRIC (any other metric)
+            chooses the layers with the metric's lowest values.
         drop: the number of layers to remove.
         overwrite: first delete the files that Lamina wrote into ``output``.
         text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
@@ -298,9 +300,9 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
     """Identify a model's placement by measuring it, as `lamina placements --of MODEL` does.
 
     Args:
-        model: a transformers or Lamina model; a folder (of a run, or with config.json); or a configuration, a
-            transformers model type or a name on the hub, from which Lamina builds a model with random weights. From the
-            hub, Lamina downloads only config.json. It runs no code from a checkpoint's folder.
+        model: a transformers or Lamina model, a run's folder, or a folder with config.json. You can also give a
+            configuration, a transformers model type or a name on the hub: Lamina then builds a model with random
+            weights. From the hub, Lamina downloads only config.json. It runs no code from a checkpoint's folder.
         layers: the module path of the list of layers (such as ``model.layers``), if Lamina finds the wrong list.
 
     Returns: The placement, and the evidence for the placement. ``placement`` is a name with options that
@@ -321,8 +323,8 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = None, *, which: str = "") -> Diagnosis:
     """Name the likely cause of a run's failure, its step and layer, and what to change, and write the page.
 
-    Lamina writes another tool's converted records and their page into the folder NAME-lamina beside the records. If
-    packages for the page are missing, the last sentence of the returned text names them.
+    If the records come from another tool, Lamina converts them, and writes the result and the page into the folder
+    NAME-lamina beside them. If packages for the page are missing, the last returned sentence names them.
 
     Args:
         run: the folder of a run, a folder with a subfolder per pipeline stage, or another tool's history (a file, a
@@ -333,7 +335,7 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
 
     Raises:
         UserError: (a ValueError) if the records cannot be read, hold neither a loss nor a gradient norm, or hold
-            several runs, and if two runs have no common step.
+            several runs, or if two runs have no common step.
     """
     if against is not None:
         return _compared(Path(path("run", run)), Path(path("against", against)))
@@ -348,9 +350,7 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
         folder = whole.with_name(f"{whole.name}-lamina")
         read = [f"Read from {source}: {import_history(source, folder, which)}."]
     elif which:
-        raise UserError(
-            f"which: {which!r} names no run in {str(folder)!r}, which is the folder of a single run. Leave which out."
-        )
+        raise UserError(f"which: {which!r} names no run, because {str(folder)!r} holds a single run. Leave which out.")
     evidence = gather(folder)
     texts = [*sentences(evidence), *read]
     try:

@@ -41,7 +41,7 @@ class _HasPage:
 
 
 class Comparison(_HasPage):
-    """A job's trials and its page. It has the indexing and the attributes of the DataFrame ``results``.
+    """A job's trials and its page. You can index it and read attributes as on the DataFrame ``results``.
 
     Attributes:
         results: a row per trial, as in results.csv.
@@ -104,7 +104,7 @@ class StudyOutcome(_HasPage):
 
     @classmethod
     def of(cls, results: pd.DataFrame, folder: Path) -> StudyOutcome:
-        """Wrap a study's results, with the verdicts in its folder."""
+        """Wrap a study's results, and read the verdicts from its folder."""
         return cls(results=results, claims=read_claims(folder) or [], folder=folder)
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """Placements for other trainers: ``emit`` writes a plan as a trainer's file; ``weights`` converts checkpoints' weights.
 
-A target is two files of ``targets/``: a template, and a table of the expressions and weight names that it uses.
+Each target has two files in ``targets/``: a template, and a table of the trainer's expressions and weight names.
 """
 
 from lamina.ports.emitting import Emitted, emit

@@ -1,7 +1,7 @@
-"""Checkpoints of other trainers: reading, writing, and the transformers configuration of the model.
+"""Read and write other trainers' checkpoints, and find the model's transformers configuration.
 
-Each format in ``FORMATS`` defines its files and its configuration. A target's ``weights``
-(``ports/targets.py``) gives the trainer's names of the weights.
+Each format in ``FORMATS`` defines its files and its configuration. A target's ``weights`` (``ports/targets.py``) gives
+the trainer's weight names.
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ GPT2_ADAPTER = {
 
 
 def nanogpt_backbone(arguments: Mapping[str, object]) -> tuple[GPT2Config, dict[str, object]]:
-    """Return the GPT-2 configuration for nanoGPT's GPTConfig fields, and the names of the model's parts for
-    lamina.build.
+    """Return the GPT-2 configuration for nanoGPT's GPTConfig fields, and the adapter for lamina.build.
 
-    If the nanoGPT model has no biases, the GPT-2 has biases of 0.
+    If the nanoGPT model has no biases, the GPT-2 model gets biases of 0.
     """
     names = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions"}
     fields = {ours: arguments[theirs] for theirs, ours in (names | {"vocab_size": "vocab_size"}).items()}
@@ -184,7 +183,7 @@ def _read_nanogpt(folder: Path) -> ForeignCheckpoint:
     weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in saved["model"].items()}
     config, adapter = nanogpt_backbone(saved["model_args"])
     if not saved["model_args"]["bias"]:
-        raise UserError("model_args: bias is False, and GPT-2 has biases. Choose a nanoGPT checkpoint with bias=True.")
+        raise UserError("model_args: bias is False, but GPT-2 has biases. Choose a nanoGPT checkpoint with bias=True.")
     return ForeignCheckpoint(weights=weights, config=config, adapter=adapter)
 
 
@@ -290,10 +289,10 @@ def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForC
 def convert(
     source: str, output: Path, target: str, placement: str | None, *, reads: bool, overwrite: bool
 ) -> ConversionRecord:
-    """Convert a trainer's checkpoint to a Lamina model if ``reads``, or a Lamina model to a trainer's checkpoint.
+    """If ``reads``, convert a trainer's checkpoint to a Lamina model; otherwise do the reverse.
 
-    Give ``placement`` if the checkpoint does not name it. Raises UserError if the conversion fails, and leaves
-    ``output`` unchanged.
+    Give ``placement`` if the checkpoint does not name it. If the conversion fails, the function raises UserError and
+    leaves ``output`` unchanged.
     """
     if reads:
         if not Path(source).exists():

@@ -1,4 +1,4 @@
-"""Read OLMo-core checkpoints with Hyper-Connections and Attention Residuals, as DepthBench (arXiv 2609.32534) has them.
+"""Read DepthBench's OLMo-core checkpoints with Hyper-Connections or Attention Residuals (arXiv 2609.32534).
 
 The names come from DepthBench's fork of OLMo-core, github.com/keyu-wang-2002/DepthBench: ``nn/hyper_connections.py``
 (commit 8cc2fd74), and ``nn/transformer/block.py`` and ``model.py`` (commit 5152cab0).
@@ -79,7 +79,7 @@ class Connections:
             )
 
     def settled(self, plan: Plan) -> Plan:
-        """Return the plan with these blocks' epsilons. All other norms keep the configuration's epsilon."""
+        """Set the connections' epsilons in a plan. All other norms keep the configuration's epsilon."""
         if self.hyper is not None and plan.streams > 1:
 
             def of_half(half: Sublayer) -> Sublayer:
@@ -94,7 +94,7 @@ class Connections:
         return plan
 
     def split(self, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Split the weights into the connections' weights, by Lamina's names, and all other weights."""
+        """Split the weights into the connections' weights, under Lamina's names, and all other weights."""
         rest, own = dict[str, torch.Tensor](), dict[str, dict[str, torch.Tensor]]()
         for name, tensor in weights.items():
             plain = re.sub(r"\b(\w+)_hyper_connection\.branch\.norm\.", r"\1_norm.", name)  # the branch's second name
@@ -106,8 +106,8 @@ class Connections:
                 own.setdefault(place, {})[match[3]] = tensor
             elif plain in rest and not torch.equal(rest[plain], tensor):
                 raise UserError(
-                    f"tensor {name!r}: differs from {plain!r}, and both hold the same parameter. Give a checkpoint "
-                    "in which they are equal."
+                    f"tensor {name!r}: differs from {plain!r}, but both hold the same parameter. Give a checkpoint "
+                    "in which the two are equal."
                 )
             else:
                 rest[plain] = tensor

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Emitted:
-    """A placement's file for a trainer, and its test; ``plan`` is the plan that the file computes."""
+    """A placement's file for a trainer, and its test; ``plan`` is the plan that the file implements."""
 
     plan: Plan
     code: str
@@ -29,7 +29,7 @@ class Emitted:
 
 
 def emit(placement: str | Plan, target: str, num_layers: int, *, module: str = "") -> Emitted:
-    """Write a placement for ``num_layers`` blocks as a file for the trainer ``target``; you import the file as
+    """Return a placement for ``num_layers`` blocks as a file for the trainer ``target``. The test imports the file as
     ``module``.
 
     Raises UserError for an unknown placement or target, and for a plan that the target cannot express.
@@ -83,7 +83,7 @@ def _environment() -> Environment:
 
 
 def tidied(text: str) -> str:
-    """Return code without trailing spaces and superfluous blank lines."""
+    """Return code without trailing spaces or superfluous blank lines."""
     text = "\n".join(line.rstrip() for line in text.strip().splitlines())
     head, end, body = text.partition('"""\n\n')
     head = re.sub(r"\n{3,}", "\n\n", head)

@@ -1,6 +1,4 @@
-"""Shared code for trainers' checkpoints: the class of a loaded checkpoint, and a reader of torch.distributed's
-files.
-"""
+"""Hold another trainer's checkpoint, and read torch.distributed's files."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ class ForeignCheckpoint:
     """A trainer's checkpoint: its weights, the configuration of the same model in transformers, and its placement.
 
     ``placement`` is "" if the checkpoint does not name it; ``options`` are the placement's options that the checkpoint
-    holds. ``wiring`` has the weights that the target's table does not name, by Lamina's names. ``settled`` changes the
-    plan.
+    holds. ``wiring`` holds, under Lamina's names, the weights that the target's table does not name. ``settled``
+    corrects the plan for this checkpoint.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -76,7 +74,7 @@ _LAYOUT = ("torch.serialization", "_get_layout")
 
 
 def distributed(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
-    """Read the tensors of a torch.distributed checkpoint whose names begin with one of these prefixes."""
+    """From a torch.distributed checkpoint, read the tensors whose names begin with one of ``prefixes``."""
     if not (folder / ".metadata").is_file():
         raise UserError(
             f"source: {str(folder)!r} holds no torch.distributed checkpoint: .metadata is missing. Give the folder "
@@ -95,7 +93,7 @@ def distributed(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Silence torch's remark that it reads and writes in one process, which Lamina asks for by ``no_dist``."""
+    """Silence torch's warning that it works in a single process: Lamina sets ``no_dist`` on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield

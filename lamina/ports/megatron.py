@@ -81,7 +81,7 @@ def _arguments(file: Path) -> Namespace:
 
 
 def read(folder: Path) -> ForeignCheckpoint:
-    """Read a folder that Megatron saved, or the folder of one iteration. Neither folder names the placement.
+    """Read a folder that Megatron saved, or one iteration's folder. The checkpoint does not name its placement.
 
     Raises UserError if the model has modules that a Llama does not have, or several residual streams.
     """
@@ -132,7 +132,7 @@ def read(folder: Path) -> ForeignCheckpoint:
 
 
 def write(model: LaminaForCausalLM, folder: Path) -> None:
-    """Write a Lamina model as a folder for Megatron's ``--load``. Raises UserError unless its backbone is a Llama."""
+    """Write a Lamina model as a folder for Megatron's ``--load``. Raises UserError if its backbone is not a Llama."""
     config, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
         raise UserError(

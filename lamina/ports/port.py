@@ -1,4 +1,4 @@
-"""Turn a plan into lines of Python in a target's names: a block's norms, its constants, and its forward pass.
+"""Turn a plan into Python code for a target: a block's norms, constants and forward pass.
 
 Equal layers share one expression. A difference between layers becomes a condition on the layer's index, or a table if
 no condition can express it. The file omits norms and factors that no layer has.
@@ -25,7 +25,7 @@ _INPUTS = {"attention": "x", "feed_forward": "y"}
 
 
 def condition(layers: Sequence[int], count: int, index: str) -> str:
-    """Return a condition on ``index`` that is true for these layers, and false for all others of ``count`` layers."""
+    """Return a condition on ``index`` that is true for exactly these ``layers`` of a model with ``count`` layers."""
     first, last, more = layers[0], layers[-1], len(layers)
     if more == 1:
         return f"{index} > 0" if (first, count) == (1, 2) else f"{index} == {first}"
@@ -42,7 +42,7 @@ def condition(layers: Sequence[int], count: int, index: str) -> str:
 
 
 def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
-    """Return one expression for all layers' values, with conditions if they differ; ``last`` becomes the last value."""
+    """Return one expression for all layers' values. If the values differ, it is conditional and ends with ``last``."""
     if len(set(values)) == 1:
         return values[0]
     usual, count = next(v for v in reversed(values) if v != last), len(values)
@@ -55,7 +55,7 @@ def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
 
 
 def assigned(target: str, value: str, indent: int = 8) -> list[str]:
-    """Return the lines of an assignment or a return; a long value gets parentheses and separate lines."""
+    """Return the lines of an assignment or a return statement. A long value gets parentheses and separate lines."""
     head = f"{target} " if target == "return" else f"{target} = "
     if indent + len(head) + len(value) <= WIDTH:
         return [head + value]
@@ -87,7 +87,7 @@ class _Factor:
 
 
 class Port:
-    """A plan for a target. Raises UserError for a part of the plan that the target cannot express."""
+    """A plan as code for a target. Raises UserError for a part of the plan that the target cannot express."""
 
     def __init__(self, placement: Placement, plan: Plan, target: Target):
         self.placement, self.plan, self.target = placement, plan, target
@@ -136,7 +136,7 @@ class Port:
     # norms
 
     def norm_kind(self, norm: Norm) -> str:
-        """Return the key of a norm's constructor: the norm's kind, plus _zero for gains of 1 + w, or _plain for no
+        """Return the key of a norm's constructor: the norm's kind, with _zero for gains of 1 + w, or _plain for no
         gain.
 
         Raises UserError if the target has no constructor for the norm.
@@ -156,7 +156,7 @@ class Port:
     def norm(self, norm: Norm | None, width: str = "") -> str:
         """Return a norm's constructor for ``width`` channels (default: the block's width).
 
-        Without a norm, return the constructor of an identity.
+        If ``norm`` is None, return the constructor of an identity.
         """
         if norm is None:
             return self.target.norms["none"]
@@ -172,9 +172,7 @@ class Port:
 
     @cached_property
     def norm_names(self) -> dict[tuple[str, str], str]:
-        """The names of the norms in the block, by half and position; the result has each norm that at least one layer
-        needs.
-        """
+        """Return the block's norm names by sub-layer and position. At least one layer has each norm."""
         names = {}
         for half in SUBLAYERS:
             layers = [getattr(layer, half) for layer in self.plan.layers]
@@ -186,7 +184,7 @@ class Port:
 
     @cached_property
     def norm_lines(self) -> list[str]:
-        """The lines of a block's constructor that make its norms."""
+        """Return the constructor lines that create a block's norms."""
         lines = []
         for (half, position), name in self.norm_names.items():
             specs = [self.norm(getattr(getattr(layer, half), position)) for layer in self.plan.layers]
@@ -197,13 +195,13 @@ class Port:
 
     @cached_property
     def projections(self) -> dict[str, str]:
-        """The projections with a norm on their output: "head" or "full" by "q", "k" and "v"."""
+        """Map each projection with a norm on its output ("q", "k" or "v") to the norm's scope ("head" or "full")."""
         scopes = {"q": self.plan.qk_norm, "k": self.plan.qk_norm, "v": self.plan.v_norm}
         return {part: scope for part, scope in scopes.items() if scope != "off"}
 
     @property
     def projections_by_scope(self) -> list[tuple[str, str]]:
-        """The source code of a tuple of the projections that have a norm, for each scope of a norm."""
+        """Return (scope, code) pairs. The code is a tuple that names the projections with a norm of this scope."""
         names = {
             scope: [f'"{p}_proj"' for p, s in self.projections.items() if s == scope] for scope in ("head", "full")
         }
@@ -217,7 +215,7 @@ class Port:
 
     @cached_property
     def inner(self) -> dict[str, Norm]:
-        """The norm before the last projection, for each half that has this norm. Raises UserError if layers differ."""
+        """Return each sub-layer's norm before its last projection, if it has one. Raises UserError if layers differ."""
         found = {}
         for half in SUBLAYERS:
             specs = {getattr(layer, half).inner_norm for layer in self.plan.layers}
@@ -237,13 +235,13 @@ class Port:
 
     @cached_property
     def gate(self) -> Sublayer | None:
-        """The first attention, if its learned factor on the branch also sets the factor on the skip; otherwise None."""
+        """Return the first attention if its learned branch factor also sets the skip's factor, otherwise None."""
         first = self.plan.layers[0].attention
         return first if first.coupling != "none" and first.out_scale_learned != "no" else None
 
     @cached_property
     def factors(self) -> dict[tuple[str, str], _Factor]:
-        """The factors that are not 1 in all layers, by half and scale."""
+        """Return the factors by sub-layer and scale. Factors that are 1 in every layer are left out."""
         by_scale = {}
         for half in SUBLAYERS:
             subs = self._sublayers(half)
@@ -277,7 +275,7 @@ class Port:
 
     @cached_property
     def constants(self) -> list[str]:
-        """The lines of the file's constants: factors that all layers share, and tables of irregular factors."""
+        """Return the lines that define constants: factors that all layers share, and tables of irregular factors."""
         lines: dict[str, list[str]] = {}  # by name: two halves may share one
         for factor in self.factors.values():
             name = factor.name.upper()
@@ -290,7 +288,7 @@ class Port:
 
     @cached_property
     def scale_lines(self) -> list[str]:
-        """The lines of a block's constructor that make its scales."""
+        """Return the constructor lines that create a block's scales."""
         lines: dict[str, list[str]] = {}
         code = self.target.code
         for factor in self.factors.values():
@@ -306,7 +304,7 @@ class Port:
 
     @cached_property
     def reset_lines(self) -> list[str]:
-        """The lines that set learned scales and gains to their initial values; no lines if all start at 1."""
+        """Return the lines that set learned scales and gains to their initial values; none if all start at 1."""
         lines = []
         set_to = self.target.code["set"]
         for factor in self.factors.values():
@@ -334,14 +332,14 @@ class Port:
 
     @property
     def needs_layer(self) -> bool:
-        """Whether the block must keep its index."""
+        """Return whether a block must store its layer index."""
         return "self.layer" in "\n".join([*self.reset_lines, *self.forward_lines])
 
     # the forward pass
 
     @cached_property
     def forward_lines(self) -> list[str]:
-        """The lines of a block's forward pass, from x to its return."""
+        """Return the lines of a block's forward pass, from x to the return statement."""
         return [*self._half("attention", "y"), *self._half("feed_forward", "return")]
 
     def _used(self, half: str, scale: str) -> str:
@@ -390,7 +388,7 @@ class Port:
 
     @cached_property
     def block_lines(self) -> list[str]:
-        """The lines of a block's constructor, without the norms that the trainer's own block creates."""
+        """Return a block's constructor lines, without the norms that the trainer's own block creates."""
         return [line for line in self.norm_lines + self.scale_lines if line not in self.target.made]
 
     def uses(self, name: str) -> bool:
@@ -399,17 +397,17 @@ class Port:
 
     @property
     def index(self) -> str:
-        """The layer's index in a block's constructor."""
+        """Return the code for the layer's index in a block's constructor."""
         return self.target.code.get("index", "layer")
 
     @property
     def function(self) -> str:
-        """The placement's name as a function name."""
+        """Return the placement's name as a function name."""
         return re.sub(r"\W", "_", self.plan.placement) or "placement"
 
     @property
     def numbers(self) -> str:
-        """The numbers of the placement's equations, in words."""
+        """Return the depth and the equations' options as text, such as ``N = 24 and alpha = 2``."""
         words, equations = [f"N = {self.num_layers}"], " ".join(self.placement.equation)
         for option in self.placement.options:
             value = self.plan.options.get(option.name, option.default)
@@ -432,7 +430,7 @@ class Port:
 
 
 class Initialization:
-    """The placement's initializer, as numbers: one standard deviation, and the differences by role.
+    """The numbers of the placement's initializer: one standard deviation, and the differences by role.
 
     ``std`` is the standard deviation; if it is None, the variance is ``variance`` / width. ``out`` divides the weights
     at a branch's end; ``gains`` are Xavier's gains in the blocks, by role (None for another initializer); ``cut``
@@ -470,13 +468,13 @@ class Initialization:
             self.out = math.sqrt(2 * plan.num_layers)
 
     def with_gain(self, roles: dict[str, list[str]]) -> list[str]:
-        """Return the names of the weights with Xavier's gain."""
+        """Return the names of the weights to which Xavier's gain applies."""
         assert self.gains is not None
         return [*roles["value"], *roles["out"], *(roles["gate"] if self.gains["gate"] != 1.0 else [])]
 
     @property
     def says(self) -> str:
-        """The distribution of the initial weights, in words."""
+        """Describe the distribution of the initial weights in words."""
         variance = f"{self.std:g}^2" if self.std is not None else f"{self.variance:g} / width"
         if self.gains is not None:
             return f"Xavier's weights, with gain {self.gains['value']:.4g} on values, outputs, feed-forwards"
@@ -493,6 +491,6 @@ def _constant(sub: Sublayer, scale: str) -> float:
 
 
 def nameless(plan: Plan) -> Placement:
-    """Return a placement that stands for a plan without its scheme, which may be on another machine."""
+    """Return a placement for a plan whose scheme is unknown, for example because another machine has it."""
     texts = dict.fromkeys(("title", "source", "initialization", "advice", "description"), "")
     return Placement(name=plan.placement, equation=(), options=(), make=lambda num_layers: plan, **texts)

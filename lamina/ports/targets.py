@@ -20,14 +20,14 @@ class Target:
     Args:
         name: the trainer's name on the command line.
         title: the trainer's name in prose.
-        code: expressions in the trainer's block: ``attention`` and ``feed_forward`` call a module on ``{x}``,
-            ``vector`` and ``scalar`` make a learned vector and a learned scalar.
-        norms: the constructor of each kind of norm, see ``Port.norm_kind``.
-        norm_names: the names of each half's norms, for pre_norm, out_norm and post_norm. With ``in_order``, a plan's
-            norms take the first names, whatever their positions.
+        code: expressions in the trainer's block: ``attention`` and ``feed_forward`` call a module on ``{x}``;
+            ``vector`` and ``scalar`` create learned parameters.
+        norms: the constructor of each kind of norm (see ``Port.norm_kind``).
+        norm_names: the names of each sub-layer's norms, for pre_norm, out_norm and post_norm. With ``in_order``, a
+            plan's norms take the first names, whatever their positions.
         made: the lines that create norms in the trainer's own block.
         scales: the pattern of a learned scale's name in the block, with ``{half}`` and ``{scale}``.
-        halves: the names of the halves in these patterns.
+        halves: the names of the sub-layers in these patterns.
         weights: the trainer's name of each of Lamina's weights. ``layers`` has the index ``{layer}``; the modules'
             names are under ``attention`` and ``feed_forward``.
         stacks: weights that the trainer keeps in one tensor: the tensor's name, and Lamina's names of the parts.
@@ -37,7 +37,7 @@ class Target:
             default.
         test: the parts of the trainer's test: the imports (``standard``: from the standard library), the code that
             builds the model, its logits, and the code that loads weights (default: ``load_state_dict``).
-        lacks: the parts of a plan that the trainer does not support, in words, by the plan's field.
+        lacks: for each of the plan's fields that the trainer does not support, a description of the missing part.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Rename a model's weights to a trainer's names and back, by the target's table.
+"""Rename a model's weights to a trainer's names and back. The target's table maps the names.
 
 Lamina uses each tensor exactly once, or raises a UserError that names the tensor.
 """
@@ -90,7 +90,7 @@ class Names:
         )
 
     def to_theirs(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return Lamina's tensors as the trainer stores them, by the trainer's names."""
+        """Return Lamina's tensors as the trainer stores them, under the trainer's names."""
         found: dict[str, dict[int, torch.Tensor]] = {}
         for key, value in state.items():
             place = self.place(key)
@@ -103,9 +103,9 @@ class Names:
     def to_ours(
         self, theirs: Mapping[str, torch.Tensor], wiring: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the trainer's tensors by Lamina's names. Raises UserError if a tensor is missing or left over.
+        """Return the trainer's tensors under Lamina's names. Raises UserError if a tensor is missing or left over.
 
-        ``wiring`` has tensors that already have Lamina's names.
+        The tensors in ``wiring`` already have Lamina's names.
         """
         expected, used, tensors = self.model.state_dict(), set[str](), dict(wiring)
         refuse_tensors("extra", wiring.keys() - expected.keys(), "has no place in Lamina's model")
@@ -170,7 +170,7 @@ def _without_wiring(plan: Plan) -> Plan:
 
 
 def in_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorder rows [heads * head_dim, ...] so that neighbors are half a head apart: the inverse of ``in_pairs``."""
+    """Reorder rows [heads * head_dim, ...] so that neighbors end up half a head apart: the inverse of ``in_pairs``."""
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -197,8 +197,8 @@ def load_weights(
 ) -> None:
     """Copy the weights of ``target``'s model into a Lamina model of the same sizes and placement, in place.
 
-    ``wiring`` has the weights that the target's table does not name, by Lamina's names. Raises UserError for a tensor
-    that is missing or left over, or has another shape.
+    ``wiring`` holds, under Lamina's names, the weights that the target's table does not name. Raises UserError for a
+    tensor that is missing or left over, or has another shape.
     """
     ours = Names(_causal(model), target, writes=False).to_ours(weights, wiring)
     for name, value in model.state_dict().items():

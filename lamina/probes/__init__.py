@@ -1,1 +1,1 @@
-"""What each layer does, on any Hugging Face checkpoint: one file per probe."""
+"""Measure what each layer does, on any Hugging Face checkpoint. Each probe is one file."""
