@@ -39,14 +39,14 @@ RUN_STATE = "run_state.json"
 
 
 class Stateful(Protocol):
-    """An object whose state a checkpoint stores; add more of them to ``TrainingRun.states``."""
+    """An object whose state a checkpoint stores. To store further objects, add them to ``TrainingRun.states``."""
 
     def state_dict(self) -> Json:
         """Return this object's part of the run state, as JSON values under unique names."""
         ...
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume from a checkpoint's whole run state; ``state["step"]`` is the checkpoint's step."""
+        """Restore this object from a checkpoint's whole run state; ``state["step"]`` is the checkpoint's step."""
         ...
 
 
@@ -91,7 +91,8 @@ class Checkpoints:
 
     @contextmanager
     def save(self, step: int, processes: Processes) -> Iterator[Path]:
-        """Yield a folder for a new checkpoint; at the end rename it to checkpoint-STEP, or delete it after an error.
+        """Yield a folder for a new checkpoint. At the end, rename the folder to checkpoint-STEP; after an error, delete
+        it.
 
         Every process writes its part. The checkpoint gets its name only after all files are hashed and synced to disk.
         An error in one process is raised in all processes.
@@ -122,9 +123,9 @@ class Checkpoints:
             raise
 
     def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
-        """Delete old checkpoints, but keep the last ``keep`` up to STEP.
+        """Delete old checkpoints, but keep the last ``keep`` checkpoints up to ``step``.
 
-        Checkpoints after STEP, which a rollback has abandoned, are also deleted.
+        Also delete checkpoints after ``step``, which a rollback has abandoned.
 
         Also keep the newest checkpoint whose run state ``keep_also`` accepts. A checkpoint whose name has the wrong
         step also stays, because it may be the only copy of its content.
@@ -145,7 +146,7 @@ class Checkpoints:
 
 
 class Background:
-    """Finishes one checkpoint at a time in a separate thread while training continues.
+    """Completes one checkpoint at a time in a separate thread, while training continues.
 
     Attributes:
         processes: the run's processes, with collectives that are separate from the training's collectives.
@@ -161,7 +162,7 @@ class Background:
         self._written = self._thread.submit(act)
 
     def look(self) -> None:
-        """Once the threads of all processes have ended, raise their error.
+        """If the threads of all processes have ended, raise their error, if there is one.
 
         All processes must call it after the same step.
         """
@@ -169,7 +170,7 @@ class Background:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete. Raises the thread's error, and the same error in all processes."""
+        """Wait until the checkpoint is complete. If a thread failed, raises its error in all processes."""
         written, self._written = self._written, None
         if written is not None:
             written.result()
@@ -181,12 +182,12 @@ def step_of(path: Path) -> int:
 
 
 def run_state(path: Path) -> Json:
-    """Read the run state of a whole checkpoint: everything except tensors, such as the guard, records and rollbacks."""
+    """Read the run state of a whole checkpoint: the state of guard, records, rollbacks and so on, without tensors."""
     return read_json(path / RUN_STATE)
 
 
 def listed_state(path: Path) -> Json | None:
-    """Return a checkpoint's run state if its file is intact, even when other files are not; otherwise None."""
+    """Return a checkpoint's run state if the run state's file is intact, even if others are not; otherwise None."""
     try:
         state = run_state(path) if listed(path)[RUN_STATE][1] == sha256(path / RUN_STATE) else None
         return state if state is not None and state["step"] == step_of(path) else None

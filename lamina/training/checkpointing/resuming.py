@@ -1,4 +1,4 @@
-"""The state from which a run resumes: settings, result, checkpoint and rollbacks.
+"""Find the settings, the result, the checkpoint and the rollbacks from which a run resumes.
 
 Lamina checks that all of them belong to the same run.
 """
@@ -84,7 +84,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def known_of(folder: Path) -> Json:
-    """Return the identity in the newest checkpoint that stores an identity; empty if no checkpoint of the run does."""
+    """Return the identity in the newest checkpoint that stores an identity; empty without such a checkpoint."""
     for path in reversed(Checkpoints(folder / "checkpoints").paths()):
         state = listed_state(path)
         if state is not None and "settings" in state:
@@ -108,7 +108,7 @@ def is_good(state: RunState) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
-    """One rollback.
+    """A return to an earlier checkpoint after a divergence.
 
     Attributes:
         number: the rollback's number, from 1.
@@ -164,7 +164,7 @@ class Rollbacks:
 
     @property
     def skips(self) -> list[Skip]:
-        """The skipped data, for the training order."""
+        """The data that the training order skips, as pairs (step, ahead)."""
         kept: list[Skip] = []
         for entry in self.done:
             kept = [skip for skip in kept if skip[0] < entry.step] + [(entry.step, entry.ahead)]
@@ -175,7 +175,7 @@ class Rollbacks:
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
-        """Return whether a checkpoint is still valid: no later rollback went back to an earlier step."""
+        """Return whether a checkpoint is still valid. It is valid if no later rollback went back to an earlier step."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
@@ -204,7 +204,7 @@ class Rollbacks:
 
 
 def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
-    """Return a run's settings from config.yaml, completed by the newest checkpoint's; None if both are missing.
+    """Return a run's settings from config.yaml, completed from the newest checkpoint; None if both are missing.
 
     If config.yaml is cut short or altered, Lamina logs a warning and takes the checkpoint's settings; without a
     checkpoint, it raises UserError. Also raises UserError if config.yaml and checkpoint differ in a setting outside
@@ -236,7 +236,7 @@ def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
 def result_to_keep(folder: Path) -> Json | None:
     """Return the result of the run in a folder.
 
-    If there is something to resume, the result is None or has no final status.
+    If Lamina can resume the run, the result is None or has no final status.
 
     Raises UserError if the run's records were damaged, altered or exchanged.
     """

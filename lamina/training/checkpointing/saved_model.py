@@ -1,4 +1,4 @@
-"""A trained model: the folder model/ in the run's folder, the model card, and the copy on the Hugging Face hub."""
+"""Write a trained model and its card into the run's folder, and upload both to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ModelCard:
         data: the name and value of each fact about the data, in order.
         result: the run's result, as in result.json.
         command: the command line that trains the model again; the card leaves out this machine's folders.
-        base_model: the model that the training began with, a folder or a name on the hub; empty for a new model.
+        base_model: the folder or hub name of the model that the training began with; empty for a new model.
         measures: the title and format of each measure to print; None prints pretraining's measures.
     """
 
@@ -69,7 +69,7 @@ class ModelCard:
         (folder / CARD).write_text(self.text(model, plan), encoding="utf-8")
 
     def text(self, model: PreTrainedModel, plan: Plan | None) -> str:
-        """Return the card as Markdown after the hub's fields; ``plan`` is None for a transformers model."""
+        """Return the card: the hub's fields, then Markdown. ``plan`` is None for a transformers model."""
         backbone = backbone_of(model.config)
         tags, about = ["lamina", backbone.model_type], [f"# {_plain(backbone.model_type)}", "", "A model"]
         placed, used = [], []
@@ -109,7 +109,7 @@ class ModelCard:
         return "\n".join(lines) + "\n"
 
     def _results(self) -> dict[str, object]:
-        """Return the run's measures as text, by title; measures without a value are left out."""
+        """Return the run's measures as text, by title, without measures that have no value."""
         shown: dict[str, object] = {}
         for name, (title, form) in (_MEASURES if self.measures is None else self.measures).items():
             value = self.result.get(name)
@@ -148,7 +148,7 @@ def _table(name: str, value: str, rows: Mapping[str, object]) -> list[str]:
 
 
 def _named(value: object) -> str:
-    """Return a value as text in which each absolute path is cut to its last part, without this machine's folders."""
+    """Return a value as text with only the last part of each absolute path, to hide this machine's folders."""
     return re.sub(r"(?<![^\s=:,;('\"])/[^:,;()'\"]*", lambda path: PurePath(path[0]).name, str(value))
 
 
@@ -163,7 +163,7 @@ def _code(value: object) -> str:
 
 
 def check_repository(name: str) -> None:
-    """Raise UserError for a malformed name or a missing token. Lamina calls it before training."""
+    """Raise UserError for a malformed repository name or a missing hub token. Lamina calls it before training."""
     from huggingface_hub import get_token
 
     try:
@@ -201,7 +201,9 @@ def push(folder: Path, name: str) -> bool:
 def save_model(
     model: PreTrainedModel, processor: Processor, folder: Path, processes: Processes, card: ModelCard | None = None
 ) -> None:
-    """Write a model and its tokenizer or image processor, or nothing. Lamina gathers a sharded model first."""
+    """Write a model with its tokenizer or image processor; after an error, write nothing. Gathers a sharded model
+    first.
+    """
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:

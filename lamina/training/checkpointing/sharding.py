@@ -1,4 +1,4 @@
-"""FSDP2: shard a model over processes; write and read its weights and optimizer states by name."""
+"""Shard a model over processes with FSDP2; write and read its weights and optimizer states by name."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bool) -> None:
-    """Shard a model's parameters with FSDP2: one unit per block, and one for embedding, final norm and readout.
+    """Shard a model's parameters with FSDP2: one unit per block, and one for embedding, final norm and output head.
 
     The optimizer's weights stay in float32. With ``bf16``, FSDP2 gathers the blocks' matrices in bfloat16 and reduces
-    their gradients in float32, so the result equals autocast's in one process. Norms, learned scales and the residual
-    stream stay in float32; the embedding also stays in float32, because it decides the stream's dtype. FSDP2 can't
-    shard a scalar, so learned scalars become vectors of one element; checkpoints and models hold them as scalars.
+    their gradients in float32, so the result equals autocast's result in one process. Norms, learned scales and the
+    residual stream stay in float32; the embedding also stays in float32, because it decides the stream's dtype. FSDP2
+    can't shard a scalar, so learned scalars become vectors of one element; checkpoints and saved models hold them as
+    scalars.
 
     If ``processes.tensor`` is above 1, each group of this many neighboring processes first splits the linear layers'
     matrices by transformers' plan.
@@ -91,7 +92,7 @@ def _share_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def sum_partial(model: nn.Module) -> None:
-    """Sum the gradients of norms inside attention heads over the processes that share them; call it once per step."""
+    """Sum the gradients of norms inside attention heads over the processes that share a norm; call it once per step."""
     norms, group = getattr(model, _PARTIAL, ((), None))
     for gradient in [p.grad for norm in norms for p in norm.parameters() if p.grad is not None]:
         torch.distributed.all_reduce(gradient.to_local(), group=group)
@@ -245,7 +246,7 @@ def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: Proce
 
 
 class _Reader(HuggingFaceStorageReader):
-    """A reader of the given safetensors files; its base class would read all files in the folder."""
+    """Reads only the given safetensors files; its base class would read all files in the folder."""
 
     def __init__(self, files: Sequence[Path]):
         super().__init__(str(files[0].parent) if files else ".")
@@ -278,7 +279,7 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], fol
 
 
 def shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
-    """Return the name and whole shape of every tensor in safetensors files."""
+    """Return the name and full shape of every tensor in safetensors files."""
     metadata = _Reader(files).read_metadata()
     return {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
 
@@ -313,7 +314,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
 def load_optimizer(
     model: nn.Module, optimizer: Any, files: Sequence[Path], rest: Mapping[str, Any], *, alone: bool
 ) -> None:
-    """Load the state that ``optimizer_tensors`` returned into an optimizer. Raises UserError if the weights differ."""
+    """Load a result of ``optimizer_tensors`` into an optimizer. Raises UserError if the optimizer has other weights."""
     reshard(model)
     names, scalars = _names(model), _scalars(model)
     state: dict[int, Json] = {}

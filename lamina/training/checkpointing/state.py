@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, which is a Trainer's state.
+"""Write and read the contents of a checkpoint: a Trainer's state.
 
 One process or DDP writes model.safetensors beside config.json, which transformers can load, and
 optimizer/states.safetensors. FSDP2 writes one safetensors file per process into model/ and optimizer/, with

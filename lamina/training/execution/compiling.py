@@ -1,9 +1,9 @@
 """Compile blocks in place with torch.compile, one block at a time, so that more depth costs no compile time.
 
 All blocks share the code of one forward function. Weights, indices and scales, which differ between layers, are inputs
-of its graph. So a model compiles one graph per *kind* of layer: per structure of the block and, in some backbones, per
-kind of attention. If a scale differs in many layers (1/sqrt(l)), the model compiles one more graph, which takes any
-value.
+of its graph. So torch compiles one graph for each kind of layer. Layers of one kind have the same structure and, in
+some backbones, the same kind of attention. If a scale differs in many layers (1/sqrt(l)), torch compiles one more
+graph, which takes any value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False, device:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step, in allocations of up to 32 MiB (its maximum).
+    """Make glibc keep freed memory for the next step, in allocations of up to 32 MiB (glibc's maximum).
 
     By default, glibc returns the memory of freed activations to the system. The next step allocates it again, and the
     system must zero each page, which takes 3 to 8 % of a step on a CPU. Does nothing without glibc.
@@ -55,7 +55,7 @@ def keep_freed_memory() -> None:
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor", recomputed: bool = True) -> int:
-    """Compile every Block of ``model`` in place; return the number of structural kinds.
+    """Compile every Block of ``model`` in place; return the number of different block structures.
 
     With ``recomputed``, the backward pass computes the inputs of matrix products (a norm's output, the gated
     activations) again, from tensors that are kept anyway. This saves a quarter of the activations' memory and costs a

@@ -1,4 +1,4 @@
-"""The device of a run, and its default precision and compilation (``auto``)."""
+"""Look up a GPU's peak speed, and choose the precision and compilation that ``auto`` means."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 def peak_flops(card: str) -> float | None:
     """Return a GPU's dense bf16 FLOP/s by its name, such as "NVIDIA H100 80GB HBM3"; None for an unknown GPU.
 
-    Also None for a laptop's GPU or a part of a GPU (MIG), which have less than the full GPU of that name.
+    Also returns None for a laptop GPU or a part of a GPU (MIG), which is slower than the full GPU of the same name.
     """
     words = set(card.lower().replace("-", " ").split())
     if words & {"laptop", "mig"}:
@@ -62,10 +62,10 @@ def peak_of(device: str) -> float | None:
 def decided(settings: S) -> S:
     """Replace ``auto`` in precision and compilation.
 
-    The rule measures no times, so a run's numbers are reproducible.
+    Lamina measures no times for this choice, so a run's numbers are reproducible.
 
-    On a GPU that computes in bfloat16, the run uses bf16, and is compiled if it has ``COMPILED_FROM`` steps or more and
-    no CUDA graphs. Elsewhere, it uses fp32 and is not compiled.
+    On a GPU that computes in bfloat16, a run uses bf16, and Lamina compiles it if it has ``COMPILED_FROM`` steps or
+    more and no CUDA graphs. All other runs use fp32, and Lamina does not compile them.
     """
     device = device_of(getattr(settings, "device", "auto"))
     fast = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

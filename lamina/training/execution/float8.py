@@ -1,4 +1,4 @@
-"""Linear layers that multiply in float8 during training, with torchao. The weights stay in float32."""
+"""Make linear layers multiply in float8 during training, with torchao. The weights stay in float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CAPABLE = (8, 9)  # the least compute capability that has one
 
 
 def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> None:
-    """Raise UserError if training in float8 is impossible here; ``tokens`` is the size of a process's micro-batch."""
+    """Raise UserError if training in float8 is impossible here. ``tokens`` is the tokens in a process's micro-batch."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError(f"precision: 'float8' needs torchao. Run: {install('quantize')}")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABLE:

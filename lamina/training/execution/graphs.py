@@ -1,4 +1,4 @@
-"""Replay of blocks as CUDA graphs, with one launch for each pass of a block.
+"""Replay blocks as CUDA graphs, with one launch for each pass of a block.
 
 Graphs help if launching kernels takes most of the time. The first training pass runs eagerly and notes each block's
 arguments. The second pass captures every block's forward and backward pass as graphs. Later passes replay the graphs:
@@ -21,7 +21,7 @@ from lamina.modeling.wiring_lamina import Block
 
 Replayed: TypeAlias = Sequence[Callable[..., object]]
 Capture: TypeAlias = Callable[[tuple[nn.Module, ...], tuple[tuple[torch.Tensor, ...], ...]], Replayed]
-"""Takes functions of tensors, and sample tensors; returns functions that replay the captured functions."""
+"""A function that captures functions of tensors with sample tensors, and returns functions that replay them."""
 
 
 class BlockCall(NamedTuple):
@@ -33,7 +33,7 @@ class BlockCall(NamedTuple):
 
     @classmethod
     def of(cls, arguments: object) -> tuple[BlockCall, list[torch.Tensor]]:
-        """Split ``arguments`` into the call without values, and the tensors in order."""
+        """Split ``arguments`` into a call without tensors' values, and the list of tensors."""
         leaves, tree = pytree.tree_flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
@@ -46,7 +46,7 @@ class BlockCall(NamedTuple):
         return cast(tuple[tuple[object, ...], dict[str, object]], pytree.tree_unflatten(leaves, self.tree))
 
     def samples(self) -> tuple[torch.Tensor, ...]:
-        """Make tensors of zeros for capturing the call."""
+        """Make tensors of zeros with which Lamina captures the call."""
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device, requires_grad=gradient)
             for shape, dtype, device, gradient in self.tensors

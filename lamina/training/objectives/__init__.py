@@ -1,3 +1,3 @@
-"""The objectives, one file each, chosen by the heads that a backbone allows. For the objective in lamina.lab, see
+"""The training objectives. A backbone's heads decide which objectives fit. For the objective in lamina.lab, see
 objective_rows.py.
 """

@@ -1,4 +1,4 @@
-"""The training objective of a run: the prediction target, and the data, loss and metrics that follow from it."""
+"""A run's training objective decides the prediction target, the data, the loss and the metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Processor: TypeAlias = "PreTrainedTokenizerBase | BaseImageProcessor"
 """The tokenizer or image processor, which turns raw data into a model's input. It is saved beside the model."""
 Collate: TypeAlias = Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]
-"""Joins items to a batch."""
+"""A function that joins items into a batch."""
 
 
 class Objective(ABC):
@@ -34,8 +34,8 @@ class Objective(ABC):
     Attributes:
         head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
         guess: a name for the loss of a model that knows only how frequent each target is.
-        own: the settings that this objective uses, but some other objectives do not.
-        without: the settings that this objective does not use, although all other objectives do.
+        own: the settings that this objective uses, although some other objectives do not use them.
+        without: the settings that this objective does not use, although all other objectives use them.
     """
 
     head: ClassVar[str]
@@ -58,7 +58,7 @@ class Objective(ABC):
         return name in self.own or (name not in all_own() and name not in self.without)
 
     def refuse_for(self, command: str, head: str, backbone: str) -> None:
-        """Raise UserError unless this objective has the only ``head`` that a command measures."""
+        """Raise UserError unless this objective's head is ``head``, because the command measures only this head."""
         if self.head != head:
             raise UserError(
                 f"backbone: {backbone!r} is trained on {self.head}, but lamina {command} measures only {head}. "
@@ -83,8 +83,8 @@ class Objective(ABC):
     ) -> PreTrainedConfig:
         """Copy a backbone's configuration and set the vocabulary size or the classes of the data.
 
-        ``from_model`` is the checkpoint that the run continues; its sizes stay. Raises UserError if the data do not fit
-        them.
+        If the run continues the checkpoint ``from_model``, the checkpoint's sizes stay. Raises UserError if the data do
+        not fit these sizes.
         """
 
     def collate(self, settings: PretrainSettings, splits: Splits) -> Collate | None:
@@ -104,7 +104,7 @@ class Objective(ABC):
         """Return facts about the data for the model card, by title."""
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return further measures of each held-out item, [batch] each, by column; empty if there are none."""
+        """Return further measures of held-out items: a tensor [batch] for each column; empty without such measures."""
         return {}
 
     @property
@@ -119,7 +119,7 @@ _registry: Registry[Objective] = Registry(
 
 
 def objective(cls: type[Objective]) -> type[Objective]:
-    """Register an objective by its head; a class decorator."""
+    """Register an objective's class under the class's head. Use it as a class decorator."""
     _registry.add(cls.head, cls(), cls.__module__)
     return cls
 

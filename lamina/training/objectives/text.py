@@ -66,7 +66,7 @@ def padding_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:
-    """Copy a configuration with this vocabulary size; with ``from_model``, keep the checkpoint's size.
+    """Copy a configuration with this vocabulary size; with ``from_model``, keep the checkpoint's vocabulary size.
 
     Raises UserError if ``vocab_size`` exceeds the vocabulary of the checkpoint ``from_model``.
     """

@@ -1,4 +1,4 @@
-"""Parameter groups under width and depth scaling, the schedule of the learning rate, and averaged weights."""
+"""Group parameters for width and depth scaling, schedule the learning rate, and average weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scaling_of(settings: RunSettings) -> Scaling | None:
 
 
 def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "adamw") -> dict[str, StepFactors]:
-    """Return the factors of each parameter, by its name. Raises UserError as ``scaled_weights`` does."""
+    """Return each parameter's factors, by the parameter's name. Raises UserError if ``scaled_weights`` raises it."""
     scaled = {each.weight.name: each for each in scaled_weights(model, scaling)}
     if optimizer == "adamw":
         return {name: each.factors for name, each in scaled.items()}
@@ -73,13 +73,13 @@ def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """PyTorch's Muon for groups with ``muon``, and PyTorch's AdamW for other groups, as one optimizer with one state.
+    """One optimizer with one state: PyTorch's Muon updates the groups with ``muon``, and PyTorch's AdamW the others.
 
     Muon's updates have the same root mean square as AdamW's (Liu et al. 2025, arXiv 2502.16982, Eq 4), so both use the
     same learning rate and weight decay.
 
     Args:
-        groups: groups with parameters, learning rate and weight decay; ``muon`` is True or missing.
+        groups: parameter groups with a learning rate and weight decay; Muon's groups have ``muon=True``.
         adamw: further options of AdamW.
     """
 
@@ -126,10 +126,10 @@ def parameter_groups(
     weight_decay: float,
     epsilon: float = 1e-8,
 ) -> list[Json]:
-    """Group the parameters by learning rate and weight decay; groups with a usual learning rate come first.
+    """Group the parameters by learning rate and weight decay; groups with an unscaled learning rate come first.
 
     Gains, biases and learned scales have no weight decay. ``epsilon`` is Adam's epsilon; a group with a factor on
-    epsilon gets the product of both.
+    epsilon gets the product of factor and epsilon.
     """
     groups: dict[tuple[float, bool, float, float, bool], Json] = {}
     decay = set(decaying(model))
@@ -158,7 +158,7 @@ def check_optimizer(arguments: TrainingArguments) -> None:
 
 
 def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
-    """Return the ``wsd`` schedule, from steps done to the share of the peak learning rate; None for ``cosine``."""
+    """Return ``wsd`` as a function from finished steps to a share of the peak learning rate; None for ``cosine``."""
     if settings.schedule == "cosine":
         return None
     return partial(
@@ -172,7 +172,7 @@ def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
 
 
 def planned_shares(settings: RunSettings) -> Callable[[int], float]:
-    """Return the schedule, also for ``cosine``, from steps done to the share of the peak learning rate."""
+    """Return ``wsd`` or ``cosine`` as a function from finished steps to a share of the peak learning rate."""
     schedule = schedule_of(settings)
     if schedule is not None:
         return schedule
@@ -236,7 +236,7 @@ class WeightAverage(TrainerCallback):
         self.averaged.update_parameters(self.trained)
 
     def _follow(self) -> None:
-        """Move the average to the trained model's device: Trainer moves that model after the copy was made."""
+        """Move the average to the trained model's device, because Trainer moves the model after Lamina copies it."""
         device = next(self.trained.parameters()).device
         if next(self.averaged.parameters()).device != device:
             torch.nn.Module.to(self.averaged, device)

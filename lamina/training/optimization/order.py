@@ -1,4 +1,4 @@
-"""The order of the training blocks: endless, equal for any number of processes, and able to skip blocks."""
+"""Order the training blocks. The order is endless, is equal for any number of processes, and can skip blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Skip = tuple[int, int]  # (step, by how many steps' worth of data the order is a
 
 
 class TrainOrder(Sampler[list[int]]):
-    """The indices of one process's micro-batches, for a whole run.
+    """Yields the indices of one process's micro-batches, for a whole run.
 
     The corpus's blocks are reshuffled after each pass. Step ``s`` (from 1) takes the next ``gradient_accumulation *
     batch_size`` blocks, across the end of a pass if needed. The ``batch_size`` blocks of a micro-batch are split over
@@ -75,7 +75,7 @@ class TrainOrder(Sampler[list[int]]):
         return (self.data_step(step) - 1) * self.gradient_accumulation * self.batch_size
 
     def spans(self, steps: int) -> list[tuple[int, int]]:
-        """Return the spans of the order, in blocks from 0, that the first ``steps`` steps train on."""
+        """Return the spans of positions in the order, in blocks from 0, on which the first ``steps`` steps train."""
         spans, done, skipped, size = [], 0, 0, self.batch_size * self.gradient_accumulation
         later = [after for after, _ in self.skips[1:]]
         valid = [skip for i, skip in enumerate(self.skips) if all(skip[0] < after for after in later[i:])]
@@ -89,7 +89,7 @@ class TrainOrder(Sampler[list[int]]):
     def total(self, values: np.ndarray, steps: int) -> int:
         """Sum a number per block over the blocks of the first ``steps`` steps.
 
-        A block that comes several times counts each time.
+        If a block comes several times, it counts each time.
         """
         whole = int(values.sum())
 
