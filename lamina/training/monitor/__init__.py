@@ -1,1 +1,1 @@
-"""The monitor of a training run: measurements of each layer at each step, alarms, the divergence guard, and records."""
+"""Monitor a training run: measure each layer at each step, raise alarms, stop diverged runs and write records."""

@@ -36,14 +36,14 @@ ORDER = (
     "not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal", "fall",
     "fp16", "apart", "low", "rewritten", "logit", "rise", "drift", "collapse", "cut", NOTABLE,
 )  # fmt: skip
-"""The rules. Of several alarms in one step, the alarm whose rule comes first explains most."""
+"""The alarm rules. If one step has several alarms, the alarm whose rule comes first in this list explains most."""
 HARD = ("skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal")
 PLACED = ("not_finite", "guess", "dead", "unmoved", "written", "low")
 PARAMETERS = (
     "weight_norm", "update_ratio", "rate_ratio", "gain_abs_max", "gain_mean", "row_norm_abs_max", "row_norm_mean"
 )  # fmt: skip
-"""Rules and metrics that locate a failure. Outliers in the residual stream or gradient do not: they spread to other
-layers.
+"""Rules and metrics that locate a failure. Outliers in the residual stream or gradient do not locate it, because they
+spread to other layers.
 """
 
 
@@ -81,10 +81,10 @@ class Alarm:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """The sort key: the oldest alarm first; within a step, the alarm that explains most.
+        """The sort key puts the oldest alarm first and, within a step, the alarm that explains most.
 
-        If several values are not finite, the value at the origin explains most. States spread to later layers, and
-        gradients to earlier layers.
+        If several values are not finite, the value at their origin explains most. NaN and infinity spread to later
+        layers in hidden states, and to earlier layers in gradients.
         """
         rank = 2 * self.layer + (self.sublayer == "feed_forward")
         forward = self.metric.startswith(("hidden", "attention"))  # these come before the gradients
@@ -96,20 +96,20 @@ class Alarm:
 
 @dataclass(kw_only=True)
 class Alarms(Rules):
-    """Raises alarms from the rows of each step; a series raises one alarm until it is back in its usual range.
+    """Raises alarms from the rows of each step. A series raises no second alarm before it is back in its usual range.
 
-    A gradient that stands out is an alarm if it stands out in more consecutive steps than its limit, or if another
-    series, such as the loss, follows. Otherwise the step is a notable batch.
+    An unusual gradient becomes an alarm if it stays unusual for more consecutive steps than its limit, or if another
+    series, such as the loss, becomes unusual soon after. Otherwise, Lamina records a notable batch.
 
     Args:
-        folder: the run's folder, in which each alarm and notable batch becomes a line of a file, oldest first; None
-            writes no file.
+        folder: the run's folder. Its files get a line for each alarm and each notable batch, oldest first. With None,
+            Lamina writes no file.
 
     Attributes:
         told: the alarms and notable batches so far, oldest first.
-        marked: the steps at which a series stood out in the last call.
-        news: the first alarm of each new event of the last call, as a sentence without the final period.
-        paths: the layers' paths in the model, as far as they are known.
+        marked: the steps of the last call at which a series was unusual.
+        news: the first alarm of each event that began in the last call, as a sentence without the final period.
+        paths: the known paths of layers in the model.
     """
 
     folder: Path | None = None
@@ -124,7 +124,7 @@ class Alarms(Rules):
     _scores: dict[Key, list[float]] = field(default_factory=dict)  # the last two, of what must last
 
     def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
-        """Return the alarms of new rows and write them; ``rate`` is the learning rate that divides updates."""
+        """Write and return the alarms of new rows; Lamina divides updates by the learning rate ``rate``."""
         by_step: dict[int, list[Row]] = {}
         for row in rows:
             by_step.setdefault(row[0], []).append(row)
@@ -179,7 +179,7 @@ class Alarms(Rules):
         return {"alarms": state}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore a checkpoint's history, and the alarms in the folder up to its step."""
+        """Restore a checkpoint's history, and the alarms in the folder up to the checkpoint's step."""
         seen = {"out": [], "waiting": [], "back": [], **state.get("alarms", {})}
         super().load_state_dict(seen)
         self._out = {(rule, (layer, sub, role, metric)) for rule, layer, sub, role, metric in seen["out"]}
@@ -195,7 +195,9 @@ class Alarms(Rules):
             self._write()
 
     def _followed(self, step: float, begun: float) -> list[Alarm]:
-        """Return waiting alarms that one at ``begun`` confirms, and as notable those that nothing followed in time."""
+        """Return the waiting alarms that an alarm at ``begun`` confirms, and the notable batches that no alarm
+        followed.
+        """
         told: list[Alarm] = []
         high = [(key, values[0]) for key, values in self._high.items()]
         for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:
@@ -321,7 +323,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
         "rewritten": f"one step changes its weights by {alarm.value:.0%} of their norm",
     }
     if alarm.metric == "without_gradient":
-        words["dead"] = f"{alarm.value:g} of its parameters get no gradient, though most other layers' do"
+        words["dead"] = f"{alarm.value:g} of its parameters get no gradient, though most other layers' parameters do"
     if alarm.metric == LOSS and alarm.rule in ("rise", "fall"):
         words[alarm.rule] = f"the loss went from {alarm.usual:.3g} to {alarm.value:.3g}, which is more than its noise"
     if alarm.metric == RATE:
@@ -333,7 +335,8 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
     """Group alarms into events, oldest first: an alarm within 20 steps of the previous alarm belongs to the same event.
 
-    An alarm about the loss, which shows a problem last, belongs to the event for 60 steps.
+    An alarm about the loss belongs to the event if it follows the previous alarm within 60 steps, because the loss
+    shows a problem last.
     """
     groups: list[list[Alarm]] = []
     for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):
@@ -371,7 +374,7 @@ def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
 
 
 def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
-    """Write alarms.jsonl, and notable batches to notable.jsonl; do not write an empty file."""
+    """Write alarms to alarms.jsonl and notable batches to notable.jsonl, but write no empty file."""
     lines: dict[str, list[Json]] = {ALARMS: [], NOTABLE_BATCHES: []}
     for alarm in told:
         lines[NOTABLE_BATCHES if alarm.rule == NOTABLE else ALARMS].append(asdict(alarm))
@@ -385,7 +388,7 @@ def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
 def read_alarms(folder: Path) -> list[Alarm]:
     """Read a run's alarms and notable batches, oldest first. Older versions wrote both into alarms.jsonl.
 
-    Leaves out unknown alarms of other versions and damaged lines, with one warning.
+    Skips damaged lines, and alarms of other versions that this version does not know, with one warning.
     """
     lines = [line for name in (ALARMS, NOTABLE_BATCHES) for line in parse_lines(folder / name)[0]]
     lines, names = sorted(lines, key=lambda line: line["step"]), {each.name for each in fields(Alarm)}

@@ -1,4 +1,4 @@
-"""The rows of unusual batches (batches.jsonl), which show the text that caused a spike.
+"""Record the rows of unusual batches in batches.jsonl, to show the text that caused a spike.
 
 This module loads neither torch nor transformers, because the pages read batches.jsonl with it.
 """
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 class KeptBatches:
-    """The last steps' batches of one process; only ``rows`` waits for the device.
+    """Keeps one process's batches of the last steps. Only ``rows`` waits for the device.
 
     Args:
         every: the steps between two records; on a GPU, Lamina sees alarms only at records.
@@ -52,7 +52,7 @@ class KeptBatches:
         self._open: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # micro-batches of the step that is under way
 
     def see(self, inputs: Mapping[str, torch.Tensor], main: str | None) -> None:
-        """Keep a micro-batch's tokens, or its main input if it has no tokens, and the mask for padding."""
+        """Keep a micro-batch's tokens and padding mask. If it has no tokens, keep its main input."""
         tensors = {name: value.detach() for name, value in inputs.items() if value.ndim}
         names = [*([main] if main in tensors else []), *(n for n in tensors if not any(part in n for part in _BESIDE))]
         whole = {name for name in names if not tensors[name].is_floating_point()}
@@ -83,10 +83,10 @@ class KeptBatches:
 
 
 class BatchRecords:
-    """Writes batches.jsonl: a line per row of each batch with an alarm, and of each notable batch.
+    """Writes batches.jsonl: a line for each row of a batch that is notable or has an alarm.
 
-    A line has the ``step``, the ``process``, the ``row``, the ``hash`` and the ``beginning``. The beginning is a text;
-    without a tokenizer, it is the first token ids. For rows without tokens, it is None.
+    A line has the ``step``, the ``process``, the ``row``, the ``hash`` and the ``beginning``. The beginning is text;
+    without a tokenizer, it is a list of the first token ids; for a row without tokens, it is None.
 
     Args:
         folder: the folder of the file; None in all processes but the first.
@@ -165,7 +165,7 @@ def tokenizer_of(model: nn.Module) -> Tokenizer | None:
 
 
 def read_batches(folder: Path) -> list[Json]:
-    """Read batches.jsonl, which has a line for each row of a batch, without damaged lines."""
+    """Read batches.jsonl, which has a line for each row of a batch. Skips damaged lines."""
     names = {"step", "process", "row", "hash", "beginning"}
     return [line for line in parse_lines(folder / BATCHES)[0] if line.keys() == names]
 

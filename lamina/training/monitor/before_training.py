@@ -20,9 +20,9 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """A mistake: the name of the check that found it, the fault, why it matters, and what to do.
+    """A mistake in a training setup: the fault, why it matters, what to do, and the name of the check that found it.
 
-    A ``note`` is what many do on purpose.
+    If ``note`` is true, many people do this on purpose.
     """
 
     what: str
@@ -43,13 +43,13 @@ class BeforeTraining:
         model: the bare model.
         optimizers: the optimizers; empty if the caller gave none.
         structure: the model's layers; None if Lamina did not find them.
-        batch: the tensors of the batch by the model's argument; empty without a batch.
+        batch: the batch's tensors by the name of the model's argument; empty without a batch.
         trial: the result of one pass; None without a batch or a loss.
         scaler: whether a GradScaler scales the loss; None if unknown.
         half: whether autocast computes in float16.
         running: whether the model runs its first training step.
         recording: whether autograd records operations.
-        failed: the checks that raised an exception, and its text.
+        failed: the exception's text for each check that raised an exception.
     """
 
     model: nn.Module
@@ -79,7 +79,9 @@ class BeforeTraining:
 
     @cached_property
     def unregistered(self) -> dict[str, torch.Tensor]:
-        """Trainable tensors by name that model.parameters() lacks: in plain lists, tuples, mappings or attributes."""
+        """The trainable tensors, by name, that plain lists, tuples, mappings or attributes hide from
+        model.parameters().
+        """
         found: dict[str, torch.Tensor] = {}
         for path, module in self.model.named_modules():
             for name, value in vars(module).items():
@@ -93,7 +95,7 @@ class BeforeTraining:
 
     @cached_property
     def ends(self) -> tuple[Output, Output] | None:
-        """The input embedding and the output head; None if the model names none, as models of transformers do."""
+        """The input embedding and the output head; None if the model does not name both as transformers' models do."""
         model: Output = self.model
         try:
             table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -108,7 +110,7 @@ class BeforeTraining:
 
     @cached_property
     def groups(self) -> dict[int, list[Mapping[str, Output]]]:
-        """For each parameter's id, the optimizers' groups that contain the parameter, or its master in float32."""
+        """For each parameter's id, the optimizers' groups that contain the parameter or its float32 master copy."""
         outputs: dict[int, list[Mapping[str, Output]]] = {}
         halves = [p for p in self.trained if p.dtype in (torch.float16, torch.bfloat16)]
         for _, group in self.settings:
@@ -122,7 +124,7 @@ class BeforeTraining:
 
     @cached_property
     def blocks(self) -> list[tuple[str, list[nn.Module]]]:
-        """The paths and modules of the lists of repeated layers."""
+        """The path and the modules of each list of repeated layers."""
         lists = [
             (name, list(module)) for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList)
         ]
@@ -144,7 +146,7 @@ class BeforeTraining:
 
     @cached_property
     def shift(self) -> int | None:
-        """By how many places the labels' tokens lie after them: 1 if each label is the next token."""
+        """How many tokens ahead the labels are: 1 if each label is the next token."""
         tokens, labels = self.tokens, self.labels
         if tokens is None or labels is None or labels.shape != tokens.shape:
             return None
@@ -156,7 +158,7 @@ class BeforeTraining:
 
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensor, or the leaf that it was computed from by operations of one input."""
+    """Return the tensor, or the leaf from which operations with a single input computed the tensor."""
     node: Output = tensor.grad_fn
     while node is not None and len(of := [x for x, _ in node.next_functions if x is not None]) == 1:
         node = of[0]
@@ -165,7 +167,7 @@ def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 Check: TypeAlias = Callable[[BeforeTraining], Iterator[Mistake]]
 CHECKS: dict[str, Check] = {}
-"""The checks by name, in the order of their findings."""
+"""The checks by name, in the order in which Lamina shows their findings."""
 
 
 def checks(function: Check) -> Check:

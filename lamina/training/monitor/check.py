@@ -1,4 +1,4 @@
-"""`lamina.check`: finds mistakes in a training setup before the first step."""
+"""`lamina.check` finds mistakes in a training setup before the first step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check(
 
 
 def _tried(setup: BeforeTraining, batch: object, loss: LossOf | None) -> list[str]:
-    """Run the model on a batch, if there is one; return what could not be checked."""
+    """Run the model on a batch, if there is one; return the checks that were not possible."""
     if batch is None:
         return ["first loss, labels, masks and gradients. Pass batch= to check them"]
     model = setup.model

@@ -1,4 +1,4 @@
-"""Mistakes in a training's first batch and first loss."""
+"""Find mistakes in a training's first batch and first loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LABELS = "Count labels from 0, and set num_labels"
 
 @checks
 def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find sequences of the batch in which all tokens are masked, or which have no label."""
+    """Find rows of the batch without a label, and rows in which all tokens are masked."""
     mask = setup.batch.get("attention_mask")
     if mask is not None and mask.ndim == 2 and (none := int((mask == 0).all(1).sum())):
         yield Mistake(
@@ -44,7 +44,7 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find labels that are shifted twice (by the batch and by the loss), not at all or backward, in a causal model."""
+    """Find a causal model's labels that are shifted twice (by the batch and by the loss), backward, or not at all."""
     trial, offset = setup.trial, None
     if trial is not None:
         offset = trial.offset if trial.causal and (trial.reads or trial.offset == 2) else None
@@ -102,7 +102,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an inverted mask, and labels at tokens that the mask hides, for which the loss counts padding."""
+    """Find an inverted mask, labels at tokens that the mask hides, and ends of text without a label."""
     mask, labels, tokens = setup.batch.get("attention_mask"), setup.labels, setup.tokens
     passed = setup.trial.calls.get("attention", {}).get("padding") if setup.trial is not None else None
     if mask is None and isinstance(passed, torch.Tensor):  # True, or -inf, at padding
@@ -140,7 +140,7 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find tokens of the batch whose rows in the embedding were added and cannot be told apart."""
+    """Find tokens of the batch that were added to the vocabulary, and whose embeddings are equal."""
     table, tokens = setup.ends[0].weight if setup.ends is not None else None, setup.tokens
     if table is None or tokens is None or table.ndim != 2 or not 0 <= int(tokens.max()) < len(table):
         return
@@ -164,7 +164,7 @@ def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def sees_next_token(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a model that reads the tokens that it must predict: it has no causal mask, or nothing is masked."""
+    """Find a model that reads the tokens that it must predict, because a causal mask or masked tokens are missing."""
     trial = setup.trial
     if trial is None or not trial.reads or trial.causal:
         return
@@ -221,7 +221,7 @@ def positions(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def beyond_tables(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find tokens and labels for which the model has no row, and rows that are longer than its positions."""
+    """Find token ids and labels beyond the model's tables, and rows with more tokens than the model has positions."""
     config, tokens, labels = getattr(setup.model, "config", None), setup.tokens, setup.labels
     if config is None or tokens is None or not hasattr(config, "get_text_config"):
         return
@@ -244,7 +244,7 @@ def beyond_tables(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def image_values(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find images in bytes, images that were divided by 255 twice, and inputs that are not finite."""
+    """Find images that were not divided by 255 or were divided twice, and inputs that are not finite."""
     for name, value in setup.batch.items():
         if not value.is_floating_point() or not value.numel() or re.search("mask|label|embeds", name):
             continue
@@ -282,7 +282,7 @@ def reads_padding(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def labels_of_padding(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find padding among the labels of a language model, at the rows' ends."""
+    """Find rows of a language model's labels that end in padding."""
     padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
     mask, labels = setup.batch.get("attention_mask"), setup.labels
     words = re.search(r"ForCausalLM|LMHeadModel|ForConditionalGeneration", type(setup.model).__name__)

@@ -1,4 +1,4 @@
-"""Load balancing of experts, as in the DeepSeek papers, and the load of each expert.
+"""Balance the load of experts, as in the DeepSeek papers, and measure the load of each expert.
 
 With "bias" (DeepSeek-V3, arXiv 2412.19437 Section 2.1.2; Wang et al., arXiv 2408.15664 Algorithm 1), Lamina changes
 each expert's bias after each optimizer step:
@@ -108,7 +108,7 @@ class ExpertBalance(TrainerCallback):
         self._tokens += tokens
 
     def loss(self, sequences: int) -> torch.Tensor | None:
-        """Return the auxiliary loss of the watched pass over ``sequences`` sequences; None except in mode "loss"."""
+        """Return the watched pass's auxiliary loss over ``sequences`` sequences; None if the mode is not "loss"."""
         losses = []
         for router in self.routers.values():
             if hasattr(router, "seen"):

@@ -1,4 +1,4 @@
-"""The pass that `lamina.check` runs on a batch."""
+"""Run the forward and backward pass of `lamina.check` on a batch."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class FirstPass:
     Attributes:
         loss: the loss's value.
         logits: the model's logits, if it returns any.
-        gradients: the root mean square of each parameter's gradient, by the ids of the parameters that got one.
+        gradients: the root mean square of each gradient, by the parameter's id; only for parameters with a gradient.
         ran: the ids of the modules that were called.
-        offset: by how many places a target lies after the token at whose place the model predicts it; None if the
-            targets are not the model's tokens.
-        reads: whether the logits for a target change with this token, or with tokens after it; None if unknown.
-        causal: whether logits do not depend on later tokens; None if unknown.
+        offset: how many tokens ahead the targets are (1 for the next token); None if the targets are not the model's
+            tokens.
+        reads: whether the logits for a target depend on the target or on later tokens; None if unknown.
+        causal: whether logits are independent of later tokens; None if unknown.
         stuck: the ids of matrices of zeros whose gradient stays 0 forever.
         mixes: whether a row's logits depend on the other rows of the batch; None if unknown.
         by_row: whether equal rows have different logits.
@@ -121,7 +121,7 @@ class _Calls(TorchFunctionMode):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values; of a sharded tensor, this process's part."""
+    """Return a tensor's values; if the tensor is sharded, return this process's part."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -203,10 +203,10 @@ def first_pass(
 
 
 def _stuck(model: nn.Module, loss_of: Callable[[], torch.Tensor | None]) -> frozenset[int]:
-    """Return the matrices of zeros whose gradient is 0, and stays 0 when all others that get a gradient have moved.
+    """Return the zero matrices whose gradient is 0 and stays 0 after all zero matrices with a gradient have moved.
 
-    They are a stuck pair only if they get a gradient as soon as all of them are other than 0. The passes replace zeros
-    alone, so that the weights are afterwards as they were.
+    They are stuck only if they get a gradient once all of them differ from 0. The passes replace only zeros, so Lamina
+    can restore the weights exactly.
     """
     trained = [p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p.grad is not None]
     if any(isinstance(p, DTensor) for p in trained):
@@ -248,7 +248,7 @@ def _scores(calls: Mapping[str, Mapping[str, Output]]) -> torch.Tensor | None:
 
 
 def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return the labels that count, and by how many places their tokens lie after them; None for other labels."""
+    """Return which labels count, and how many tokens ahead they are; None if the labels are not the row's tokens."""
     length = labels.shape[1]
     if tokens.shape[1] < 4 or not tokens.shape[1] - 2 <= length <= tokens.shape[1]:
         return None
@@ -280,7 +280,9 @@ class _Repeats:
 
     @torch.no_grad()
     def _again(self, places: Places, seed: int = 0) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the logits, and those of the cross-entropy, with other values for some of the model's arguments."""
+        """Return the model's logits and the cross-entropy's logits, with other values for some of the model's
+        arguments.
+        """
 
         def swapped(module: nn.Module, a: tuple, k: dict[str, Output]) -> tuple[tuple, dict[str, Output]]:
             return tuple(places.get(at, x) for at, x in enumerate(a)), {at: places.get(at, x) for at, x in k.items()}
@@ -306,7 +308,7 @@ class _Repeats:
         return {"mixes": mixes, "by_row": by_row, "offset": target[-1], "reads": reads, "causal": causal}
 
     def target(self, calls: Mapping[str, Mapping[str, Output]]) -> Target | None:
-        """Find the argument whose tokens are the targets: its place, the targets that count, and their offset."""
+        """Find the argument whose tokens are the targets: its index, the targets that count, and their offset."""
         call = calls.get("cross_entropy") or calls.get("nll_loss") or {}
         labels, ignored = call.get("target"), call.get("ignore_index", IGNORED)
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim > 2:

@@ -1,4 +1,4 @@
-"""FSDP1 and DeepSpeed's ZeRO: the part of each parameter that this process holds.
+"""Find the part of each parameter that this process holds under FSDP1 or DeepSpeed's ZeRO.
 
 FSDP1 joins the parameters of a unit into one flat parameter, of which each process holds a slice. With
 ``use_orig_params``, a module's parameters are views of the slice, and may be empty. Without it, the unit has only the
@@ -26,8 +26,8 @@ class FlatParameters:
         zero: ZeRO's optimizer (``zero_optimizer``), if there is one.
 
     Attributes:
-        parts: by a module's id, the parts of its own parameters; empty with ``use_orig_params``.
-        zero: by a parameter's id, the parameter's part under DeepSpeed's ZeRO.
+        parts: for each module's id, the parts of the module's own parameters; empty with ``use_orig_params``.
+        zero: for each parameter's id, the parameter's part under DeepSpeed's ZeRO.
         hidden_by: the name of the tool that splits the model's own parameters, so that no whole weights exist; ""
             without such a tool.
     """
@@ -59,7 +59,7 @@ class FlatParameters:
         return bool(self._handles or self.zero)
 
     def share(self, parameter: torch.Tensor) -> float | None:
-        """Return the weight of this process's part in a sum over processes; None for a parameter that is not split."""
+        """Return the factor on this process's part in a sum over processes; None for a parameter that is not split."""
         if isinstance(parameter, ZeroPart):
             return parameter.share
         return self._shares.get(id(stored(parameter)))

@@ -1,4 +1,4 @@
-"""Discovery of a model's layers from the arguments of its first training step, without changing the model."""
+"""Find a model's layers from the arguments of its first training step, without changing the model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Followed:
         structure: the model's structure; None if no layers were found.
         whole: whether Lamina proved that the watched tensor is the residual stream. Lamina locates the parameters even
             without this proof.
-        unproved: the layers of further stacks without this proof.
+        unproved: the layers of further stacks (such as a decoder) for which Lamina found no such proof.
         notes: notes for the user, a line each.
     """
 
@@ -66,11 +66,11 @@ class Followed:
 def follow(
     model: nn.Module, arguments: Arguments, *, layers: str | None = None, first_layer: int | None = None
 ) -> Followed:
-    """Find a model's layers with a small part of a batch; never raises, so that training continues in any case.
+    """Find a model's layers with a small part of a batch. Raises no error, so that training always continues.
 
-    If an argument cannot be cut with the batch, such as a block mask, the model gets its whole arguments. The passes
-    run in evaluation mode, and leave gradients and random generators unchanged. Compiled parts run uncompiled, so that
-    their hooks are called and nothing is compiled for a small pass. The user's own hooks also run.
+    If Lamina cannot cut an argument (such as a block mask) to the part, the model gets all its arguments whole. The
+    passes run in evaluation mode, and leave gradients and random generators unchanged. Compiled parts run uncompiled,
+    so that their hooks are called and nothing is compiled for a small pass. The user's own hooks also run.
     """
     problem = "" if arguments else "the model was called without arguments"
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
@@ -139,7 +139,7 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
 
 
 def _numbered(followed: Followed, model: nn.Module, first: int | None) -> Followed:
-    """Number the layers of a pipeline stage as in the whole model, from ``first`` or as its modules say."""
+    """Number the layers of a pipeline stage as in the whole model, from ``first`` or from the number in their paths."""
     if (structure := followed.structure) is None:
         return followed
     first = first_number(model, structure.layers[0].path) if first is None else first
@@ -152,7 +152,7 @@ def _numbered(followed: Followed, model: nn.Module, first: int | None) -> Follow
 def _proved(
     model: nn.Module, small: Inputs, structure: Structure, *, reads_tokens: bool = True
 ) -> tuple[Structure, bool]:
-    """Prove that a structure's stream is the stream; return it with its notes, and whether that is so."""
+    """Check that a structure's stream is the residual stream; return the structure with notes, and whether it is."""
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     if not sharded and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # ZeRO 3
         # The proof needs a backward pass.
@@ -166,7 +166,7 @@ def _proved(
 
 
 def _calls(model: nn.Module, arguments: Arguments) -> Iterator[Inputs]:
-    """Yield what to call the model with: the main input alone, all tensors cut small, all tensors, all arguments.
+    """Yield arguments for a call of the model: the main input, all tensors cut small, all tensors, all arguments.
 
     Images beside tokens belong to all.
     """
@@ -187,7 +187,7 @@ def tensors_of(arguments: Arguments) -> Inputs:
 
 
 def batch_of(arguments: Arguments) -> Inputs:
-    """Return the tensors among a call's arguments, and inside arguments that are mappings."""
+    """Return the tensors among a call's arguments, including tensors inside mappings."""
     nested = [tensors_of(value) for value in arguments.values() if isinstance(value, Mapping)]
     return {name: value for inputs in (tensors_of(arguments), *nested) for name, value in inputs.items()}
 

@@ -1,4 +1,4 @@
-"""Gains of norms, and the lengths of the rows of the embedding and the output head."""
+"""Measure the norms' gains, and the row norms of the embedding and the output head."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lamina.training.monitor.parameter_measures import Owner
 from lamina.training.monitor.writers import Row
 
 Gain: TypeAlias = tuple[int, str, str, int, float, torch.Tensor]
-"""layer (-1 outside the layers), sub-layer, role, index among several gains there, the offset that the norm adds to the
-gain, the gain.
+"""layer (-1 outside the layers), sub-layer, role, index among the gains of this role, the offset that the norm adds to
+the gain, the gain.
 """
 
 
@@ -53,7 +53,7 @@ def gains_of(structure: Structure) -> list[Gain]:
 
 
 def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
-    """Return the largest weight [rows, width] of the embedding, and of the output head unless the two are tied."""
+    """Return the largest weight matrix [rows, width] of the embedding, and of the output head unless both are tied."""
     tables: dict[str, nn.Parameter] = {}
     kinds = {"embedding": nn.Embedding, "readout": nn.Linear}
     for role, module in (("embedding", structure.embedding), ("readout", structure.head), *structure.outside):
@@ -79,7 +79,7 @@ def _offset(norm: nn.Module) -> float:
 
 
 def rows_of_gains(gains: Iterable[Gain], step: int) -> list[Row]:
-    """Return the mean and the largest magnitude of each gain, and of the norms of each table's rows, as tidy rows."""
+    """Return tidy rows: the mean and the largest magnitude of each gain, and of each table's row norms."""
     keys, names, sums, magnitudes, mesh = [], [], [], [], None
     for *key, offset, parameter in gains:
         keys.append(key)

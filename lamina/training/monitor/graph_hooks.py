@@ -1,4 +1,4 @@
-"""The residual stream inside torch.compile, seen by an operation that stays in the graph.
+"""Watch the residual stream inside torch.compile, with an operation that stays in the graph.
 
 The compiler inlines the hooks of modules inside a compiled module. So a hook's call of ``lamina::see`` becomes a part
 of the graph, and the graph calls Python with the tensor at every pass. The graph is the same at all steps, recorded or
@@ -105,7 +105,7 @@ _SHOW_INPUT, _SHOW_OUTPUT = _traced(show_input), _traced(show_output)
 
 @functools.cache
 def class_with_hooks(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of ``cls`` by which the compiler recognizes modules with hooks; their copies have ``cls``."""
+    """Return a subclass of ``cls`` that marks modules with hooks for the compiler. Their copies have class ``cls``."""
 
     def __reduce_ex__(self: nn.Module, protocol: SupportsIndex) -> tuple[object, ...]:
         reduced: Any = cls.__reduce_ex__(self, protocol)

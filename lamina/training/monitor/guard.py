@@ -1,4 +1,4 @@
-"""The divergence guard, which names the step and the layer of the first anomaly, and the rule for outliers."""
+"""The outlier rule, and the divergence guard, which names the step and the layer of the first anomaly."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class DivergenceGuard:
             )
 
     def accept(self) -> None:
-        """Forget the losses so far, because after a divergence that did not stop the run, the loss may stay high."""
+        """Forget the losses so far. After a divergence that did not stop the run, the loss may stay high."""
         self.above_since, self.best, self._recent = None, math.inf, []
 
     def see_steps(self, rows: Iterable[Row]) -> None:
@@ -128,8 +128,8 @@ class OutlierRule:
     """Decides whether a step's loss or gradient norm is an outlier, as in OLMo-core's SkipStepOptimizer.
 
     A value is an outlier if it is not finite, or more than ``sigmas`` standard deviations above the mean of the last
-    ``window`` steps. Before half a window of steps, only values that are not finite are outliers. The values of skipped
-    steps also enter the window, as in OLMo-core, so that the rule accepts a new level after a while.
+    ``window`` steps. In the first half window of steps, only values that are not finite are outliers. The values of
+    skipped steps also enter the window, as in OLMo-core, so that the rule accepts a new level after a while.
     """
 
     sigmas: float
@@ -159,13 +159,13 @@ Point = tuple[float, float]  # step, loss
 def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
     """Return a clause with two losses if the loss still falls at the end of ``steps`` steps; otherwise None.
 
-    The loss still falls if ``steps`` more steps at its final pace would lower it by STILL_FALLING nats. A loss above
-    ``entropy``, the plateau on which runs get stuck, also still falls if its final pace is at least UNSLOWED times the
+    The loss still falls if ``steps`` more steps at its final pace would lower it by STILL_FALLING nats. Runs get stuck
+    at ``entropy``. So a loss above ``entropy`` also counts as falling if its final pace is at least UNSLOWED times the
     whole run's pace.
 
     ``records`` are the lines of metrics.jsonl. The final pace is the eval loss's pace over the last fifth of the run
     (up to two fifths if there was no evaluation in between). Without such evaluations, it is the training loss's pace
-    from the fifth before to the last fifth. A run with a single recorded loss counts as still falling.
+    from the second-last fifth to the last fifth. A run with a single recorded loss counts as still falling.
     """
     records = list(records)
     evaluated, trained = _points(records, "eval_loss"), _points(records, "loss")

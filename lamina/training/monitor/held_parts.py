@@ -6,7 +6,7 @@ import torch
 
 
 class HeldPart:
-    """This process's part of a module's parameter inside a flat parameter. It stands in for the tensor."""
+    """Stands in for a module's parameter: the part inside a flat parameter that this process holds."""
 
     def __init__(self, flat: torch.Tensor, path: str, first: int, count: int):
         self.flat, self.path = flat, path
