@@ -34,15 +34,15 @@ _UNDECIDED = (  # where no sentence is decided
 )
 _FRONT_PAGE = """## What learns fastest with which initializer?
 
-Each placement is at its best learning rate. In the table, "std" is the initial standard deviation of the weights. An
-std of 0.09 suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). An std of 0.02 (`scaled`)
-is 4.5 times too small.
+The table shows each placement at its best learning rate. "Std" is the weights' initial standard deviation. An std of
+0.09 suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). An std of 0.02 (`scaled`) is 4.5
+times too small.
 
 <!-- front-page -->
 <!-- /front-page -->
 
 With a standard deviation of 0.02, one FuseNorm run got stuck. The table shows how fast these models start to learn.
-After 20 tokens per parameter, shallower models give a different order of the placements
+After 20 tokens per parameter, our shallower models rank the placements differently
 ([evidence](results/ours.md#ladder))."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 

@@ -45,7 +45,7 @@ SUITES = {  # tools/reliability/NAME.py: what each of its cases does, and what i
     "models": ("loads a saved model with broken files", "one line names the fault, and no code of the model runs"),
     "kills": (
         "kills a run or a watched loop at a random moment and resumes it",
-        "losses, layers and weights are bit-identical; a watched loop keeps its rows from before the kill",
+        "losses, records by layer and weights are bit-identical; a watched loop keeps its rows from before the kill",
     ),
     "families": (
         "probes a small random model of a model family of transformers",
@@ -80,7 +80,7 @@ def verified_types() -> str:
     """The model types whose wiring is tested against transformers: all that Lamina knows."""
     others = [row.title for row in ARCHITECTURES.values() if row.conversion is None]
     page = "edit-layers.md#convert-from-transformers-and-back"
-    return f"We test the types that [`lamina convert`]({page}) takes, {', '.join(others)}."
+    return f"We test the types that [`lamina convert`]({page}) takes, and {' and '.join(others)}."
 
 
 def conversions_table() -> str:
@@ -215,7 +215,7 @@ def front_page_table() -> str:
     lines = [
         f"| placement | {' | '.join(_FRONT_PAGE[name] for name in judged)} |",
         "|---|" + "---|" * len(judged),
-        f"| `pre_ln`: its loss | {' | '.join(_loss(trials) for trials, _ in judged.values())} |",
+        f"| loss of `pre_ln` | {' | '.join(_loss(trials) for trials, _ in judged.values())} |",
     ]
     first = judged["front-page"][1]
     for name in sorted(first, key=lambda name: first[name]["margin"]):
@@ -226,8 +226,9 @@ def front_page_table() -> str:
         [
             *lines,
             "",
-            "Nats per byte on held-out text, with 32 blocks of width 48 (0.9M parameters), 400 steps and "
-            f"{first['fusenorm']['seeds']} seeds. A bigram table has a loss of {min(bigrams):.2f} to {max(bigrams):.2f}"
+            "Losses are in nats per byte on held-out text. Each model has 32 blocks of width 48 (0.9M parameters) and "
+            f"trains for 400 steps, with {first['fusenorm']['seeds']} seeds. A bigram table has a loss of "
+            f"{min(bigrams):.2f} to {max(bigrams):.2f}"
             " ([evidence](results/ours.md#front-page)).",
         ]
     )
@@ -256,7 +257,7 @@ def _judged(study: str) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
 def reliability_table() -> str:
     """A row per reliability suite: what it does, how often the result was right; then every fault that it found."""
     records = {name: record for name in SUITES if (record := _record(name, "docs/reliability"))}
-    lines = ["| each case | right means | right | cases |", "|---|---|---:|---:|"]
+    lines = ["| each case | the right result | right | cases |", "|---|---|---:|---:|"]
     for name, record in records.items():
         right = record["cases"] - len(record["faults"])
         does, means = SUITES[name]
