@@ -228,10 +228,10 @@ def _place(layer: int) -> str:
 
 def _collapse(numbers: Features, burn_in: BurnIn) -> str:
     return (
-        f"after {len(burn_in.losses)} steps a change at {_place(numbers.jacobian_layer)} reaches the last layer "
-        f"with a gain of {10**numbers.jacobian:.0e} (and the gradient fades as much), where all tokens have "
-        f"nearly the same hidden state (mean cosine {numbers.similarity:.3f}): the model ignores its input and "
-        "predicts token frequencies"
+        f"after {len(burn_in.losses)} steps, the model ignores its input and predicts token frequencies. A change at "
+        f"{_place(numbers.jacobian_layer)} reaches the last layer with a gain of {10**numbers.jacobian:.0e}, and the "
+        "gradient fades as much on its way back. At the last layer, all tokens have nearly the same hidden state (mean "
+        f"cosine {numbers.similarity:.3f})"
     )
 
 

@@ -118,8 +118,9 @@ def spread(row: Row) -> str:
     """
     if not row["seeds"]:
         return "-"
-    bound = "≥ " if row["open"] else ""
-    return f"{bound}{row['mean']:.3g}" + (f" ± {row['std']:.2g}" if math.isfinite(row["std"]) else "")
+    if row["open"]:
+        return f"≥ {row['mean']:.3g}"
+    return f"{row['mean']:.3g}" + (f" ± {row['std']:.2g}" if math.isfinite(row["std"]) else "")
 
 
 def notices(rows: Sequence[Json]) -> list[str]:
@@ -142,7 +143,9 @@ def headline(rows: Sequence[Json]) -> str:
     beyond = [row["placement"] for row in rows if row["open"]]
     if len(beyond) > 1:
         top = min(row["mean"] for row in rows if row["open"])
-        return f"{listed(beyond)} tolerate a learning rate of at least {top:.2g}"
+        lower = [row for row in rows if row["seeds"] and not row["open"] and row["mean"] < top]
+        only = f", {lower[-1]['placement']} only {lower[-1]['mean']:.2g}" if lower else ""
+        return f"{listed(beyond)} tolerate a learning rate of at least {top:.2g}{only}"
     return sentences(rows)[0].partition(":")[0].partition(";")[0].rstrip(".")
 
 
@@ -164,7 +167,7 @@ def sentences(rows: Sequence[Json]) -> list[str]:
             than = f"; {last['placement']} tolerates at least {last['mean']:.2g}, so the ratio is unknown"
         texts[0] = f"{first['placement']} tolerates the highest learning rate, {least}{first['mean']:.2g}{than}."
     stuck = [row["placement"] for row in measured if row["ends"] == STUCK]
-    return texts + [f"{name} learned only how often each token occurs." for name in stuck]
+    return texts + [f"At every learning rate, {name} learned only how often each token occurs." for name in stuck]
 
 
 def rules(settings: Mapping[str, object]) -> list[str]:

@@ -70,13 +70,13 @@ def sentences(summary: Row) -> list[str]:
             "or more steps."
         ]
     low, high = summary["stable"]
-    failing = f"{above:g} is the lowest higher rate that does not finish"
-    stable = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-    texts = [f"Stable at width {proxy}: {stable}; {failing if above else 'the largest rate tried is stable'}."]
+    failing = f"The run at {above:g} fails" if above else "The highest learning rate tried is stable, too"
+    stable = f"At a learning rate of {low:g}" if low == high else f"From a learning rate of {low:g} to {high:g}"
+    texts = [f"{stable}, training is stable at width {proxy}. {failing}."]
     low, high = summary["best"]
-    alike = "" if low == high else f" (the losses from {low:g} to {high:g} are too close to tell)"
-    texts.append(f"Best at width {proxy}: {rate:g}{alike}.")
-    texts.append(f"Risk at width {summary['target_width']}: {rate:g} is {summary['risk']}.")
+    alike = "" if low == high else f", but the losses from {low:g} to {high:g} are too close to tell"
+    texts.append(f"{rate:g} has the lowest loss at width {proxy}{alike}.")
+    texts.append(f"Is {rate:g} safe at width {summary['target_width']}? It is {summary['risk']}.")
     if summary["at_the_grids_edge"]:
         texts.append(
             "The best learning rate is at the edge of the list, so the true best may lie beyond. Try more with "
