@@ -86,7 +86,7 @@ def open_study(
 
     Raises:
         UserError: a launcher (torchrun, accelerate) has started several processes, Lamina cannot build a trial or read
-        the data, or a trial ended with other settings.
+            the data, or a trial ended with other settings.
     """
     policy = ResumePolicy(what="study", free=record.free())
     job = open_job(kind, record, settings, resume=resume, overwrite=overwrite, policy=policy, stored=stored_study)

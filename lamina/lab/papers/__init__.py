@@ -1,4 +1,4 @@
-"""The papers' tables and figures as studies, with a verdict on each claim.
+"""Repeat the papers' tables and figures as studies, and judge each claim.
 
 Only the command `lamina study` and its Python function import this package.
 """

@@ -1,8 +1,8 @@
-"""A dry run: the sizes and costs of a study's trials, computed from models on the meta device.
+"""Compute the sizes and costs of a study's trials without training (a dry run).
 
-It loads no text, tokenizer or weights, so you can check thousands of GPU-hours on a laptop without a network. For each
-trial, it resolves settings and placement, builds the full model without memory for its weights, and counts parameters
-and FLOPs.
+For each trial, Lamina resolves settings and placement, builds the full model on the meta device, and counts parameters
+and FLOPs. It loads no text, tokenizer or weights, so you can check thousands of GPU-hours on a laptop without a
+network.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 TERAFLOPS = 989.0
 """Peak of an H100 or H200 (SXM), dense bfloat16, in TFLOP/s."""
 UTILIZATION = 0.4
-"""The share of the peak to expect in training on one host, without gradient checkpointing. Deep and narrow models reach
-less.
-"""
+"""The expected share of the peak, on one host without gradient checkpointing. Deep and narrow models reach less."""
 VOCABULARIES = {
     "mistralai/Mistral-7B-v0.1": 32_000,
     "meta-llama/Llama-2-7b-hf": 32_000,
@@ -43,16 +41,14 @@ BYTES = 257
 MOST_TRIED = 20e6
 """Parameters of the largest model for which Lamina times a step."""
 COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "flops", "gpu_hours", "total_gpu_hours"),)
-"""The columns per arm: the number of trials, and a trial's parameters (total, and active per token), tokens, FLOPs and
-GPU-hours.
-"""
+"""The columns of an arm's row. All columns except ``trials`` and ``total_gpu_hours`` describe one trial."""
 
 
 def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
     """Build a model of every arm on the meta device, and count its parameters and FLOPs.
 
     Args:
-        arms: for each arm, the complete settings of its trials under any names. The trials of an arm differ only in
+        arms: the complete settings of each trial, by arm and then by any name. The trials of an arm differ only in
             learning rate and seed.
 
     Returns:
@@ -60,7 +56,7 @@ def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
         the arm.
 
     Raises:
-        UserError: if Lamina cannot build a model from a trial's settings, placement or sizes; it names the trial.
+        UserError: Lamina cannot build a model from a trial's settings, placement or sizes. The message names the trial.
     """
     import pandas as pd
 
@@ -80,7 +76,7 @@ def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
 
 
 def table(frame: Frame) -> str:
-    """Return the rows of ``dry_run`` as text, with totals and the GPU-hours' assumptions."""
+    """Return the rows of ``dry_run`` as text, with totals and the assumptions behind the GPU-hours."""
     width = max([len("arm"), *(len(str(arm)) for arm in frame["arm"])])
     lines = [
         f"{'arm':<{width}} {'trials':>6} {'parameters':>10} {'active':>8} {'vocabulary':>10} {'tokens':>8} "
@@ -104,7 +100,7 @@ def table(frame: Frame) -> str:
 def minutes_here(
     arms: Mapping[str, Mapping[str, PretrainSettings]], frame: Frame, *, workers: int, threads: int | None
 ) -> str:
-    """Estimate in a sentence how many minutes the trials take on this machine; "" for models that are too large to try.
+    """Estimate in a sentence how many minutes the trials take on this machine. For large models, return "".
 
     Lamina times two steps of the first trial on random tokens, and scales the time to the other trials by their FLOPs.
     """
@@ -139,13 +135,13 @@ def minutes_here(
     rounded = float(f"{minutes:.2g}")  # two digits, never 2.1e+03
     return (
         f"About {rounded:,.10g} minutes on this machine with {workers} workers. Lamina timed two steps of {name} "
-        "and scaled by FLOPs; evaluations, probes and start-up come on top."
+        "and scaled the time by FLOPs. The estimate leaves out evaluations, probes and start-up."
     )
 
 
 def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
-    """Return the size of a trial's vocabulary without loading its tokenizer; for an unknown tokenizer, return the
-    backbone's size.
+    """Return the size of a trial's vocabulary without loading the tokenizer. For an unknown tokenizer, return the
+    backbone's vocabulary size.
     """
     from lamina.data.tokenizers import is_trained
 
@@ -158,7 +154,9 @@ def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
 
 
 def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float]]) -> tuple[int, int, int, int, float]:
-    """Count a trial's parameters, those that one token uses, its vocabulary, tokens per item and FLOPs per token."""
+    """Count a trial's parameters, the parameters that one token uses, the vocabulary, tokens per item, and FLOPs per
+    token.
+    """
     import torch
 
     from lamina.modeling.backbones.presets import parameters_of

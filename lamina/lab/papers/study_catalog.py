@@ -1,6 +1,6 @@
 """Read and check a study from YAML, and find the paths of the catalog and its records.
 
-A study has up to three scales; a scale has axes, learning rates, seeds, measures, and stages that follow its trials.
+A study has up to three scales. A scale has axes, learning rates, seeds, measures, and stages that follow its trials.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lamina.lab.papers.trials.jobs import TRIAL_JOBS, TrialJob
 from lamina.probes.engine.registry import check_probe
 
 Axes: TypeAlias = Mapping[str, Mapping[str, Json]]
-"""The values of each axis, by label; a value is a mapping of settings."""
+"""The values of each axis, by label. A value is a mapping of settings."""
 BASES = "bases.yaml"
 _RECORDS = "lamina_records"
 PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
 SCALES = ("cpu", "gpu", "paper")
 TIMES = ("init", "end", "records")
 MOST_SEEDS = 1000
-"""The largest number of seeds. A larger number was probably meant as a seed, not as the number of seeds."""
+"""The largest number of seeds. Lamina rejects a larger number, which the user probably meant as a seed."""
 _STUDY = ("study", "paper", "source", "title", "question", "scales", "figure", "figures", "notes")
 _SCALE = (
     *("base", "settings", "axes", "measures", "job", "skip", "needs", "looks", "then"),
@@ -37,9 +37,9 @@ _SCALE = (
 )
 _STAGE = ("job", "from", "of", "settings", "skip", "records")
 STAGE = "stage"
-"""The axis that the trials of a scale with stages have in addition to the scale's own."""
+"""The axis that Lamina adds to the axes of a scale with stages."""
 RECORDS = ("metrics", "layers", "held_out")
-"""The training records that a study can keep; ``held_out`` has a policy's reward and KL by prompt."""
+"""The training records that a study can keep. ``held_out`` has a policy's reward and KL for each prompt."""
 SOURCES = ("data", "eval_data", "reward_function")
 """The settings of a stage that name files."""
 ENGINE = {
@@ -57,7 +57,7 @@ TAKEN = frozenset(
         *("label", "panel", "line", "rest", "place", "y", "mean", "std", "low", "high", "trained", "trials", "ended"),
     )
 )
-"""The columns of results.csv, of measures, and of the page's tables. An axis cannot have one of these names."""
+"""The columns of results.csv, of measures, and of the page's tables. An axis cannot have any of these names."""
 
 
 def catalog_folder() -> Path:
@@ -82,7 +82,7 @@ def names() -> list[str]:
 
 
 def find(study: str) -> Path:
-    """Find a study's file by its name in the catalog, or by the path of a user's own file. Raises UserError."""
+    """Find a study's file by its name in the catalog, or by the path of your file. Raises UserError."""
     path = Path(study)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
@@ -95,7 +95,7 @@ def find(study: str) -> Path:
 
 Rule = Literal["best", "one-se"]
 WIDENINGS = 2
-"""How often Lamina widens a sweep with its best rate at the edge, unless the study sets a number."""
+"""How often Lamina widens a sweep whose best rate is at the edge, unless the study sets another number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +104,13 @@ class Tuning:
 
     Attributes:
         rates: the learning rates to try with every tuning seed.
-        seeds: the tuning seeds: a number of the study's first seeds, or a list of other seeds that no claim reads.
-        rule: the rule that chooses a setting's learning rate: ``best``, or ``one-se`` for the lowest that is equally
-            good within the noise.
+        seeds: the seeds for tuning: a number of the study's first seeds, or a list of other seeds that no claim reads.
+        rule: the rule that chooses a setting's learning rate: ``best``, or ``one-se`` for the lowest rate whose loss is
+            equally good within the noise.
         widen: how often Lamina widens a sweep whose best learning rate is at the edge.
-        also: a mapping from a value's label on an axis to another value's label. Arms with the first label also train,
-            with all seeds, at the best rate of the arms with the second label. The papers compare at one learning rate.
-        settings: settings in which the tuning seeds' trials differ from the study's trials, such as fewer steps.
+        also: a mapping from a label on an axis to another label. Arms with the first label also train, with all seeds,
+            at the best rate of the arms with the second label, because the papers compare at one learning rate.
+        settings: other settings for the tuning seeds' trials, such as fewer steps.
     """
 
     rates: tuple[float, ...]
@@ -121,11 +121,11 @@ class Tuning:
     settings: Json = field(default_factory=dict)
 
     def sweep(self, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tuning seeds of a study with these seeds."""
+        """Return the tuning seeds of a study whose seeds are ``seeds``."""
         return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
 
     def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the values of the other arm at whose best rate this arm also trains; None if there is no such arm."""
+        """Return the values of the arm at whose best rate this arm also trains. Without such an arm, return None."""
         for axis, label in values.items():
             if label in self.also:
                 return {**values, axis: self.also[label]}
@@ -140,12 +140,12 @@ class Stage:
         name: the stage's label on the axis ``stage``.
         job: the job of the stage's trials, a name in ``TRIAL_JOBS``.
         settings: the settings of the stage's trials.
-        inputs: by setting, the stage whose model this setting takes.
-        of: values of axes. The stage runs only for the arm with these values, and later stages use this arm's model, so
-            all arms may share a reward model. If it is empty, the stage runs for every arm.
-        skip: patterns of axis values for which Lamina leaves out the stage, and all stages that need it.
+        inputs: a mapping from a setting to the stage whose model this setting takes.
+        of: values of axes. The stage runs only for the arm with these values, and all arms' later stages use its model.
+            So all arms may share a reward model. If ``of`` is empty, the stage runs for every arm.
+        skip: patterns of axis values. For matching arms, Lamina leaves out the stage and all stages that need it.
         measures: the training records to keep, as "records/NAME".
-        folder: the folder of the study's file; files that begin with ``./`` are relative to it.
+        folder: the folder of the study's file. Files that begin with ``./`` are relative to this folder.
     """
 
     name: str
@@ -162,8 +162,8 @@ class Stage:
         return TRIAL_JOBS[self.job]
 
     def trial(self, seed: int) -> Settings:
-        """Return the settings of a trial, without its inputs. Raises UserError for an invalid setting, which the
-        message names.
+        """Return the settings of a trial, without its inputs. Raises UserError that names the setting if a setting is
+        invalid.
         """
         settings = dict(self.settings)
         for name in self.record.files:
@@ -172,7 +172,7 @@ class Stage:
         return self.record.settings_class().from_dict({**settings, **({"seed": seed} if self.record.seeded else {})})
 
     def refuse_missing(self) -> None:
-        """Raise UserError for a missing file of the stage now, before all earlier stages have run."""
+        """Raise UserError if a file of the stage is missing, before Lamina runs the earlier stages."""
         settings = self.trial(seed=0).to_dict()
         for name in self.record.files:
             for part in str(settings[name] or "").split(",") if name in SOURCES else ():
@@ -190,16 +190,16 @@ class Scale:
         name: cpu, gpu or paper.
         job: the job of a trial, a name in ``TRIAL_JOBS``.
         settings: the settings that all trials share.
-        axes: the values of each axis, by label; a value is a mapping of settings.
-        rates: the learning rates of a sweep; empty if other settings decide the learning rate.
+        axes: the values of each axis, by label. A value is a mapping of settings.
+        rates: the learning rates of a sweep. It is empty if other settings decide the learning rate.
         tuning: the search for each setting's learning rate, if there is a search.
         measures: the probes or records to keep, for each time (init, end, records).
         skip: combinations of axis values that Lamina leaves out.
         stages: the jobs that start from the models of these trials.
-        needs: the reason why this scale cannot decide the claims; empty if it can.
-        looks: how often somebody has read the verdicts, each time with more seeds. Lamina multiplies the corrected p
-            values by this number.
-        folder: the folder of the study's file; placements that begin with ``./`` are relative to it.
+        needs: the reason why this scale cannot decide the claims, or "".
+        looks: the number of times that somebody has judged the study, each time with more seeds. Lamina multiplies the
+            corrected p values by this number.
+        folder: the folder of the study's file. Placements that begin with ``./`` are relative to this folder.
     """
 
     name: str
@@ -222,7 +222,7 @@ class Scale:
 
     @property
     def tuning_seeds(self) -> tuple[int, ...]:
-        """The seeds that choose each arm's learning rate; empty if the scale tunes no learning rate."""
+        """The seeds with which Lamina chooses each arm's learning rate. Without tuning, there are none."""
         return () if self.tuning is None else self.tuning.sweep(self.seeds)
 
     @property
@@ -244,11 +244,11 @@ class StudyDefinition:
 
     Attributes:
         name: the study's name, which is also the id of its main claim.
-        paper: the paper that makes the claim; one of ``PAPERS``.
+        paper: the paper that makes the claim. It must be in ``PAPERS``.
         source: the table, figure or equation in the paper.
         title: the title of the comparison.
-        file: the YAML file; the claims are in the Python file of the same name beside it.
-        figures: the entries of the YAML for figures.
+        file: the YAML file. The claims are in the Python file of the same name in the same folder.
+        figures: the YAML's entries for figures.
     """
 
     name: str
@@ -271,7 +271,7 @@ class StudyDefinition:
 
 
 class _Entries:
-    """The entries of a mapping of a study's YAML. Every error names the place and the nearest allowed name."""
+    """The entries of a mapping in a study's YAML. Every error names the entry and the nearest allowed name."""
 
     def __init__(self, where: str, data: object, allowed: Sequence[str], what: str) -> None:
         if not isinstance(data, Mapping):
@@ -280,14 +280,14 @@ class _Entries:
         self.among("field", data, allowed)
 
     def among(self, what: str, names: Iterable[object], allowed: Iterable[str], at: str = "") -> None:
-        """Raise UserError for a name that is not among the allowed ones; ``at``: the entry that has it."""
+        """Raise UserError for a name that is not allowed. ``at`` is the entry with the name."""
         listed = tuple(allowed)
         for name in names:
             if name not in listed:
                 raise unknown(what, str(name), listed, f"{self.where}{f': {at}' if at else ''}")
 
     def refused(self, key: str, value: object, allowed: str) -> UserError:
-        """Return the error of an entry's value."""
+        """Return the UserError for an entry's value that does not fit."""
         return UserError(f"{self.where}: {key}: {value!r} does not fit. Give {allowed}.")
 
     def mapping(self, key: str) -> Mapping[str, object]:
@@ -296,27 +296,27 @@ class _Entries:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return an entry that is a text; ``default`` if it is missing."""
+        """Return an entry that must be a text. If it is missing, return ``default``."""
         if not isinstance(value := self.data.get(key, default), str):
             raise self.refused(key, value, "a text")
         return value
 
     def mappings(self, key: str) -> tuple[Json, ...]:
-        """Return an entry that is a list of mappings; an empty one if it is missing."""
+        """Return an entry that must be a list of mappings. If it is missing, return an empty list."""
         value = self.data.get(key, ())
         if not isinstance(value, list | tuple) or not all(isinstance(entry, Mapping) for entry in value):
             raise self.refused(key, value, "a list of mappings")
         return tuple(dict(entry) for entry in value)
 
     def whole(self, key: str, default: int, low: int) -> int:
-        """Return an entry that is a whole number of at least ``low``; ``default`` if it is missing."""
+        """Return an entry that must be a whole number of at least ``low``. If it is missing, return ``default``."""
         value = self.data.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.refused(key, value, f"a whole number of at least {low}")
         return value
 
     def seeds(self, key: str, given: object) -> tuple[int, ...]:
-        """Read seeds: a number of them from 0, or a list."""
+        """Read seeds: a list, or a number of seeds that count from 0."""
         if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_SEEDS:
             return tuple(range(given))
         if isinstance(given, Sequence) and not isinstance(given, str) and given:
@@ -332,7 +332,7 @@ class _Entries:
         return (dict(self.mapping("figure")),)
 
     def skip(self, axes: Axes) -> tuple[Json, ...]:
-        """Read the patterns under ``skip``: per axis, a label or a list of labels that the axis has."""
+        """Read the patterns under ``skip``. A pattern maps axes to a label or a list of labels of the axis."""
         patterns = self.mappings("skip")
         for axis, given in (item for pattern in patterns for item in pattern.items()):
             if axis not in axes:
@@ -346,7 +346,7 @@ class _Entries:
 def read_study(study: str | Path) -> StudyDefinition:
     """Read a study by its name in the catalog or by its file.
 
-    Raises UserError for an invalid file; the message names the file, the field and the nearest allowed name.
+    Raises UserError for an invalid file. The message names the file, the field and the nearest allowed name.
     """
     path = find(str(study))
     entries = _Entries(path.name, read_mapping(path), _STUDY, "")
@@ -429,12 +429,12 @@ def _base(entries: _Entries, name: object, folder: Path) -> Json:
 
 @cache
 def _bases(file: Path, changed: int) -> Json:
-    """Read a file of bases once for all studies until it changes."""
+    """Read a file of bases. Lamina reads it again only if it has changed."""
     return read_mapping(file)
 
 
 def _read_rates(entries: _Entries, given: object) -> tuple[tuple[float, ...], Tuning | None]:
-    """Read a scale's ``learning_rate``: the rates of a sweep, or how to tune them. Raises UserError."""
+    """Read a scale's ``learning_rate``: the rates of a sweep, or the description of a tuning. Raises UserError."""
     if given is None or not isinstance(given, Mapping):
         return () if given is None else _rates(entries, given), None
     allowed = ("tune", "seeds", "rule", "widen", "also", "settings")
@@ -481,7 +481,7 @@ def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> No
 
 
 def _check_also(entries: _Entries, tuning: Tuning, axes: Axes) -> None:
-    """Raise UserError for an entry of ``also`` that is not two different labels of one axis."""
+    """Raise UserError if an entry of ``also`` does not have two different labels of one axis."""
     every = {name: labels for labels in reversed([*axes.values()]) for name in labels}
     for label, other in tuning.also.items():
         entries.among("label", [label], every, "learning_rate: also")
@@ -490,7 +490,7 @@ def _check_also(entries: _Entries, tuning: Tuning, axes: Axes) -> None:
 
 
 def _points(entries: _Entries, axis: str, values: object, job: TrialJob) -> dict[str, Json]:
-    """Read an axis's values by label: a list of a setting's values, or labels with settings."""
+    """Read an axis's values by label, from a list of a setting's values, or a mapping from labels to settings."""
     names = job.settings_class().names()
     if axis in TAKEN and axis not in names:
         where_in_file = f"{entries.where}: {axis}"
@@ -525,7 +525,7 @@ def _read_measures(entries: _Entries) -> dict[str, tuple[str, ...]]:
 
 
 def _read_stages(scale: _Entries, first: str, axes: Axes, folder: Path) -> tuple[Stage, ...]:
-    """Read the stages under ``then``; ``first``: the label of the scale's own trials.
+    """Read the stages under ``then``. ``first`` is the label of the trials before the stages.
 
     Raises UserError that names the stage and the field.
     """

@@ -70,7 +70,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         rewards: the rewards of answers, not clipped.
         clip: the largest magnitude of a reward. 0 means no clipping.
         beta: the factor on the KL. Lamina sets TRL's argument ``beta`` to 0, because TRL would otherwise load the
-        reference model by name.
+            reference model by name.
         reference: the frozen model from which the policy starts. With LoRA, it is the policy without LoRA's matrices.
     """
 

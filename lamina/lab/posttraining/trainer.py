@@ -86,7 +86,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
 
     Args:
         schedule: a function from the number of finished steps to the share of the peak learning rate. None means the
-        schedule in the arguments.
+            schedule in the arguments.
 
     Attributes:
         tokens_before: the number of training tokens before the run resumed.

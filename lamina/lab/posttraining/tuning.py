@@ -159,7 +159,7 @@ class BestWeights(TrainerCallback):
         by: "loss", or a task's name.
         processes: the run's processes. The first process writes.
         resumed: the step from which the run resumes. If the best weights come from a later step, Lamina deletes them,
-        because the run repeats this step.
+            because the run repeats this step.
     """
 
     trainer: TunedTrainer

@@ -19,7 +19,7 @@ from lamina.training.settings import PretrainSettings
 
 
 def description(settings: StudySettings) -> str:
-    """Describe a study at one scale: the question, the arms, the trials, the verdicts of the records."""
+    """Describe a study at one scale: its question, its settings, its trials, and the recorded verdicts."""
     assert settings.study is not None
     study = read_study(settings.study)
     plan = study_plan(study, settings)
@@ -69,8 +69,8 @@ def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
 
 
 def dry_run_text(settings: StudySettings) -> str:
-    """Describe what a scale would train: parameters, tokens, FLOPs, GPU-hours and, at the scale cpu, the minutes on
-    this machine.
+    """Describe the cost of a scale: parameters, tokens, FLOPs and GPU-hours. For the scale cpu, add the minutes on this
+    machine.
     """
     from lamina.lab.papers.dry_run import dry_run, minutes_here, table
 
@@ -96,7 +96,7 @@ def dry_run_text(settings: StudySettings) -> str:
 
 
 def _later(plan: StudyPlan) -> list[str]:
-    """Describe the stages after the first trials, which the totals leave out."""
+    """Describe the stages after pretraining. The totals leave these stages out."""
     lines = []
     counts = plan.stages()
     for stage in plan.scale.stages:

@@ -1,8 +1,9 @@
-"""The plan of a scale: the trials that it needs, given the results so far.
+"""Plan a study: from the results so far, find the trials that are still needed.
 
-A study that tunes learning rates runs its sweep first. If the best learning rate is at the sweep's edge, Lamina adds
-learning rates beyond it. Then the study's seeds run at each arm's best learning rate and, if the study asks for it, at
-another arm's. ``StudyPlan.wanted`` depends only on the results, so resuming needs no stored state.
+If a study tunes learning rates, its sweep runs first. If the best learning rate is at the sweep's edge, Lamina adds
+learning rates beyond the edge. Then Lamina trains each arm with the study's seeds at the arm's best learning rate. If
+the study asks for it, Lamina also trains an arm at another arm's best learning rate. ``StudyPlan.wanted`` depends only
+on the results, so resuming needs no stored state.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lamina.lab.papers.trials.trial import StudyTrial, make_chained, make_trial
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A setting to compare (an arm): a value on each axis except learning rate and seed.
+    """A setting to compare (an arm): one value on each axis except learning rate and seed.
 
     Attributes:
         values: the label of each axis's value.
@@ -35,7 +36,7 @@ class Arm:
     settings: Json
 
     def trial(self, scale: Scale, learning_rate: float | None, seed: int) -> Settings:
-        """Return the settings of one trial. Raises UserError for an invalid setting, which the message names."""
+        """Return the settings of one trial. Raises UserError that names the setting if a setting is invalid."""
         varied: Json = {} if learning_rate is None else {"learning_rate": learning_rate}
         if scale.tuning is not None and seed in scale.tuning_seeds:
             varied |= scale.tuning.settings
@@ -43,7 +44,7 @@ class Arm:
 
 
 def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
-    """Return the arms of a scale in the order of its axes; ``changes`` replace settings of the scale."""
+    """Return the arms of a scale in the order of its axes. ``changes`` replace settings of the scale."""
     made = []
     for labels in product(*(scale.axes[axis] for axis in scale.axes)):
         values = dict(zip(scale.axes, labels, strict=True))
@@ -62,7 +63,7 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
 
 
 def refuse_without_effect(scale: Scale, changes: Json) -> None:
-    """Raise UserError for a change of a setting that the arms or trials set themselves."""
+    """Raise UserError if a change would have no effect, because an axis or the engine decides this setting."""
     decided: dict[str, str] = {**ENGINE, "seed": "--seeds"}
     if scale.rates or scale.tuning is not None:
         decided["learning_rate"] = "a copy of the study with other rates"
@@ -90,8 +91,8 @@ class StudyPlan:
 
     Attributes:
         changes: settings that replace the scale's settings.
-        chosen: the learning rate of each tuned arm, by the arm's number, as soon as Lamina knows it.
-        at_edge: for each tuned arm, whether its best learning rate is the lowest or highest rate in the sweep.
+        chosen: the learning rate that Lamina has chosen for an arm, by the arm's number.
+        at_edge: whether an arm's best learning rate is the lowest or highest rate in the sweep, by the arm's number.
     """
 
     scale: Scale
@@ -107,8 +108,8 @@ class StudyPlan:
     def dry(self) -> dict[str, dict[str, Settings]]:
         """Return the trials' settings by arm and name without reading the text.
 
-        A tuned arm has all learning rates with the tuning seeds, and its first rate with the other seeds. A sweep with
-        other settings is a separate row.
+        For a tuned arm, the result has all learning rates with the tuning seeds, and one rate with the other seeds. If
+        the sweep has other settings than the study, it is a separate arm in the result.
         """
         scale, trials = self.scale, {}
         sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
@@ -135,7 +136,7 @@ class StudyPlan:
         return {name: count * trials for name, count in counts.items()}
 
     def wanted(self, result: Results) -> list[StudyTrial]:
-        """Update ``chosen``, and return the trials that each seed of the study needs, given the results so far."""
+        """Return the trials that the study needs after the results so far, and update ``chosen`` and ``at_edge``."""
         scale, wanted = self.scale, []
         if scale.tuning is None:
             for seed, number, rate in product(scale.seeds, range(len(self.arms)), scale.rates or (None,)):
@@ -158,8 +159,8 @@ class StudyPlan:
         return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
 
     def is_tuned(self, trial: StudyTrial) -> bool:
-        """Return whether a trial has its arm's chosen learning rate and a seed of the study; True if the study tunes no
-        rates.
+        """Return whether a trial has its arm's chosen learning rate and a seed of the study. Without tuning, return
+        True.
         """
         if self.scale.tuning is None:
             return True
@@ -175,7 +176,7 @@ class StudyPlan:
         return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
 
     def _others(self, tuning: Tuning) -> dict[int, float]:
-        """Return for each arm the best rate of another arm at which it is also trained, if that is known."""
+        """Return the known learning rates of other arms at which an arm also trains, by the arm's number."""
         numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
         pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
         partners = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
@@ -187,7 +188,9 @@ class StudyPlan:
         return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
 
     def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> StudyTrial | None:
-        """Return a stage's trial for an arm; None if the stage skips the arm or its input's rate is not known yet."""
+        """Return a stage's trial for an arm. Returns None if the stage skips the arm, or Lamina has not chosen its
+        input's rate.
+        """
         if stage.of:
             values = {**self.arms[number].values, **stage.of}
             number = next((n for n, arm in enumerate(self.arms) if arm.values == values), -1)
@@ -223,7 +226,7 @@ class StudyPlan:
     def _rates(
         self, tuning: Tuning, number: int, seeds: tuple[int, ...], result: Results
     ) -> tuple[list[float], Best | None]:
-        """Return the rates to try for an arm, and the best one once all of their results are known."""
+        """Return the learning rates to try for an arm. If all of their results are known, also return the best rate."""
         rates = sorted(tuning.rates)
         for widening in range(tuning.widen + 1):
             results_by_rate: dict[float, list[Json]] = {}
@@ -245,7 +248,7 @@ class StudyPlan:
 
 
 def _label(arm: Arm, scale: Scale) -> str:
-    """Return an arm's labels, with the name of an axis that is a setting: ``keel, num_layers=8``."""
+    """Return an arm's labels, such as ``keel, num_layers=8``."""
     plain = {axis for axis in scale.axes if axis == "placement" or axis not in scale.axes[axis][arm.values[axis]]}
     named = [label if axis in plain else f"{axis}={label}" for axis, label in arm.values.items()]
     return ", ".join(named) or str(arm.settings.get("placement", "all trials"))
@@ -260,12 +263,12 @@ class Best:
 
 
 def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
-    """Choose the best rate of a sweep from the tuning seeds' results at each rate, the lowest rate first.
+    """Choose the best learning rate of a sweep from the tuning seeds' results, which are sorted by rate.
 
-    ``best`` is the rate at which the smallest share of seeds diverged or got stuck; among equals, the learning rate
-    with the lowest mean loss. ``one-se`` is the lowest rate with the same share and a mean within one standard error of
-    the best mean. The means are over the seeds that learned. The standard error is over the best rate's seeds, at least
-    two.
+    The rule ``best`` chooses the rate at which the smallest share of seeds diverged or got stuck. If several rates have
+    this share, it chooses the rate with the lowest mean loss. The rule ``one-se`` chooses the lowest rate with the same
+    share and a mean loss within one standard error of the best mean loss. The means are over the seeds that learned.
+    The standard error is over the seeds at the best rate, and needs at least two.
     """
     if rule == "one-se":
         known = {
@@ -288,7 +291,7 @@ def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
 def _rank(results: list[Json]) -> tuple[float, float]:
     """Return a rate's rank: first the share of trials that did not learn, then the mean of the known losses.
 
-    A trial that did not end says nothing about its rate; a rate without one that ended comes last.
+    Lamina ignores trials that did not end. A rate at which no trial ended ranks last.
     """
     ended = [result for result in results if result["status"] in ENDED]
     if not ended:

@@ -1,8 +1,8 @@
-"""Trials on a Ray cluster: one Ray task per trial, or per process if a trial has several processes.
+"""Run trials on a Ray cluster, with one Ray task per trial, or per process if a trial has several processes.
 
-A task starts a separate process for the trial, as the local engine does, so the numbers are equal. If a worker is lost,
-Ray runs the task again, and the trial resumes from its last checkpoint. All machines need Lamina and access to the
-store.
+A task starts a separate process for the trial, as the local engine does, so both engines give the same numbers. If a
+worker is lost, Ray runs the task again, and the trial resumes from its last checkpoint. All machines need Lamina and
+access to the store.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lamina.studies.task import Task
 from lamina.studies.worker import BUSY
 
 RETRIES = 3
-"""How often Lamina runs a trial again after its worker was lost."""
+"""How often Lamina runs a trial again after Ray has lost the trial's worker."""
 ROUND_SECONDS = 0.5
 REACH_SECONDS = 5.0
 GRACE_SECONDS = 60.0
@@ -60,7 +60,7 @@ class _Runs:
         self.running: dict[Any, str] = {}
 
     def run(self, ended: Ended, tick: Callable[[list[str]], None]) -> None:
-        """Run every task. Raises KeyboardInterrupt after the running ones have saved a checkpoint."""
+        """Run every task. At KeyboardInterrupt, the running tasks first save a checkpoint."""
         for name in self.trials:
             self._submit(name)
         try:
@@ -134,7 +134,9 @@ def run_alone(request: Json, environment: Mapping[str, str]) -> int:
 
 
 def run_together(request: Json, environment: Mapping[str, str], shares: Json) -> int:
-    """Run a trial of several processes, each in a bundle of one placement group, and return the worst exit code."""
+    """Run a trial of several processes, and return the worst exit code. Each process has a bundle of one placement
+    group.
+    """
     ray = importlib.import_module("ray")
     groups = importlib.import_module("ray.util.placement_group")
     strategies = importlib.import_module("ray.util.scheduling_strategies")
@@ -182,7 +184,7 @@ def _free_place() -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _cluster(address: str | None, cpus: int) -> Iterator[Any]:
-    """Connect to the cluster at an address, or start a cluster of this machine."""
+    """Connect to the cluster at an address, or start a cluster on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray = importlib.import_module("ray")
@@ -212,7 +214,7 @@ def _cluster(address: str | None, cpus: int) -> Iterator[Any]:
 
 
 def _reach(address: str) -> None:
-    """Raise UserError for a HOST:PORT where nothing listens: Ray itself would try for minutes."""
+    """Raise UserError if nothing listens at HOST:PORT, because Ray would try for minutes."""
     if address in ("auto", "local"):
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")

@@ -1,4 +1,4 @@
-"""`lamina study run`: a study's trials, its tables, and the verdicts on its claims."""
+"""Run a study's trials, write its tables, and judge its claims (`lamina study run`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ Known = Callable[[StudyTrial], Json | None]
 def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[str, StudyTrial]:
     """Return, by key, the trials that can start now. If a trial must wait, return the trials for which it waits.
 
-    If only the records have a trial's result, and another trial needs its model, the trial runs again.
+    The records keep results but no models. If another trial needs a recorded trial's model, the recorded trial runs
+    again.
     """
     ready: dict[str, StudyTrial] = {}
 
@@ -63,7 +64,7 @@ def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[s
 
 
 def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
-    """Return the result "failed" for a trial if one of its inputs has failed, otherwise None."""
+    """Return the result "failed" if one of the trial's inputs has failed, and otherwise None."""
     for source in trial.inputs.values():
         result = failed.get(source.key)
         if result is None or result["status"] in ENDED:  # it ended, and only a measurement failed
@@ -87,11 +88,11 @@ def run_plan(
 ) -> dict[str, Json]:
     """Run the missing trials, and return every trial's result by key. Lamina calls ``ended`` after each trial.
 
-    A trial that fails in this call does not run again; its result has the reason.
+    If a trial fails in this call, it does not run again in this call, and its result has the reason.
 
     Raises:
         OSError: the disk is full; Lamina keeps the finished trials.
-        KeyboardInterrupt: after the running trials have ended as `interrupted`.
+        KeyboardInterrupt: Lamina first ends the running trials as `interrupted`.
     """
     failed: dict[str, Json] = {}
 
@@ -141,17 +142,17 @@ def run_study(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Run a study at one scale, and return the rows of results.csv, a row per trial.
+    """Run a study at one scale, and return the rows of results.csv: a row per trial.
 
-    OUTPUT/claims.json has the verdicts. Lamina skips trials that the store or the records have. ``record`` also writes
-    the study's tables and verdicts to the records. If the study stops early, it writes the trials that have ended,
-    unless there is a complete record.
+    OUTPUT/claims.json has the verdicts. Lamina skips trials whose results are in the store or the records. With
+    ``record``, Lamina also writes the study's tables and verdicts to the records. If the study stops early, Lamina
+    records the trials that have ended, unless the records already hold verdicts of this study.
 
     Raises:
-        UserError: for invalid settings, a study that can't be read or has changed since it ran here, an output folder
-            in use, or a claim about something that the study does not measure.
+        UserError: a setting is invalid, Lamina cannot read the study, the study has changed since it ran here, the
+            output folder is in use, or a claim is about something that the study does not measure.
         OSError: the disk is full.
-        KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
+        KeyboardInterrupt: Lamina first ends the running trials as `interrupted` and writes results.csv.
     """
     given = settings.to_dict() if isinstance(settings, StudySettings) else dict(settings)
     if record and not given.get("records") and any(given.get(name) for name in ("seeds", "set", "corpus")):
@@ -193,9 +194,7 @@ def run_study(
 
 
 def output_of(settings: Mapping[str, object]) -> Path:
-    """Return the study's folder: the given output, or runs/studies/STUDY-SCALE. Raises UserError if no study is
-    given.
-    """
+    """Return the study's folder (default: runs/studies/STUDY-SCALE). Raises UserError if the settings name no study."""
     record = StudySettings.from_dict(settings)
     name = record_name(record)
     return Path("runs") / "studies" / name if record.output is None else Path(record.output)
@@ -208,7 +207,9 @@ def record_name(settings: StudySettings) -> str:
 
 
 def records_are_of(study: StudyDefinition, settings: StudySettings) -> bool:
-    """Return whether the records may hold this study. Lamina's own records hold only the catalog's studies."""
+    """Return whether the records may hold this study. The records that come with Lamina hold only the catalog's
+    studies.
+    """
     return settings.records is not None or study.file.parent == catalog_folder()
 
 
@@ -218,10 +219,10 @@ def store_of(settings: StudySettings) -> Store:
 
 
 def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
-    """Run a share of a study's trials, while other processes with the same store run the others.
+    """Run some of a study's trials, while other processes with the same store run the other trials.
 
-    The function ends when all trials of the study have ended, and returns every trial's result by key. It writes only
-    the trials' folders.
+    The function returns every trial's result by key when all trials of the study have ended. It writes only the trials'
+    folders.
     """
     assert settings.study is not None
     plan, store = study_plan(read_study(settings.study), settings), store_of(settings)
@@ -308,7 +309,7 @@ def _write_tables(plan: StudyPlan, results: pd.DataFrame, store: Store, folder: 
 
 
 def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store) -> None:
-    """Raise UserError if trials that ran in this folder are no longer the study's."""
+    """Raise UserError if the study has changed, so that it no longer contains all trials that ran in this folder."""
     allowed = (
         "Restore the study, choose another --output, or add --overwrite, which keeps all stored trials and runs "
         "only new trials."
@@ -340,7 +341,7 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
 def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store: Store, *, whole: bool = True) -> None:
     """Copy a study's tables and verdicts to the records, without models and without paths of this machine.
 
-    A study that is not ``whole`` has no verdicts yet, and never replaces one that has.
+    A study that is not ``whole`` has no verdicts yet, and never replaces a record with verdicts.
     """
     records = settings.records_folder / record_name(settings)
     if not whole and (records / CLAIMS).is_file():
@@ -378,9 +379,10 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
 
 
 def _trained(records: Path, keys: Sequence[str], store: Store) -> list[Json]:
-    """Return what the trials were trained on, without those that come from other records.
+    """Return the machines that trained the trials, with the number of trials on each.
 
-    If the records know it of more trials than the store, whose trials may be gone, the records count.
+    The store or the existing record lists them. Lamina uses the list with more trials, because the store may have lost
+    trials.
     """
     machines = [store.machines(keys)]
     if (records / STUDY).is_file() and set(recorded_keys(records)) <= set(keys):
@@ -392,9 +394,7 @@ _NOTES = {*columns.BESIDES, "rollbacks", "key", "tuned", "at_edge"}
 
 
 def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
-    """Return a row per trial with a result: its key, its values on the axes, its place in its arm's sweep, and the
-    result.
-    """
+    """Return the rows of results.csv, one for each trial with a result."""
     failed, axes = failed or {}, plan.scale.axes
     rows: dict[tuple[object, ...], Json] = {}  # two arms may be one computation: each has its rows
 
@@ -411,7 +411,7 @@ def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | No
 
 
 def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
-    """Return the rows of a study as a table: the key, the axes, then the columns of a result."""
+    """Return rows as a table. Its columns are the key, the axes, and the columns of a result."""
     import pandas as pd
 
     rows = list(rows)
@@ -422,10 +422,7 @@ def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
 
 
 def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **places: object) -> Json:
-    """Return a trial's row: its key, its result, its values on the axes, and its place in its arm's sweep.
-
-    ``values`` are the trial's values on the axes; ``places`` is its place in its arm's sweep (``tuned``, ``at_edge``).
-    """
+    """Return a trial's row: its key, its result, ``values`` on the axes, and ``places`` (``tuned`` and ``at_edge``)."""
     left_out = {*_NOTES, *values, "trial"}
     numbers = TRIAL_JOBS[trial.job].numbers(result)
     scalars = {n: value for n, value in numbers.items() if n not in left_out and not isinstance(value, dict | list)}
@@ -435,7 +432,7 @@ def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:
-    """Return a measure's rows of all trials, with the trial's key in the first column; None if no trial has rows."""
+    """Return a measure's rows of all trials, or None. The first column is the trial's key."""
     import pandas as pd
 
     tables = [(str(key), store.table(str(key), measure)) for key in results["key"].unique()]

@@ -33,9 +33,9 @@ def judge_study(
 ) -> list[Json]:
     """Judge each of a study's claims, and return the verdicts.
 
-    ``missing`` is the number of planned trials that have not ended; Lamina judges nothing before all trials have ended.
-    ``looks`` is the number of times that verdicts were recorded with different trials, including this time. Raises
-    UserError for a claim about something that the study does not measure.
+    ``missing`` is the number of planned trials that have not ended. Lamina judges nothing before all trials have ended.
+    ``looks`` counts the recordings of verdicts with different trials, including this one. Raises UserError for a claim
+    about something that the study does not measure.
     """
     if not study.claims_file.is_file():
         return []
@@ -64,7 +64,7 @@ def judge_study(
 
 
 def _reader(scale: Scale, store: Store) -> Reader:
-    """Return a function that reads a trial's table by the table's name in the YAML, or by the probe's name."""
+    """Return a function that reads a trial's table. The table's name is its name in the YAML, or the probe's name."""
 
     def read(key: str, name: str, at: str) -> Frame | None:
         listed = scale.all_measures.get(at, ())
@@ -91,8 +91,7 @@ def looks_of(record: Path, trials: Collection[str]) -> list[int]:
 
 
 def all_verdicts(records: Path | None = None) -> list[Json]:
-    """Return each claim of the catalog with its verdict at every scale that ran, or `not run yet` with the command to
-    run.
+    """Return each claim of the catalog with its verdict at every scale that ran. A claim without one is `not run yet`.
 
     Raises UserError for a file of the catalog that can't be read.
     """
@@ -103,8 +102,8 @@ def all_verdicts(records: Path | None = None) -> list[Json]:
 def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
     """Return every claim of a study with its verdict at every recorded scale.
 
-    If the study is in the catalog, a claim without a verdict is `not run yet`, with the command to run. Raises
-    UserError for a file that can't be read.
+    If the study is in the catalog and has no verdicts at the scale cpu, its claims are `not run yet`, and the note has
+    the command to run. Raises UserError for a file that can't be read.
     """
     verdicts = []
     for scale in study.scales:
@@ -126,5 +125,5 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
 
 
 def _load(study: StudyDefinition) -> list[Claim]:
-    """Load the claims of a study. Only a user's own file is announced as code."""
+    """Load the claims of a study. Lamina warns that it executes a file only if the file is not in the catalog."""
     return load_claims(study.claims_file, trusted=study.file.parent == catalog_folder())

@@ -1,4 +1,4 @@
-"""Claims and their verdicts: the names for a study's Python file to import."""
+"""Write a study's claims: this package exports the names that a study's Python file imports."""
 
 from lamina.lab.papers.judging.checks import (
     equivalent,

@@ -1,7 +1,7 @@
 """Compare settings by their losses, or by any other column, paired over the seeds.
 
-A run that diverged, or got stuck near the unigram entropy, also counts: its loss or score ranks last. The number of
-failed runs is a second criterion: a setting that failed more often than the other cannot win.
+A run that diverged or got stuck near the unigram entropy also counts, and its loss or score ranks last. A setting that
+failed more often than the other setting cannot win.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _GAINS = ("accuracy", "score", "eval_reward")
 
 
 def _worst(column: str) -> float:
-    """Return the value that ranks a failed run last; NaN for a column without a good end."""
+    """Return the value that ranks a failed run last. Returns NaN if neither high nor low values are better."""
     if column in _LOSSES:
         return math.inf
     return -math.inf if column.startswith(_GAINS) else math.nan
@@ -61,7 +61,7 @@ def _worst(column: str) -> float:
 
 @dataclass(frozen=True)
 class _Arm:
-    """One arm's values of a column, and how its runs ended."""
+    """An arm's values in a column, and how the arm's runs ended."""
 
     name: str
     values: dict[int, float]  # of the runs that trained
@@ -83,7 +83,7 @@ class _Arm:
         return self.failed / self.runs if self.runs else 0.0
 
     def ranked(self, column: str) -> dict[int, float]:
-        """Return the values, with failed runs as the worst; without them if the column has no good end."""
+        """Return the values, where failed runs have the worst value (NaN if the column has none)."""
         return {**self.values, **dict.fromkeys(self.lost_seeds, _worst(column))}
 
     def note(self) -> str:
@@ -110,8 +110,8 @@ def lower(
     The claim holds if the 95 % t interval of the difference a - b is below 0 and the mean is at most -``by``. The claim
     is `reversed` if the same rule holds with the arms exchanged. It is `excluded` if a test at the same level excludes
     a difference of ``by``. Otherwise, and with fewer than 3 pairs, it is inconclusive. ``by`` is the smallest
-    difference that counts (default: 0.01 for a loss; any other column needs a value). ``any_status`` compares all runs
-    with any status, for a column that is meaningful in a diverged run, such as the number of spikes.
+    difference that counts (default: 0.01 for a loss; any other column needs a value). With ``any_status``, runs of
+    every status count. Use it for a column that has a meaning in a diverged run, such as the number of spikes.
     """
     return _compared(trials, (a, than), column, Region(below=0.0), by=by, any_status=any_status)
 
@@ -125,12 +125,12 @@ def higher(
     by: float | None = None,
     any_status: bool = False,
 ) -> Finding:
-    """Judge whether arm ``a`` has the higher value, like ``lower`` with the arms exchanged."""
+    """Judge whether arm ``a`` has the higher value. The rules are the same as in ``lower``, with the arms exchanged."""
     return _compared(trials, (a, than), column, Region(above=0.0), by=by, any_status=any_status)
 
 
 def ordered(trials: Trials, arms: Sequence[Arm], *, column: str = "eval_loss", by: float | None = None) -> Finding:
-    """Judge whether the arms' values rise in this order: each arm ``lower`` than the next."""
+    """Judge whether the arms' values rise in this order, so that each arm is ``lower`` than the next arm."""
     return all_of(*(lower(trials, a, than=b, column=column, by=by) for a, b in itertools.pairwise(arms)))
 
 
@@ -147,19 +147,20 @@ def no_worse(trials: Trials, a: Arm, *, than: Arm, within: float = 0.01, column:
 
 
 def values_of(trials: Trials, arm: Arm, column: str = "eval_loss") -> dict[int, float]:
-    """Return an arm's values of a column by seed, for the runs that trained."""
+    """Return an arm's values in a column by seed, for the runs that trained."""
     return _read(trials, arm, column).values
 
 
 def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: str, where: str) -> Finding:
-    """Judge whether an arm's eval loss differs from another study's recorded eval loss, by Welch's t test.
+    """Judge with Welch's t test whether an arm's eval loss differs from an eval loss in another study's record.
 
     Args:
-        a: the arm here.
-        record: the folder of the other study's record. If the record is missing, the claim is inconclusive.
-        axis: the axis that distinguishes the recorded arm.
-        value: the recorded arm's value on this axis; the arm has its tuned learning rate.
-        where: the name of the other study in words.
+        a: the arm in this study.
+        record: the folder of the other study's record. If it is missing, the claim is inconclusive.
+        axis: an axis of the other study.
+        value: the value of the recorded arm on this axis. Lamina reads the runs at the recorded arm's tuned learning
+            rate.
+        where: the other study's name in the verdict's text.
     """
     import pandas as pd
     from scipy import stats
@@ -178,23 +179,23 @@ def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: 
 
 
 def fails_to_train(trials: Trials, a: Arm) -> Finding:
-    """Judge whether at least two thirds of the arm's seeds diverged or got stuck (more than a third by an exact test).
+    """Judge whether at least two thirds of an arm's runs diverged or got stuck.
 
-    The claim is reversed if at most a third of the seeds diverged or got stuck, and the same test shows less than two
-    thirds.
+    An exact test must also show that more than a third of the runs do so. The claim is reversed if at most a third of
+    the runs diverged or got stuck, and the exact test shows less than two thirds.
     """
     return _share(trials, a, NOT_TRAINED, "did not train")
 
 
 def trains(trials: Trials, a: Arm) -> Finding:
-    """Judge whether at least two thirds of the arm's seeds finished and learned, as ``fails_to_train`` does."""
+    """Judge whether at least two thirds of an arm's runs finished and learned, with ``fails_to_train``'s tests."""
     return _share(trials, a, (Status.FINISHED.value,), "trained")
 
 
 def optimum(trials: Trials, a: Arm, column: str = "eval_loss") -> Optimum:
     """Find the best learning rate of an arm's sweep, with a parabola through the mean losses over log(learning rate).
 
-    If a run diverged or got stuck, its learning rate counts as infinitely bad. Failed or interrupted runs do not count.
+    If a run diverged or got stuck, its learning rate has an infinite loss. Lamina ignores failed and interrupted runs.
     Raises ValueError if no learning rate trains.
     """
     chosen = trials.arm(a)
@@ -259,9 +260,9 @@ def _read(trials: Trials, arm: Arm, column: str, *, any_status: bool = False) ->
 
 
 def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | None:
-    """Compare the shares of failed runs by Fisher's exact test, for an arm most of whose runs failed.
+    """Compare the shares of failed runs by Fisher's exact test if most runs of an arm failed.
 
-    None if both train. Two arms that ended before they had learned, at any of their rates, have no order either.
+    Returns None if both arms train. If both arms ended before they had learned, the finding is inconclusive.
     """
     seeds = min(a.runs, b.runs)
     if all(arm.values and arm.short >= MOST * len(arm.values) for arm in (a, b)):

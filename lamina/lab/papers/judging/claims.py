@@ -1,4 +1,4 @@
-"""Claims: functions in a file next to a study's YAML that judge its trials, and the judge that calls them.
+"""Judge a study's claims, which are functions in a Python file next to the study's YAML.
 
 A claim's code asks for numbers. `Reads` records the trials from which the numbers come, and `limited` applies the rules
 of statistical power to these trials. So no claim can skip a rule. The rules do not apply to a claim that reads only
@@ -29,11 +29,11 @@ _SCORE, _GAIN = "score", "reward_gain"
 
 
 def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
-    """Return the rows that claims may read if the seeds ``tuning`` chose each arm's learning rate.
+    """Return the rows that claims may read, if Lamina chose each arm's learning rate with the seeds in ``tuning``.
 
-    At the chosen learning rates, only rows of the study's other ``seeds`` remain. If there are fewer than 5 other
-    seeds, all rows remain, and rows of tuning seeds have True in ``tuned_on``. ``rates`` is the number of learning
-    rates in the sweep of a row's arm.
+    At the chosen learning rates, only the rows of ``seeds`` outside ``tuning`` remain. If there are fewer than 5 such
+    seeds, all rows remain, and ``tuned_on`` is True for the tuning seeds at these learning rates. The column ``rates``
+    is the number of learning rates in the sweep of the row's arm.
     """
     if not tuning or not len(results):
         return results
@@ -56,12 +56,12 @@ def limited(
     exact: bool = False,
     one_learned: bool = False,
 ) -> Finding:
-    """Apply the rules of statistical power to a finding, given the part of ``results`` that its claim has read.
+    """Apply the rules of statistical power to a finding. ``reads`` says which part of ``results`` its claim has read.
 
     The verdict becomes "needs scale" if an arm trains but learns no more than a bigram table, is at chance on the
-    tasks, or has policies that do not move. It becomes "inconclusive" if the tested seeds chose the learning rate, or
-    if the best rate is at the sweep's edge. With ``exact``, the claim is true for any model by its equations, and no
-    rule applies. With ``one_learned``, one arm below the bigram table's loss is enough.
+    tasks, or has policies that do not move. It becomes "inconclusive" if Lamina chose the learning rate with the tested
+    seeds, or if the best rate is at the sweep's edge. With ``exact``, the claim follows from the model's equations, and
+    no rule applies. With ``one_learned``, it is enough that one arm is below the bigram table's loss.
     """
     if exact or not reads.columns or "key" not in results or "status" not in results:
         return finding
@@ -82,7 +82,9 @@ def limited(
 
 
 def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
-    """Name the arms that are not past the bigram table; none if one is past it and that is ``enough``."""
+    """Name the arms whose loss is not below the bigram table's loss. With ``enough``, name none if one arm's loss is
+    below.
+    """
     if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
         return
     several = not arms or rows.groupby(arms, dropna=False)["learning_rate"].nunique().max() > 1
@@ -139,7 +141,7 @@ def _arms(axes: Sequence[str]) -> list[str]:
 
 
 def _each(rows: Frame, by: Sequence[str]) -> Iterator[tuple[str, Frame]]:
-    """Yield the rows of each arm with its name, made of the values in which the arms differ."""
+    """Yield the name and the rows of each arm. The name has the values in which the arms differ."""
     by = [column for column in by if column in rows]
     named = [column for column in by if rows[column].nunique(dropna=False) > 1] or by[:1]
     for _, part in rows.groupby(by, dropna=False, sort=False) if by and len(rows) else ():
@@ -156,7 +158,7 @@ class Claim:
     """A paper's statement, and the code that judges it.
 
     Attributes:
-        name: the study's id, or the id, a slash and the part's name ("mix-ppl/post-fails").
+        name: the study's id, or STUDY/PART for a part of the study's claim ("mix-ppl/post-fails").
         check: the function that judges trials. ``claim`` documents the other attributes.
     """
 
@@ -170,9 +172,9 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Finding):
-    """A claim's finding after the correction for the number of the study's claims and judgments.
+    """A claim's finding, corrected for the number of the study's claims and judgments.
 
-    ``p`` belongs to the verdict, for or against the claim, and ``p_holm`` is the corrected p.
+    ``p`` is the p value for the claim, or against it, depending on the verdict. ``p_holm`` is the corrected p value.
     """
 
     claim: str
@@ -181,7 +183,7 @@ class Judged(Finding):
     p_holm: float | None
 
     def record(self) -> Json:
-        """Return plain values for JSON, without numbers that JSON cannot hold."""
+        """Return values for JSON. Lamina replaces numbers that JSON cannot hold."""
 
         def plain(value: float | None) -> float | None:
             return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
@@ -199,14 +201,16 @@ _loading: list[dict[str, Claim]] = []  # of the files that are being read, the i
 def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool = False) -> Callable[[Check], Check]:
     """Register a function ``(trials) -> Finding`` as a claim, for ``load_claims``.
 
-    The function's name is the claim's id with ``_`` for ``-`` and ``__`` for ``/``: ``mix_ppl__post_fails``.
+    The function's name is the claim's id, with ``_`` in place of ``-`` and ``__`` in place of ``/``:
+    ``mix_ppl__post_fails``.
 
     Args:
         says: the claim in one sentence.
         paper: the paper's numbers, to print beside ours.
-        exact: the claim follows from the equations of any model, even an untrained one, so no rule of power applies.
-        one_learned: the claim is about a cause that keeps an arm from learning, such as an initializer, so one arm with
-            a loss below a bigram table's is enough.
+        exact: the claim follows from the equations of any model, even of an untrained model, so no rule of power
+            applies.
+        one_learned: the claim is about a cause that keeps an arm from learning, such as an initializer. So it is enough
+            that one arm's loss is below a bigram table's loss.
     """
 
     def register(check: Check) -> Check:
@@ -223,9 +227,10 @@ def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool 
 
 
 def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
-    """Load the claims of a file, in the file's order. Lamina executes the file, and logs a warning unless ``trusted``.
+    """Load the claims of a file, in the file's order. Lamina executes the file.
 
-    Raises UserError for any error in the file, and for another study's claim. The message names the file.
+    Lamina logs a warning before it executes a file that is not ``trusted``. Raises UserError for any error in the file,
+    and for a claim of another study. The message names the file.
     """
     if not path.is_file():
         raise UserError(f"claims {str(path)!r}: no such file. Put the claims there.")
@@ -249,11 +254,11 @@ def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
 def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Judged]:
     """Run the claims' checks, apply the rules of power, and correct for the number of claims.
 
-    The family is fixed: every claim is in Holm's correction, with p = 1 if no test was possible. Lamina corrects
-    findings for and against a claim in the same way, in two families at the same level. If seeds were added after
-    somebody had read the verdicts, each judgment is a new test. So Lamina multiplies the corrected p values by
-    ``looks`` (Bonferroni). A claim that reads an unmeasured value, or whose code fails, is inconclusive, with a warning
-    and a note on the reason. Raises UserError if all claims are inconclusive for such a reason.
+    Every claim takes part in Holm's correction, with p = 1 if no test was possible. Lamina corrects findings for claims
+    and findings against claims in two separate families at the same level. If you added seeds after you had read the
+    verdicts, each judgment is a new test. So Lamina multiplies the corrected p values by ``looks`` (Bonferroni). If a
+    claim reads an unmeasured value or its code fails, it is inconclusive, and a warning and a note give the reason.
+    Raises UserError if all claims are inconclusive for such a reason.
     """
     findings, errors = [], []
     for claim in claims:

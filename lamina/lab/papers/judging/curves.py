@@ -1,4 +1,4 @@
-"""Compute one number per seed from the trials' tables: by layer, by pair of layers, or as a slope."""
+"""Compute one number per seed from the tables of a study's trials."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ BySeed = dict[int, float]
 
 
 def split(trials: Trials, axis: str) -> list[Trials]:
-    """Split trials by the values of an axis. If the study lacks the axis, there is one part."""
+    """Split trials by the values of an axis. If the study lacks the axis, the result has one part with all trials."""
     if axis not in trials.axes:
         return [trials]
     return [trials.where(**{axis: value}) for value in trials.values(axis)]
 
 
 def at_stage(trials: Trials, stage: str) -> Trials:
-    """Return the trials of a stage; all trials in a study without stages."""
+    """Return the trials of a stage. In a study without stages, return all trials."""
     return trials.where(stage=stage) if "stage" in trials.axes else trials
 
 
 def trained(trials: Trials) -> Trials:
-    """Keep the trials that trained to the end, possibly none; in a study without training, keep all trials."""
+    """Keep the trials that trained to the end. In a study without training, keep all trials."""
     if trials.statuses().isna().all():
         return trials
     present = [status for status in TRAINED if status in trials.values("status")]
@@ -38,7 +38,8 @@ def trained(trials: Trials) -> Trials:
 def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
     """Return the trials of ``arm`` at the learning rate chosen for ``like``, or at the arm's nearest learning rate.
 
-    Use it for the papers' comparisons at one learning rate. The other arm may lack this rate, if a sweep was widened.
+    The papers compare settings at one learning rate. ``arm`` may lack this rate if Lamina widened one of the two
+    sweeps.
     """
     [chosen] = {float(str(rate)) for rate in trials.arm(like).tuned().values("learning_rate")}
     ours = trials.arm(arm)
@@ -47,12 +48,10 @@ def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
 
 
 def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float], *, at: str = "end") -> BySeed:
-    """Return a number per seed: ``value`` applied to the seed's table of a probe ("init" or "end") or of a record
-    (at="records").
+    """Apply ``value`` to each seed's table of a probe ("init" or "end") or of a record (at="records").
 
-    At the end, only runs that trained count. The layers of a stuck run mean nothing, and neither do the layers of an
-    arm in which most runs ended before they had learned (``short``). Lamina leaves out seeds with a number that is not
-    finite.
+    At the end of training, Lamina leaves out runs that did not train, and arms in which most runs ended before they had
+    learned (``short``), because their layers mean nothing. It also leaves out seeds with a number that is not finite.
     """
     chosen = trials.arm(arm)
     chosen = chosen if at == "init" else trained(chosen)
@@ -64,29 +63,29 @@ def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float
 
 
 def rows(table: Frame, **values: object) -> Frame:
-    """Return the rows with these values in these columns; a list allows each of its values."""
+    """Return the rows with these values in these columns. A list allows several values for its column."""
     for column, value in values.items():
         table = table[table[column].isin(value if isinstance(value, list | tuple) else [value])]
     return table
 
 
 def layer_means(table: Frame, column: str = "layer") -> Frame:
-    """Return the mean ``value`` of each layer from 0 on, by depth."""
+    """Return the mean of the column ``value`` for each layer from 0 on, in the order of the layers."""
     return table[table[column] >= 0].groupby(column)["value"].mean().sort_index()
 
 
 def shallow(by_layer: Frame, share: float = 1 / 3) -> Frame:
-    """Return the rows of the first layers, a ``share`` of all layers but at least one."""
+    """Return the rows of the first layers: a ``share`` of all layers, but at least one layer."""
     return by_layer.iloc[: max(1, round(share * len(by_layer)))]
 
 
 def deep(by_layer: Frame, share: float = 1 / 3) -> Frame:
-    """Return the rows of the last layers, a ``share`` of all layers but at least one."""
+    """Return the rows of the last layers: a ``share`` of all layers, but at least one layer."""
     return by_layer.iloc[-max(1, round(share * len(by_layer))) :]
 
 
 def log10_mean(values: Frame) -> float:
-    """Return the mean of log10 of positive values; minus infinity if one of them is 0."""
+    """Return the mean of log10 of the values. If a value is 0, the mean is minus infinity."""
     return sum(math.log10(value) if value > 0 else -math.inf for value in values) / len(values)
 
 
@@ -96,12 +95,12 @@ def power(points: dict[float, float]) -> float:
 
 
 def exponents(values: dict[float, BySeed]) -> BySeed:
-    """Fit each seed's exponent of a power law over x; ``values`` maps each x to values by seed."""
+    """Fit each seed's exponent of a power law over x. ``values`` maps each x to values by seed."""
     seeds = set.intersection(*(set(by_seed) for by_seed in values.values()))
     return {seed: power({x: by_seed[seed] for x, by_seed in values.items()}) for seed in sorted(seeds)}
 
 
 def along(trials: Trials, axis: str) -> Iterator[tuple[float, Trials]]:
-    """Yield the values of an axis as numbers in ascending order, each with its trials."""
+    """Yield each value of an axis as a number, together with its trials, in ascending order."""
     for value in sorted(trials.values(axis), key=lambda value: float(str(value))):
         yield float(str(value)), trials.where(**{axis: value})

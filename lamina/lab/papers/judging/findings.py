@@ -1,4 +1,4 @@
-"""The findings of a claim's checks: verdicts with their numbers, and rules that combine several findings."""
+"""Describe what a claim's checks found (a verdict and its numbers), and combine findings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Verdict(StrEnum):
         FAILS: a count or a formula contradicts the claim, or there is a difference where the claim says that there is
             none.
         INCONCLUSIVE: the effect is inside the seeds' spread.
-        NEEDS_SCALE: this scale cannot decide the claim; the note gives the reason.
+        NEEDS_SCALE: this scale cannot decide the claim. The note gives the reason.
         NOT_RUN: not all trials have been trained.
     """
 
@@ -76,25 +76,24 @@ IN_WORDS: dict[str, str] = {
 
 
 def in_words(text: object) -> str:
-    """Return a record's verdict, or its text "VERDICT: values", with the verdict in the words of the pages."""
+    """Translate a record's verdict, or the verdict in a text "VERDICT: values", into the words of the pages."""
     verdict, colon, rest = str(text).partition(": ")
     return f"{IN_WORDS.get(verdict, verdict)}{colon}{rest}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A verdict, and the numbers that it rests on.
+    """A verdict, and the numbers behind it.
 
     Attributes:
         verdict: the check's verdict, before the correction for the number of claims and judgments.
         ours: the check's numbers in one line.
-        parts: the same numbers, with a line and a verdict for each finding that this finding combines; the deciding
-            finding comes first.
+        parts: the lines and verdicts of the findings that this finding combines. The deciding finding comes first.
         margin: the judged difference or value, in the column's unit.
         interval: the margin's 95 % interval.
-        p: the p value for the claim, one-sided and doubled; None if the verdict needs no test (an exact formula).
+        p: the p value for the claim, one-sided and doubled. It is None if the verdict needs no test (an exact formula).
         p_not: the p value against the claim, also one-sided and doubled.
-        seeds: the number of seeds that the verdict rests on.
+        seeds: the number of seeds behind the verdict.
         note: remarks that a reader needs with the numbers, such as failed runs or a learning rate at the sweep's edge.
     """
 
@@ -114,7 +113,7 @@ class Finding:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The parts as lines of a larger claim, each with its verdict."""
+        """The lines of this finding's parts for a larger claim. Each line has a verdict."""
         linked = len(self.parts) > 1 or self.ours.startswith(f"{self.verdict}: ")
         return self.parts if linked else (f"{self.verdict}: {self.ours}",)
 
@@ -122,7 +121,7 @@ class Finding:
         return replace(self, note="; ".join(filter(None, [self.note, note])))
 
     def undecided(self, note: str) -> Finding:
-        """Return the same numbers without a verdict, with the reason."""
+        """Return the same numbers with an inconclusive verdict, and add the reason."""
         return replace(self, verdict=Verdict.INCONCLUSIVE).noted(note)
 
 
@@ -132,17 +131,17 @@ def inconclusive(ours: str, note: str, seeds: int = 0) -> Finding:
 
 
 def needs_scale(scale: str, why: str) -> Finding:
-    """Return the finding of a claim that only a larger scale ("gpu", "paper") can decide; ``why`` is one sentence."""
+    """Return the finding of a claim that only a larger scale ("gpu", "paper") can decide. ``why`` is one sentence."""
     return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"decided at scale {scale}: {why}")
 
 
 def all_of(*findings: Finding) -> Finding:
     """Join findings by "and": the claim holds if all findings hold, and fails if one of them fails.
 
-    The p value that all hold is the largest p of the parts (an intersection-union test). The p value that at least one
-    finding is false is the smallest p times the number of parts (Bonferroni). If a part fails before this correction
-    but not after it, the joined finding is inconclusive. Margin and interval come from the deciding part: the first
-    part that fails or is undecided, or otherwise the part with the largest p.
+    The p value for the claim is the largest p value of the parts (an intersection-union test). The p value against the
+    claim is the smallest p value against a part, times the number of parts (Bonferroni). If a part fails only without
+    this correction, the joined finding is inconclusive. Margin and interval come from the deciding part: the first part
+    that fails or is undecided. If there is none, it is the part with the largest p value.
     """
     p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
     failed = [each for each in findings if each.verdict.failed]
@@ -186,7 +185,7 @@ def any_of(*findings: Finding) -> Finding:
 
 
 def denied(finding: Finding) -> Finding:
-    """Negate a finding: ``holds`` becomes ``reversed``, and a failed claim ``holds``."""
+    """Negate a finding: ``holds`` becomes ``reversed``, and the verdict on a failed claim becomes ``holds``."""
     verdict = finding.verdict
     if verdict.decided:
         verdict = Verdict.REVERSED if verdict.shown else Verdict.HOLDS
@@ -198,7 +197,7 @@ def _largest(ps: Sequence[float | None]) -> float | None:
 
 
 def _smallest(ps: Sequence[float | None]) -> float | None:
-    """Return the smallest p, times how many there are."""
+    """Return the smallest p value times the number of p values."""
     tested = [p for p in ps if p is not None]
     return min(1.0, min(tested) * len(tested)) if tested else None
 
@@ -227,10 +226,10 @@ BySeed = Mapping[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The region in which a claim puts a mean: below a bound, above a bound, or between two bounds.
+    """The region in which a mean lies according to a claim: below a bound, above a bound, or between two bounds.
 
     Attributes:
-        least: the smallest distance beyond the bound that counts.
+        least: the smallest distance from the bound that counts.
         text: the claim in words, after the numbers.
     """
 
@@ -243,10 +242,10 @@ class Region:
         """Judge the mean of at least three values, one per seed. An infinite value stands for a failed run.
 
         The claim holds if a one-sided test at 2.5 % shows that the mean is inside each bound, and the mean is inside by
-        at least ``least``. By tests at the same level, it is `reversed` if the mean is outside in the same way (`fails`
-        with two bounds, which have no opposite), and `excluded` if the mean is not inside by ``least``. All p values
-        are doubled. With an infinite value, Lamina uses Wilcoxon's signed ranks and the median, not the t test and the
-        mean.
+        at least ``least``. The claim is `reversed` (with two bounds: `fails`) if such a test shows that the mean is
+        outside a bound, and the mean is outside by at least ``least``. Otherwise, the claim is `excluded` if such a
+        test shows that the mean is not inside by ``least``. All p values are doubled. If a value is infinite, Lamina
+        uses Wilcoxon's signed ranks and the median in place of the t test and the mean.
         """
         finite, slack = all(map(math.isfinite, values)), 1e-9
         low, high = statistics.median_low(values), statistics.median_high(values)
@@ -284,7 +283,7 @@ def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) ->
     """Judge the differences a - b over the seeds that both arms have.
 
     An infinite value stands for a run that did not train, and makes the difference infinite. If both values are
-    infinite, the pair does not count. Too few pairs are inconclusive.
+    infinite, Lamina leaves the pair out. If too few pairs remain, the finding is inconclusive.
     """
     seeds = [seed for seed in sorted(a.keys() & b.keys()) if not (math.isnan(a[seed]) or math.isnan(b[seed]))]
     seeds = [seed for seed in seeds if a[seed] != b[seed] or math.isfinite(a[seed])]
@@ -300,14 +299,14 @@ def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) ->
 
 
 def too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding:
-    """Return the finding of a comparison without enough pairs; it names the arms that lack values."""
+    """Return the finding of a comparison without enough pairs. It names the arms without values."""
     empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
     ours, note = f"{names[0]} vs {names[1]}: {seeds_text(pairs)} in common", f"fewer than {TOO_FEW} pairs of seeds"
     return inconclusive(ours, f"{note}; no run has learned: {', '.join(empty)}" if empty else note, pairs)
 
 
 def number(value: float) -> str:
-    """Format a number as the verdicts print it: four digits."""
+    """Format a number with four digits for the verdicts."""
     return f"{value:.4g}"
 
 

@@ -1,8 +1,8 @@
 """Compare settings on equal terms: at equal pretraining loss, or at equal KL to the initial model.
 
-An arm that ended pretraining at a lower loss may do better later for this reason alone. So Lamina pretrains the other
-arm longer, and compares both arms at equal loss. At equal steps, a policy whose logits move faster has an advantage. So
-Lamina compares policies at equal KL.
+If a setting ended pretraining at a lower loss, this loss alone may explain a better result later. So Lamina pretrains
+the other setting longer, and compares both at equal loss. At equal steps, a policy whose logits move faster has an
+advantage. So Lamina compares policies at equal KL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from lamina.lab.papers.judging.value_checks import compare_values
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """An arm at one length of pretraining: the loss after pretraining and the result after tuning, by seed."""
+    """A setting's results for one length of pretraining, by seed: the loss after pretraining, and the value after
+    tuning.
+    """
 
     losses: BySeed
     values: BySeed
@@ -39,9 +41,9 @@ def better_at_equal_loss(
     column: str = "score",
     by: float = 1.0,
 ) -> Finding:
-    """Judge whether arm ``a`` has the higher value after a stage, and whether its lower loss alone explains this.
+    """Judge whether setting ``a`` has the higher value after a stage, and whether its lower loss alone explains this.
 
-    ``longer`` is the other arm with more pretraining; see ``iso_loss``.
+    ``longer`` is the other setting with more pretraining. ``iso_loss`` has the rules.
     """
     tuned = trials.tuned()
     after, before = tuned.where(stage=stage), tuned.where(stage="pretrain")
@@ -53,22 +55,22 @@ def better_at_equal_loss(
 
 
 def at_other_budgets(trials: Trials, arm: Mapping[str, object]) -> list[Arm]:
-    """Return the same arm at every other length of pretraining in the study, by the study's axis ``budget``."""
+    """Return the same setting with every other length of pretraining (the study's axis ``budget``)."""
     fixed = {name: value for name, value in arm.items() if name != "budget"}
     return [{**fixed, "budget": value} for value in trials.where(**fixed).values("budget") if value != arm["budget"]]
 
 
 def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
-    """Turn a finding that our values are higher into a finding that also compares at equal loss.
+    """Extend a finding that our values are higher with a comparison at equal loss.
 
-    ``others`` is the other setting at several lengths of pretraining. ``at_loss`` interpolates its value at the loss of
-    ``ours``.
+    ``others`` has the other setting's results for several lengths of pretraining. ``at_loss`` interpolates the other
+    setting's value at the loss of ``ours``.
 
     Returns:
         If ``raw`` does not hold, the result is ``raw``. Otherwise, the verdict is ``holds at iso-loss`` if our values
-        are also higher at equal loss. It is ``explained by loss`` if the test excludes a difference of ``by`` at equal
-        loss, and ``holds`` if the test cannot tell. The first two verdicts need both tests, so their p is the larger
-        p.
+        are also higher at equal loss. The verdict is ``explained by loss`` if the test at equal loss excludes a
+        difference of ``by``, and ``holds`` if this test cannot tell. The first two verdicts need both tests, so their p
+        value is the larger of both.
     """
     matched = at_loss(others, ours.losses)
     equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
@@ -88,11 +90,12 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
 
 
 def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
-    """Return an arm's value at a loss, by seed, on the line through its two budgets around that loss.
+    """Interpolate a setting's value at each seed's loss, between the two lengths of pretraining with the nearest
+    losses.
 
-    If a loss is above all losses of the arm, the function returns the value at the arm's highest loss. This value
-    belongs to a lower loss, so it can only favor the arm. Lamina leaves out a loss below all losses of the arm, because
-    the arm's value there is unknown.
+    If a loss is above all losses of the setting, the function returns the value at the setting's highest loss. This
+    value belongs to a lower loss, so it can only favor the setting. Lamina leaves out a loss below all losses of the
+    setting, because the value at this loss is unknown.
     """
     scores: dict[int, float] = {}
     for seed, loss in losses.items():
@@ -104,7 +107,7 @@ def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate y at x between sorted points; outside the points, return the nearest point's y."""
+    """Interpolate y at x between sorted points. Outside the points, return the nearest point's y."""
     if x <= points[0][0]:
         return points[0][1]
     for (left, low), (right, high) in itertools.pairwise(points):
@@ -118,9 +121,9 @@ Frontier: TypeAlias = Sequence[tuple[float, float]]
 
 
 def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
-    """Return the reward-KL frontier of an arm's policy, by seed: the means over the prompts at each evaluation.
+    """Return the reward and KL of a setting's policy at each evaluation, averaged over the prompts, by seed.
 
-    ``trials`` are the trials of the stage with the policies, which records ``held_out``. Lamina leaves out seeds that
+    ``trials`` are the trials of the policies' stage, which must record ``held_out``. Lamina leaves out seeds that
     did not train.
     """
     chosen = trained(trials.arm(arm))
@@ -131,9 +134,10 @@ def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
 
 
 def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[Mapping[str, BySeed], BySeed]:
-    """Return each arm's reward, by seed, at the largest KL that all arms reached with this seed. Also return these KLs.
+    """Return each setting's reward at the largest KL that all settings reached with a seed. Also return this KL.
 
-    ``arms`` has the frontiers by seed, under any names. Lamina interpolates the reward between two evaluations.
+    Both results are by seed. ``arms`` has the frontiers by seed, under any names. Lamina interpolates the reward
+    between two evaluations.
     """
     seeds = set.intersection(*(set(by_seed) for by_seed in arms.values()))
     reached = {seed: min(by_seed[seed][-1][0] for by_seed in arms.values()) for seed in sorted(seeds)}

@@ -1,7 +1,7 @@
 """Find each setting's best learning rate in a sweep.
 
-A rate chosen on the same runs that are then compared makes its arm look too good. `Trials.choose_rate` notes such a
-choice, and the judge bases no verdict on it.
+If you choose a setting's learning rate on the same runs that you compare, the setting looks too good.
+`Trials.choose_rate` records such a choice, and the judge gives no verdict for it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from lamina.lab.papers.judging.trials import Trials
 
 
 def at_best_rates(trials: Trials) -> Trials:
-    """Return the trials of every arm at its best learning rate: the rate at which the fewest runs fail and, among
-    equals, the mean loss is lowest.
-    """
+    """Return the trials of every arm at its best learning rate, which ``best_rate`` defines."""
     keys: list[str] = []
     for arm in trials.arms() or [{}]:
         of_arm = trials.where(**arm)
@@ -22,9 +20,7 @@ def at_best_rates(trials: Trials) -> Trials:
 
 
 def best_rate(trials: Trials) -> float:
-    """Return an arm's best learning rate: the rate at which the fewest runs fail and, among equals, the mean loss is
-    lowest.
-    """
+    """Return the learning rate at which the fewest of an arm's runs fail. At a tie, the lowest mean loss decides."""
     trials.choose_rate()
 
     def rank(rate: object) -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""The statistics of the verdicts. They import scipy late, because this import takes a second."""
+"""The statistics of the verdicts. The functions import scipy when called, because this import takes a second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DRAWS, _SEED = 2000, 20261123  # of the tau of means
 
 
 class _Test(Protocol):
-    """A test's result. scipy makes these classes at run time, so no checker sees their fields."""
+    """A test's result. Scipy makes these classes at run time, so type checkers cannot see their fields."""
 
     statistic: float
     pvalue: float
@@ -60,7 +60,7 @@ def p_above(values: Sequence[float]) -> float:
 
 
 def _signed_ranks(values: Sequence[float]) -> float:
-    """Return the share of all sign patterns whose positive ranks sum to at least as much; zeros are left out."""
+    """Return the share of all sign patterns whose sum of positive ranks is at least the observed sum, without zeros."""
     import numpy as np
     from scipy import stats
 
@@ -74,7 +74,7 @@ def _signed_ranks(values: Sequence[float]) -> float:
 
 
 def kendall(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Kendall's tau-b; 0 if one side is constant."""
+    """Return Kendall's tau-b. If one side is constant, return 0."""
     from scipy import stats
 
     with warnings.catch_warnings():
@@ -110,8 +110,9 @@ class Optimum:
     """The best learning rate of a sweep.
 
     Attributes:
-        rate: the parabola's lowest point, or the best trained rate at the sweep's edge.
-        at_edge: whether the best trained rate is the sweep's first or last, so that the optimum may be outside.
+        rate: the lowest point of the parabola. At the sweep's edge, it is the best trained rate.
+        at_edge: whether the best trained rate is the sweep's first or last rate. Then the optimum may be outside the
+            sweep.
         trained: the best of the trained rates.
     """
 
@@ -122,11 +123,10 @@ class Optimum:
 
 
 def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
-    """Find the learning rate with the lowest loss, with a parabola in the log of the rate through the best point and
-    its two neighbors.
+    """Find the learning rate with the lowest loss.
 
-    A learning rate with a loss that is not finite counts as infinitely bad: it bounds the sweep, but is not a point of
-    a parabola.
+    Lamina fits a parabola over the logarithm of the rate to the best point and its two neighbors. A loss that is not
+    finite counts as infinite: its rate belongs to the sweep, but the parabola skips it.
     """
     rates = sorted(losses)
     finite = [rate for rate in rates if math.isfinite(losses[rate])]

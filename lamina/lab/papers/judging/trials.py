@@ -1,4 +1,4 @@
-"""The trials of a study for its claims: the table of results, and the measurements of its trials."""
+"""Give a study's claims access to the results and measurements of its trials."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ NO_ARM = ("learning_rate", "seed")  # the axes whose values one arm takes in tur
 
 
 class NotMeasured(LookupError):
-    """A claim asks for something that its study does not measure. The judge turns this into a UserError."""
+    """Raised if a claim asks for something that its study does not measure. The judge turns it into a UserError."""
 
 
 @dataclass
 class Reads:
-    """The record of the values that a claim has read, for the rules of power.
+    """The values that a claim has read. The rules of power use this record.
 
     Attributes:
-        columns: by a trial's key, the columns and final tables that the claim has read; "*" is the whole row.
+        columns: the columns and final tables that the claim has read, by the trial's key. "*" is the whole row.
         chose_rate: whether the claim chose a learning rate by the results.
     """
 
@@ -36,14 +36,14 @@ class Reads:
 
 
 class Trials:
-    """The trials of a study, or a selection of them.
+    """All trials of a study, or a selection of the trials.
 
     Args:
         table: one row per trial. The columns are each axis, ``seed``, ``learning_rate``, the columns of a result
             (``lamina.jobs.columns``), ``tuned``, ``at_edge`` and ``key``. ``tuned`` says whether the trial has its
             arm's chosen rate and one of the study's seeds. ``at_edge`` says whether the arm's best rate is the lowest
-            or the highest that was tried.
-        axes: the names of the study's axes; ``learning_rate`` and ``seed`` may be among them.
+            or the highest rate in its sweep.
+        axes: the names of the study's axes, which may include ``learning_rate`` and ``seed``.
         scale: cpu, gpu or paper.
         measures: a function that returns the tables of probes and records.
     """
@@ -63,17 +63,17 @@ class Trials:
 
     @property
     def table(self) -> Frame:
-        """The rows. ``reads`` then counts all rows and columns as read."""
+        """The rows of all trials. This property marks all rows and columns as read by the claim."""
         self._note("*")
         return self._table
 
     @property
     def rows(self) -> Frame:
-        """The table's rows for the judge, which do not count as read by the claim."""
+        """The rows of all trials, for the judge. This property does not mark them as read by the claim."""
         return self._table
 
     def choose_rate(self) -> None:
-        """Note that the claim chose a learning rate by the results of these trials."""
+        """Record that the claim chose a learning rate by the results of these trials."""
         self.reads.chose_rate = True
 
     def afresh(self) -> Trials:
@@ -81,7 +81,7 @@ class Trials:
         return Trials(self._table, axes=self.axes, scale=self.scale, measures=self._measures)
 
     def statuses(self) -> Frame:
-        """Return the status of each trial; all missing in a study without training."""
+        """Return the status of each trial. In a study without training, all statuses are missing."""
         self._note("status")
         return self._table["status"] if "status" in self._table else self._table["seed"].where(False)
 
@@ -89,7 +89,7 @@ class Trials:
         return len(self._table)
 
     def where(self, **values: object) -> Trials:
-        """Return the trials with these values in these columns; a list allows each of its values.
+        """Return the trials with these values in these columns. A list allows several values for its column.
 
         Raises NotMeasured for a column or a value that no trial has.
         """
@@ -104,14 +104,16 @@ class Trials:
         return self._of(table)
 
     def tuned(self) -> Trials:
-        """Return the trials of the study's seeds at their arm's chosen rate; all trials if the study does not tune."""
+        """Return the trials of the study's seeds at their arm's chosen rate. Without tuning, return all trials."""
         if "tuned" not in self._table:
             return self
         return self._of(self._table[self._table["tuned"].fillna(False).astype(bool)])
 
     @property
     def at_edge(self) -> bool:
-        """Whether a setting's best learning rate is at the edge of its sweep, so that a better one may lie beyond."""
+        """Whether a setting's best learning rate is at the edge of its sweep. Then a better rate may lie outside the
+        sweep.
+        """
         return "at_edge" in self._table and bool(self._table["at_edge"].fillna(False).astype(bool).any())
 
     @property
@@ -120,12 +122,12 @@ class Trials:
         return tuple(axis for axis in self.axes if axis not in NO_ARM)
 
     def arms(self) -> list[dict[str, object]]:
-        """Return the values of the arms' axes, one mapping per arm, in the table's order."""
+        """Return one mapping per arm from axes to values, in the table's order."""
         axes = list(self.arm_axes)
         return [] if not axes else self._table[axes].drop_duplicates().to_dict("records")
 
     def values(self, column: str) -> list[object]:
-        """Return the values of a column, each once, in the table's order. Raises NotMeasured for an unknown column."""
+        """Return the different values of a column in the table's order. Raises NotMeasured for an unknown column."""
         self._require_column(column)
         return self._table[column].drop_duplicates().tolist()
 
@@ -134,7 +136,8 @@ class Trials:
         return sorted(int(seed) for seed in self._table["seed"].unique())
 
     def arm(self, arm: Arm) -> Trials:
-        """Return the trials of one arm. A text is a value of ``placement``, or of the first axis that has this value.
+        """Return the trials of one arm. If ``arm`` is a text, it is a value of ``placement``, or of the first axis with
+        this value.
 
         Raises NotMeasured if no trial belongs to the arm.
         """
@@ -148,10 +151,10 @@ class Trials:
         raise NotMeasured(f"the arm {arm!r}{nearest(arm, map(str, present))} (measured: {_listed(present)})")
 
     def by_seed(self, arm: Arm, column: str = "eval_loss") -> Frame:
-        """Return a column of one arm with ``status`` beside it, one row per seed, indexed by seed.
+        """Return a column and ``status`` of one arm, with one row per seed. The index is the seed.
 
-        Raises NotMeasured for an unknown column, and if the arm has several trials per seed. These trials belong to
-        several arms, and the claim must choose one arm.
+        Raises NotMeasured for an unknown column, and if ``arm`` has several trials per seed. Such trials belong to
+        several arms, so the claim must choose one of them.
         """
         rows = self.arm(arm)
         rows._require_column(column)
@@ -192,8 +195,8 @@ class Trials:
         return pd.concat(frames, ignore_index=True)
 
     def record(self, name: str) -> Frame:
-        """Return a training record, "metrics" or "layers", for all trials that have this record, as ``measure``
-        does.
+        """Return the training record "metrics" or "layers" of all trials that have it. The columns are as in
+        ``measure``.
         """
         return self.measure(name, at="records")
 

@@ -1,4 +1,4 @@
-"""Check numbers by seed against other numbers, a bound, a formula or an order."""
+"""Check numbers by seed: compare them with other numbers, a bound, a formula or an order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compare_values(
     lower: bool = True,
     names: tuple[str, str] = ("a", "b"),
 ) -> Finding:
-    """Judge whether a is below b (``lower=False``: above b), paired over the seeds of both.
+    """Judge whether a is below b (with ``lower=False``: above b), paired over the seeds that a and b share.
 
     The smallest difference that counts is ``by`` in the values' unit, or ``share`` of the mean of b. Give either ``by``
     or ``share``. Use ``share`` if the size of a quantity depends on the model, such as an angle per layer.
@@ -50,7 +50,7 @@ def compare_values(
 def equivalent_values(a: BySeed, b: BySeed, *, within: float, names: tuple[str, str] = ("a", "b")) -> Finding:
     """Judge whether a and b, paired over the seeds, differ by less than ``within`` (two one-sided tests).
 
-    ``within`` is in the values' unit. If the test shows a larger difference, the claim fails; it cannot be reversed.
+    ``within`` is in the values' unit. If the test shows a larger difference, the claim fails. It cannot be reversed.
     """
     region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
     return pairs_in(region, a, b, names=names)
@@ -69,7 +69,8 @@ def above(values: BySeed, limit: float, *, name: str = "") -> Finding:
 def close(
     ours: float | BySeed, expected: float, tolerance: float, *, name: str = "", seeds: int | None = None
 ) -> Finding:
-    """Judge whether every number is within ``tolerance`` of an exact value, relative to it (absolute for 0).
+    """Judge whether every number differs from an exact value by at most ``tolerance``, relative to the value (absolute
+    for 0).
 
     Use it for a formula, not for a mean: a single number outside the tolerance makes the claim fail. ``seeds`` is the
     number of seeds, if there is not one number per seed.
@@ -88,12 +89,12 @@ def close(
 
 
 def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str = "", at_least: float = 0.6) -> Finding:
-    """Judge whether values by seed rise (or fall) with x; ``values`` maps each x to values by seed.
+    """Judge whether values rise (or fall) with x. ``values`` maps each x to values by seed.
 
     The claim holds under two conditions. Kendall's tau between x and value, averaged over the seeds, is at least
     ``at_least`` in the claimed direction. A one-sided t test at 2.5 % over the seeds also shows that the slope of value
     over the rank of x has this direction. The claim is reversed if both conditions are true in the other direction.
-    Lamina leaves out a seed that lacks an x, or has no finite value at an x.
+    Lamina leaves out a seed if a value at some x is missing or not finite.
     """
     xs = sorted(values)
     seeds = sorted(set.intersection(*({s for s, v in values[x].items() if math.isfinite(v)} for x in xs)))
@@ -121,11 +122,11 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
 
 
 def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: float = 0.6, name: str = "") -> Finding:
-    """Judge whether two mappings of arms to values by seed rank the arms in the same order, by Kendall's tau of the
-    means.
+    """Judge by Kendall's tau whether two mappings rank the arms in the same order. They map arms to values by seed.
 
     The claim holds if a test at 2.5 % shows that tau is at least ``at_least``. It is reversed if the test shows that
-    tau is below ``at_least``. The test draws the means from their t distributions. An arm without a value ranks last.
+    tau is below ``at_least``. Lamina ranks the arms by their means, and the test draws the means from their t
+    distributions. An arm without a value ranks last.
     """
     arms = sorted(a.keys() & b.keys())
     seeds = min(len(set().union(*side.values())) for side in (a, b))

@@ -1,1 +1,1 @@
-"""Tables and figures of a study with claims, for its page, for the docs, and for a paper."""
+"""Make a study's tables and figures for its page, for the docs, and for a paper."""

@@ -1,4 +1,4 @@
-"""Drawings: figures as data, which a page and a paper render differently."""
+"""Describe figures as data, which a page and a paper render differently."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class Series:
     Attributes:
         x: the points' positions along x, sorted.
         y: the points' values.
-        low: the lower end of each point's spread; empty if there is no spread.
-        high: the upper end of each point's spread; empty if there is no spread.
-        lost: the x values at which no seed trained, and how these runs ended. The figure shows them at the top edge.
+        low: the lower end of each point's spread. It is empty if the line has no spread.
+        high: the upper end of each point's spread. It is empty if the line has no spread.
+        lost: the x values at which no seed trained, and how these runs ended. The figure marks these values at the top
+            edge.
     """
 
     label: str
@@ -44,7 +45,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """A map: ``values`` by row (upwards) and column; NaN for an empty cell."""
+    """A map of colors. ``values`` has the rows from bottom to top, and NaN for an empty cell."""
 
     rows: tuple[float, ...]
     columns: tuple[float, ...]
@@ -53,7 +54,7 @@ class Cells:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One field of a figure, of lines or of a map."""
+    """One panel of a figure, which shows lines or a map."""
 
     title: str = ""
     series: tuple[Series, ...] = ()
@@ -61,7 +62,7 @@ class Panel:
 
     @property
     def heading(self) -> str:
-        """The title; a long title has two lines."""
+        """The title, which Lamina breaks into two lines if it is long."""
         breaks = [match.end() for match in re.finditer(", ", self.title)]
         if len(self.title) <= _LONG or not breaks:
             return self.title
@@ -70,8 +71,8 @@ class Panel:
 
 
 def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
-    """Return the positions along x of a series' marks for failed points, shifted so that they stand beside other
-    series' marks.
+    """Return the positions along x of a series' marks for failed points. Lamina shifts them, so that the marks of
+    several series stand side by side.
     """
     losing = [index for index, series in enumerate(panel.series) if series.lost]
     aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
@@ -83,7 +84,7 @@ def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis. ``ticks`` has the values with ticks; for an axis with categories, all values."""
+    """An axis of a figure. ``ticks`` has the values with ticks. If the axis has categories, these are all values."""
 
     title: str
     log: bool = False
@@ -100,12 +101,12 @@ class Drawing:
     """A figure.
 
     Attributes:
-        name: the files' name without the ending.
+        name: the name of the figure's files, without the ending.
         x: the x axis that all panels share.
         y: the y axis that all panels share.
         panels: the panels, at most three in a row.
-        joined: whether the points of a series are joined by a line.
-        quantity: the quantity that a map's color shows.
+        joined: whether a line joins the points of a series.
+        quantity: the quantity that a map shows by color.
     """
 
     name: str
@@ -124,12 +125,12 @@ class Drawing:
 
     @property
     def has_legend(self) -> bool:
-        """Whether the figure needs a legend, because the ticks of x do not already name the lines."""
+        """Whether the figure needs a legend. It needs none if the ticks of x name the lines."""
         names = {series.label for panel in self.panels for series in panel.series}
         return len(names) > 1 and not names <= set(self.x.ticks)
 
     def height(self, reach: float) -> float | None:
-        """Return a height from 0 (the lowest point of the data) to 1 (the highest point); None without points."""
+        """Return a height from 0 (the lowest point of the data) to 1 (the highest point), or None without points."""
         lines = [series for panel in self.panels for series in panel.series]
         values = [y for series in lines for y in (*series.y, *series.low, *series.high) if math.isfinite(y)]
         if not values:
@@ -147,11 +148,11 @@ class Request:
 
     Attributes:
         kind: a name in ``lamina.lab.papers.pages.study_figures.KINDS``.
-        x: the column along x; "" leaves it to the kind.
-        y: the column along y; "" leaves it to the kind.
-        color: the axis whose values are the lines; "" for the placement, or the first axis that varies.
+        x: the column along x. If it is "", the kind chooses it.
+        y: the column along y. If it is "", the kind chooses it.
+        color: the axis with one line per value. If it is "", Lamina takes the placement, or the first axis that varies.
         measure: the table's file without its ending (``init-gradients``), for kinds that draw a measure.
-        more: further entries of the YAML.
+        more: all other entries of the figure in the YAML.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Read a study's folder, or its record, which has the same files."""
+"""Read a study's folder or record. Both have the same files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StudyFolder:
 
     @property
     def arm_axes(self) -> tuple[str, ...]:
-        """The axes that distinguish arms; the placement in a study without axes."""
+        """The axes that distinguish arms. In a study without axes, this is the placement."""
         return tuple(axis for axis in self.axes if axis not in NO_ARM) or ("placement",)
 
     @cached_property
@@ -77,7 +77,7 @@ class StudyFolder:
 
     @cached_property
     def value(self) -> str:
-        """The column that the figures show: the eval loss, or another job's main number."""
+        """The column that the figures show: the eval loss, or the main number of another job."""
         for name in ("max_learning_rate", "eval_loss"):
             if name in self.results and self.results[name].notna().any():
                 return name
@@ -87,7 +87,7 @@ class StudyFolder:
 
     @property
     def first_stage(self) -> Frame:
-        """The trials of the first stage; all trials in a study without stages."""
+        """The trials of the first stage. In a study without stages, these are all trials."""
         if STAGE not in self.results:
             return self.results
         later = set(_mapping(self.definition_of_scale.get("then")))
@@ -95,18 +95,19 @@ class StudyFolder:
 
     @property
     def tuned(self) -> Frame:
-        """The trials at their arm's chosen learning rate; all trials if no learning rate was tuned."""
+        """The trials at their arm's chosen learning rate. Without tuning, these are all trials."""
         return self.results[self.results["tuned"]] if self.results["tuned"].any() else self.results
 
     @property
     def measures(self) -> list[str]:
-        """The tables in the folder, by file name without its ending: ``end-angular_distance``."""
+        """The tables in the folder, by file name without the ending: ``end-angular_distance``."""
         return sorted(path.stem for path in (self.folder / TABLES).glob("*.parquet"))
 
     def table(self, measure: str) -> Frame:
-        """Return a measure's rows of all trials with axes' values, seed and status; empty if the table cannot be read.
+        """Return a measure's rows of all trials, with values on the axes, seed and status. An unreadable table is
+        empty.
 
-        A column of the measure that has an axis's name is found by ``column_of``.
+        If a column of the measure has an axis's name, ``column_of`` returns the column's new name.
         """
         try:
             rows = read_parquet(self.folder / TABLES / f"{measure}.parquet")
@@ -123,12 +124,12 @@ class StudyFolder:
 
     @cached_property
     def measured_axes(self) -> tuple[str, ...]:
-        """The axes that vary, and the learning rate if the study measured an arm at several rates."""
+        """The axes with several values, and the learning rate if the study measured an arm at several rates."""
         rates = self.tuned.groupby(list(self.varied))["learning_rate"].nunique()
         return (*self.varied, *(("learning_rate",) if (rates > 1).any() else ()))
 
     def label(self, row: Mapping[str, object], without: Collection[str] = ()) -> str:
-        """Return the name of a row's arm: its values on the varying axes, without the axes in ``without``."""
+        """Return the name of a row's arm: the row's values on the axes that vary and are not in ``without``."""
         words = []
         for axis in (axis for axis in self.measured_axes if axis not in without and axis in row):
             value = row[axis]
@@ -144,12 +145,12 @@ def column_of(table: Frame, name: str) -> str:
 
 
 def has_claims(folder: Path) -> bool:
-    """Return whether a folder belongs to a study with claims, and not to a plain comparison."""
+    """Return whether a folder holds a study with claims."""
     return (folder / CLAIMS).is_file() or bool(study_header(folder).get("definition"))
 
 
 def read_folder(folder: Path) -> StudyFolder:
-    """Read a study's folder or record. Raises UserError for a missing or damaged file, which the message names."""
+    """Read a study's folder or record. Raises UserError that names the file if a file is missing or damaged."""
     header, path = study_header(folder), folder / RESULTS
     try:
         raw: Frame = pd.read_csv(path.absolute(), dtype={"key": str}, keep_default_na=False, na_values=["", "nan"])
@@ -165,10 +166,10 @@ def read_folder(folder: Path) -> StudyFolder:
 
 
 def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
-    """Return one row per group: mean, std and range of a column over the trained seeds, and all statuses.
+    """Return one row per group with a column's mean, std and range over the trained seeds, and the runs' statuses.
 
-    Returns the columns of ``by``, then mean, std (ddof 1), low, high, trained, trials, and ended ("5 finished", "3
-    finished, 2 diverged"). For a column that is not a loss, every status counts.
+    The columns are the columns of ``by``, then mean, std (ddof 1), low, high, trained, trials, and ended ("5 finished",
+    "3 finished, 2 diverged"). If the column is not a loss, the statistics cover runs of every status.
     """
     means = []
     for key, group in groups(rows, by):
@@ -191,30 +192,29 @@ def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
 
 
 def by_stage(rows: Frame) -> list[Frame]:
-    """Split the rows by stage, in the table's order; in a study without stages, there is one part."""
+    """Split the rows by stage, in the table's order. In a study without stages, the result has one part."""
     return [rows] if STAGE not in rows else [part for _, part in rows.groupby(STAGE, sort=False)]
 
 
 def value_of(rows: Frame, usual: str) -> str:
-    """Return the main column of a stage's trials; ``usual`` for trials without a stage."""
+    """Return the main column of a stage's trials. For trials without a stage, return ``usual``."""
     columns_here = (name for name in _OF_A_STAGE if name in rows and rows[name].notna().any())
     return usual if STAGE not in rows else next(columns_here, usual)
 
 
 def measuring(rows: Frame, column: str) -> Frame:
-    """Return the rows of the stages that measure a column; all rows in a study without stages."""
+    """Return the rows of the stages that measure a column. In a study without stages, return all rows."""
     if STAGE not in rows or column not in rows:
         return rows
     return rows[rows.groupby(STAGE)[column].transform(lambda values: values.notna().any())]
 
 
 def arms(study: StudyFolder) -> Frame:
-    """Return one row per arm at its learning rate, in the study's order: label, placement, learning_rate, and
-    ``over_seeds``.
+    """Return one row per arm, in the study's order: label, placement, learning_rate, and the columns of ``over_seeds``.
 
-    In a study with stages, each stage shows its own value: a score, a reward, or a loss. If several learning rates are
-    left (a sweep that a claim reads), the row has the rate with the lowest mean among the rates at which most seeds
-    trained.
+    In a study with stages, each stage has a row with the stage's value: a score, a reward, or a loss. If the study
+    chose no learning rate (a claim reads its sweep), Lamina takes the rates at which most seeds trained, and of these
+    the rate with the lowest mean.
     """
     rows = study.tuned
     if rows.empty:

@@ -1,4 +1,4 @@
-"""A study's arms as lines and panels: the lines' colors show one axis, the panels show the other axes."""
+"""Draw a study's arms as lines in panels. The lines' colors show one axis, and the panels show the other axes."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def value_title(study: StudyFolder, column: str) -> str:
 
 
 def arms_title(study: StudyFolder) -> str:
-    """Return the title of the values' column in a study's table."""
+    """Return the title of the column with the values in a study's table."""
     return "score, reward or loss" if STAGE in study.axes else value_title(study, study.value)
 
 
 def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
-    """Return the axis that the colors show: the wanted axis, the placement, or the first varying axis."""
+    """Return the axis that the colors show: the wanted axis, the placement, or the first axis that varies."""
     if wanted in study.results or wanted == "placement":
         return wanted
     free = [axis for axis in study.varied if axis != x]
@@ -58,9 +58,9 @@ def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
 
 
 def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
-    """Return the line style of each value on an axis: the placement's style, or otherwise a style by the value's order.
+    """Return the line style of each value on an axis: the placement's style, or a style by the value's order.
 
-    Several values of one placement share its color, and differ in dash and marker.
+    If several values have the same placement, they share its color, and differ in dash and marker.
     """
     if axis not in study.results:
         return {}
@@ -84,11 +84,11 @@ def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
 def panels(
     study: StudyFolder, rows: Frame, color: str, x: str, *, band: str = "std", numeric: bool = False, lost: bool = True
 ) -> tuple[Panel, ...]:
-    """Make panels of lines (``line``) from rows. The rows of one color are one line.
+    """Make panels of lines (``line``) from rows. In a panel, the rows of one color form a line.
 
-    All axes other than ``x`` and the colors' axis distinguish panels or, if there were too many panels, become part of
-    the lines' names. Lines have the order of the varying axes: numbers by size, texts as in the study. With ``lost``,
-    Lamina also marks points at which no seed trained.
+    Each combination of values on the axes other than ``x`` and the colors' axis has a panel. If this gives too many
+    panels, these values become part of the lines' names. The lines have the order of the axes that vary: numbers by
+    size, texts as in the study. With ``lost``, Lamina also marks points at which no seed trained.
     """
     if rows.empty:
         return ()
@@ -122,14 +122,15 @@ def axis(column: str, values: Iterable[object]) -> Axis:
 
 
 def joined(values: Iterable[object]) -> bool:
-    """Return whether a line may join an axis's values: numbers, or texts that contain a number."""
+    """Return whether a line may join an axis's values. It may if they are numbers, or texts that contain a number."""
     return all(isinstance(value, float) or re.search(r"\d", str(value)) for value in ordered_values(values))
 
 
 def ordered_values(values: Iterable[object]) -> list[Value]:
-    """Return the values of an axis, each once: numbers by size, texts in the study's order.
+    """Return the different values of an axis: numbers by size, texts in the study's order.
 
-    Numbers that span decades from 0 are texts, because neither a linear nor a logarithmic axis can show them.
+    If the numbers include 0 and span decades, they become texts, because neither a linear nor a logarithmic axis can
+    show them.
     """
     once = list(dict.fromkeys(point(value) for value in values))
     numbers = sorted(value for value in once if isinstance(value, float))
@@ -148,10 +149,10 @@ def point(value: object) -> Value:
 
 
 def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std", numeric: bool = False) -> Series | None:
-    """Make a line through one row of ``over_seeds`` per point; None if there are no points.
+    """Make a line with a point for each row of ``over_seeds``. Returns None without points.
 
-    ``band`` makes the spread the standard deviation ("std") or the range ("range"). With ``numeric``, x stays a number
-    even if it spans decades from 0, as training steps do.
+    ``band`` is the kind of spread: the standard deviation ("std") or the range ("range"). With ``numeric``, x stays a
+    number, even if its values include 0 and span decades, as training steps do.
     """
     points = rows[rows["mean"].notna()]
     values = sorted({float(value) for value in rows[x]}) if numeric else ordered_values(rows[x])

@@ -1,4 +1,4 @@
-"""Write a drawing for a paper as SVG and PDF with matplotlib (the extra ``figures``)."""
+"""Write figures for a paper as SVG and PDF with matplotlib (the extra ``figures``)."""
 
 from __future__ import annotations
 
@@ -196,14 +196,14 @@ def _scale(field: Axes, axis: Axis) -> None:
 
 
 def _turned(axis: Axis) -> bool:
-    """Return whether the labels on x must be turned to fit side by side."""
+    """Return whether the labels on x fit side by side only if they are turned."""
     if axis.has_texts:
         return max(len(str(tick)) for tick in axis.ticks) * len(axis.ticks) > 34
     return 5 < len(axis.ticks) <= 10
 
 
 def _places(values: Sequence[Value], axis: Axis) -> list[float]:
-    """Return the positions of values on x: numbers at themselves, texts by their order."""
+    """Return the positions of values on x. A number's position is the number, and a text's position is its index."""
     if not axis.has_texts:
         return [value for value in values if isinstance(value, float)]
     order = {str(tick): number for number, tick in enumerate(axis.ticks)}
@@ -211,5 +211,5 @@ def _places(values: Sequence[Value], axis: Axis) -> list[float]:
 
 
 def _plain(text: str) -> str:
-    """Escape what matplotlib would read as mathematics."""
+    """Escape characters that matplotlib would read as mathematics."""
     return text.replace("$", r"\$")

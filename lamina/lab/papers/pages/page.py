@@ -1,4 +1,4 @@
-"""The page of a study with claims: the verdicts, the settings, the figures."""
+"""Write the page of a study with claims: its verdicts, settings and figures."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def plot(drawing: Drawing) -> Figure:
 
 
 def _frame(figure: Figure, drawing: Drawing, down: int, lines: int) -> None:
-    """Set heights, margins, the legend above the panels' titles, and a range of y that the data fill."""
+    """Lay out a figure: heights, margins, the legend above the panels' titles, and a range of y that the data fill."""
     inside = (_MAP if drawing.is_map else _HEIGHT) * down
     headings = [panel.heading for panel in drawing.panels]
     titles = 43 if any("\n" in heading for heading in headings) else 26 if any(headings) else 6
@@ -227,8 +227,7 @@ def _arms(study: StudyFolder) -> str:
 
 
 _HOW = (
-    "Differences are paired over seeds. If the study tunes the learning rate, each setting is shown at its best "
-    "learning rate. "
-    "Parentheses hold Student's 95 % interval. p is corrected by Holm over the study's claims, and over repeated "
-    "judgments if seeds were added after a judgment."
+    "Lamina pairs differences over seeds. If the study tunes the learning rate, the page shows each setting at its "
+    "best learning rate. Parentheses hold Student's 95 % interval. Holm's correction covers all claims of the study. "
+    "If seeds were added after a judgment, p is also corrected for the number of judgments."
 )

@@ -1,6 +1,6 @@
-"""The figures of a study: the figures that its YAML names, and figures that Lamina chooses by its axes and measures.
+"""Draw the figures that a study's YAML names, and figures that Lamina chooses by the study's axes and measures.
 
-Each kind is a function from a study's tables to a drawing.
+Each kind of figure is a function that makes a drawing from a study's tables.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lamina.reports.records import Frame, rows_of
 
 logger = logging.getLogger(__name__)
 ONE_LINE = "none"
-"""The entry for a figure's color that makes one line of all arms."""
+"""The value of a figure's ``color`` that joins all arms in one line."""
 _MOST = 6
 _FIELDS = ("kind", "x", "y", "color", "measure")
 _LOST = "Marks along the top edge show points at which no seed trained (diverged or stuck)."
-_SPREAD = "Mean and standard deviation over the seeds that trained."
-_RANGE = "Mean over the seeds; the band is their range."
+_SPREAD = "The figure shows the mean and standard deviation over the seeds that trained."
+_RANGE = "The line is the mean over the seeds, and the band is their range."
 _TIMES = {"init": "before training", "end": "after training"}
 _AXES = {"start": "first layer", "size": "layers apart"}  # of a probe's table; a study's axis may have the name
 _STATES = "state (0: the embedding)"  # one more than layers, which are counted from 0, too
@@ -66,8 +66,9 @@ _MAPPED = ("angular_distance",)  # drawn as a map unless the study says otherwis
 
 
 def chosen(study: StudyFolder) -> tuple[list[Drawing], list[Drawing]]:
-    """Return a study's figures, with the figures of its YAML first, and the omitted figures. Lamina omits all except
-    the first few figures by axes.
+    """Return a study's figures and the omitted figures. Figures from the YAML come first.
+
+    If there are too many figures, Lamina omits some that the YAML does not name.
     """
     written = _made(study, _written(study))
     made = list({**written, **_made(study, _default(study)), **written}.values())
@@ -127,7 +128,7 @@ def probe_of(measure: str) -> str:
 
 
 def can_show(measure: str) -> bool:
-    """Return whether a measure has a figure without an entry in the study."""
+    """Return whether Lamina can draw a measure that the study's YAML does not ask to draw."""
     return probe_of(measure) in {*_SHOWN, *_MAPS}
 
 
@@ -146,7 +147,9 @@ def sweep(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw the value of each arm at its learning rate against an axis; ``by_depth``: against the number of layers."""
+    """Draw the value of each arm at its learning rate against an axis. ``by_depth`` draws it against the number of
+    layers.
+    """
     usual = next((a for a in study.varied if a != "placement"), study.varied[0])
     x, value = request.x or ("num_layers" if request.kind == "by_depth" else usual), _value(study, request)
     table = arms(study)
@@ -159,12 +162,12 @@ def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
     if table.empty or x not in table or table["mean"].isna().all() or table[x].nunique() < 2:
         return None
     table = table.drop(columns="learning_rate") if x != "learning_rate" else table
-    rate = " Each setting is shown at its best learning rate." if study.has_sweep else ""
+    rate = " The figure shows each setting at its best learning rate." if study.has_sweep else ""
     return _drawing(study, request, table, x, f"{_SPREAD}{rate} {_LOST}")
 
 
 def curves(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw a training record against the steps, with the mean over the seeds as a line and their range as a band."""
+    """Draw a training record against the steps. The line is the mean over the seeds, and the band is their range."""
     rows = study.table(request.measure or "records-metrics")
     x, y = request.x or "step", request.y or "loss"
     by_layer = {"metric", "value"} <= set(rows)
@@ -194,7 +197,7 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw a metric of a measure against the layer, with one line per arm and panels for before and after training."""
+    """Draw a measure's metric against the layer, with a line per arm, and panels for before and after training."""
     probe = probe_of(request.measure or next(iter(study.measures), ""))
     shown = _SHOWN.get(probe, ShownMetric(metric=request.y, rows={}))
     metric, wanted = request.y or shown.metric, request.x or shown.x
@@ -238,7 +241,7 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def heatmap(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw a measure as maps, one per arm, of the mean over the seeds by two columns."""
+    """Draw a measure as one map per arm. Two columns are the map's axes, and the color is the mean over the seeds."""
     measure = request.measure or next((m for m in study.measures if probe_of(m) in _MAPS), "")
     metric = str(request.more.get("metric") or _MAPS.get(probe_of(measure), ""))
     x, y = request.x or "start", request.y or "size"
@@ -261,7 +264,8 @@ def heatmap(study: StudyFolder, request: Request) -> Drawing | None:
     return Drawing(
         name=_name(study, measure),
         title=f"{sentence(title_of(metric))}, {_TIMES.get(measure.split('-')[0], 'while training')}",
-        caption=f"Mean over the seeds.{' The first maps of several.' if len(maps) > _MOST_MAPS else ''}",
+        caption="Colors show the mean over the seeds."
+        + (" The figure shows only the first maps." if len(maps) > _MOST_MAPS else ""),
         x=Axis(title=_axis(x)),
         y=Axis(title=_axis(y)),
         panels=tuple(maps[:_MOST_MAPS]),
@@ -326,7 +330,7 @@ def _rows(table: Frame, metric: str, chosen: Mapping[str, object]) -> Frame:
 
 
 def _parts(rows: Frame, x: str) -> list[tuple[str, Frame]]:
-    """Return the parts of a layer that rows tell apart, by name: sub-layers, roles, or a few norms."""
+    """Return the rows of each part of a layer, by the part's name. A part is a sub-layer, a role, or a norm."""
     several = [name for name in _PARTS if name in rows and name != x and rows[name].nunique(dropna=False) > 1]
     if "index" in several and rows["index"].nunique() > _MOST_OF_ONE_KIND:
         several.remove("index")  # heads, ranks: their mean

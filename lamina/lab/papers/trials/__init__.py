@@ -1,1 +1,1 @@
-"""Trials: their identity, the key under which all studies share them, and their stored results."""
+"""Describe, share and store trials. Studies with the same trial share it under its key."""

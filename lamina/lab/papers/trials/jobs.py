@@ -1,4 +1,4 @@
-"""The jobs of trials. Each job has settings and a function, which Lamina imports when it needs them."""
+"""List the jobs that a trial can run. Lamina imports a job's settings and function when it needs them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lamina.training import pretrain_row
 from lamina.training.settings import PretrainSettings
 
 SCORE = "score"
-"""The column of the average over the tasks, in percent; each task's column is ``score_TASK``."""
+"""The column of the average over the tasks, in percent. Each task's column is ``score_TASK``."""
 
 
 def columns_of(result: Json) -> Json:
     """Return ``score``, the average of a table's shares in percent, and ``score_HEADING`` of each column.
 
-    A result from a study's records already has its columns, and is returned unchanged.
+    If the result comes from a study's records, it already has these columns, and Lamina returns it unchanged.
     """
     if "table" not in result:
         return result
@@ -54,7 +54,7 @@ def columns_of(result: Json) -> Json:
 
 
 def initialize(settings: PretrainSettings, *, resume: Resume = False, bar: bool = True) -> Json:
-    """Write the folder of an untrained model: its settings, its plan, and a result of 0 steps.
+    """Write the folder of an untrained model: settings, plan, and a result with 0 steps.
 
     Raises UserError for invalid settings and a folder in use.
     """
@@ -91,10 +91,10 @@ class TrialJob:
         settings: a function that returns the class of the job's settings, which have ``output`` and ``seed``.
         run: a function of the settings, ``resume`` and ``bar`` that writes a run's folder.
         trains: whether the job leaves a trained model.
-        inputs: the settings that take the folder of an earlier trial, the main setting first. A job that starts a chain
-            has no such settings, but has ``placement``.
-        files: the settings that name data or code; an identity contains a hash of their content.
-        seeded: whether the job takes the seed of its chain.
+        inputs: the settings that take the folder of an earlier trial. The main setting comes first. A job that starts a
+            chain has no inputs, but has the setting ``placement``.
+        files: the settings that name data or code. A trial's identity contains a hash of the content.
+        seeded: whether the job uses the seed of the first trial in its chain.
         numbers: a function from result.json to the columns of a row.
     """
 

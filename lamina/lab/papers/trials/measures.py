@@ -1,4 +1,4 @@
-"""Further measures of a study's trials: probes before and after training, and training records.
+"""Measure a study's trials with probes, before and after training, and keep training records.
 
 A measure is "TIME/NAME": ``init/gradients``, ``end/angular_distance(tokens=all)``, ``records/layers``. Its table is a
 Parquet file in the trial's folder. For each measure, measures.json records success, or the reason for a failure.
@@ -38,7 +38,7 @@ def file_name(measure: str) -> str:
 
 
 def missing(folder: Path, measures: Iterable[str]) -> list[str]:
-    """Return the measures that a trial's folder does not have yet."""
+    """Return the measures that are not yet in a trial's folder."""
     state = noted(folder / MEASURES)
     return [
         measure
@@ -48,7 +48,7 @@ def missing(folder: Path, measures: Iterable[str]) -> list[str]:
 
 
 def table(folder: Path, measure: str) -> pd.DataFrame | None:
-    """Read a measure's table; None if the trial has no such table. Raises UserError for a file that can't be read."""
+    """Read a measure's table. Returns None if the trial has no such table. Raises UserError for an unreadable file."""
     path = _file(folder, measure)
     return None if path is None else read_table(path)
 
@@ -66,13 +66,13 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def _file(folder: Path, measure: str) -> Path | None:
-    """Return the file of a measure's table; None if there is none."""
+    """Return the file of a measure's table, or None."""
     path = folder / FOLDER / file_name(measure)
     return path if path.is_file() else None
 
 
 def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -> None:
-    """Measure everything that a trial's folder lacks. If a measure does not apply, note the reason."""
+    """Make all measures that a trial's folder lacks. If a measure does not apply to the trial, record the reason."""
     wanted = missing(folder, measures)
     if not wanted:
         return
@@ -88,7 +88,7 @@ def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -
 
 
 def _table(folder: Path, settings: PretrainSettings, measure: str) -> pd.DataFrame:
-    """Make a measure's table. Raises UserError for a trial without a model, and a probe that does not apply to it."""
+    """Make a measure's table. Raises UserError if the trial has no model, or the probe does not apply to the model."""
     time, name = measure.split("/", 1)
     if time == "records":
         return _records(folder, name)

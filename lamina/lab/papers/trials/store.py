@@ -1,4 +1,4 @@
-"""The store of trials, with one folder per key, and the records of earlier studies."""
+"""Read and write the store of trials (one folder per key), and read the records of earlier studies."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ TABLES = "tables"
 
 
 class Records:
-    """The records in a folder. Lamina reads the records when it needs them.
+    """The records in a folder. Lamina reads a record when it needs the record.
 
     Args:
         folder: the folder of the records, which need not exist.
-        own: the name of a study's own record. If another record has the same trial, the study's own record counts,
+        own: the name of the present study's record. If several records have a trial, Lamina reads it in this record,
             because a trial that ran again on another kind of machine has a slightly different loss.
     """
 
@@ -49,9 +49,7 @@ class Records:
 
     @cached_property
     def rows(self) -> dict[str, Json]:
-        """The result of every recorded trial that ended, by the trial's key. Raises UserError for an unreadable
-        file.
-        """
+        """The results of all recorded trials that ended, by key. Raises UserError for an unreadable file."""
         import pandas as pd
 
         tables, places, shared = [], set(), {"key", *columns.names()}
@@ -73,8 +71,8 @@ class Records:
         return rows
 
     def row(self, trial: StudyTrial) -> Json | None:
-        """Return the recorded result of a trial; None if there is no result. Raises UserError if the row belongs to
-        another trial.
+        """Return the recorded result of a trial, or None. Raises UserError if the record's row belongs to another
+        trial.
         """
         row = self.rows.get(trial.key)
         facts = {"seed": trial.seed, "learning_rate": trial.learning_rate, "placement": trial.placement}
@@ -89,7 +87,7 @@ class Records:
         return row
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
-        """Return a measure's table of one trial; None if no record has it."""
+        """Return a measure's table of one trial. Returns None if no record has the table."""
         if measure not in self._tables:
             tables: dict[str, pd.DataFrame] = {}
             for path in self._files(f"{TABLES}/{file_name(measure)}"):
@@ -99,7 +97,9 @@ class Records:
         return self._tables[measure].get(key)
 
     def _files(self, name: str) -> list[Path]:
-        """List the records' files of a name, the study's own last, since later ones win."""
+        """List the records' files of a name. The present study's file comes last, because a later file takes
+        precedence.
+        """
         study_file = self.folder / self.own / name
         paths = sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == study_file, path))
         for path in paths:
@@ -108,7 +108,7 @@ class Records:
 
 
 def recorded_keys(record: Path) -> list[str]:
-    """Return the keys of the trials in a study's record; an empty set if there is no record."""
+    """Return the keys of the trials in a study's record. Without a record, return an empty set."""
     import pandas as pd
 
     path = record / RESULTS
@@ -123,7 +123,7 @@ def write_results(folder: Path, results: pd.DataFrame) -> None:
 
 
 def write_table(folder: Path, measure: str, rows: pd.DataFrame) -> None:
-    """Write a measure's rows of all trials, each with its trial's key."""
+    """Write a measure's rows of all trials. Each row has the trial's key."""
     (folder / TABLES).mkdir(parents=True, exist_ok=True)
     write_parquet(folder / TABLES / file_name(measure), rows, compression="zstd")
 
@@ -137,7 +137,7 @@ class StoredTask(Task):
 
     Attributes:
         measures: the measures of the trial, as "TIME/NAME".
-        identity: everything that decides the trial's numbers.
+        identity: everything on which the trial's numbers depend.
     """
 
     measures: tuple[str, ...] = ()
@@ -178,9 +178,7 @@ class StoredTask(Task):
 
 
 def refuse_another(folder: Path) -> None:
-    """Raise UserError if a folder of the store does not hold the trial that its name says, for example because it is a
-    copy.
-    """
+    """Raise UserError if a folder of the store does not hold the trial after which the folder is named."""
     path = folder / TRIAL
     status = (read_result(folder) or {}).get("status")
     if not path.is_file() and status not in ENDED and (status is None or not (folder / CONFIG).is_file()):
@@ -200,7 +198,7 @@ def refuse_another(folder: Path) -> None:
 
 
 UNTRAINED = (Status.DIVERGED.value, Status.STUCK.value)
-"""The statuses of a model from which no other trial can start."""
+"""The statuses of trials from whose model no other trial can start."""
 
 
 class Store:
@@ -209,8 +207,8 @@ class Store:
     Args:
         folder: the folder that holds the trials' folders.
         records: the records of earlier studies, which may come from another machine.
-        threads: number of threads of each trial; None leaves it to the trial's settings.
-        run_code: whether the trials may run task files.
+        threads: the number of threads of each trial. None means the number in the trial's settings.
+        run_code: whether trials may run the code in task files.
     """
 
     def __init__(self, folder: Path, records: Records, threads: int | None = None, *, run_code: bool = False):
@@ -220,7 +218,7 @@ class Store:
         self._verified: set[str] = set()
 
     def place(self, key: str) -> Path:
-        """Return a trial's folder. Raises UserError if the folder holds another or an unknown trial."""
+        """Return a trial's folder. Raises UserError if the folder holds another trial or an unknown trial."""
         folder = self.folder / key
         if key not in self._verified and folder.is_dir():
             refuse_special("store", folder)
@@ -231,9 +229,7 @@ class Store:
         return folder
 
     def machines(self, keys: Iterable[str]) -> list[Json]:
-        """Return the machines, torch versions and revisions of the trials here, with counts, the most frequent
-        first.
-        """
+        """Count the stored trials by machine, torch version and revision. The most frequent combination comes first."""
         counts = Counter[str]()
         for name in keys:
             if machine := (noted_there := noted(self.folder / name / ENVIRONMENT)).get("machine"):
@@ -245,7 +241,7 @@ class Store:
         return [{"trials": count, **json.loads(text)} for text, count in counts.most_common()]
 
     def task(self, trial: StudyTrial) -> StoredTask:
-        """Return the trial as a task that a process runs."""
+        """Convert a trial to a task for a process."""
         places = {name: str((self.folder / source.key).absolute()) for name, source in trial.inputs.items()}
         changes: Json = {"output": str(self.folder / trial.key), **places}
         if self.threads is not None:
@@ -259,7 +255,7 @@ class Store:
         )
 
     def result(self, trial: StudyTrial) -> Json | None:
-        """Return the result of a trial that has ended; otherwise None."""
+        """Return the result of a trial that has ended. Otherwise, return None."""
         if trial.key in self._ended:
             return self._ended[trial.key]
         result = self.outcome(trial)
@@ -269,7 +265,7 @@ class Store:
         return result
 
     def outcome(self, trial: StudyTrial) -> Json | None:
-        """Return the status in a trial's folder, including failed and interrupted; None if there is no status."""
+        """Return the status in a trial's folder, which may be failed or interrupted. Without a status, return None."""
         folder = self.place(trial.key)
         return read_result(folder) if folder.is_dir() else None
 
@@ -284,7 +280,7 @@ class Store:
         return model.is_dir()
 
     def damage(self, trials: Iterable[StudyTrial]) -> list[str]:
-        """Return a line for each model and checkpoint of an ended trial with a missing or incomplete file."""
+        """Return a line for each model or checkpoint of an ended trial in which a file is missing or incomplete."""
         lines = []
         for name in dict.fromkeys(trial.key for trial in trials if self.result(trial) and trial.key in self._ended):
             folder = self.folder / name
@@ -294,7 +290,7 @@ class Store:
         return lines
 
     def _inherited(self, trial: StudyTrial) -> Json | None:
-        """Return the status of an input whose model did not train, as this trial's result; None if all trained."""
+        """Return a result for a trial if the model of one of its inputs did not train. If all trained, return None."""
         for source in trial.inputs.values():
             result = self.result(source)
             if result is not None and result["status"] in UNTRAINED:
@@ -305,7 +301,7 @@ class Store:
         return None
 
     def complete(self, trial: StudyTrial) -> Json | None:
-        """Return the result of a trial that has ended and has all measures; otherwise None."""
+        """Return the result of a trial that has ended and has all measures. Otherwise, return None."""
         result, trial_id = self.result(trial), (trial.key, trial.measures)
         if result is None or not trial.measures or trial_id in self._complete or self._inherited(trial) is not None:
             return result
@@ -317,6 +313,6 @@ class Store:
         return result
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
-        """Read a measure's table of one trial; None if there is no table, or if somebody has altered the file."""
+        """Read a measure's table of one trial. Returns None if the file is missing or somebody has altered it."""
         table = measures.table(self.place(key), measure)
         return table if table is not None else self.records.table(key, measure)

@@ -1,7 +1,7 @@
-"""A trial of a study, and its identity: everything that decides its numbers, hashed to a key.
+"""Describe a trial of a study. Its key is a hash of its identity: everything on which its numbers depend.
 
-Two trials with the same key give the same numbers, bit-identical on the same machine. So Lamina trains a trial only
-once for several studies, and a changed trial never replaces the old trial.
+Two trials with the same key give the same numbers, which are bit-identical on the same machine. So several studies can
+share a trial, and a changed trial never replaces the old trial.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from lamina.training.setting_groups import ObjectiveSettings, PackingSettings, P
 from lamina.training.settings import BranchSettings
 
 NUMERICS = 1
-"""The version of the code that trains. Raise it with any change after which the same settings give other numbers:
-tests/lab/papers/test_numerics.py trains a few small models and fails if their losses are not those of this version."""
+"""The version of the code that trains. Increase it with every change after which the same settings give other numbers.
+
+tests/lab/papers/test_numerics.py trains a few small models, and fails if their losses differ from this version's."""
 
 # Settings on which the numbers of a run depend only if it may roll back.
 OF_A_ROLLBACK = frozenset(("rollback_factor", "rollback_skip", "save_steps", "keep"))
@@ -65,7 +66,7 @@ YOUNGER: Json = {
 
 
 def identity(job: str, settings: Settings) -> Json:
-    """Return everything that decides a trial's numbers. Raises UserError for an unreadable placement or corpus."""
+    """Return everything on which a trial's numbers depend. Raises UserError for an unreadable placement or corpus."""
     values = settings.to_dict()
     placement, layers = str(values.pop("placement")), values.pop("num_layers", None)
     plan, recommended = _plan(placement, layers or _depth(str(values["backbone"])))
@@ -85,10 +86,10 @@ def identity(job: str, settings: Settings) -> Json:
 
 
 def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Json:
-    """Return everything that decides the numbers of a trial that starts from other trials.
+    """Return everything on which the numbers depend, for a trial that starts from other trials.
 
-    ``inputs`` has, by setting, the key of the trial whose folder this setting takes. Raises UserError for data that
-    can't be read.
+    ``inputs`` maps a setting that takes an earlier trial's folder to this trial's key. Raises UserError for unreadable
+    data.
     """
     values, data = settings.to_dict(), {}
     for name in job.files:
@@ -110,13 +111,13 @@ def key(identity: Json) -> str:
 
 
 def read_again() -> None:
-    """Forget cached texts and placement files, which may have changed."""
+    """Forget cached texts and placement files, because they may have changed."""
     for cached in (_plan, _text, _depth, _files):
         cached.cache_clear()
 
 
 def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json:
-    """Return the settings that decide the numbers, without ``others``."""
+    """Return the settings on which the numbers depend, without ``others``."""
     left_out = {*others, *(free - OF_A_ROLLBACK if values.get("rollback") else free)}
     return {
         name: value
@@ -126,7 +127,7 @@ def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json
 
 
 def _places(settings: Json) -> Json:
-    """Return the content of the folders that settings name, by setting; names without a folder have none."""
+    """Return the content of the folders that settings name, by setting. Lamina leaves out names without a folder."""
     places = {
         name: _files(str(path), ignored)
         for name, ignored in PLACES.items()
@@ -152,7 +153,7 @@ def _plan(placement: str, num_layers: int) -> tuple[str, str]:
 
 
 def _changed(value: object) -> Json:
-    """Return a plan's fields that differ from their defaults, so that new fields change no older key."""
+    """Return a plan's fields that differ from their defaults, so that a new field keeps the keys of older trials."""
     assert is_dataclass(value)
     changed = {}
     for entry in fields(value):
@@ -167,7 +168,7 @@ def _changed(value: object) -> Json:
 
 
 def _content(source: str) -> str:
-    """Return a name's content: a file's hash, the version of generated data, or else the name itself."""
+    """Return a file's hash, or the version of generated data. For any other name, return the name."""
     file, _, rest = source.rpartition(":") if ".py:" in source else (source, "", "")
     if (path := Path(file).expanduser()).is_file():
         return f"{sha256(path)} {rest}".strip()
@@ -200,11 +201,11 @@ class StudyTrial:
     Attributes:
         job: the job, a name in ``TRIAL_JOBS``.
         values: the trial's values on the study's axes, as labels.
-        settings: the complete settings, except the folder, which the store decides.
+        settings: the complete settings, without the folder, because the store chooses it.
         measures: the measures of the trial, as "TIME/NAME".
-        identity: everything that decides the trial's numbers.
-        inputs: by setting, the trial whose model this setting takes; empty for the first trial of a chain.
-        root: the first trial of the chain; None for the first trial itself.
+        identity: everything on which the trial's numbers depend.
+        inputs: maps a setting to the trial whose model the setting takes. It is empty for the first trial of a chain.
+        root: the first trial of the chain. In the first trial, it is None.
     """
 
     job: str
@@ -226,7 +227,7 @@ class StudyTrial:
 
     @property
     def learning_rate(self) -> float | None:
-        """The peak learning rate of the first trial; None for a job without a learning rate."""
+        """The peak learning rate of the chain's first trial. It is None for a job without a learning rate."""
         return getattr(self.first.settings, "learning_rate", None)
 
     @property
@@ -241,7 +242,7 @@ class StudyTrial:
 
 
 def may_be(trial: StudyTrial, placement: str) -> bool:
-    """Return whether a placement's name stands for the first trial's plan, or Lamina cannot read the placement here."""
+    """Return whether a placement may have the trial's plan. Returns True if Lamina cannot read the placement."""
     try:
         settings = replace(trial.settings, placement=placement)
         return identity(trial.job, settings)["plan"] == trial.identity["plan"]
@@ -250,7 +251,7 @@ def may_be(trial: StudyTrial, placement: str) -> bool:
 
 
 def make_trial(job: str, values: Mapping[str, str], settings: Settings, measures: tuple[str, ...]) -> StudyTrial:
-    """Make a trial of these settings. Raises UserError for a placement or a corpus that can't be read."""
+    """Make a trial from settings. Raises UserError for an unreadable placement or corpus."""
     decided = identity(job, settings)
     return StudyTrial(job=job, values=values, settings=settings, measures=measures, identity=decided, key=key(decided))
 
