@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from evaluation.conftest import data_dir  # noqa: F401
-from lab.posttraining.tiny import common, preferences, records, same_weights, sorting, write_model, write_rows
+from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_rows
 from torch.nn import functional
+from training.tiny_runs import records
 from transformers import AutoModelForCausalLM
 
 import lamina

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from lab.posttraining.tiny import common, preferences, records, same_weights, sorting, write_model, write_rows
-from training.tiny_runs import layers
+from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_rows
+from training.tiny_runs import layers, records
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from accelerate import Accelerator
-from lab.posttraining.tiny import common, preferences, records, write_rows
+from lab.posttraining.tiny import common, preferences, write_rows
+from training.tiny_runs import records
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lamina.errors import UserError

@@ -1,9 +1,10 @@
 """A run that was interrupted ends with the bytes of one that was not: LoRA in every job, answers trained on again."""
 
 import pytest
-from lab.posttraining.tiny import common, records, sorting, write_rows
+from lab.posttraining.tiny import common, sorting, write_rows
 from lab.posttraining.two_stages import JOBS
 from safetensors.torch import load_file
+from training.tiny_runs import records
 
 from lamina.errors import UserError
 from lamina.lab.posttraining.rlhf import PromptOrder

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from lab.posttraining.tiny import common, records, sorting, write_model, write_rows
+from lab.posttraining.tiny import common, sorting, write_model, write_rows
 from safetensors.torch import load_file
+from training.tiny_runs import records
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lamina.cli import main

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lab.posttraining.tiny import common, preferences, records, same_weights, sorting, write_model, write_rows
+from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_rows
 from safetensors.torch import load_file
+from training.tiny_runs import records
 from transformers import AutoModelForCausalLM
 
 from lamina.cli import main

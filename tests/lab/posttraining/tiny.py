@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 
 import torch
-from training.tiny_runs import records as records
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lamina
