@@ -74,7 +74,7 @@ class Connections:
     def _only(self, name: str, value: object, allowed: object) -> None:
         if value != allowed:
             raise UserError(
-                f"config.json: model.block.hyper_connections.{name} is {value!r}, and Lamina reads only "
+                f"config.json: model.block.hyper_connections.{name} is {value!r}, but Lamina reads only "
                 f"{allowed!r}. Choose another checkpoint."
             )
 

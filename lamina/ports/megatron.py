@@ -92,7 +92,7 @@ def read(folder: Path) -> ForeignCheckpoint:
     for name, expected in _LLAMA.items():
         if (value := args.get(name, expected)) != expected:
             raise UserError(
-                f"source: the checkpoint's args have {name} = {value!r}, and Lamina reads only {expected!r}. Choose "
+                f"source: the checkpoint's args have {name} = {value!r}, but Lamina reads only {expected!r}. Choose "
                 "another checkpoint."
             )
     tensors = distributed(folder, "embedding.", "decoder.", "output_layer.")

@@ -32,21 +32,21 @@ class AngularDistance(DirectionsProbe):
     angle.
 
     Each pair of states has a row with ``start`` = l, ``size`` = n and the metric ``angular_distance``. Each size also
-    has a row ``best_start``. Its value is the l of the smallest distance (the first if several are equal), at which
-    this criterion drops a block.
+    has a row ``best_start``: the first l with the smallest distance. This criterion drops the block of layers that
+    starts at this l.
 
-    Notes: transformers' own last hidden state is after the final norm. A Post-LN stream is a norm's output. Lamina
-    measures HybridNorm's stream before the norm, and the page has a note. Some papers count states from 1 or leave the
-    embedding out.
+    Notes: transformers returns the last hidden state after the final norm. A Post-LN stream is a norm's output. Lamina
+    measures HybridNorm's stream before the norm, and adds a note to the page. Some papers count states from 1 or leave
+    the embedding out.
 
     Args:
-        tokens: "last" (Gromov et al.) is each sequence's last real token, which is the separator if an encoder's
-            tokenizer adds one. "all" (Mix-LN Eq 8, over 256K tokens) is every token. "first" is the first token, the
+        tokens: "last" (Gromov et al.) is each sequence's last real token. If an encoder's tokenizer adds a separator,
+            it is the separator. "all" (Mix-LN Eq 8, over 256K tokens) is every token. "first" is the first token, the
             class token of most encoders and vision models. The default is "last" for text, and "all" for images and
             during training, where sequences are few.
-        tokens_per_batch: with "all", the number of tokens of a batch that Lamina keeps until the last layer has run
-            (default: all of your own text; for a corpus, as many as fit a quarter of the model's own memory). If Lamina
-            keeps fewer tokens than the batch has, the page has a note.
+        tokens_per_batch: with "all", the number of each batch's tokens that Lamina keeps until the last layer has run
+            (default: all of your own text; for a corpus, the number that fits in a quarter of the model's memory). If
+            Lamina keeps only a part of the tokens, the page has a note.
     """
 
     name = "angular_distance"
@@ -82,7 +82,7 @@ class AngularDistance(DirectionsProbe):
         for table, title, caption in (
             (
                 scaled_rows(distances),
-                "Angular distance, each block size by itself",
+                "Angular distance, scaled for each block size",
                 "Angular distance d(l, l + n) between the hidden states before and after the n layers that start at "
                 "layer l. As in Mix-LN's Figure 5, the colors of each row span its 1st to 99th percentile, so the "
                 "lightest block of a row has the smallest angle.",
@@ -119,7 +119,9 @@ class AngularDistance(DirectionsProbe):
 
 
 def best_blocks(frame: Frame) -> pd.DataFrame:
-    """Return a row ``best_start`` per block size: the start of the smallest distance. Lamina ignores NaN distances."""
+    """Return a row ``best_start`` per block size: the start of the block with the smallest distance. NaN distances are
+    ignored.
+    """
     rows = []
     for size, group in frame.groupby("size"):
         measured = group.dropna(subset="value")
@@ -129,7 +131,7 @@ def best_blocks(frame: Frame) -> pd.DataFrame:
 
 
 def scaled_rows(distances: Frame) -> pd.DataFrame:
-    """Return each size's values, clipped to their 1st to 99th percentile and scaled to [0, 1]; 0 if all are equal."""
+    """Clip each size's values to their 1st to 99th percentile, and scale them to [0, 1]. Equal values become 0."""
 
     def scale(values: Frame) -> Frame:
         low, high = values.quantile(0.01), values.quantile(0.99)

@@ -1,4 +1,4 @@
-"""Attention by layer and head: the entropy of the weights, the largest logit, and the weight on the first token."""
+"""Measure each attention head: the entropy of its weights, its largest logit, and its weight on the first token."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 
 @probe
 class Attention(Probe):
-    """Statistics of the inputs and outputs of every softmax over keys.
+    """Statistics of each softmax over keys: of its inputs and of its outputs.
 
     Lamina finds a softmax by its operation, not by a module's name. Rows with role "head" describe one head
-    (``index``). Rows with role "all" have the mean over the heads; for max_logit, the largest value. Metrics:
+    (``index``). Rows with role "all" hold the mean over the heads, but for max_logit the largest value. Metrics:
 
     - entropy: -sum_k a_k ln a_k of the attention weights, in nats, averaged over queries.
     - entropy_share: the entropy divided by ln(number of keys that the query may see, after causal mask, sliding window
       and padding), averaged over the queries that see at least two keys; 1 is uniform attention.
-    - max_logit: the softmax's largest input over the whole sample, after the scale, a soft-cap and a position's bias,
-      among the keys that the query may see. This metric has no standard error.
+    - max_logit: the softmax's largest input over the whole sample, after the scale, a soft-cap and a position bias.
+      Only keys that the query may see count. This metric has no standard error.
     - first_token_share: the weight on the sequence's first token, averaged over queries (the attention sink). A causal
       model's first query gives the first token a weight of 1. If the token is outside the window, the weight is 0.
 
-    Lamina averages over the queries of a sequence, then over sequences, with a standard error. Heads that share keys
-    (GQA) count separately. Attention runs in plain operations, so that Lamina can read the softmax. Memory holds the
-    weights [batch, heads, queries, keys] of one layer at a time. Padding does not count. A learned sink (GPT-OSS)
-    counts as a key.
+    Lamina averages over a sequence's queries, then over sequences. The standard error is over sequences. Heads that
+    share keys (GQA) count separately. Attention runs in plain operations, so that Lamina can read the softmax. Memory
+    holds the weights [batch, heads, queries, keys] of one layer at a time. Padding does not count. A learned sink
+    (GPT-OSS) counts as a key.
     """
 
     name = "attention"
@@ -58,7 +58,7 @@ class Attention(Probe):
     def __init__(self, sequences: int | None = None):
         """Set the number of ``sequences`` to measure (0: all; default: all of your own text, 16 of a corpus).
 
-        Raises UserError unless it is a whole number from 0.
+        Raises UserError unless ``sequences`` is a whole number from 0.
         """
         self.sequences = check_most(self.name, "sequences", sequences)
 
@@ -166,7 +166,7 @@ class Attention(Probe):
 def of_heads(
     logits: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the METRICS of each sequence and head, [sequences, heads, metrics], and each head's largest logit.
+    """Return METRICS by sequence and head, [sequences, heads, metrics], and each head's largest logit.
 
     ``logits``, ``weights``: [sequences, heads, queries, keys]; ``mask``: [sequences, tokens] of 0 and 1, or None.
     """
@@ -210,9 +210,7 @@ def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tup
 
 @contextmanager
 def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
-    """During one forward pass, call ``see(layer, input, output)`` for each softmax over the last axis within a
-    layer.
-    """
+    """In one forward pass, call ``see(layer, input, output)`` for each layer's softmax over the last axis."""
 
     class SoftmaxMode(TorchDispatchMode):
         def __torch_dispatch__(

@@ -46,7 +46,7 @@ _STATEMENTS = {
 
 @dataclass(frozen=True)
 class Sides:
-    """A statement's two sides at one layer, [sequences] in float64."""
+    """The two sides of an inequality at one layer, each [sequences] in float64."""
 
     layer: int
     sublayer: str
@@ -58,7 +58,8 @@ class Sides:
 def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[Sides]:
     """Return both sides of Eq 13 and 21 (Var(F) and constant / L), and of Eq 20 (Var(Z) and Var(skip) + Var(F)).
 
-    L is the number of blocks. A variance is over a token's channels, averaged over the tokens of a sequence.
+    L is the number of blocks. Lamina takes the variance over each token's channels, and averages it over the tokens of
+    a sequence.
     """
     points: dict[Hashable, Point] = {}
     for index, sublayer in enumerate(block.site.sublayers):
@@ -82,13 +83,13 @@ def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[S
 
 
 def identity_sides(block: LayerCall, tolerance: float) -> Sides:
-    """Return ||J - I||_2 and, on the right, the standard deviation of the block's input: Eq 9 without its constant."""
+    """Return both sides of Eq 9 without its constant: ||J - I||_2 and the standard deviation of the block's input."""
     distance = Jacobian(block, block.stream).norm(batch_dims=1, identity=1.0, tolerance=tolerance).value
     return Sides(block.site.index, "block", "fusenorm_eq_9", distance, _variance(block.stream).sqrt())
 
 
 def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
-    """Return both sides of Eq 19: the block's Jacobian, and the paper's approximate bound and the chain rule's bound.
+    """Return both sides of Eq 19, once with the paper's approximate bound and once with the chain rule's bound.
 
     This applies to blocks with FuseNorm's structure: a norm on both sums, and a feed-forward skip that carries the
     block's input. Lamina uses the true gains, which the paper sets to 1. For role fusenorm_eq_19, sigma is the mean
@@ -204,7 +205,7 @@ class Bounds(ShortProbe):
     """Both sides of the papers' inequalities, measured on this model, and the ratio of the two sides.
 
     The role names the inequality, and the metrics are ``left``, ``right`` and ``ratio``. Values are means over
-    ``sequences`` texts of ``tokens`` tokens (0: all; default: all of your own text, 1 text of 32 tokens of a corpus),
+    ``sequences`` texts of ``tokens`` tokens (0: all; default: all of your own text, 1 text of 32 tokens from a corpus),
     with their standard error.
 
     Peri-LN's Proposition 3.1 bounds the gradient of the last feed-forward (sublayer feed_forward of the last layer):
@@ -217,19 +218,19 @@ class Bounds(ShortProbe):
     ``left`` is ||dL/dW_2||_F, and ``right`` is the sum over tokens of ||dL/do|| ||h||, times the factor of each norm.
     The paper's equations are for one entry of the gradient, and for a toy model whose logits are the layer's output.
     Lamina measures the gradient of the whole matrix with the model's own loss (see ``last_layer_sides``). The roles
-    that end in _token have the token with the largest ratio. For a single token the ratio is at most 1, and without a
-    norm it is 1.
+    that end in _token describe the token with the largest ratio. For a single token the ratio is at most 1, and it is 1
+    without a norm.
 
     FuseNorm's Theorem 1 has these roles at each layer:
 
     - fusenorm_eq_9: blocks without a norm on the sums. ``left`` is ||J - I||_2, and ``right`` is c / sigma_l. sigma_l
-      is the standard deviation of x^l, and c makes the geometric mean of the ratios 1. In layer -1, ``left`` is an
-      exponent, the slope of log ||J - I|| over log sigma_l. The paper has -1.
-    - fusenorm_eq_9_depth: only layer -1. ``left`` is the slope of log ||J - I|| over log(l + 1). The paper has -1/2,
-      for a variance that grows linearly.
-    - fusenorm_eq_21: by sub-layer. ``left`` is Var(F), and ``right`` is c / L for L blocks and the option ``constant``
-      as c. The paper states only an order, so the ratio L Var(F) / c must not grow from one depth to another. Layer -1
-      has the mean over the layers.
+      is the standard deviation of x^l, and Lamina chooses c so that the geometric mean of the ratios is 1. In layer -1,
+      ``left`` is an exponent, the slope of log ||J - I|| over log sigma_l. In the paper it is -1.
+    - fusenorm_eq_9_depth: only layer -1. ``left`` is the slope of log ||J - I|| over log(l + 1). In the paper it is
+      -1/2, if the variance grows linearly.
+    - fusenorm_eq_21: by sub-layer. ``left`` is Var(F), and ``right`` is c / L, where L is the number of blocks and c
+      the option ``constant``. The paper states only the order, so the ratio L Var(F) / c must not grow with L. Layer -1
+      holds the mean over the layers.
     - fusenorm_eq_20: each sub-layer with a norm on its sum Z. ``left`` is Var(Z), and ``right`` is Var(skip) + Var(F).
       The sides are equal if skip and branch are uncorrelated.
     - fusenorm_eq_19: blocks with FuseNorm's structure (see ``jacobian_sides``). This is the paper's approximation, with
@@ -258,7 +259,7 @@ class Bounds(ShortProbe):
         return 150.0 * self.tokens_of(context)
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """Measure both sides on the first tokens of the first texts."""
+        """Measure both sides of each inequality on the first tokens of the first texts."""
         self._rows = []
         self.take(context)
         if context.structure.carries_more:
@@ -384,24 +385,25 @@ class Bounds(ShortProbe):
                 left, right = values[role, "left", *sublayer_key], values[role, "right", *sublayer_key]
                 yield (
                     f"{_STATEMENTS[str(role)]}: the gradient norm of the last down-projection is {left:.3g}, and the "
-                    f"bound is {right:.3g} (ratio {left / right:.3g}; of single tokens at most "
+                    f"bound is {right:.3g} (ratio {left / right:.3g}; for single tokens at most "
                     f"{values[f'{role}_token', 'ratio', *sublayer_key]:.3g})."
                 )
             elif role in _STATEMENTS and len(ratios):
                 yield (
-                    f"{_STATEMENTS[str(role)]}: left side / right side is {ratios.median():.3g} (median over the "
-                    f"layers), from {ratios.min():.3g} to {ratios.max():.3g}."
+                    f"{_STATEMENTS[str(role)]}: the ratio of left to right side has the median {ratios.median():.3g} "
+                    f"over the layers, and goes from {ratios.min():.3g} to {ratios.max():.3g}."
                 )
         for role, bound in (("fusenorm_eq_9", "sigma_l"), ("fusenorm_eq_9_depth", "(l + 1)")):
             if (role, "left", -1, "model") in values.index:
                 slope, expected = values[role, "left", -1, "model"], values[role, "right", -1, "model"]
                 error = errors[role, "left", -1, "model"]
                 if error < _TOLD:
-                    yield f"||J - I|| scales as {bound}^({slope:.2f} ± {error:.2f}); the paper has {expected:g}."
+                    exponent = f"({slope:.2f} ± {error:.2f})"
+                    yield f"||J - I|| scales as {bound}^{exponent}; the paper's exponent is {expected:g}."
                 else:
                     yield (
                         f"{layers} layers are too few to tell how ||J - I|| scales with {bound} (the exponent is "
-                        f"{slope:.2g} ± {error:.2g}; the paper has {expected:g})."
+                        f"{slope:.2g} ± {error:.2g}; in the paper it is {expected:g})."
                     )
 
 
@@ -437,9 +439,7 @@ class LastLayer:
 
 @dataclass(frozen=True)
 class LastLayerSides:
-    """Both sides for one batch in float64: for the gradient of the loss, and for each token's share of the gradient,
-    [tokens].
-    """
+    """Both sides for one batch in float64: for the loss's gradient, and [tokens] for each token's share of it."""
 
     left: float
     right: float

@@ -26,25 +26,26 @@ _NOTHING = 1e-6
 
 @probe
 class DepthMixing(ShortProbe):
-    """The depth-mixing matrix: the factor by which skips and norms stretch each branch's output until a later layer.
+    """The depth-mixing matrix: how much skips and norms stretch each branch's output on its way to a later layer.
 
     In Attention Residuals (arXiv 2603.15031) Sec 6.2, the matrix M holds the weights of the branches' outputs in a
-    layer's input. If a norm lies between the output and the layer, this weight is a matrix, and M holds how far the
-    matrix stretches. Lamina makes every branch's output a leaf of the graph, so only skips, their scales and norms
-    carry gradient. The stretch of J = dx^l / d(branch) is ||J||_F / sqrt(tokens * channels), the root mean square over
-    random directions. Lamina computes it by automatic differentiation, so the probe works for any skip.
+    layer's input. If a norm lies between the output and the layer, this weight is a matrix, and M holds the matrix's
+    stretch. Lamina makes every branch's output a leaf of the graph, so only skips, their scales and norms carry
+    gradient. The stretch of J = dx^l / d(branch) is ||J||_F / sqrt(tokens * channels), the root mean square over random
+    directions. Lamina computes it by automatic differentiation, so the probe works for any skip.
 
-    Each row has a state ``layer`` = l (N: after the last layer). ``index`` is the number of the branch's sub-layer in
-    the model, from 0, or -1 for x^0. Metrics:
+    In each row, ``layer`` is the state l (N: after the last layer). ``index`` counts the sub-layers of the model from
+    0, and names the branch's sub-layer; -1 is x^0. Metrics:
 
-    - mixing: the stretch from the module's output (after the output's norm), including a factor on the branch. It is 1
-      everywhere in Pre-LN. It is 0 if the output reaches the layer only through other branches (FuseNorm's attention).
-    - composite_gain (index -1): the stretch from x^l to x^N, which is 1 in Pre-LN. This is the average over the rows of
-      mHC's composite gain, and not the worst row.
+    - mixing: the stretch from the module's output (after its output norm), including a factor on the branch. Mixing is
+      1 everywhere in Pre-LN. It is 0 if the output reaches the layer only through other branches (FuseNorm's
+      attention).
+    - composite_gain (index -1): the stretch from x^l to x^N, which is 1 in Pre-LN. mHC takes the worst row of this
+      gain, but Lamina takes the average over the rows.
 
     If blocks return several streams or earlier states, mixing describes the state that a layer reads from them
-    (``layer`` = N: the final norm's input). composite_gain is then the stretch of all streams, or from one stream to
-    the final norm's input.
+    (``layer`` = N: the final norm's input). composite_gain is then the stretch of all streams together; for earlier
+    states, it is the stretch from the stream to the final norm's input.
 
     Args:
         sequences: number of sequences to measure (0: all; default: all of your own text, 1 of a corpus).
@@ -89,14 +90,14 @@ class DepthMixing(ShortProbe):
         axes = {"x_title": "sub-layer that a branch comes from (-1: the embedding)", "y_title": "state"}
         yield (
             heat_map(mixing, "index", "layer", "value", title="Depth-mixing matrix", **axes),
-            "The factor by which skips and norms alone scale each branch's output up to each later state.",
+            "The factor by which skips and norms alone scale each branch's output on its way to each later state.",
         )
         gains = frame[frame["metric"] == "composite_gain"]
         yield from chart(
             gains,
             "Composite gain",
             "factor to the last state",
-            "The factor from each state to the last.",
+            "The factor by which skips and norms scale each state on its way to the last state.",
             x_title="state",
         )
 
@@ -107,8 +108,8 @@ class DepthMixing(ShortProbe):
         nowhere = sorted(int(i) for i in branches.loc[branches["value"] <= _NOTHING, "index"])
         least, most = branches["value"].min(), branches["value"].max()
         yield (
-            f"The branches reach the last state scaled by {least:.3g} to {most:.3g}, and the embedding by "
-            f"{float(last.loc[last['index'] < 0, 'value'].iloc[0]):.3g}."
+            f"On the way to the last state, skips and norms scale the branches by {least:.3g} to {most:.3g}, and the "
+            f"embedding by {float(last.loc[last['index'] < 0, 'value'].iloc[0]):.3g}."
         )
         if nowhere:
             yield f"The branches of sub-layers {ranges(nowhere)} reach the last state only through later branches."

@@ -1,4 +1,4 @@
-"""The learned gains of each layer's norms, and the learned scales of its skips and branches."""
+"""Read the learned gains of each layer's norms, and the learned scales of its skips and branches."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Gains(Probe):
     and the final norm have layer -1 and sublayer "model".
 
     The metrics are over the vector's elements in float64: gain_mean, gain_std (population), gain_rms, gain_min,
-    gain_max. They describe the effective gain, because Gemma stores the gain's difference from 1. Norms without a gain
-    have no rows. The probe reads no text, so there is no standard error.
+    gain_max. They describe the effective gain, because Gemma stores the gain minus 1. Norms without a gain have no
+    rows. The probe reads no text, so there is no standard error.
     """
 
     name = "gains"
@@ -61,7 +61,7 @@ class Gains(Probe):
         layers = frame[frame["layer"] >= 0]
         number = np.where(layers["index"] > 0, " " + (layers["index"] + 1).astype(str), "")
         layers = layers.assign(norm=layers["sublayer"] + ", " + layers["role"] + number)
-        caption = "The elements of the effective gain, for each norm and learned scale of a layer."
+        caption = "The mean or the largest element of each norm's effective gain, and of each learned scale."
         for metric, title in (("gain_mean", "Mean gain by depth"), ("gain_max", "Largest gain by depth")):
             yield from chart(layers[layers["metric"] == metric], title, metric.replace("_", " "), caption, color="norm")
 
@@ -80,7 +80,7 @@ class Gains(Probe):
             yield (
                 f"The mean gain of the {sublayer}'s {role}{number} goes from {part.iloc[0]:.3g} in layer "
                 f"{part.index[0]} to {part.iloc[-1]:.3g} in layer {part.index[-1]} (smallest {part.min():.3g} in "
-                f"{part.idxmin()}, largest {part.max():.3g} in {part.idxmax()})."
+                f"layer {part.idxmin()}, largest {part.max():.3g} in layer {part.idxmax()})."
             )
         for row in means[means["layer"] < 0].itertuples():
             yield f"The {row.role}'s mean gain is {row.value:.3g}."

@@ -34,10 +34,10 @@ class Gradients(Probe):
     Lamina computes one gradient at the model's present weights. It accumulates the batches, weighted by their predicted
     tokens, and does not clip.
 
-    - ``gradient_norm``: the L2 norm of the gradient. A row covers the parameters of one role in a sub-layer (query,
-      ..., pre_norm, ...; for an unknown module name, the path in the sub-layer), or a whole sub-layer or layer (role
-      ``all``; a layer has the sublayer ``block``). Outside the layers (layer -1, sublayer ``model``), the roles are
-      embedding, readout and final_norm. Their role ``all`` covers the whole model and equals
+    - ``gradient_norm``: the L2 norm of the gradient. A row covers the parameters of one role in a sub-layer. The roles
+      are query, ..., pre_norm, ...; for an unknown module name, the role is the path in the sub-layer. Role ``all``
+      covers a whole sub-layer, or a whole layer (sublayer ``block``). Outside the layers (layer -1, sublayer
+      ``model``), the roles are embedding, readout and final_norm. There, role ``all`` covers the whole model and equals
       torch.nn.utils.get_total_norm.
     - ``gradient_variance``: the variance of the gradient's elements, mean of squares minus square of the mean (Peri-LN
       Fig 7).
@@ -46,12 +46,12 @@ class Gradients(Probe):
       number of tokens, because the loss is a mean over tokens. So compare layers, or models on the same text. Several
       streams count jointly.
     - ``spike_score`` (layer -1, role loss or grad_norm): if the model belongs to a run, the share of logged values that
-      are at least 7 standard deviations above the mean of the 1,000 values before (OLMo 2's measure, see ``spikes``).
+      are at least 7 standard deviations above the mean of the previous 1,000 values (OLMo 2's measure, see ``spikes``).
 
-    Notes: if two layers share a parameter (ALBERT), or a parameter has two uses (tied embeddings), it has one gradient,
-    the sum over the uses. Lamina shows this gradient at the first location, and the page has a note. The norm on a
-    finite text is larger than the norm on infinitely many tokens: it falls with more text, until the noise averages
-    out.
+    Notes: if two layers share a parameter (ALBERT), or a parameter has two uses (tied embeddings), the parameter has
+    one gradient, the sum over the uses. Lamina shows this gradient at the first location, and the page has a note. The
+    norm on a finite text is larger than the norm on infinitely many tokens: it falls with more text, until the noise
+    averages out.
     """
 
     name = "gradients"
@@ -65,7 +65,7 @@ class Gradients(Probe):
     def __init__(self, sequences: int | None = None):
         """Set the number of ``sequences`` for the loss (0: all; default: all of your own text, 16 of a corpus).
 
-        Raises UserError unless it is a whole number from 0.
+        Raises UserError unless ``sequences`` is a whole number from 0.
         """
         self.sequences = check_most(self.name, "sequences", sequences)
 
@@ -156,7 +156,7 @@ class Gradients(Probe):
             )
         for row in frame[frame["metric"] == "spike_score"].itertuples():
             label = {"loss": "training loss", "grad_norm": "gradient norm"}[str(row.role)]
-            yield f"Spike score of the run's {label}: {100 * float(row.value):.2f} % of the logged values."
+            yield f"In the run's {label}, {100 * float(row.value):.2f} % of the logged values are spikes."
 
 
 @dataclass
@@ -236,7 +236,7 @@ def _along_depth(label: str, norms: Frame, what: str) -> list[str]:
 
 
 def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
-    """Return (layer, sublayer, role) of every parameter of ``model``, by its name; each parameter comes once.
+    """Map each parameter name of ``model`` to its (layer, sublayer, role). A shared parameter comes once.
 
     Layer -1 and sublayer "model" are outside the layers; sublayer "block" is in a layer but in none of its sub-layers.
     A role comes from the table of weights' names (query, ..., feed_forward_out; ``query_bias`` for a bias), or is the

@@ -58,8 +58,8 @@ class HiddenStates(Probe):
     - top100_max, top100_min: the largest and the smallest of the 100 largest |x| of the sample (Peri-LN Fig 11).
 
     Rows with role "contribution" describe the tensor that a sub-layer adds, after its out_norm. Rows with role "after"
-    describe the stream after the addition and a post_norm. Both have variance, mean, abs_mean and abs_max, and
-    ``index`` counts sub-layers of the same kind in a layer.
+    describe the stream after the addition and a post_norm. Rows of both roles have variance, mean, abs_mean and
+    abs_max, and ``index`` counts sub-layers of the same kind in a layer.
 
     Rows with a norm's role describe the norm's input. sigma is the standard deviation over the channels (Mix-LN Eq
     5-7), and rms is an RMSNorm's divisor, both averaged over tokens. ``index`` counts norms of the same role in the
@@ -69,8 +69,8 @@ class HiddenStates(Probe):
     stream_cosine is the mean cosine of two streams at a token (at 1, the streams have collapsed into one), and
     stream_rms is the rms of stream number ``index``.
 
-    The rows growth_linear_r2 and growth_exponential_r2 (layer -1, sublayer "model") are the R^2 of a straight line
-    through the states' variance and through the variance's logarithm.
+    The rows growth_linear_r2 and growth_exponential_r2 (layer -1, sublayer "model") hold the R^2 of a straight line:
+    the first through the states' variance, the second through the logarithm of the variance.
 
     Padding does not count. Note: transformers' hidden_states[-1] is after the final norm, but state N is before this
     norm.
@@ -208,7 +208,7 @@ class HiddenStates(Probe):
         yield from chart(
             frame[frame["metric"] == "stream_cosine"],
             *("Collapse of the streams", "cosine"),
-            "The mean cosine between two streams of a token. At 1, both are equal in direction.",
+            "The mean cosine between two streams of a token. At 1, the two streams have the same direction.",
             x_title="state",
         )
         yield from chart(
@@ -246,14 +246,14 @@ class HiddenStates(Probe):
             yield (
                 f"The standard deviation at the pre-norms' inputs goes from {by_layer.iloc[0]:.3g} in layer "
                 f"{by_layer.index[0]} to {by_layer.iloc[-1]:.3g} in layer {by_layer.index[-1]}; a norm's Jacobian "
-                "scales with its inverse."
+                "scales with the inverse of this deviation."
             )
 
 
 def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Add to a ratio the ``stream_figures`` of streams [sequences, tokens, n, width].
+    """Add the ``stream_figures`` of streams [sequences, tokens, n, width] to a ratio.
 
-    Does nothing for a single stream [sequences, tokens, width].
+    A single stream [sequences, tokens, width] adds nothing.
     """
     if streams.ndim < 4:
         return
@@ -325,7 +325,7 @@ class Moments:
 def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Moments:
     """Return the moments of all tokens, including padding; the last two moments need ``magnitude`` (|x|). Lamina sums
     in float32. If E[x^2] - E[x]^2 would lose digits (a mean far above the deviation), or a square overflows, Lamina
-    computes this token again in float64.
+    computes the token's moments again in float64.
     """
     x = tokens.x
     channels = x.shape[-1]
@@ -347,8 +347,8 @@ def medians(tokens: TokenStates, magnitude: torch.Tensor) -> torch.Tensor:
     """Return the exact median of ``magnitude`` in each sequence in float64. If there are two middle values, the median
     is the lower value, as in torch.median.
 
-    It selects without sorting. On the CPU it works in place, so the values of each sequence in ``magnitude`` are out of
-    order afterwards.
+    The function selects without sorting. On the CPU it works in place and reorders the values of each sequence in
+    ``magnitude``.
     """
     each = list(magnitude)
     if tokens.valid is not None:
@@ -430,7 +430,7 @@ class Totals:
         return float(self.sums[index]) / max(self.tokens, 1), float(self.samples.standard_error[index])
 
     def relative_error(self) -> float:
-        """Return the standard error of the sequences' variance divided by the mean; infinite for fewer than two
+        """Return the variance's standard error over sequences, divided by its mean; infinite for fewer than two
         sequences.
         """
         mean = float(self.samples.mean[_VARIANCE]) if self.samples.count else 0.0
@@ -439,7 +439,7 @@ class Totals:
 
 
 class StateTotals(Totals):
-    """The totals of a state x^l, with its magnitudes: the largest with their positions, the median, and the massive
+    """The totals of a state x^l, and of its magnitudes: the largest and their positions, the median, massive
     activations.
     """
 
@@ -455,7 +455,7 @@ class StateTotals(Totals):
     def add_values(
         self, tokens: TokenStates, moments: Moments, magnitude: torch.Tensor, input_ids: torch.Tensor | None
     ) -> None:
-        """Add one batch's magnitudes. Call this method before ``add``. Leaves ``magnitude`` out of order."""
+        """Add one batch's magnitudes. Call this method before ``add``. It reorders ``magnitude``."""
         assert moments.abs_max is not None
         peaks = moments.abs_max if tokens.valid is None else moments.abs_max.masked_fill(~tokens.valid, 0.0)
         self.largest.add(largest(tokens.x, peaks, self.top))
@@ -526,7 +526,7 @@ def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: i
 def growth(variance: Frame, linear: float, exponential: float) -> str:
     """Return a sentence on how the variance changes with depth.
 
-    Its inputs are the values by state, and the R^2 of a line and of an exponential.
+    The inputs are the values by state, the R^2 of a line, and the R^2 of an exponential.
     """
     last = variance.index[-1]
     if not np.isfinite(variance).all():
@@ -546,7 +546,7 @@ def growth(variance: Frame, linear: float, exponential: float) -> str:
 
 
 def headroom(peak: Frame) -> str:
-    """Compare the largest |x| (a row of the frame) with FP16's limit, in a sentence."""
+    """Return a sentence that compares the largest |x| (a row of the frame) with FP16's limit."""
     token = f" ({peak['token']!r})" if isinstance(peak["token"], str) else ""
     text = f"The largest |x| is {peak['value']:.4g}, in state {peak['layer']} at channel {peak['channel']}, token "
     text += f"{peak['position']}{token}: "
@@ -564,14 +564,14 @@ def massive(states: Frame) -> str:
     ratio = states[states["metric"] == "max_to_median"].sort_values("value").iloc[-1]
     if activations.empty:
         return (
-            "No massive activations (|x| > 100 and at least 1000 times the median); the largest |x| is at most "
-            f"{ratio['value']:.3g} times its sequence's median (state {ratio['layer']})."
+            "The states have no massive activations (|x| > 100 and at least 1000 times the median). The largest |x| is "
+            f"at most {ratio['value']:.3g} times its sequence's median (state {ratio['layer']})."
         )
     layers = sorted(activations["layer"].unique())
     most = activations.loc[activations["value"].abs().idxmax()]
     channels = activations["channel"].nunique()
     return (
-        f"Massive activations (|x| > 100 and at least 1000 times the median) in {len(layers)} states, {layers[0]} to "
-        f"{layers[-1]}, in {channels} channel{'s' * (channels > 1)}; the largest is {most['value']:.4g} at channel "
+        f"{len(layers)} states, {layers[0]} to {layers[-1]}, have massive activations (|x| > 100 and at least 1000 "
+        f"times the median) in {channels} channel{'s' * (channels > 1)}. The largest is {most['value']:.4g} at channel "
         f"{most['channel']}, token {most['position']} (state {most['layer']})."
     )

@@ -48,8 +48,8 @@ class JacobianProbe(ShortProbe):
     The Jacobian covers all tokens of a short sequence jointly, including attention: [tokens * channels, tokens *
     channels]. So the spectral norm is the stretch in the worst direction, and it grows a little with the number of
     tokens. Lamina finds the spectral norm by Lanczos bidiagonalization with products from automatic differentiation.
-    Spectral norms are means over the sequences, with their standard error. A gradient stretches by the same norms in
-    the backward pass, since J and J^T have the same singular values.
+    Spectral norms are means over the sequences, with their standard error. The backward pass stretches a gradient by
+    the same norms, because J and J^T have the same singular values.
 
     Rows of a layer (sublayer "block") have these roles:
 
@@ -65,8 +65,8 @@ class JacobianProbe(ShortProbe):
       / sqrt(alpha^2 + 1) per sub-layer, and 2^(-1/2) in Post-LN. The equations are for norms on the sum; without such
       norms, the value is the scale of the skips.
     - fusenorm: ``formula`` is the product of gain / sigma over the norms on the path (FuseNorm Eq 10, 11, 16; the paper
-      has gain 1). sigma is each token's standard deviation at the norm's input, and the value is the geometric mean
-      over tokens.
+      sets the gain to 1). sigma is each token's standard deviation at the norm's input, and the value is the geometric
+      mean over tokens.
 
     If a model has several streams, these rows treat all streams jointly, and there are no formulas. The weights that
     read, mix and write the streams are part of the residual path. Two further roles describe the streams:
@@ -83,7 +83,7 @@ class JacobianProbe(ShortProbe):
         tokens: number of tokens of each sequence (0: all; default: all of your own text, 32 of a corpus).
         tolerance: relative error of a spectral norm at which the iteration stops.
         iterations: largest number of matrix-vector products for a spectral norm.
-        total: whether to also find the spectral norm of the product of all blocks.
+        total: whether to also find the spectral norm of the product of all blocks' Jacobians.
     """
 
     name = "jacobian"
@@ -131,11 +131,11 @@ class JacobianProbe(ShortProbe):
             self._measure(context, inputs, f"Jacobians of {batch + 1}/{len(self.inputs)}")
         sequences, tokens = self.measured(context)
         length = f" of {tokens / sequences:g} tokens each" if tokens else ""
-        context.notes.append(f"Jacobians: over {sequences} sequences{length}, all tokens jointly.")
+        context.notes.append(f"Jacobians: Lamina measured {sequences} sequences{length}, all tokens jointly.")
         if self._unfinished:
             context.notes.append(
                 f"Jacobians: {self._unfinished} spectral norms had not converged to {self.options['tolerance']:g} "
-                f"after {self.options['iterations']} products: they are lower bounds (see the metric residual)."
+                f"after {self.options['iterations']} products, so they are lower bounds (see the metric residual)."
             )
         rows = []
         for (layer, sublayer, role, index, metric, _), values in self._values.items():
@@ -283,22 +283,22 @@ class JacobianProbe(ShortProbe):
         first, last = distance.iloc[:quarter], distance.iloc[-quarter:]
         typical = frame[(frame.role == "identity") & (frame.metric == "typical")].value
         yield (
-            f"The distance to the identity (median) is {first.median():.3g} in the first quarter of the layers "
-            f"and {last.median():.3g} in the last quarter in the worst direction, and "
-            f"{typical.iloc[:quarter].median():.3g} and {typical.iloc[-quarter:].median():.3g} in a typical "
-            "direction. A layer with a distance near 0 passes its input on unchanged."
+            f"In the worst direction, the median distance to the identity is {first.median():.3g} in the first quarter "
+            f"of the layers and {last.median():.3g} in the last quarter. In a typical direction, it is "
+            f"{typical.iloc[:quarter].median():.3g} and {typical.iloc[-quarter:].median():.3g}. "
+            "A layer with a distance near 0 passes its input on unchanged."
         )
         if ("residual_path", "log10_product") not in model:
             return
         path = model["residual_path", "log10_product"]
         if ("keel", "log10_product") not in model:
             mean = model.get(("collapsed", "log10_product"), math.nan)
-            more = f", of the streams' mean {_power(mean)}" if math.isfinite(mean) else ""
-            yield f"Along the residual path alone the product is {_power(path)}{more}."
+            more = f", and for the streams' mean it is {_power(mean)}" if math.isfinite(mean) else ""
+            yield f"Along the residual path alone, the product is {_power(path)}{more}."
             return
         keel, fuse = (model[role, "log10_product"] for role in ("keel", "fusenorm"))
         yield (
-            f"Along the residual path alone the product is {_power(path)}; the formula with the measured sigma "
+            f"Along the residual path alone, the product is {_power(path)}; the formula with the measured sigma "
             f"gives {_power(fuse)}, and the formula with only gains and scales (Keel Eq 14-19) gives "
             f"{_power(keel)}."
         )
@@ -322,7 +322,7 @@ def _power(exponent: float) -> str:
 def log10_total_norm(
     blocks: Sequence[LayerCall], *, tolerance: float, iterations: int
 ) -> tuple[torch.Tensor, SpectralNorm]:
-    """Return log10 ||dx^N/dx^0||_2 [sequences] of all blocks' product of Jacobians, and the iteration's last state.
+    """Return log10 ||dx^N/dx^0||_2 [sequences] for all blocks together, and the iteration's last state.
 
     Lamina keeps the graph of every block for one short input, as a training step does. A thousand blocks can shrink a
     vector below the smallest float. So Lamina divides each block by its effect on a random vector, and adds the

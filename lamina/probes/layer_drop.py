@@ -59,7 +59,7 @@ class LayerDrop(Probe):
 
     Mix-LN Fig 2, 3 and 6b, Keel's dPPL of each layer, and Gromov et al. 2024 (consecutive layers) measure this harm.
     All other layers stay unchanged, with their scales (LayerNorm Scaling's l, Keel's alpha). If a placement treats the
-    first layer differently, dropping this layer also drops the difference.
+    first layer differently, dropping this layer also drops this difference.
 
     Each row is one measurement. ``layer`` is the first dropped layer, and ``size`` is the number of dropped layers:
 
@@ -71,7 +71,7 @@ class LayerDrop(Probe):
       both increases are over the sequences' paired differences.
     - ``accuracy_drop``: for a task of lm-eval, the whole model's value minus the value without the layer. The standard
       error treats both values as independent, so it is usually too large.
-    - ``score_drop``: the same for your own score, with the sign that makes harm positive.
+    - ``score_drop``: the same difference for your own score, with the sign that makes harm positive.
     - ``angular_distance`` (meaning ""): d(l, l + size) on the same text, as in the probe angular_distance.
     - layer -1, size 0: the ``loss``, ``perplexity``, ``accuracy`` or ``score`` of the whole model.
 
@@ -83,7 +83,7 @@ class LayerDrop(Probe):
         include_path: a folder with the task's YAML file, which can hold code and therefore needs run_code.
         run_code: whether task files in include_path, and code that the model writes, may run.
         task_metric: the metric of the task (default: acc).
-        limit: largest number of the task's documents, or of the file's questions.
+        limit: maximum number of the task's documents, or of the file's questions.
         squad: a file in SQuAD v1.1's format. The F1 of a model with a question-answering head then replaces the loss.
         score: your own measure instead of the loss (Python only): a function from the model to a number.
         higher_is_better: whether a higher score is better.
@@ -154,7 +154,7 @@ class LayerDrop(Probe):
                 )
             self.meanings = (REMOVE,)
             context.notes.append(
-                "layer_drop: Lamina measured only 'remove', because Lamina did not find the sub-layers of "
+                "layer_drop: Lamina measured only 'remove', because it did not find the sub-layers of layer "
                 f"{ranges(bare)}."
             )
 
@@ -275,7 +275,7 @@ class LayerDrop(Probe):
             else:
                 yield (
                     f"Removing {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit})"
-                    f", removing {_which(most['layer'], size)} most ({most['value']:.3g}{unit}){meant}."
+                    f", and removing {_which(most['layer'], size)} harms most ({most['value']:.3g}{unit}){meant}."
                 )
             yield from _could_go(group, whole, unit) if size == 1 else []
         yield from _agreement(frame, harm)
@@ -380,8 +380,8 @@ class PassesWithoutLayers(ExitStack):
     """A context manager that runs forward passes of one batch without some layers.
 
     It keeps only one state, so the first omitted layers l must come in ascending order. A pass computes only the layers
-    after the omitted layers; the layers before them return the stored x^l. On average this costs half of a whole pass.
-    If a model changes the stream between two layers, whole passes run.
+    after the omitted layers. The layers before them return the stored x^l. On average this costs half of a whole pass.
+    If a model changes the stream between two layers, Lamina runs whole passes.
     """
 
     def __init__(self, context: Context, run: Callable[[], torch.Tensor]):
@@ -527,7 +527,7 @@ class HarnessTask:
         """Return the metric's value and standard error (NaN if there is none) for the model in its present state."""
         if context.tokenizer is None:
             raise UserError(
-                f"task: {self.name!r} is text, and the checkpoint has no tokenizer. Name a tokenizer with --tokenizer."
+                f"task: {self.name!r} is text, but the checkpoint has no tokenizer. Name a tokenizer with --tokenizer."
             )
         assert isinstance(context.model, PreTrainedModel)
         rows = len(context.batches[0]["input_ids"])

@@ -39,8 +39,8 @@ class LayerUse(Probe):
       the same update if the model skips layer ``layer`` (as ``remove`` of layer_drop does). The norms are L2 norms of a
       token, and the score is the mean over tokens.
     - permutation_score: |L' - L| / L, where L is the loss, and L' is the loss if Lamina exchanges layer ``layer`` and
-      the next layer. Each layer keeps its weights, norms, scales and kind. A mask that the model makes by position
-      stays at its position.
+      the next layer. Each layer keeps its weights, norms, scales and kind. A mask that depends on the layer's position
+      stays at this position.
     - linear_loss_increase: L' - L in nats per token, where L' is the loss if the best linear map of the layer's input
       replaces the layer's output (least squares, without an intercept; several streams count as one long vector).
       Lamina fits the map on the second half of the sequences, until there are 4 tokens per channel, and measures L' on
@@ -210,8 +210,7 @@ def _exchanged(context: Context, first: LayerSite, second: LayerSite) -> Iterato
 
 
 def linear_maps(context: Context, sequences: Sequence[Inputs]) -> Iterator[AbstractContextManager]:
-    """Yield contexts in which a linear map of a layer's input, fitted on the second half of sequences, replaces its
-    output.
+    """Yield contexts in which a linear map replaces a layer. Lamina fits the map on the second half of the sequences.
 
     Raises UserError if there are no more tokens than channels.
     """

@@ -46,9 +46,9 @@ class LogitLens(Probe):
     - kl_to_final: KL(p_N || p_l) in nats, where p_N is the model's own distribution. It is 0 at state N.
     - top1_agreement: the share of positions at which state l and the model predict the same token.
 
-    Note: a state in another basis than the last state (Post-LN's early states, tied embeddings) can be worse than
-    uniform guessing, whose loss is ln(vocabulary size). The row "uniform_cross_entropy" (layer -1, sublayer "model")
-    has this loss.
+    Note: if a state has another basis than the last state (Post-LN's early states, tied embeddings), its predictions
+        can be worse than uniform guessing. The row "uniform_cross_entropy" (layer -1, sublayer "model") holds the loss
+        of uniform guessing, ln(vocabulary size).
     """
 
     name = "logit_lens"
@@ -65,7 +65,7 @@ class LogitLens(Probe):
         """Set the approximate number of predicted ``tokens`` to measure, in whole sequences (0: all; default: all of
         your own text, 1,024 of a corpus).
 
-        Raises UserError unless it is a whole number from 0.
+        Raises UserError unless ``tokens`` is a whole number from 0.
         """
         self.tokens = check_most(self.name, "tokens", tokens)
         self._read: list[Mapping[str, torch.Tensor]] = []
@@ -174,7 +174,7 @@ class LogitLens(Probe):
         uniform = float(frame.loc[frame["metric"] == "uniform_cross_entropy", "value"].iloc[0])
         yield (
             f"The loss of predictions from the hidden states goes from {loss.iloc[0]:.2f} nats (state 0) to "
-            f"{loss.iloc[-1]:.2f} nats (state {last}). Uniform guessing has {uniform:.2f} nats."
+            f"{loss.iloc[-1]:.2f} nats (state {last}). Uniform guessing has a loss of {uniform:.2f} nats."
         )
         agreeing = agreement.index[agreement >= 0.5]
         yield (
@@ -190,8 +190,8 @@ class LogitLens(Probe):
             yield "The model is no better than uniform guessing, so this probe shows little."
         elif len(worse):
             yield (
-                f"States {ranges(worse)} are worse than uniform guessing, perhaps because they have another basis "
-                "than the last state."
+                f"States {ranges(worse)} give worse predictions than uniform guessing, perhaps because they have "
+                "another basis than the last state."
             )
 
 
@@ -199,7 +199,7 @@ def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) ->
     """Sum METRICS over tokens. ``logits`` and the model's own logits ``final`` are [tokens, vocabulary]; ``targets`` is
     [tokens].
 
-    KL is sum_v p (f - f_l) - logZ + logZ_l, from differences of logits, so it is exactly 0 if they are equal.
+    KL is sum_v p (f - f_l) - logZ + logZ_l, from differences of logits, so it is exactly 0 if the logits are equal.
     """
     size, size_final = logits.logsumexp(-1), final.logsumexp(-1)
     cross_entropy = size.double() - logits.gather(1, targets.unsqueeze(1)).squeeze(1).double()
@@ -256,8 +256,8 @@ class Tail:
 
     @contextmanager
     def instead_of_the_layers(self, ids: torch.Tensor) -> Iterator[None]:
-        """Replace the layers by given states inside the context. ``ids`` [1, tokens] are any tokens, as many as the
-        states of a call.
+        """Replace the layers by given states inside the context. ``ids`` [1, tokens] are any tokens, one for each state
+        of a call.
         """
         self._ids = ids
 

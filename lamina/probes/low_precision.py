@@ -39,9 +39,9 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
 
     fp16 and bf16 are casts that round to nearest even. fp8_e4m3 is OCP e4m3fn (largest 448, no inf), and the largest
     value of fp8_e5m2 is 57344. With ``scaled``, Lamina first multiplies the tensor, so that the tensor's largest |x|
-    becomes the format's largest value. Otherwise Lamina casts directly, and larger values overflow. int8_tensor,
-    int8_token: symmetric, q = round(x / s) with s = max|x| / 127 over the tensor or over a token's channels. The tensor
-    is the last two dimensions.
+    becomes the format's largest value. Otherwise Lamina casts directly, and larger values overflow. int8_tensor and
+    int8_token are symmetric: q = round(x / s), with s = max|x| / 127 over the tensor or over a token's channels. A
+    tensor is the last two dimensions.
     """
     x = x.float()
     if kind.startswith("int8"):
@@ -217,7 +217,7 @@ class LowPrecision(Probe):
             for kind, part in errors.groupby("format", sort=False)
             if part["value"].notna().any()
         ]
-        yield f"The largest error of a state, relative to a token's norm: {', '.join(largest)}."
+        yield f"The largest errors of a state, relative to a token's norm, are {', '.join(largest)}."
         over = states[(states["metric"] == "overflow_share") & (states["value"] > 0)]
         for kind, part in over.groupby("format", sort=False):
             yield f"{kind} overflows to inf in states {ranges(part['layer'])}."

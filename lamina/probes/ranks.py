@@ -30,9 +30,9 @@ class Ranks(Probe):
     - stable_rank: sum s^2 / max s^2.
     - effective_rank: exp(-sum p ln p) with p = s / sum s (Roy & Vetterli 2007).
 
-    If the model has several streams, role streams has the effective_rank of the product of the matrices [n, n] with
-    which the layers 0 ... ``layer`` mix the streams, averaged over tokens. It is 1 if only one mean of the streams is
-    left, and n if all streams are distinct. Norms on the streams do not count.
+    If the model has several streams, each layer mixes them with a matrix [n, n]. Role streams holds the effective_rank
+    of the product of the matrices of layers 0 ... ``layer``, averaged over tokens. It is 1 if only one mean of the
+    streams is left, and n if all streams are distinct. Norms on the streams do not count.
 
     Note: a rank is at most the number of tokens, so compare sequences of one length.
     """
@@ -111,7 +111,9 @@ def effective_rank(singular: torch.Tensor) -> torch.Tensor:
 
 
 def composed_maps(context: Context, inputs: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the products M_0 ... M_l [batch, tokens, n, n] by layer l, with S' = M^T S; empty for a single stream."""
+    """Return the products M_0 ... M_l [batch, tokens, n, n] by layer l, where S' = M^T S is a layer's mixing; empty for
+    a single stream.
+    """
     products: dict[int, torch.Tensor] = {}
     if not context.structure.carries_more:
         return products

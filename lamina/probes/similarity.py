@@ -36,9 +36,9 @@ class Similarity(DirectionsProbe):
 
     Args:
         tokens: "all" (default), "last" or "first" token of each sequence.
-        tokens_per_batch: number of tokens of a batch that Lamina keeps until the last layer has run, to compare pairs
-            of states (default: all of your own text; for a corpus, as many as fit a quarter of the model's own memory).
-            If Lamina keeps fewer tokens than the batch has, the page has a note.
+        tokens_per_batch: number of each batch's tokens that Lamina keeps until the last layer has run, to compare pairs
+            of states (default: all of your own text; for a corpus, the number that fits in a quarter of the model's
+            memory). If Lamina keeps only a part of the tokens, the page has a note.
     """
 
     name = "similarity"
@@ -124,5 +124,6 @@ class Similarity(DirectionsProbe):
             layers = ranges([int(layer) for layer in least.index])
             yield (
                 f"Layer{f's {layers} change' if count > 1 else f' {layers} changes'} the stream's direction least "
-                f"(block influence at most {least.max():.3f}), layer {int(most.index[0])} most ({most.iloc[0]:.3f})."
+                f"(block influence at most {least.max():.3f}), and layer {int(most.index[0])} changes it most "
+                f"({most.iloc[0]:.3f})."
             )

@@ -251,7 +251,7 @@ class Spectra(Probe):
         if len(spectrum):
             yield (
                 f"The embedding's largest eigenvalue is {spectrum.iloc[0]:.3g} times the median, and the smallest "
-                f"is {spectrum.iloc[-1]:.3g} times."
+                f"is {spectrum.iloc[-1]:.3g} times the median."
             )
         conditions = frame[frame.metric == "condition_number"]
         for role, part in conditions.groupby("role", sort=False):

@@ -29,9 +29,9 @@ class WeightChange(Probe):
     - change_norm: the L2 norm ||dW||.
     - change_ratio: ||dW|| / ||W_init||; there is no row if all initial weights are 0.
 
-    A row covers the parameters of one role in a sub-layer (see ``gradients``), or a whole sub-layer or layer (role
-    ``all``; a layer has the sublayer ``block``). Rows with layer -1 and sublayer ``model`` are for parameters outside
-    the layers. Role ``all`` is the whole model.
+    A row covers the parameters of one role in a sub-layer (see ``gradients``). Role ``all`` covers a whole sub-layer,
+    or a whole layer (sublayer ``block``). Rows with layer -1 and sublayer ``model`` are for parameters outside the
+    layers; there, role ``all`` covers the whole model.
 
     Args:
         reference: a checkpoint of the same architecture with the initial weights. During training, the default is a

@@ -105,7 +105,7 @@ def test_megatrons_arguments_are_read_without_their_code_and_held_against_what_a
     assert not ran.exists()
     for name, value in (("normalization", "LayerNorm"), ("num_experts", 8), ("rotary_percent", 0.5)):
         torch.save({"args": argparse.Namespace(**{**vars(args), name: value})}, file)
-        assert f"args have {name} = {value!r}, and Lamina reads only " in refused(*words, "--overwrite")
+        assert f"args have {name} = {value!r}, but Lamina reads only " in refused(*words, "--overwrite")
     torch.save({"iteration": 1}, file)
     assert "has no 'args'" in refused(*words, "--overwrite")
     file.write_bytes(b"PK")

@@ -59,7 +59,7 @@ def test_a_missing_parameter_is_named(kind, missing, tmp_path, refused):
         (
             "mhc",
             {"hyper_connections": {"kind": "mhc", "sinkhorn_iters": 5}},
-            "sinkhorn_iters is 5, and Lamina reads only 20.",
+            "sinkhorn_iters is 5, but Lamina reads only 20.",
         ),
         ("hc", {"hyper_connections": {"kind": "hc", "tanh": False}}, "hyper_connections.tanh is False"),
         ("attnres", {"attnres_block_size": 3}, "attnres_block_size is 3. Choose a checkpoint in which it is 1 or"),

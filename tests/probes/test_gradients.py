@@ -185,7 +185,7 @@ def test_the_spike_score_of_the_run_beside_the_checkpoint(llama, tmp_path):
     frame = run(context, [made])["gradients"]
     assert table(frame, "spike_score").to_dict() == {(-1, "model", "loss"): 0.01, (-1, "model", "grad_norm"): 0.0}
     assert any("100 values" in note for note in context.notes)
-    assert "Spike score of the run's training loss: 1.00 %" in " ".join(made.sentences(frame))
+    assert "In the run's training loss, 1.00 %" in " ".join(made.sentences(frame))
 
 
 def naive(series, window, sigmas, fewest):

@@ -120,5 +120,5 @@ def test_padded_texts_are_refused(llama, tokenizer):
     whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     assert batches_of(whole, llama, tokenizer)[0]["input_ids"].tolist() == ids.tolist()
     padded = {**whole, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])}
-    with pytest.raises(UserError, match="padded texts, whose padding would count"):
+    with pytest.raises(UserError, match="the texts are padded, and the padding would count"):
         batches_of(padded, llama, tokenizer)

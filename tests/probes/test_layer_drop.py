@@ -361,7 +361,8 @@ def _frame(values, meanings=("remove",)):
 
 def test_sentences_name_the_layers_that_could_go():
     said = list(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3])))
-    assert said[0] == "Removing layer 3 harms least (loss increase 0.01 nats), removing layer 0 most (2 nats)."
+    least = "Removing layer 3 harms least (loss increase 0.01 nats)"
+    assert said[0] == f"{least}, and removing layer 0 harms most (2 nats)."
     assert "You can remove one of the layers 2-3" in said[1]
     rank = "the Spearman correlation of angle and harm over all layers is 1.00"
     assert said[2] == f"The angular distance agrees that layer 3 matters least ({rank})."

@@ -1,4 +1,4 @@
-"""The census: name a checkpoint's placement from measurements."""
+"""Name a checkpoint's placement from measurements (the census)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _SINKHORN = 1e-3  # by which its matrix' sums are off 1
 class LayerGroup:
     """Layers with the same equations: their indices, one layer's sums, and the norms inside its sub-layers.
 
-    ``streams`` has the sums of several streams, and ``reads`` has the sums of earlier states.
+    ``streams`` holds the sums on several streams, and ``reads`` the sums of earlier states that the layers read.
     """
 
     layers: tuple[int, ...]
@@ -80,7 +80,7 @@ class Census:
         match: the placement, with the model's ``differences`` from it; None if ``unknown`` gives a reason.
         unknown: the reason why Lamina cannot follow the model.
         groups: the layers, grouped by equal equations.
-        ends: the embedding's norm and scale, the final norm, the norms on queries, keys and values.
+        ends: the embedding's norm and scale, the final norm, and the norms on queries, keys and values.
         error: the largest difference between a layer's sum and the equation, as a share of the sum's largest value.
         notes: further remarks for the reader.
     """
@@ -96,14 +96,14 @@ class Census:
 
     @property
     def placement(self) -> str | None:
-        """The placement with its options, as ``lamina.placements.resolve`` reads it; None if Lamina has no such
+        """Return the placement with its options, for ``lamina.placements.resolve``; None if Lamina has no such
         placement.
         """
         return self.match.placement if self.match is not None and not self.match.differences else None
 
     @property
     def verdict(self) -> str:
-        """The answer in one line."""
+        """Return the model's placement, or the nearest placement, in one line."""
         if self.match is None:
             return f"not known: {self.unknown}"
         if not self.match.differences:
@@ -118,14 +118,14 @@ class Census:
         return self.text()
 
     def text(self) -> str:
-        """Return the answer with its evidence, for a terminal."""
+        """Return the placement and its evidence as text for a terminal."""
         layers = [f"{self.num_layers} layer{'s' * (self.num_layers != 1)}"] if self.num_layers else []
         lines = [", ".join([self.model_type, *layers]), f"placement: {self.verdict}"]
         for group in self.groups:
             lines.append(f"\nlayer {ranges(group.layers)}:")
             lines += [f"  {read.text()}" for read in group.reads]
             sums = (*group.sums, *group.streams)
-            lines += [f"  {total.text()}    (to {total.error:.1g} of the largest value)" for total in sums]
+            lines += [f"  {total.text()}    (error: {total.error:.1g} of the largest value)" for total in sums]
             lines += [f"  {n.path}: {n.kind} on {n.on or 'a tensor inside the module'}, {n.scope}" for n in group.inner]
         if self.groups:
             facts = {name: value for name, value in self.ends.items() if value is not None}
@@ -194,7 +194,9 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     around = {name: _as_fact(value, _usual_kind(groups)) for name, value in ends.items() if value is not None}
     best = match(*_with_norms_before(facts, around))
     if reads:
-        best = _wired(best, lambda spec: memories_of(spec, reads), "no known wiring reads these states")
+        best = _wired(
+            best, lambda spec: memories_of(spec, reads), "no known wiring (residual path) reads the measured states"
+        )
     return Census(
         model_type=kind,
         num_layers=structure.num_layers,
@@ -230,8 +232,8 @@ def _of_streams(
     sums, structure = streams.sums(), streams.structure()
     if bare := [index for index, layer_sums in enumerate(sums) if not layer_sums]:
         raise UserError(
-            f"{type(streams.layers[0]).__name__} returns {streams.n} streams, and in layer {ranges(bare)} they are "
-            "no weighted sum of streams and a branch with one weight per token"
+            f"{type(streams.layers[0]).__name__} returns {streams.n} streams, but in layer {ranges(bare)} they are "
+            "not a weighted sum of streams and a branch with one weight per token"
         )
     groups: dict[object, LayerGroup] = {}
     for index, layer_sums in enumerate(sums):
@@ -489,7 +491,7 @@ def _ends(
             if abs(scale / root_of_width - 1.0) <= 1e-3:
                 facts["embedding_scale"] = "sqrt_hidden_size"
         else:
-            notes.append("x^0 is not a row of the embedding table times a number (it may include positions)")
+            notes.append("x^0 is not a multiple of a row of the embedding table (it may include position embeddings)")
     return facts | _head_norms([norm for group in groups for norm in group.inner], notes)
 
 
@@ -575,7 +577,7 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
 
 def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
     """Build a model from its configuration with random weights; a large one gets fewer layers and tokens."""
-    note = "built from the configuration alone, with random weights"
+    note = "Lamina built the model from its configuration alone, with random weights"
     count = _size(config)
     if count > _MANY_PARAMETERS:
         config = _smaller(config)

@@ -1,6 +1,6 @@
 """Fit the equations of sub-layers to the tensors of one forward pass.
 
-Lamina fits each sum on the residual stream by its possible terms: the branches, and a skip (the stream, the layer's
+Lamina fits each sum on the residual stream with its possible terms: the branches, and a skip (the stream, the layer's
 input, the norm's output or the embedding). The simplest combination with no error except rounding is the equation.
 """
 
@@ -35,16 +35,14 @@ _ROUGHLY = 1e-2  # of a norm's largest output: what is further off is another no
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """The factor of a term: one number, or the mean over one number per channel; ``learned`` is "no" or the factor's
-    shape.
-    """
+    """A term's factor: one number, or the mean of one number per channel. ``learned`` is "no" or the factor's shape."""
 
     value: float = 1.0
     by_channel: bool = False
     learned: str = "no"
 
     def __str__(self) -> str:
-        """Return the factor as text in front of a term; empty for 1."""
+        """Return the factor as text in front of a term, or "" if it is 1."""
         if self.learned != "no":
             return f"({self.learned} {self.value:.4g}) "
         if self.by_channel:
@@ -54,10 +52,11 @@ class Factor:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchTerm:
-    """One branch of a sum: B(module(pre_scale * A(x))) times ``scale``. ``norms`` has each norm's kind by position.
+    """One branch of a sum: B(module(pre_scale * A(x))) times ``scale``. ``norms`` maps each position to the norm's
+    kind.
 
-    ``pre_scale`` is None if the module's input is not a multiple of the output of the norm before it. With ``beside``,
-    x is the block's input, before the block's earlier sub-layers have added to the stream.
+    ``pre_scale`` is None if the module's input is not a multiple of the preceding norm's output. With ``beside``, x is
+    the block's input, before the block's earlier sub-layers have added to the stream.
     """
 
     kind: str
@@ -84,7 +83,7 @@ class Sum:
     error: float
 
     def text(self) -> str:
-        """Return the equation: ``y = rms(64 stream + attention(rms(stream)))``."""
+        """Return the equation, such as ``y = rms(64 stream + attention(rms(stream)))``."""
         if not self.skip:
             return f"no combination of the stream and {', '.join(b.kind for b in self.branches)} fits"
         terms = [f"{factor}{name}" for name, factor in self.skip.items()]
@@ -101,7 +100,8 @@ class Sum:
 
 
 def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()) -> list[list[Sum]]:
-    """Fit each layer's additions to the stream in two passes. In the second pass, the layers' own scales are changed.
+    """Fit each layer's additions to the stream in two passes. In the second pass, Lamina changes the layers' own
+    scales.
 
     ``watch`` runs the model and returns the tensors at points. Parameters of ``others`` do not count as a layer's
     scales.
@@ -153,7 +153,7 @@ def _points(site: LayerSite) -> Iterator[tuple[Hashable, Point]]:
 
 
 def watched_rows(root: nn.Module, inputs: Mapping[str, torch.Tensor], points: Mapping[Hashable, Point]) -> Tensors:
-    """Return the tensors at the points, float64 [tokens, channels]."""
+    """Return the tensors at the points as float64 [tokens, channels]."""
     return {key: tensor.double().flatten(0, -2) for key, tensor in watched(root, points, inputs).items()}
 
 

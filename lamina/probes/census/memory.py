@@ -1,4 +1,4 @@
-"""Earlier hidden states: fit the sums that layers read instead of the residual stream to the tensors of two passes."""
+"""From two passes, fit the sums of earlier hidden states that layers read instead of the residual stream."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _MOVED, _SAME = 1e-3, 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class StateRead:
-    """A sum of the states x^0 .. x^l, the inputs of the layers, that a layer reads instead of the stream.
+    """A weighted sum of the layers' inputs x^0 .. x^l that a layer reads instead of the stream.
 
-    ``into`` names the reader: the stream itself, queries, keys, values, or a sub-layer's branch. ``states`` has the
+    ``into`` names the reader: the stream itself, queries, keys, values, or a sub-layer's branch. ``states`` lists the
     indices of the states with a weight; -1 is the stream inside a layer. ``weights`` is "constant", "learned" or "by
     token". ``shares`` says whether the weights are positive and sum to 1.
     """
@@ -64,7 +64,7 @@ class _Reader:
 
 
 class MemoryLayers:
-    """The layers of a model that return the stream and earlier states, as ``declared_structure`` finds them."""
+    """A model's layers that return the stream and earlier states, as ``declared_structure`` finds them."""
 
     def __init__(self, structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]):
         self.root, self.inputs = root, inputs
@@ -110,10 +110,10 @@ class MemoryLayers:
             tensors[layer, 0, "entry"] = entry[:, :w]
 
     def reads(self) -> list[list[StateRead]]:
-        """Measure the states that each layer reads. The last entry has the states that the final norm reads.
+        """Measure the states that each layer reads. The last entry lists the states that the final norm reads.
 
         Lamina sets every state to different random numbers, so the weights are certain. It then changes the readers'
-        parameters for a second pass, which shows the learned weights and the weights that differ by token.
+        parameters for a second pass, which shows which weights are learned, and which differ by token.
         """
         parameters = [parameter for reader in self.readers for parameter in reader.module.parameters()]
         with self._noted(noise=True) as before:
@@ -147,7 +147,7 @@ class MemoryLayers:
                     inside.append(tensor)
                     if tensor is not inside[0]:
                         raise UserError(
-                            "the model's layers read several inner states, and Lamina can follow only one of them"
+                            "the model's layers read several inner states, but Lamina can follow only one of them"
                         )
                 generator = torch.Generator().manual_seed(index + 2)
                 random = torch.randn(tensor.shape, generator=generator).to(tensor)
@@ -198,8 +198,8 @@ class _Fit:
         if self.error > ROUNDING:
             if 2 * len(self.states) > terms.shape[-1]:
                 raise UserError(
-                    f"Lamina cannot fit {len(self.states)} states per token, which needs at least twice as many "
-                    "channels"
+                    f"Lamina cannot fit {len(self.states)} states per token: it needs at least twice as many "
+                    "channels as states"
                 )
             weights, self.error = by_token(total[:, None], terms)
             self.weights = weights[..., 0]
@@ -247,7 +247,7 @@ def _readers(structure: Structure) -> Iterator[_Reader]:
 
 
 def memories_of(spec: str, reads: Sequence[Sequence[StateRead]]) -> list[str]:
-    """Return a placement's spec with each wiring that reads the measured states, the simplest wiring first."""
+    """Return the specs of a placement with the residual paths that read the measured states, simplest first."""
     specs: dict[str, str] = {}
     layers = len(reads) - 1
     for more in ({}, *({"size": size} for size in range(1, layers + 1))):

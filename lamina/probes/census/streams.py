@@ -1,4 +1,4 @@
-"""Several residual streams: fit, token by token, how each sub-layer reads, mixes and writes the streams."""
+"""Fit, token by token, how each sub-layer reads, mixes and writes several residual streams."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class StreamSum:
     ``read`` and ``write`` say whether the weights r and w are constant, learned, or different for each token ("by
     token"); a read "by channel" is not a sum of streams. ``mix`` says whether M is the identity, sinkhorn (all rows and
     columns have the same sum) or free; it is "" if the streams are still equal. ``own`` says for each stream whether
-    its norm changes the stream ("stream") or only the values that the sub-layer reads ("read"), or "" for no norm.
-    ``normed`` has the streams to which C applies; empty means all. ``error`` is as in ``Sum``.
+    its norm changes the stream ("stream") or only the values that the sub-layer reads ("read"); "" means no norm.
+    ``normed`` marks the streams to which C applies; if it is empty, C applies to all. ``error`` is as in ``Sum``.
     """
 
     path: str
@@ -78,12 +78,12 @@ class StreamSum:
         return f"S' = {f'{c}{of}({total})' if c else total}; r {self.read}, w {self.write}, M {mix}{more}"
 
     def form(self) -> tuple[object, ...]:
-        """Return the facts that a plan's ``Streams`` also state."""
+        """Return the facts that a plan's ``Streams`` also holds."""
         return self.own if any(self.own) else (), self.normed, self.read, self.write, self.mix
 
 
 def wirings_of(spec: str, layers: Sequence[Sequence[StreamSum]], n: int) -> list[str]:
-    """Return a placement's spec with each wiring (residual path) that computes the measured streams."""
+    """Return the specs of a placement with the residual paths that compute the measured streams."""
     specs: dict[str, str] = {}
     for name, more in product(WIRINGS.names(), ({}, {"size": n})):
         plan = resolved(spec, len(layers), wiring=name, **more)
@@ -120,8 +120,8 @@ def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
 
 
 class StreamLayers:
-    """The layers of a model that return ``n`` streams [batch, tokens, n, width], flattened or not; n is 1 for a single
-    stream.
+    """A model's layers. Each returns ``n`` streams [batch, tokens, n, width], which may be flattened; n is 1 for a
+    single stream.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], width: int):
@@ -142,8 +142,8 @@ class StreamLayers:
     def sums(self) -> list[list[StreamSum]]:
         """Measure each layer's sub-layers. If a layer's output is not a weighted sum, the layer gets an empty list.
 
-        Each layer gets different states. In a second pass, all parameters outside norms and branches are changed. This
-        shows which weights are learned, and which differ by token.
+        Each layer gets different states. In a second pass, Lamina changes all parameters outside norms and branches.
+        This shows which weights are learned, and which differ by token.
         """
         with self._stirred() as stirred:
             self.record = self.run()

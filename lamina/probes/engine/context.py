@@ -40,13 +40,13 @@ class Context:
         notes: notes for the reader of the page; probes append to them.
         forwards: the number of batches that the forward passes used before they stopped (set before ``finish``).
         progress: a function (done, total, label) that slow probes call.
-        strict: whether a probe raises an error if it cannot measure everything, because the user requested the probe by
-            name. Otherwise the user requested "all" probes, so the probe measures what it can and adds a note.
-        state: {"step": ...} if the model is at a step of a run; otherwise empty.
+        strict: whether the user requested the probe by name. Then the probe raises an error if it cannot measure
+            everything. If the user requested "all" probes, the probe measures what it can and adds a note.
+        state: {"step": ...} if the model belongs to a step of a run; otherwise empty.
         warnings: reasons to doubt the results; the page shows them first.
         new_weights: the head's weights that the checkpoint does not have. If there are any, the model's predictions are
             random.
-        whole: whether the user supplied the inputs. A probe then measures all of them, unless its options set a limit.
+        whole: whether the user supplied the inputs. If so, a probe measures all inputs, unless its options set a limit.
         unread: the notes on parts of the user's own text that Lamina does not measure.
     """
 
@@ -71,13 +71,13 @@ class Context:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the model reads text."""
+        """Return whether the model reads text."""
         return "input_ids" in self.batches[0]
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The modules whose forward pass restarts the count of calls. There may be two, because a head may bypass the
-        base model (OPT).
+        """Return the model and its base: a pass of either restarts the count of calls, because OPT's head bypasses its
+        base.
         """
         return [self.model] if self.base is self.model else [self.model, self.base]
 
@@ -90,18 +90,18 @@ class Context:
             logger.warning(note)
 
     def note(self, text: str) -> None:
-        """Add a note for the reader of the page, once."""
+        """Add a note for the reader of the page, unless the page already has it."""
         if text not in self.notes:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """Return a probe's limit (0: none): the probe's option, or otherwise ``sample``. For the user's own inputs, the
-        default is no limit.
+        """Return a probe's limit (0: none): its option if set, otherwise 0 for the user's inputs and ``sample`` for a
+        corpus.
         """
         return option if option is not None else 0 if self.whole else sample
 
     def first(self, sequences: int) -> list[Mapping[str, torch.Tensor]]:
-        """Return the batches of the first ``sequences`` inputs, 0 for all."""
+        """Return the batches of the first ``sequences`` inputs (0: all)."""
         if not sequences:
             return list(self.batches)
         batches: list[Mapping[str, torch.Tensor]] = []
@@ -138,7 +138,7 @@ class Context:
         return token_losses(self.model, inputs, self.tokenizer)
 
     def check_head(self) -> None:
-        """Raise UserError if the checkpoint lacks the model's head, which makes the predictions random."""
+        """Raise UserError if the checkpoint lacks the model's head, because the predictions would then be random."""
         if self.new_weights:
             raise UserError(
                 f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialized, so the model's "

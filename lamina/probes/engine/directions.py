@@ -33,10 +33,10 @@ _INNER = (
 class DirectionsProbe(Probe):
     """A probe that compares the directions of every two states, x^0 ... x^N, at the same tokens.
 
-    The probe holds the states' unit vectors at the chosen tokens of one batch in float32. ``all`` keeps at most
-    ``tokens_per_batch`` of a batch's tokens (default: all of the user's own text; for a corpus, as many as fit a
-    quarter of the model's own memory, at least 64 MiB). If a batch has more tokens, Lamina draws the same number of
-    positions in every sequence, with a new draw for each batch.
+    The probe holds the states' unit vectors at the chosen tokens of one batch in float32. With the tokens "all", the
+    probe keeps at most ``tokens_per_batch`` tokens of a batch (default: all of the user's own text; for a corpus, the
+    number that fits in a quarter of the model's memory or in 64 MiB, if that is more). If a batch has more tokens,
+    Lamina draws the same positions in every sequence, and draws again for each batch.
     """
 
     of_streams = True
@@ -93,10 +93,10 @@ class DirectionsProbe(Probe):
         self._compared += int(counts.sum())
 
     def cosines(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the cosine of every two states over tokens. Returns [batch, N + 1, N + 1] in float32, and the tokens
-        [batch].
+        """Sum the cosine of every two states over tokens. Returns [batch, N + 1, N + 1] in float32, and the token
+        counts.
 
-        The sum of cosines is one product of matrices over tokens and channels together.
+        One matrix product over tokens and channels gives all sums.
         """
         vectors = self._vectors.flatten(2)
         rows = vectors.shape[1]
@@ -109,8 +109,8 @@ class DirectionsProbe(Probe):
         return products[:, : len(self._states), : len(self._states)], self._counts()
 
     def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the angle / pi of every two states over tokens. Returns [batch, N + 1, N + 1] in float64, and the tokens
-        [batch].
+        """Sum the angle / pi of every two states over tokens. Returns [batch, N + 1, N + 1] in float64, and the token
+        counts.
         """
         batch, _, tokens, _ = self._vectors.shape
         angle_sums = torch.zeros(
@@ -161,11 +161,11 @@ class DirectionsProbe(Probe):
             self._chosen = tokens - 1 - mask.flip(1).int().argmax(1)
 
     def add(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add the sums of the pairs, [sequences, pairs], and their tokens [sequences]."""
+        """Add the pairs' sums [sequences, pairs], and the sequences' token counts [sequences]."""
         self.by_pair.add(sums, counts)
 
     def pair_rows(self, metric: str) -> pd.DataFrame:
-        """Return a row for each pair of states, by their distance."""
+        """Return a row for each pair of states, sorted by the distance between the two."""
         start, end = self._pairs
         frame = ratio_rows(start, end - start, metric, self.by_pair)
         return frame.sort_values(["size", "start"], ignore_index=True)
@@ -184,7 +184,7 @@ class DirectionsProbe(Probe):
 
 
 def ratio_rows(start: np.ndarray | int, size: np.ndarray, metric: str, ratio: Ratio) -> pd.DataFrame:
-    """Return a ratio's values as rows of blocks of layers: ``start`` is the first layer, ``size`` is the number of
+    """Return a ratio's values, one row per block of layers: ``start`` is its first layer, ``size`` its number of
     layers.
     """
     value, error = ratio.mean.numpy(), ratio.standard_error.numpy()

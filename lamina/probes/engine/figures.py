@@ -1,4 +1,4 @@
-"""The two kinds of figure that most probes draw. The first figure loads plotly."""
+"""Draw the two kinds of figure that most probes need. Drawing the first figure loads plotly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_LINES = 24
 
 
 def evenly(length: int, most: int) -> list[int]:
-    """Return at most ``most`` of the positions of a length, evenly spaced, with both ends."""
+    """Return at most ``most`` evenly spaced positions from 0 to ``length`` - 1, with both ends."""
     count = min(length, most)
     return sorted({round(i * (length - 1) / max(1, count - 1)) for i in range(count)})
 
@@ -33,7 +33,7 @@ def lines(
     log_y: bool = False,
     band: str | None = None,
 ) -> Figure:
-    """Draw a line for each value of the column ``color``, or a single line without it; ``band`` names the standard
+    """Draw a line for each value of the column ``color``, or else a single line. ``band`` is the column of standard
     errors.
     """
     import plotly.graph_objects as go
@@ -66,7 +66,7 @@ def lines(
 
 
 def chart(frame: pd.DataFrame, title: str, y_title: str, caption: str, **axes: Any) -> list[tuple[Figure, str]]:
-    """Return the figure of ``lines`` with its caption; yield nothing if there are no rows."""
+    """Return the figure of ``lines`` with its caption, or an empty list if there are no rows."""
     return [(lines(frame, title=title, y_title=y_title, **axes), caption)] if len(frame) else []
 
 
@@ -82,7 +82,7 @@ def heat_map(
     scale: str = "Viridis",
     value_title: str = "",
 ) -> Figure:
-    """Draw a map of ``value`` over two columns."""
+    """Draw a heat map of ``value`` over the columns ``x`` and ``y``."""
     import plotly.graph_objects as go
 
     table = frame.pivot_table(index=y, columns=x, values=value, aggfunc="mean")

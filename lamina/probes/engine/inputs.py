@@ -26,7 +26,8 @@ _CHARS_A_TOKEN = 12  # more than any tokenizer's: how much of a corpus is read
 
 
 Reader: TypeAlias = Callable[[Inputs, str, nn.Module, int, int], torch.Tensor]
-"""Takes what the user gave, the corpus, the model, the most items and a seed; returns the items."""
+"""A function of the user's input, the corpus, the model, the maximum number of items and a seed. It returns the items.
+"""
 
 
 def images() -> Reader:
@@ -36,7 +37,7 @@ def images() -> Reader:
 
 
 READERS: dict[str, Callable[[], Reader]] = {"pixel_values": images}
-"""The kinds of input besides token ids: by the name of a model's main input, what loads the function that reads it."""
+"""For each main input other than token ids, a function that loads the input's reader."""
 
 
 def reads_images(model: nn.Module) -> bool:
@@ -61,13 +62,13 @@ def batches_of(
 
     There are at most ``sequences`` inputs (None: all).
 
-    ``given``: texts (packed into blocks of ``sequence_length`` tokens), token blocks [sequences, tokens] as a tensor,
-    an array, lists or a dataset of input_ids, or images [images, channels, height, width].
+    ``given`` holds texts, which Lamina packs into blocks of ``sequence_length`` tokens; token blocks [sequences,
+    tokens] (a tensor, an array, lists or a dataset of input_ids); or images [images, channels, height, width].
 
     ``notes`` gets a line if Lamina leaves out the text's end because it does not fill a block.
 
     Raises:
-        UserError: if Lamina cannot read the input, or if it is shorter than a block or does not fit the model.
+        UserError: if Lamina cannot read the input, or if the input is shorter than a block or does not fit the model.
     """
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids" and reads not in READERS:
@@ -105,7 +106,9 @@ def _length(length: int | None, model: nn.Module) -> int:
         if getattr(text, "pad_token_id", None) is not None and any(m.padding_idx is not None for m in positions):
             limit -= text.pad_token_id + 1  # positions start after the padding's id, as RoBERTa's do
         if length is not None and length > limit:
-            raise UserError(f"sequence_length: {length} is more than the model's {limit} positions. Choose fewer.")
+            raise UserError(
+                f"sequence_length: {length} is more than the model's {limit} positions. Choose at most {limit}."
+            )
         return length or min(256, limit)
     return length or 256
 
@@ -198,7 +201,7 @@ def _blocks(given: Inputs, sequences: int) -> torch.Tensor:
         elif isinstance(given, Mapping):
             blocks = torch.as_tensor(given["input_ids"])
             if (mask := given.get("attention_mask")) is not None and not torch.as_tensor(mask).bool().all():
-                raise ValueError("padded texts, whose padding would count")
+                raise ValueError("the texts are padded, and the padding would count")
         else:
             rows = [given[i] for i in spread(len(given), sequences)]
             rows = [row["input_ids"] if isinstance(row, Mapping) else row for row in rows]

@@ -30,8 +30,8 @@ class SpectralNorm:
 class Jacobian:
     """The Jacobian J of ``function`` at ``x`` as a linear map. One forward pass makes the graph, which Lamina keeps.
 
-    J^T u is a backward pass. J^T u is linear in u, so J v is its derivative along v: a backward pass through the
-    backward pass. So every operation needs a second derivative, but no forward-mode derivative. On a CPU, the fused
+    A backward pass gives J^T u. Because J^T u is linear in u, J v is its derivative along v: a backward pass through
+    the backward pass. So every operation needs a second derivative, but no forward-mode derivative. On a CPU, the fused
     attention kernels have neither derivative, so run attention eagerly.
 
     The output of ``function`` and ``x`` may differ in shape. ``x`` is floating point, and all other inputs stay fixed.
@@ -133,7 +133,8 @@ def largest_singular_value(
 
     The method needs the same products as power iteration, but it computes the norm from all vectors so far. So the
     method needs far fewer products if the singular values are close together, as in a Jacobian near the identity.
-    Lamina keeps all 2 * iterations vectors and orthogonalizes them again. Only the small matrix is in float64.
+    Lamina keeps all 2 * iterations vectors, and orthogonalizes each new vector against them. Only the small matrix is
+    in float64.
     """
     number("tolerance", tolerance, 0.0, open_low=True)
     whole_number("iterations", iterations)
@@ -195,7 +196,7 @@ def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[t
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """The numbers of a sub-layer y = C(skip_scale * s + out_scale * B(F(pre_scale * A(x)))) on its residual path.
+    """The scales and gains of a sub-layer y = C(skip_scale * s + out_scale * B(F(pre_scale * A(x)))).
 
     The gains of A, B and C are root mean squares over the channels, or None if there is no such norm. ``path_scale`` is
     C's gain times skip_scale ([channels] or one number), the numerator of the path's Jacobian.
@@ -217,7 +218,7 @@ def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | floa
 
     A norm on the path multiplies by gain / sigma (FuseNorm Eq 16: 1 / sigma), and the skip multiplies by its scale. A
     Post-LN block has two norms on its path, which give sigma^-2; FuseNorm has one, which gives sigma^-1 (FuseNorm Eq 10
-    and 11). Lamina computes each channel separately and returns the largest. As in the papers, the factor leaves out
+    and 11). Lamina computes each channel separately and returns the largest value. As in the papers, this value ignores
     the direction that a norm removes.
 
     ``sigmas`` has one number or tensor [...] per sub-layer; Lamina ignores it if the sub-layer has no norm on its sum.
@@ -235,9 +236,9 @@ def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | floa
 def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[list[float]]:
     """Return the standard deviation of every sub-layer's sum, from gains and scales alone (Keel Eq 14-19).
 
-    As in the paper, attention and feed-forward keep the scale of their input, and skip and branch are uncorrelated:
-    sigma^2 = (alpha * scale of the skip)^2 + (scale of the branch)^2. With the gains g of the outer and inner norms,
-    sigma^2 is g_{l-1,1}^2 alpha^2 + g_{l,2}^2. ``start`` is the root mean square of x^0.
+    As in the paper, Lamina assumes that attention and feed-forward keep their input's scale, and that skip and branch
+    are uncorrelated: sigma^2 = (alpha * scale of the skip)^2 + (scale of the branch)^2. With the gains g of the outer
+    and inner norms, sigma^2 is g_{l-1,1}^2 alpha^2 + g_{l,2}^2. ``start`` is the root mean square of x^0.
     """
     sigmas, stream = [], start
     for layer in layers:
@@ -305,12 +306,12 @@ def largest_gain(norm: NormSite) -> float:
 def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return a norm's divisor for each token, [...], from its input [..., channels], without epsilon; float32 at least.
 
-    The divisor is the root mean square, or the standard deviation if the norm subtracts the mean. For a norm over
-    groups of channels, it is the smallest group's divisor, which has the largest Jacobian.
+    The divisor is the root mean square, or the standard deviation if the norm subtracts the mean. A norm over groups of
+    channels has a divisor per group: Lamina returns the smallest, because its Jacobian is the largest.
     """
     if not getattr(module, "divides", True):  # Lamina's l2, DyT, Derf
         raise UserError(
-            f"bounds: {type(module).__name__} divides by no root mean square. Choose a model with norms that do."
+            f"bounds: {type(module).__name__} does not divide by a root mean square. Choose a model with norms that do."
         )
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     groups = int(getattr(module, "groups", 1))

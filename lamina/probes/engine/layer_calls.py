@@ -34,9 +34,9 @@ class LayerCall:
     calls: Mapping[nn.Module, int]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the stream after the layer with ``x`` in place of x^l, [sequences, tokens, channels].
+        """Run the layer with ``x`` in place of x^l, and return the stream after it, [sequences, tokens, channels].
 
-        With several streams, both are [sequences, tokens, n, channels].
+        With several streams, ``x`` and the result are [sequences, tokens, n, channels].
         """
         args, kwargs = with_argument(self.args, self.kwargs, self.site.input.argument, x)
         layer = self.site.module  # Lamina's first block of several streams is to take them, not to make them
@@ -44,7 +44,7 @@ class LayerCall:
             return stream_of(self.site.module(*args, **kwargs))
 
     def residual_path(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the call's value, but with gradients only through the skips."""
+        """Return the same stream as a call, but with gradients only through the skips."""
         points = {index: sublayer.contribution for index, sublayer in enumerate(self.site.sublayers)}
         with intercept(points, lambda key, tensor: tensor.detach(), calls=self.calls):
             return self(x)
@@ -66,9 +66,9 @@ class LayerCall:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Turn off the gradients of all parameters, so that graphs hold only the states' part.
+    """Turn off the gradients of all parameters, so that graphs depend only on the hidden states.
 
-    Meanwhile, 16-bit parameters become float32, because products with a Jacobian need more than three digits.
+    Inside the context, 16-bit parameters become float32, because products with a Jacobian need more than three digits.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     small = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
@@ -86,7 +86,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> list[LayerCall]:
-    """Record every layer's call in one forward pass. Use a short input, because memory holds its states x^0 ...
+    """Record every layer's call in one forward pass. Use a short input, because memory holds all states x^0 ...
     x^(N-1).
     """
     sites: dict[nn.Module, dict[int, LayerSite]] = {}
@@ -122,7 +122,7 @@ def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> 
 class ShortProbe(Probe):
     """A costly probe, which measures ``sequences`` inputs of ``tokens`` tokens each (0: all).
 
-    The default is all of the user's own text, or 1 sequence of 32 tokens of a corpus. Raises UserError for an invalid
+    The default is all of the user's own text, or 1 sequence of 32 tokens from a corpus. Raises UserError for an invalid
     count.
     """
 
@@ -162,7 +162,7 @@ def rows_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Take the first ``tokens`` real tokens of each of the first ``sequences`` texts, unpadded; images are taken whole.
+    """Take the first ``tokens`` tokens of the first ``sequences`` texts, without padding. Images stay whole.
 
     Raises UserError if fewer than two tokens remain.
     """

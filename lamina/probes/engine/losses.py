@@ -24,12 +24,11 @@ MASKED_SHARE = 0.15
 
 
 def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
-    """Return whether no token's output depends on a later token; ``ids`` is [sequences, tokens]. Lamina caches the
-    answer per model.
+    """Return whether a model is causal: no token's output depends on a later token. Lamina caches the answer per model.
 
-    Lamina uses the gradient of the outputs with respect to the last token's embedding or, if a model has no such
-    gradient, a change of the last token. It compares the result with the last token's effect on its own output, so that
-    rounding does not count.
+    ``ids`` is [sequences, tokens]. Lamina takes the gradient of the earlier outputs with respect to the last token's
+    embedding. If there is no such gradient, Lamina changes the last token. It compares the effect with the last token's
+    effect on its own output, so that rounding does not count.
     """
     if model not in _causal:
         ids = ids[:1, :_TOKENS]
@@ -86,8 +85,8 @@ def _share(before: float, own: float) -> float:
 def token_losses(
     model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> torch.Tensor:
-    """Return each predicted token's cross-entropy, [batch, predicted]: for next tokens, or for equally many masked
-    tokens per row.
+    """Return the cross-entropy [batch, predicted] of the next tokens, or of the masked tokens (the same number in each
+    row).
 
     Raises UserError if the model predicts no tokens, or its mask token is unknown.
     """

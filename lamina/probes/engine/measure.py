@@ -58,14 +58,14 @@ def run(
 
     The forward passes stop once each probe's relative standard error is at most ``tolerance`` (0: never). Without
     ``strict``, Lamina skips a probe that does not apply to the model, with a note. If a probe fails, or ``done`` raises
-    an error, ``broken`` gets the probe and the exception, and the others continue; without ``broken``, Lamina raises
-    the exception. ``done`` gets the seconds of a probe's own work, in the shared forward passes and after them. Before
-    anything runs, ``estimated`` gets the expected seconds by probe and of the "forward passes". ``starting`` gets the
-    name of each part that begins. Cheap probes come first. With ``sampled``, the frames have the columns ``sequences``
-    and ``tokens``, which give the size of each row's sample.
+    an error, ``broken`` gets the probe and the exception, and the other probes continue. Without ``broken``, Lamina
+    raises the exception. ``done`` gets the seconds of a probe's own work, in the shared forward passes and after them.
+    Before anything runs, ``estimated`` gets the expected seconds of each probe and of the "forward passes".
+    ``starting`` gets each part's name when the part begins. Cheap probes come first. With ``sampled``, the frames have
+    the columns ``sequences`` and ``tokens``, which give the size of each row's sample.
 
     Raises:
-        UserError: a probe does not apply to the model (with ``strict``), or lacks what it needs.
+        UserError: if a probe does not apply to the model (with ``strict``), or lacks what it needs.
     """
     context.strict = strict
     if context.reads_tokens:  # before there are hooks: it takes forward passes of its own
@@ -229,9 +229,9 @@ def make_context(
     *,
     sample: bool = False,
 ) -> Context:
-    """Load the model, find its layers, and read the inputs. Raises UserError.
+    """Load the model, find its layers, and read the inputs. Raises UserError if one of these fails.
 
-    ``sample`` says that the inputs are Lamina's sample of a corpus. Otherwise the inputs are the user's own, and probes
+    With ``sample``, the inputs are Lamina's sample of a corpus. Otherwise the inputs are the user's own, and probes
     measure all of them.
     """
     loaded = _loaded(model_or_path, settings)
@@ -288,14 +288,14 @@ def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> L
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Raise UserError if a weight has no values; the message names the first one."""
+    """Raise UserError if a weight has no values. The message names the first such weight."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UserError(f"model: the weight {name!r} is on the meta device. Load its weights first.")
 
 
 def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: str | None = None) -> Structure:
-    """Return a model's structure from one small forward pass on a part of a batch. Raises UserError."""
+    """Return a model's structure from a small forward pass on a part of a batch. Raises UserError if the pass fails."""
     parts = getattr(model, "base_model", model)
     two = all(isinstance(getattr(parts, name, None), nn.Module) for name in ("encoder", "decoder"))
     if two and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -320,7 +320,7 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
 
 
 def new_head(model: nn.Module, structure: Structure) -> list[str]:
-    """Return the new weights outside the base model, which belong to a head that the checkpoint does not have.
+    """Return the newly initialized weights outside the base model, which belong to a head that the checkpoint lacks.
 
     Raises UserError if the embedding is new, because every hidden state would be random.
     """

@@ -1,4 +1,4 @@
-"""The base class and the registry of probes. Each probe is one file, and no other code knows the probes' names."""
+"""The base class and the registry of probes. Each probe has its own file, and no other code knows its name."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class Probe(ABC):
         source: the paper, and the equation or figure that defines the measurement.
         needs: requirements of the forward passes: "logits" (the model runs with its head), "tokens" (the model reads
             token ids).
-        of_streams: whether the probe also measures models whose layers return several streams or earlier states. It may
-            leave out the parts that need a single stream, with a note.
-        over_steps: the metrics that a run's page draws over the steps if the probe is scheduled (empty: all).
+        of_streams: whether the probe also measures models whose layers return several streams or earlier states. If the
+            probe leaves out the parts that need a single stream, it adds a note.
+        over_steps: the metrics that a run's page draws over the steps if you schedule the probe (empty: all).
     """
 
     name: ClassVar[str]
@@ -90,19 +90,21 @@ class Probe(ABC):
         """
 
     def points(self) -> Mapping[Any, Point]:
-        """Return the tensors to watch in each forward pass, by keys that the probe chooses."""
+        """Return the tensors to watch in each forward pass, under keys that the probe chooses."""
         return {}
 
     def see(self, key: Any, value: torch.Tensor) -> None:
         """Take each watched tensor [batch, tokens, channels] as it appears. Do not store or change it."""
 
     def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
-        """Take a finished forward pass's inputs (input_ids [batch, tokens] or pixel_values) and output."""
+        """Take the inputs (input_ids [batch, tokens] or pixel_values) and the output of a finished forward pass."""
 
     def standard_error(self) -> float | None:
-        """Return the page's largest relative standard error; None if its numbers are not averages over text.
+        """Return the largest relative standard error on the page; None if the page's numbers are not averages over
+        text.
 
-        It is infinite while there are too few inputs. The forward passes stop when every probe's error is small enough.
+        The error is infinite while there are too few inputs. The forward passes stop when every probe's error is small
+        enough.
         """
         return None
 
@@ -115,12 +117,12 @@ class Probe(ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether the probe takes part in the shared forward passes."""
+        """Return whether the probe takes part in the shared forward passes."""
         return bool(self.points()) or type(self).end_batch is not Probe.end_batch
 
     @abstractmethod
     def finish(self, context: Context) -> pd.DataFrame:
-        """Return a tidy frame.
+        """Return the result as a tidy DataFrame.
 
         Layers count from 0. State l is the stream before layer l, and state N is the stream after the last layer.
         """
@@ -273,7 +275,9 @@ def _options(node: ast.ClassDef) -> dict[str, str]:
 
 
 def listing(*, full: bool = False) -> str:
-    """Return the probes with one sentence each; with ``full``, also their options and sources. This loads no torch."""
+    """Return the probes with one sentence each; with ``full``, also their options and sources. The function does not
+    load torch.
+    """
     lines = []
     for probe in listed().values():
         if not full:

@@ -19,7 +19,7 @@ def spikes(
     """Mark the spikes in a run's series: a boolean array [values].
 
     A value is a spike if it is at least ``sigmas`` standard deviations (divisor n) above the mean of the ``window``
-    values before it. The window excludes the value itself, because in a short window it could otherwise never be a
+    values before it. The window excludes the value itself, because a value in its own short window could never be a
     spike. Lamina does not judge the first ``fewest`` values. NaN and infinity are spikes, and windows leave them out.
     After equal values, any larger value is a spike.
     """
@@ -41,8 +41,8 @@ def surges(series: Iterable[float]) -> np.ndarray:
     """Mark the surges in a series: a boolean array [values]. Use it for runs of a hundred steps, which are too short
     for ``spikes``.
 
-    A value is a surge if it is more than 3 times the median of the 20 finite values before it (of at least 10), or not
-    finite.
+    A value is a surge if it is not finite, or more than 3 times the median of the last 20 finite values before it (at
+    least 10).
     """
     surge, before = [], []
     for value in series:
@@ -54,14 +54,14 @@ def surges(series: Iterable[float]) -> np.ndarray:
 
 
 def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
-    """Return the share of ``spikes`` and the number of values of "loss" and "grad_norm" in a run's metrics.jsonl.
+    """For "loss" and "grad_norm" in a run's metrics.jsonl, return the share of ``spikes`` and the number of values.
 
     OLMo 2 (arXiv 2501.00656, Sec 3.1) defines the score as the percentage of values that are at least seven standard
     deviations away from a rolling average of the last 1,000. Lamina counts only values above the average, because a
     fast fall of the loss is not a spike. It returns a share from 0 to 1, not a percentage.
 
     Lamina leaves out an incomplete last line. If a step is logged twice (a resumed run), the later line counts. A
-    series that the run did not log is absent. Without the file, the result is empty.
+    series that the run did not log is absent. If there is no file, the result is empty.
     """
     scores: dict[str, dict[int, float]] = {"loss": {}, "grad_norm": {}}
     for record in RunFolder(run).metrics:

@@ -18,8 +18,8 @@ def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
 class Running:
     """Mean and standard error of a tensor's values over independent samples (sequences), in float64, in one pass.
 
-    ``add`` takes [samples, ...]; the mean has the remaining shape. It uses Welford's update in Chan's form for batches,
-    so large means lose no digits.
+    ``add`` takes [samples, ...], and the mean is [...]. ``add`` uses Welford's update in Chan's form for batches, so
+    large means lose no digits.
     """
 
     def __init__(self) -> None:
@@ -118,9 +118,9 @@ class TokenStates:
 def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenStates:
     """Reshape a batch's watched tensor to sequences and tokens, with padding zeroed.
 
-    The tensor may have the axes [batch, tokens, channels]; heads before or after the tokens (a norm of queries, where
-    each head's part counts as a token); rows and columns (vision); or [batch * tokens, channels] (experts). Any other
-    tensor counts as one sequence.
+    The tensor may be [batch, tokens, channels] or [batch * tokens, channels] (experts). It may also have an axis of
+    heads before or after the tokens (in a norm of queries, each head's part counts as a token), or axes of rows and
+    columns (vision). Any other tensor counts as one sequence.
     """
     x = value.detach()
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -1,1 +1,1 @@
-"""`lamina probe`: measures a checkpoint, and writes a folder with tables and figures."""
+"""`lamina probe`: measure a checkpoint, and write a folder with tables and figures."""

@@ -57,7 +57,7 @@ def defuse(value: object) -> Any:
 
 
 def unpack(value: object) -> Any:
-    """Return the value with the arrays unpacked that plotly's JSON packs as {"dtype", "bdata", "shape"}."""
+    """Return the value, and unpack the arrays that plotly's JSON packs as {"dtype", "bdata", "shape"}."""
     if isinstance(value, dict):
         if "bdata" in value and "dtype" in value:
             flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=np.dtype(str(value["dtype"])))

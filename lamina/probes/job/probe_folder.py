@@ -65,7 +65,7 @@ def probe_folder(
     cannot measure the model, and records the reason.
 
     Raises:
-        UserError: for invalid settings, a checkpoint or a corpus that can't be read, an output folder in use.
+        UserError: for invalid settings, a checkpoint or a corpus that can't be read, or an output folder in use.
         OSError: the disk is full; Lamina keeps finished probes.
         KeyboardInterrupt: after result.json has the status `interrupted`; Lamina keeps finished probes.
     """
@@ -105,7 +105,7 @@ def spec_by_name(probes: str) -> dict[str, str]:
 
 
 def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
-    """Return the results of the finished probes in a folder to resume, by name."""
+    """Return the results of the finished probes in a folder to resume, by probe name."""
     results = (read_result(folder) or {}).get("probes") or {}
     whole: dict[str, Json] = {}
     faults = altered(folder)
@@ -125,7 +125,7 @@ def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
 class Measuring:
     """A checkpoint and its inputs, which the constructor loads; ``run`` measures and writes.
 
-    ``specs`` has the requested probes as the user wrote them, by name; ``done`` has the results that are already in the
+    ``specs`` maps each requested probe's name to the user's text; ``done`` holds the results that are already in the
     folder.
     """
 

@@ -1,1 +1,1 @@
-"""A model's layers, sub-layers and norms, found by following tensors."""
+"""Find a model's layers, sub-layers and norms by following tensors."""

@@ -81,8 +81,8 @@ class _Sum:
 
 
 class TracedLayer:
-    """The stream's path through one call: the tensors that the call adds, and where. Norms are stored by the id of
-    their call.
+    """The stream's path through one call: the tensors that the call adds, and where it adds them. Each norm is stored
+    under the id of its call.
 
     ``describe=False`` follows the stream only far enough to find the added tensors.
     """
@@ -264,7 +264,7 @@ class TracedLayer:
             self.additions[-1].branches[-1].norms.append(("post_norm", norm))
 
     def describe_branch(self, branch: Branch, modules: list[Call], ops: list[Op]) -> None:
-        """Set a branch's kind, its modules and, of a dense feed-forward, its projections."""
+        """Set a branch's kind, its modules and, for a dense feed-forward, its projections."""
         branch.modules = [c for c in modules if _has_parameters(c)]
         leaves = [c for m in modules for c in [m, *inside(m)] if c.is_leaf]
         linears = [c for c in leaves if _is_projection(c.module) and c.output >= 0]
@@ -301,7 +301,7 @@ class TracedLayer:
         return None
 
     def entry_of(self, branch: Branch) -> Point | None:
-        """Return the point at which a branch begins: its first module's first input of the stream's shape."""
+        """Return the point where a branch begins: its first module's first input with the same shape as the stream."""
         first = next(iter(branch.modules), branch.source)
         key = next((key for key, value in first.inputs.items() if self._fits(value)), None)
         return None if key is None else Point(first.module, first.path, "input", first.number, None, key)
@@ -402,7 +402,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     if strange:
         some = ", ".join(map(str, strange[:5])) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
         notes.append(
-            f"layer {some} adds a tensor to the stream that is not a module's output, so Lamina skips its "
+            f"layer {some} adds to the stream a tensor that is not a module's output, so Lamina skips its "
             "sub-layers and measures only whole layers"
         )
         for index in strange:
@@ -434,7 +434,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
 def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
     """Return the structure of a Lamina model whose blocks return more than one stream; None for other models.
 
-    The model may run any copy of Lamina's code, because a checkpoint brings a copy.
+    The model may run any copy of Lamina's code, because a checkpoint contains a copy.
     """
     named = list(model.named_modules())
     mixers = {type(getattr(part, "mixer", None)).__name__ for _, part in named}  # Mamba's blocks have one, too
@@ -525,11 +525,12 @@ def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[C
     if best is None and chains and expected_count is None:
         best = max(chains, key=lambda c: (len(c), -c[0].began))
     if best is None:
-        lengths = ", ".join(str(len(c)) for c in chains[:6]) or "none"
-        expected = "of any length" if expected_count is None else f"of {expected_count} (as many as the config has)"
+        lengths = ", ".join(str(len(c)) for c in chains[:6])
+        found = f"chains of {lengths} modules" if lengths else "none"
+        expected = "modules" if expected_count is None else f"{expected_count} modules (the config's number of layers)"
         raise UserError(
-            f"layers: none found in {type(model).__name__}. Lamina looked for a chain {expected} of modules that "
-            f"pass one tensor on and add to it, and found chains of {lengths}. Name the list of layers with "
+            f"layers: none found in {type(model).__name__}. Lamina looked for a chain of {expected} that pass "
+            f"one tensor on and add to it, and found {found}. Name the list of layers with "
             f"--layers PATH{_suggest(model)}."
         )
     return best

@@ -32,7 +32,7 @@ def first_tensor(output: Output) -> torch.Tensor | None:
 
 
 def stream_of(output: Output) -> torch.Tensor:
-    """Return the first tensor of an output that certainly holds a tensor."""
+    """Return the first tensor of an output, which must hold a tensor."""
     tensor = first_tensor(output)
     assert tensor is not None
     return tensor
@@ -103,8 +103,8 @@ def intercept(
     """Replace the tensor at each point with ``change(key, tensor)`` while the model runs.
 
     A point names one call of its module. The count of calls restarts in each forward pass of one of the ``roots`` (the
-    model, or its base); ``calls`` has earlier calls if a layer runs alone. The tensor does not include the point's
-    factor. If ``change`` returns None, the tensor stays.
+    model, or its base); if a layer runs alone, ``calls`` holds each module's number of earlier calls. The tensor does
+    not include the point's factor. If ``change`` returns None, the tensor stays.
     """
     done: Counter[nn.Module] = Counter(calls or {})
     by_module: dict[nn.Module, list[tuple[Key, Point]]] = {}
@@ -180,7 +180,7 @@ def forwards(functions: Mapping[nn.Module, Callable[..., Output]]) -> Iterator[N
 
 
 def takes_cache(cls: type[nn.Module]) -> bool:
-    """Return whether a model's forward has an option to keep no cache."""
+    """Return whether a model's forward has an option that turns its cache off."""
     parameters = inspect.signature(cls.forward).parameters
     # Some take it among their **kwargs and pass it to a model that would otherwise keep a cache.
     return "use_cache" in parameters or ("past_key_values" in parameters)

@@ -32,10 +32,11 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     input's tokens. This is false for a decoder after an encoder, and for a second tower.
 
     If the inputs hold objects other than tensors, such as a block mask, Lamina does not change them. Two passes then
-    show the states' axes, that both passes agree, and the sum of the contributions.
+    show that the states have the right axes, that both passes agree, and that the contributions add up.
 
-    For tensors, six passes over a few tokens show that the states are [batch, tokens, width], that a sequence's states
-    depend on no other sequence, that a token's first state depends on the token, and that two passes agree.
+    If all inputs are tensors, six passes over a few tokens show that the states are [batch, tokens, width], that a
+    sequence's states depend on no other sequence, that a token's first state depends on the token, and that two passes
+    agree.
 
     Raises:
         UserError: if one of these conditions fails, because probes would then not measure the stream.
@@ -84,7 +85,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
 
 
 def few_inputs(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
-    """Make three different inputs from the first input: by rolled tokens, or by mirrored and rolled images."""
+    """Make three different inputs from the first input: roll its tokens, or mirror and roll its image."""
     if "input_ids" not in inputs:
         (name,) = list(inputs)[:1]
         image = inputs[name][:1]

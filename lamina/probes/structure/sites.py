@@ -14,9 +14,7 @@ from torch import nn
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm by its class name, as transformers does. Projections with norms do not
-    count.
-    """
+    """Return whether a module's class has a norm's name, as in transformers. Projections with norms do not count."""
     return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Linear) and not any(module.children())
 
 
@@ -94,7 +92,7 @@ class NormSite:
 
     @property
     def gain(self) -> torch.Tensor | None:
-        """The gain's values, plus 1 if the norm stores the difference from 1 (Gemma); None if the norm has no gain."""
+        """Return the gain's values, plus 1 if the norm stores the gain minus 1 (Gemma); None if there is no gain."""
         return effective_gain(self.module)
 
 
@@ -102,7 +100,7 @@ class NormSite:
 class FeedForward:
     """The parts of a dense feed-forward. Experts do not count, because each sees few tokens.
 
-    ``up`` has the projections from the stream's width (gate and up) with their paths, in the order in which they run.
+    ``up`` holds the projections from the stream's width (gate and up) with their paths, in the order in which they run.
     ``down`` is the projection back. ``pre`` is the nonlinearity's input, and ``post`` is the input of ``down``.
     """
 
@@ -149,7 +147,7 @@ class LayerSite:
     """One layer's call. In ALBERT, several layers share ``module``; ``call`` tells them apart.
 
     ``carries_more`` says whether the layer returns several streams, or earlier states in addition to the stream.
-    ``reads`` is the state that its first sub-layer reads from them; None if it reads the stream.
+    ``reads`` is the state that the layer's first sub-layer reads from them; None if it reads the stream.
     """
 
     index: int
@@ -177,9 +175,9 @@ class Structure:
     """A model's layers in the order in which they run, and the modules around them.
 
     ``outside`` lists, once each, the modules before the layers ("embedding"), after them ("readout"), or in other lists
-    of layers ("other"). ``end`` is the state after the last layer that the model reads, if it is not the stream.
-    ``others`` has the paths of other lists of layers. ``starts`` has the first layer of each further stack in
-    ``layers``.
+    of layers ("other"). ``end`` is the state that the model reads after the last layer, if this state is not the
+    stream. ``others`` holds the paths of other lists of layers. ``starts`` holds the first layer of each further stack
+    in ``layers``.
     """
 
     layers: tuple[LayerSite, ...]
@@ -201,7 +199,7 @@ class Structure:
 
     @property
     def carries_more(self) -> bool:
-        """Whether a layer returns several streams, or earlier states."""
+        """Return whether a layer returns several streams, or earlier states."""
         return any(site.carries_more for site in self.layers)
 
     def kinds(self) -> dict[int, str]:

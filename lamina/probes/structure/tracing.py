@@ -38,11 +38,7 @@ _ACTIVATIONS = {
 
 @dataclass(eq=False)
 class Call:
-    """A module's call.
-
-    A call of a module. Its times count the events of the whole pass, and its values are numbers of tensors in the
-    trace.
-    """
+    """A call of a module. Its times count the whole pass's events, and its values are the trace's tensor numbers."""
 
     module: nn.Module
     path: str
