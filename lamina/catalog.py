@@ -42,5 +42,5 @@ GROUPS: dict[str, dict[str, str]] = {
     "after pretraining": {name: JOBS[name].summary for name in ("sft", "reward", "dpo", "rlhf")},
     "the papers": {"study": JOBS["study"].summary},
 }
-"""What each command does. `lamina --help` shows the commands in these groups."""
+"""The groups of `lamina --help`, each with its commands and what they do."""
 COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}

@@ -102,7 +102,7 @@ def _main(argv: list[str]) -> int:
         if (reason := out_of_memory(error)) is None:
             raise
         lower = "--batch-size, --sequence-length, --hidden-size, --num-layers or --workers"
-        return _fail(f"{reason}. Finished work is kept. Lower {lower}, if the command has it.", 2)
+        return _fail(f"{reason}. Finished work is kept. Lower the command's {lower}.", 2)
 
 
 def _interrupted(command: str = "") -> int:

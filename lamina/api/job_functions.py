@@ -143,7 +143,7 @@ def _page_of(folder: Path | None) -> Iterator[None]:
 
 
 def write_page(folder: Path) -> None:
-    """Write a folder's page, in the first process only."""
+    """Write a folder's page. Only the first process writes it."""
     from lamina.modeling.processes import launched
     from lamina.reports import report
 

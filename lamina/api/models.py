@@ -46,7 +46,7 @@ def generate(
         prompt: the text to continue, or a list of messages (mappings with ``role`` and ``content``); the model answers
             the last message.
         chat: treat a text prompt as a user message, and answer it.
-        system: with ``chat``, the system message.
+        system: the system message, if ``chat`` is set.
         max_new_tokens: the maximum number of new tokens; fewer if a model with learned positions runs out of positions.
         temperature: the sampling temperature; 0 always takes the likeliest token.
         top_p: sample from the likeliest tokens, until their probabilities sum to this number above 0 and at most 1
@@ -181,7 +181,7 @@ def emit(
         overwrite: replace files that exist.
 
     Raises:
-        UserError: (a ValueError) for an unknown placement or trainer, a plan that the trainer cannot hold, or a file
+        UserError: (a ValueError) for an unknown placement or trainer, a plan that the trainer cannot express, or a file
             that exists.
     """
     spec, target = text("placement", placement), text("to", to)
@@ -270,8 +270,8 @@ def graft(
     """Put another placement on a trained decoder, as `lamina graft` does.
 
     Lamina keeps the weights and fits the new norms' gains on one half of a text, so that each sub-layer's output stays
-    close to its old output. It measures the loss before and after on the other half. To train the remaining difference
-    away, run `lamina pretrain --from`.
+    close to its old output. On the other half, it measures the loss before and after the change. To remove the
+    remaining difference by training, run `lamina pretrain --from`.
 
     Args:
         model: a folder with a decoder that `lamina convert` takes, or with a Lamina model.
@@ -383,7 +383,7 @@ def _compared(run: Path, against: Path) -> Diagnosis:
 
 
 def report(folder: str | PathLike[str]) -> Path:
-    """Rewrite the page of a job's folder, as `lamina report` does; return its path.
+    """Rewrite the page of a job's folder, as `lamina report` does, and return the page's path.
 
     >>> import lamina
     >>> lamina.report("no/such/folder")

@@ -41,7 +41,7 @@ class _HasPage:
 
 
 class Comparison(_HasPage):
-    """A job's trials and its page. You can index it and read attributes as on the DataFrame ``results``.
+    """A job's trials and its page. You can index a Comparison and read its attributes as on its DataFrame ``results``.
 
     Attributes:
         results: a row per trial, as in results.csv.

@@ -81,7 +81,7 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
         ("block_overrides", model.get("block_overrides"), None),
     ):
         if value != allowed:
-            raise UserError(f"config.json: model.{name} is {value!r}. Choose a checkpoint with {allowed!r}.")
+            raise UserError(f"config.json: model.{name} is {value!r}. Choose a checkpoint in which it is {allowed!r}.")
     heads, eps = mixer["n_heads"], float(norm.get("eps") or 1e-5)
     connections = depthbench.Connections(block, eps)
     config = LlamaConfig(
@@ -224,8 +224,8 @@ def _read_torchtitan(folder: Path) -> ForeignCheckpoint:
     """Read one step's folder; torchtitan saves no sizes, so config.json of the same Llama must be in it."""
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"source: {str(folder)!r} holds no config.json, and torchtitan saves no sizes. Put there the "
-            "config.json of a transformers Llama with the same sizes."
+            f"source: {str(folder)!r} holds no config.json, and torchtitan saves no sizes. Put the config.json "
+            "of a transformers Llama with the same sizes there."
         )
     fields: Json = json.loads((folder / "config.json").read_text("utf-8"))
     if fields.get("model_type") != "llama":

@@ -42,7 +42,7 @@ def condition(layers: Sequence[int], count: int, index: str) -> str:
 
 
 def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
-    """Return one expression for all layers' values. If the values differ, it is conditional and ends with ``last``."""
+    """Return one expression for all layers' values. If they differ, it has conditions and ends with ``last``."""
     if len(set(values)) == 1:
         return values[0]
     usual, count = next(v for v in reversed(values) if v != last), len(values)
@@ -172,7 +172,7 @@ class Port:
 
     @cached_property
     def norm_names(self) -> dict[tuple[str, str], str]:
-        """Return the block's norm names by sub-layer and position. At least one layer has each norm."""
+        """Return the block's norm names by sub-layer and position. Each norm occurs in at least one layer."""
         names = {}
         for half in SUBLAYERS:
             layers = [getattr(layer, half) for layer in self.plan.layers]
@@ -215,7 +215,7 @@ class Port:
 
     @cached_property
     def inner(self) -> dict[str, Norm]:
-        """Return each sub-layer's norm before its last projection, if it has one. Raises UserError if layers differ."""
+        """Map each sub-layer with a norm before its last projection to this norm. Raises UserError if layers differ."""
         found = {}
         for half in SUBLAYERS:
             specs = {getattr(layer, half).inner_norm for layer in self.plan.layers}
@@ -235,13 +235,13 @@ class Port:
 
     @cached_property
     def gate(self) -> Sublayer | None:
-        """Return the first attention if its learned branch factor also sets the skip's factor, otherwise None."""
+        """Return layer 0's attention if its learned branch factor also sets the skip's factor; otherwise None."""
         first = self.plan.layers[0].attention
         return first if first.coupling != "none" and first.out_scale_learned != "no" else None
 
     @cached_property
     def factors(self) -> dict[tuple[str, str], _Factor]:
-        """Return the factors by sub-layer and scale. Factors that are 1 in every layer are left out."""
+        """Return the factors by sub-layer and scale, without the factors that are 1 in every layer."""
         by_scale = {}
         for half in SUBLAYERS:
             subs = self._sublayers(half)
@@ -491,6 +491,6 @@ def _constant(sub: Sublayer, scale: str) -> float:
 
 
 def nameless(plan: Plan) -> Placement:
-    """Return a placement for a plan whose scheme is unknown, for example because another machine has it."""
+    """Return a placement for a plan whose scheme this machine may lack."""
     texts = dict.fromkeys(("title", "source", "initialization", "advice", "description"), "")
     return Placement(name=plan.placement, equation=(), options=(), make=lambda num_layers: plan, **texts)

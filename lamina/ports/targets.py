@@ -32,7 +32,7 @@ class Target:
             names are under ``attention`` and ``feed_forward``.
         stacks: weights that the trainer keeps in one tensor: the tensor's name, and Lamina's names of the parts.
         layout: how the parts are stacked: in "rows", or in "groups" that hold each key head's queries, key and value.
-        pairs: whether the rotary embedding turns neighboring channels (true), or channels half a head apart (false).
+        pairs: whether the rotary embedding rotates neighboring channels (true), or channels half a head apart (false).
         roles: the names of the weights with a role, for the initializer, except weights that keep the trainer's
             default.
         test: the parts of the trainer's test: the imports (``standard``: from the standard library), the code that

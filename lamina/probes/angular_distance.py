@@ -32,8 +32,7 @@ class AngularDistance(DirectionsProbe):
     angle.
 
     Each pair of states has a row with ``start`` = l, ``size`` = n and the metric ``angular_distance``. Each size also
-    has a row ``best_start``: the first l with the smallest distance. This criterion drops the block of layers that
-    starts at this l.
+    has a row ``best_start``: the first l with the smallest distance, where the block of layers to drop begins.
 
     Notes: transformers returns the last hidden state after the final norm. A Post-LN stream is a norm's output. Lamina
     measures HybridNorm's stream before the norm, and adds a note to the page. Some papers count states from 1 or leave
@@ -41,9 +40,9 @@ class AngularDistance(DirectionsProbe):
 
     Args:
         tokens: "last" (Gromov et al.) is each sequence's last real token. If an encoder's tokenizer adds a separator,
-            it is the separator. "all" (Mix-LN Eq 8, over 256K tokens) is every token. "first" is the first token, the
-            class token of most encoders and vision models. The default is "last" for text, and "all" for images and
-            during training, where sequences are few.
+            Lamina uses the separator. "all" (Mix-LN Eq 8, over 256K tokens) means every token. "first" is the first
+            token, the class token of most encoders and vision models. The default is "last" for text, and "all" for
+            images and during training, where sequences are few.
         tokens_per_batch: with "all", the number of each batch's tokens that Lamina keeps until the last layer has run
             (default: all of your own text; for a corpus, the number that fits in a quarter of the model's memory). If
             Lamina keeps only a part of the tokens, the page has a note.
@@ -94,7 +93,7 @@ class AngularDistance(DirectionsProbe):
             ),
         ):
             figure = heat_map(table, "start", "size", "value", title=title, **axes)
-            yield (figure, f"{caption} Angles of {tokens}." if tokens else caption)
+            yield (figure, f"{caption} The angles use {tokens}." if tokens else caption)
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         distances = frame[frame["metric"] == "angular_distance"]
@@ -119,9 +118,7 @@ class AngularDistance(DirectionsProbe):
 
 
 def best_blocks(frame: Frame) -> pd.DataFrame:
-    """Return a row ``best_start`` per block size: the start of the block with the smallest distance. NaN distances are
-    ignored.
-    """
+    """Return a row ``best_start`` per block size: the start of the block with the smallest distance, except NaN."""
     rows = []
     for size, group in frame.groupby("size"):
         measured = group.dropna(subset="value")

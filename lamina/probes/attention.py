@@ -29,10 +29,10 @@ _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 
 @probe
 class Attention(Probe):
-    """Statistics of each softmax over keys: of its inputs and of its outputs.
+    """Statistics of the inputs and outputs of each softmax over keys.
 
     Lamina finds a softmax by its operation, not by a module's name. Rows with role "head" describe one head
-    (``index``). Rows with role "all" hold the mean over the heads, but for max_logit the largest value. Metrics:
+    (``index``). Rows with role "all" hold the mean over the heads; for max_logit, they hold the largest value. Metrics:
 
     - entropy: -sum_k a_k ln a_k of the attention weights, in nats, averaged over queries.
     - entropy_share: the entropy divided by ln(number of keys that the query may see, after causal mask, sliding window
@@ -40,7 +40,7 @@ class Attention(Probe):
     - max_logit: the softmax's largest input over the whole sample, after the scale, a soft-cap and a position bias.
       Only keys that the query may see count. This metric has no standard error.
     - first_token_share: the weight on the sequence's first token, averaged over queries (the attention sink). A causal
-      model's first query gives the first token a weight of 1. If the token is outside the window, the weight is 0.
+      model's first query gives the first token a weight of 1. A first token outside the window has weight 0.
 
     Lamina averages over a sequence's queries, then over sequences. The standard error is over sequences. Heads that
     share keys (GQA) count separately. Attention runs in plain operations, so that Lamina can read the softmax. Memory
@@ -168,7 +168,8 @@ def of_heads(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return METRICS by sequence and head, [sequences, heads, metrics], and each head's largest logit.
 
-    ``logits``, ``weights``: [sequences, heads, queries, keys]; ``mask``: [sequences, tokens] of 0 and 1, or None.
+    ``logits`` and ``weights`` are [sequences, heads, queries, keys]; ``mask`` is None or [sequences, tokens] of 0 and
+    1.
     """
     sequences, heads, queries, keys = logits.shape
     asks = torch.ones(sequences, queries, dtype=torch.bool, device=logits.device)

@@ -91,12 +91,12 @@ def identity_sides(block: LayerCall, tolerance: float) -> Sides:
 def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
     """Return both sides of Eq 19, once with the paper's approximate bound and once with the chain rule's bound.
 
-    This applies to blocks with FuseNorm's structure: a norm on both sums, and a feed-forward skip that carries the
-    block's input. Lamina uses the true gains, which the paper sets to 1. For role fusenorm_eq_19, sigma is the mean
-    over tokens, and the feed-forward's Jacobian is ||W_2 W_1||, as if the activation were the identity (W_1 is the
-    up-projection; Lamina leaves out the gate). So this right side is not a strict bound. For role fusenorm_eq_19_chain,
-    sigma is the smallest sigma over tokens, and Lamina measures the feed-forward's Jacobian. So this right side is a
-    true bound. For both roles, ||W_O J_A|| is the measured spectral norm of the attention's Jacobian.
+    The blocks must have FuseNorm's structure: a norm on both sums, and a feed-forward skip that carries the block's
+    input. Lamina uses the true gains, which the paper sets to 1. The right side of role fusenorm_eq_19 is not a strict
+    bound: sigma is the mean over tokens, and the feed-forward's Jacobian is ||W_2 W_1||, as if the activation were the
+    identity (W_1 is the up-projection; Lamina leaves out the gate). The right side of role fusenorm_eq_19_chain is a
+    true bound: sigma is the smallest sigma over tokens, and Lamina measures the feed-forward's Jacobian. For both
+    roles, ||W_O J_A|| is the measured spectral norm of the attention's Jacobian.
     """
     attention, feed_forward = block.site.sublayers
     norms = [norm for norm in (post_norm(block, 0), post_norm(block, 1)) if norm is not None]
@@ -225,9 +225,9 @@ class Bounds(ShortProbe):
 
     - fusenorm_eq_9: blocks without a norm on the sums. ``left`` is ||J - I||_2, and ``right`` is c / sigma_l. sigma_l
       is the standard deviation of x^l, and Lamina chooses c so that the geometric mean of the ratios is 1. In layer -1,
-      ``left`` is an exponent, the slope of log ||J - I|| over log sigma_l. In the paper it is -1.
-    - fusenorm_eq_9_depth: only layer -1. ``left`` is the slope of log ||J - I|| over log(l + 1). In the paper it is
-      -1/2, if the variance grows linearly.
+      ``left`` is an exponent, the slope of log ||J - I|| over log sigma_l (-1 in the paper).
+    - fusenorm_eq_9_depth: only in layer -1. ``left`` is the slope of log ||J - I|| over log(l + 1), which is -1/2 in
+      the paper if the variance grows linearly.
     - fusenorm_eq_21: by sub-layer. ``left`` is Var(F), and ``right`` is c / L, where L is the number of blocks and c
       the option ``constant``. The paper states only the order, so the ratio L Var(F) / c must not grow with L. Layer -1
       holds the mean over the layers.
@@ -432,14 +432,14 @@ class LastLayer:
                 names = [name for name, role in (("c2", "out_norm"), ("c3", "post_norm")) if role in roles]
                 return cls(site, sublayer, sublayer.feed_forward, norms, "_".join(names) or "c1")
         raise UserError(
-            "bounds: Proposition 3.1 needs a dense feed-forward, and the last layer has none. Choose a model "
-            "without experts in it."
+            "bounds: Proposition 3.1 needs a dense feed-forward, but the last layer has none. Choose a model "
+            "without experts in the last layer."
         )
 
 
 @dataclass(frozen=True)
 class LastLayerSides:
-    """Both sides for one batch in float64: for the loss's gradient, and [tokens] for each token's share of it."""
+    """One batch's two sides in float64. ``left_by_token`` and ``right_by_token`` are each token's share, [tokens]."""
 
     left: float
     right: float
@@ -448,7 +448,7 @@ class LastLayerSides:
 
 
 def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, torch.Tensor]) -> LastLayerSides:
-    """Measure both sides on one batch: one forward pass, and a backward pass down to the last feed-forward.
+    """Measure both sides on one batch, with one forward pass and a backward pass down to the last feed-forward.
 
     For a token t, h_t is the input of the down-projection W, a_t the output of W, and o_t the layer's output:
 

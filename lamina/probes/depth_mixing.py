@@ -34,18 +34,18 @@ class DepthMixing(ShortProbe):
     gradient. The stretch of J = dx^l / d(branch) is ||J||_F / sqrt(tokens * channels), the root mean square over random
     directions. Lamina computes it by automatic differentiation, so the probe works for any skip.
 
-    In each row, ``layer`` is the state l (N: after the last layer). ``index`` counts the sub-layers of the model from
-    0, and names the branch's sub-layer; -1 is x^0. Metrics:
+    In each row, ``layer`` is the state l (N: after the last layer). ``index`` is the number of the branch's sub-layer
+    in the model, counted from 0; for x^0 it is -1. Metrics:
 
     - mixing: the stretch from the module's output (after its output norm), including a factor on the branch. Mixing is
-      1 everywhere in Pre-LN. It is 0 if the output reaches the layer only through other branches (FuseNorm's
+      1 everywhere in Pre-LN. Mixing is 0 if the output reaches the layer only through other branches (FuseNorm's
       attention).
     - composite_gain (index -1): the stretch from x^l to x^N, which is 1 in Pre-LN. mHC takes the worst row of this
       gain, but Lamina takes the average over the rows.
 
     If blocks return several streams or earlier states, mixing describes the state that a layer reads from them
-    (``layer`` = N: the final norm's input). composite_gain is then the stretch of all streams together; for earlier
-    states, it is the stretch from the stream to the final norm's input.
+    (``layer`` = N: the final norm's input). With several streams, composite_gain is the stretch of all streams
+    together. With earlier states, it is the stretch from the stream to the final norm's input.
 
     Args:
         sequences: number of sequences to measure (0: all; default: all of your own text, 1 of a corpus).

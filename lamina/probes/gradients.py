@@ -37,14 +37,14 @@ class Gradients(Probe):
     - ``gradient_norm``: the L2 norm of the gradient. A row covers the parameters of one role in a sub-layer. The roles
       are query, ..., pre_norm, ...; for an unknown module name, the role is the path in the sub-layer. Role ``all``
       covers a whole sub-layer, or a whole layer (sublayer ``block``). Outside the layers (layer -1, sublayer
-      ``model``), the roles are embedding, readout and final_norm. There, role ``all`` covers the whole model and equals
-      torch.nn.utils.get_total_norm.
+      ``model``), the roles are embedding, readout and final_norm. At layer -1, role ``all`` covers the whole model and
+      equals torch.nn.utils.get_total_norm.
     - ``gradient_variance``: the variance of the gradient's elements, mean of squares minus square of the mean (Peri-LN
       Fig 7).
     - sublayer ``block``, role ``state``: both metrics of the gradient with respect to x^l, the stream before layer l (l
       = N: after the last layer, before the final norm), over all tokens of all batches. This gradient falls with the
-      number of tokens, because the loss is a mean over tokens. So compare layers, or models on the same text. Several
-      streams count jointly.
+      number of tokens, because the loss is a mean over tokens. So compare only layers, or models on the same text.
+      Several streams count jointly.
     - ``spike_score`` (layer -1, role loss or grad_norm): if the model belongs to a run, the share of logged values that
       are at least 7 standard deviations above the mean of the previous 1,000 values (OLMo 2's measure, see ``spikes``).
 
@@ -134,7 +134,7 @@ class Gradients(Probe):
             layers[(layers["role"] == "state") & (layers["metric"] == "gradient_norm")],
             *("Gradient norm of the states", "norm of d loss / d x"),
             "Norm of the loss's gradient with respect to the residual stream before each layer. The last value "
-            "is after all layers.",
+            "belongs to the stream after all layers.",
             x_title="state",
             log_y=True,
         )
@@ -238,11 +238,11 @@ def _along_depth(label: str, norms: Frame, what: str) -> list[str]:
 def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
     """Map each parameter name of ``model`` to its (layer, sublayer, role). A shared parameter comes once.
 
-    Layer -1 and sublayer "model" are outside the layers; sublayer "block" is in a layer but in none of its sub-layers.
-    A role comes from the table of weights' names (query, ..., feed_forward_out; ``query_bias`` for a bias), or is the
-    norm's position (pre_norm, out_norm, post_norm, inner_norm), or otherwise the parameter's path in the sub-layer. A
-    parameter that several layers share belongs to the first layer. A readout tied to the embedding belongs to the
-    embedding.
+    Parameters outside the layers have layer -1 and sublayer "model". Parameters in a layer but in none of its
+    sub-layers have sublayer "block". A role comes from the table of weights' names (query, ..., feed_forward_out;
+    ``query_bias`` for a bias), or is the norm's position (pre_norm, out_norm, post_norm, inner_norm), or otherwise the
+    parameter's path in the sub-layer. A parameter that several layers share belongs to the first layer. A readout tied
+    to the embedding belongs to the embedding.
     """
     owners = _owners(structure)
     by_name: dict[str, Place] = {}

@@ -44,12 +44,12 @@ class HiddenStates(Probe):
     - token_variance: the variance over a token's channels, averaged over tokens.
     - mean, abs_mean, rms: the mean of x, the mean of |x|, and the root of the mean of x^2.
     - variance_step: Var(x^(l+1)) - Var(x^l) for layer l (Peri-LN Eq 4: constant for Peri-LN).
-    - abs_max: the largest |x|. The columns channel, position and token show where it is.
+    - abs_max: the largest |x|. The columns channel, position and token show its location.
     - top_magnitude: the largest, second largest, ... |x| of a sequence (``index`` counts from 1), averaged over
       sequences.
     - median: the exact median |x| of a sequence (the lower of two middle values), averaged over sequences.
     - max_to_median: the largest |x| of a sequence divided by its median, averaged over sequences. If a norm on the
-      stream bounds |x|, only this ratio is informative.
+      stream bounds |x|, only max_to_median is informative.
     - massive_count: the number of massive activations in a sequence, averaged over sequences. An activation is massive
       if |x| > 100 and |x| is at least 1000 times the sequence's median (Sun et al. 2024).
     - massive_activation: the largest value, with its sign, at each channel and position with a massive activation (the
@@ -372,7 +372,7 @@ def _lower_median(values: np.ndarray) -> float:
 
 
 def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ``count`` largest |x| of each sequence, descending, [sequences, count].
+    """Return the ``count`` largest |x| of each sequence in descending order, [sequences, count].
 
     Only the ``count`` tokens with the largest peaks can hold these values, so Lamina searches only these tokens.
     """

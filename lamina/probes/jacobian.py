@@ -59,11 +59,11 @@ class JacobianProbe(ShortProbe):
       the norm.
     - identity: the same metrics for J_l - I, so that ``norm`` is the distance to the identity (FuseNorm Eq 9). A single
       token of small norm, often the first, can make the norm large while the typical stretch is near 0.
-    - residual_path: J_l if attention and feed-forward carry no gradient, so that only the skips and their norms do.
+    - residual_path: J_l with gradients only through the skips and their norms, not through attention and feed-forward.
       ``norm`` is the geometric mean over tokens of each token's spectral norm, because this path does not mix tokens.
-    - keel: ``formula`` is the residual path's norm by Keel Eq 14-19, from gains and scales alone. At gain 1 it is alpha
-      / sqrt(alpha^2 + 1) per sub-layer, and 2^(-1/2) in Post-LN. The equations are for norms on the sum; without such
-      norms, the value is the scale of the skips.
+    - keel: ``formula`` is the residual path's norm by Keel Eq 14-19, from gains and scales alone. At gain 1 the value
+      is alpha / sqrt(alpha^2 + 1) per sub-layer, and 2^(-1/2) in Post-LN. The equations are for norms on the sum;
+      without such norms, the value is the scale of the skips.
     - fusenorm: ``formula`` is the product of gain / sigma over the norms on the path (FuseNorm Eq 10, 11, 16; the paper
       sets the gain to 1). sigma is each token's standard deviation at the norm's input, and the value is the geometric
       mean over tokens.
@@ -255,8 +255,8 @@ class JacobianProbe(ShortProbe):
         yield from chart(
             products,
             *("Products from the first layer on", "log10 of the product"),
-            "Products of these norms over the layers so far. They bound how much a gradient can grow or shrink in "
-            "the backward pass.",
+            "Products of these norms over the layers so far. The products bound how much a gradient can grow or "
+            "shrink in the backward pass.",
             color="which",
         )
 
@@ -284,7 +284,7 @@ class JacobianProbe(ShortProbe):
         typical = frame[(frame.role == "identity") & (frame.metric == "typical")].value
         yield (
             f"In the worst direction, the median distance to the identity is {first.median():.3g} in the first quarter "
-            f"of the layers and {last.median():.3g} in the last quarter. In a typical direction, it is "
+            f"of the layers and {last.median():.3g} in the last quarter. In a typical direction, the two medians are "
             f"{typical.iloc[:quarter].median():.3g} and {typical.iloc[-quarter:].median():.3g}. "
             "A layer with a distance near 0 passes its input on unchanged."
         )

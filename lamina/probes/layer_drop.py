@@ -59,13 +59,14 @@ class LayerDrop(Probe):
 
     Mix-LN Fig 2, 3 and 6b, Keel's dPPL of each layer, and Gromov et al. 2024 (consecutive layers) measure this harm.
     All other layers stay unchanged, with their scales (LayerNorm Scaling's l, Keel's alpha). If a placement treats the
-    first layer differently, dropping this layer also drops this difference.
+    first layer differently, dropping the first layer also drops this special treatment.
 
     Each row is one measurement. ``layer`` is the first dropped layer, and ``size`` is the number of dropped layers:
 
-    - ``meaning``: with "remove", a dropped layer returns its input. With "branch", its sub-layers add zero, but its
-      skips, their scales and its post-norms stay. Both give the same result if no norm is on the stream (Pre-LN,
-      Peri-LN). With several streams, "remove" returns all streams unchanged, and "branch" still mixes them.
+    - ``meaning``: with "remove", a dropped layer returns its input. With "branch", a dropped layer's sub-layers add
+      zero, but its skips, their scales and its post-norms stay. The two give the same result if no norm is on the
+      stream (Pre-LN, Peri-LN). With several streams, "remove" returns all streams unchanged, and "branch" still mixes
+      them.
     - ``loss_increase``: the increase of the loss in nats per predicted token.
     - ``perplexity_increase``: exp(loss) without the layer minus exp(loss) of the whole model. The standard errors of
       both increases are over the sequences' paired differences.
@@ -84,11 +85,12 @@ class LayerDrop(Probe):
         run_code: whether task files in include_path, and code that the model writes, may run.
         task_metric: the metric of the task (default: acc).
         limit: maximum number of the task's documents, or of the file's questions.
-        squad: a file in SQuAD v1.1's format. The F1 of a model with a question-answering head then replaces the loss.
+        squad: a file in SQuAD v1.1's format. With this file, the F1 of the model's question-answering head replaces the
+            loss.
         score: your own measure instead of the loss (Python only): a function from the model to a number.
         higher_is_better: whether a higher score is better.
-        standard_error: Lamina adds text until each layer's standard error is at most this share of the loss increase,
-            or of 0.1 nats if 0.1 is larger (0: use all text; default: 0 for your own text, 0.05 for a corpus).
+        standard_error: Lamina adds text until each layer's standard error is at most this share of the loss increase or
+            of 0.1 nats, whichever is larger (0: use all text; default: 0 for your own text, 0.05 for a corpus).
         sequences: largest number of sequences for the loss (0: all; default: all of your own text, 4 of a corpus). A
             sequence costs half a forward pass per layer.
     """
@@ -149,7 +151,7 @@ class LayerDrop(Probe):
         if bare and BRANCH in self.meanings:
             if not self._wants_all:
                 raise UserError(
-                    "meaning: 'branch' needs the sub-layers of each layer, and Lamina did not find them in layer "
+                    "meaning: 'branch' needs the sub-layers of each layer, but Lamina did not find them in layer "
                     f"{ranges(bare)}. Set meaning to remove."
                 )
             self.meanings = (REMOVE,)
@@ -379,9 +381,9 @@ class _Unchanged(Exception):
 class PassesWithoutLayers(ExitStack):
     """A context manager that runs forward passes of one batch without some layers.
 
-    It keeps only one state, so the first omitted layers l must come in ascending order. A pass computes only the layers
-    after the omitted layers. The layers before them return the stored x^l. On average this costs half of a whole pass.
-    If a model changes the stream between two layers, Lamina runs whole passes.
+    It keeps only one state, so call it in ascending order of the first omitted layer l. A pass computes only the layers
+    after the omitted layers; the earlier layers return the stored x^l. On average, this costs half of a whole pass. If
+    a model changes the stream between two layers, Lamina runs whole passes.
     """
 
     def __init__(self, context: Context, run: Callable[[], torch.Tensor]):
@@ -568,9 +570,10 @@ class SquadFile:
 def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> Iterator[None]:
     """Leave ``layers`` (indices) out of every forward pass of the model inside the context; nothing else changes.
 
-    With ``remove``, a layer returns its input. With ``branch``, its sub-layers add zero, but its skips, their scales
-    and its post-norms stay (for Pre-LN, both give the same result). The model still computes the layer, so a cache of
-    keys and values stays complete. If several layers share a module, only the calls of the removed layers change.
+    With ``remove``, a layer returns its input. With ``branch``, a layer's sub-layers add zero, but its skips, their
+    scales and its post-norms stay (for Pre-LN, both give the same result). The model still computes the layer, so a
+    cache of keys and values stays complete. If several layers share a module, only the calls of the removed layers
+    change.
     """
     roots = context.roots
     with uncompiled(context.model), ExitStack() as stack:
@@ -595,7 +598,7 @@ def _contributions(site: LayerSite) -> dict[int, Point]:
     """Return the points of a layer's contributions. Raises UserError if its sub-layers were not found."""
     if not site.sublayers:
         raise UserError(
-            f"meaning: 'branch' needs the sub-layers of layer {site.index}, and Lamina did not find them. Set "
+            f"meaning: 'branch' needs the sub-layers of layer {site.index}, but Lamina did not find them. Set "
             "meaning to remove."
         )
     return {index: sublayer.contribution for index, sublayer in enumerate(site.sublayers)}

@@ -39,8 +39,8 @@ class LayerUse(Probe):
       the same update if the model skips layer ``layer`` (as ``remove`` of layer_drop does). The norms are L2 norms of a
       token, and the score is the mean over tokens.
     - permutation_score: |L' - L| / L, where L is the loss, and L' is the loss if Lamina exchanges layer ``layer`` and
-      the next layer. Each layer keeps its weights, norms, scales and kind. A mask that depends on the layer's position
-      stays at this position.
+      the next layer. Each layer keeps its weights, norms, scales and kind. A mask that depends on a layer's position
+      stays at its position.
     - linear_loss_increase: L' - L in nats per token, where L' is the loss if the best linear map of the layer's input
       replaces the layer's output (least squares, without an intercept; several streams count as one long vector).
       Lamina fits the map on the second half of the sequences, until there are 4 tokens per channel, and measures L' on
@@ -131,7 +131,7 @@ class LayerUse(Probe):
         texts = {
             METRICS[0]: (
                 "Skipping layer {} changes the later layers' updates least ({:.3g} of the updates' norm). Skipping "
-                "layer {} changes them most ({:.3g})."
+                "layer {} changes the updates most ({:.3g})."
             ),
             METRICS[1]: (
                 "Exchanging a layer with the next layer changes the loss least for layer {} ({:.2%}) and most "

@@ -43,7 +43,7 @@ class LogitLens(Probe):
     - cross_entropy: the cross-entropy of the true token, in nats. A causal model predicts the next token at all
       positions except the last. A masked model predicts the masked tokens: 15 % of the positions, the same in each
       sequence.
-    - kl_to_final: KL(p_N || p_l) in nats, where p_N is the model's own distribution. It is 0 at state N.
+    - kl_to_final: KL(p_N || p_l) in nats, where p_N is the model's own distribution; 0 at state N.
     - top1_agreement: the share of positions at which state l and the model predict the same token.
 
     Note: if a state has another basis than the last state (Post-LN's early states, tied embeddings), its predictions
@@ -248,7 +248,7 @@ class Tail:
             )
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits [tokens, vocabulary] in float32 for states [tokens, channels]. Call it inside
+        """Return the logits [tokens, vocabulary] in float32 for states [tokens, channels]. Call the tail inside
         ``instead_of_the_layers``.
         """
         self._states = states.unsqueeze(0)

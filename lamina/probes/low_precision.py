@@ -40,8 +40,8 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
     fp16 and bf16 are casts that round to nearest even. fp8_e4m3 is OCP e4m3fn (largest 448, no inf), and the largest
     value of fp8_e5m2 is 57344. With ``scaled``, Lamina first multiplies the tensor, so that the tensor's largest |x|
     becomes the format's largest value. Otherwise Lamina casts directly, and larger values overflow. int8_tensor and
-    int8_token are symmetric: q = round(x / s), with s = max|x| / 127 over the tensor or over a token's channels. A
-    tensor is the last two dimensions.
+    int8_token are symmetric: q = round(x / s), with s = max|x| / 127 over the tensor or over a token's channels. Here,
+    a tensor is the last two dimensions.
     """
     x = x.float()
     if kind.startswith("int8"):
@@ -73,16 +73,17 @@ class LowPrecision(Probe):
     - relative_error: ||q(x) - x|| / ||x|| over all elements of a sequence, averaged over sequences.
     - token_error: ||q(x) - x|| / ||x|| of a token, averaged over tokens, so that one massive token does not hide the
       others.
-    - max_error: the largest |q(x) - x| of the sample. An element that overflows makes these three errors infinite.
+    - max_error: the largest |q(x) - x| of the sample. An element that overflows makes relative_error, token_error and
+      max_error infinite.
     - share_lost: the share of elements that are not 0 but become 0.
     - overflow_share: the share of elements that become inf (in fp16, and in fp8 without a scale).
     - loss (layer -1, role "state"): the loss in nats per token with all states x^0 ... x^N rounded. The format "none"
-      has the loss of the unchanged model. Only language models have this metric.
+      has the loss of the unchanged model. Only language models have a loss.
     - loss_increase: the loss with rounded states minus the loss of the unchanged model.
 
     Note: INT8 per tensor divides by the largest |x|. So one massive activation (Sun et al. 2024) leaves almost no steps
-    for all other elements, while BF16 keeps its relative precision. relative_error hides this, because the massive
-    activation is most of ||x||. token_error and share_lost show it.
+    for all other elements, while BF16 keeps its relative precision. relative_error hides this loss of precision,
+    because the massive activation is most of ||x||. token_error and share_lost show the loss of precision.
     """
 
     name = "low_precision"
@@ -228,7 +229,7 @@ class LowPrecision(Probe):
             lost = states[(states["metric"] == "share_lost") & (states["format"] == "int8_tensor")]
             share = lost.loc[lost["layer"] == worst, "value"].iloc[0]
             yield (
-                f"In states {ranges(broken)}, a few massive values break per-tensor INT8. In state {worst}, it "
+                f"In states {ranges(broken)}, a few massive values break per-tensor INT8. In state {worst}, INT8 "
                 f"rounds {share:.0%} of the elements to 0 (error {table.loc[worst, 'int8_tensor']:.2g} of a "
                 f"token's norm, and {table.loc[worst, 'int8_token']:.2g} with one scale per token)."
             )

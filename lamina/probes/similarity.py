@@ -31,11 +31,11 @@ class Similarity(DirectionsProbe):
     the tokens' cosines, which do not depend on the states' lengths. So a few huge tokens do not decide the mean.
     Padding does not count. Standard errors are over sequences.
 
-    Notes: transformers' own last hidden state is after the final norm. Lamina does not center the states, so a mean
+    Notes: transformers returns the last hidden state after the final norm. Lamina does not center the states, so a mean
     direction that all tokens share counts as similarity.
 
     Args:
-        tokens: "all" (default), "last" or "first" token of each sequence.
+        tokens: the tokens of each sequence to compare: "all" (default), "last" or "first".
         tokens_per_batch: number of each batch's tokens that Lamina keeps until the last layer has run, to compare pairs
             of states (default: all of your own text; for a corpus, the number that fits in a quarter of the model's
             memory). If Lamina keeps only a part of the tokens, the page has a note.

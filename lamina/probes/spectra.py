@@ -26,7 +26,7 @@ _FIGURES = {
         "Participation ratio of the eigenvalues of the activations' covariance, divided by the number of eigenvalues.",
     ),
     "soft_rank": ("Soft rank", "exp(entropy) of the same eigenvalues, divided by their number."),
-    "edr": ("Effective dimension ratio (our definition)", "200 h s / (h + s) of hard and soft rank."),
+    "edr": ("Effective dimension ratio (our definition)", "200 h s / (h + s) of the hard rank h and the soft rank s."),
     "eee": (
         "Spectral concentration (our definition)",
         "Early enrichment of the cumulative spectrum: 0 for a flat spectrum, 1 for a single direction.",
@@ -257,8 +257,8 @@ class Spectra(Probe):
         for role, part in conditions.groupby("role", sort=False):
             worst = part.loc[part.value.idxmax()]
             yield (
-                f"{role} has condition numbers of {part.value.median():.3g} (median over the layers), at most "
-                f"{worst.value:.3g} in layer {worst.layer}."
+                f"The condition number of {role} has the median {part.value.median():.3g} over the layers, and is "
+                f"largest in layer {worst.layer} ({worst.value:.3g})."
             )
         means = frame[(frame.layer == -1) & frame.role.isin(["pre", "post"])].set_index(["role", "metric"]).value
         for role, side in (("pre", "before"), ("post", "after")):
@@ -266,14 +266,14 @@ class Spectra(Probe):
                 yield (
                     f"The feed-forward's activations {side} the nonlinearity have a hard rank of "
                     f"{means[role, 'hard_rank']:.3f} and a soft rank of {means[role, 'soft_rank']:.3f} of their width, "
-                    f"EDR {means[role, 'edr']:.1f} by our definition (means over the layers, "
+                    f"and an EDR of {means[role, 'edr']:.1f} by our definition (means over the layers, "
                     f"{means[role, 'tokens']:.0f} tokens)."
                 )
 
 
 def embedding_rows(context: Context) -> list[Row]:
     """Return the eigenvalues of the embedding rows' covariance, unchanged and divided by their median. ``index``
-    numbers them, the largest first.
+    numbers the eigenvalues, the largest first.
     """
     weight = getattr(context.structure.embedding, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
@@ -365,7 +365,7 @@ def hard_rank(eigenvalues: torch.Tensor) -> float:
 
 
 def soft_rank(eigenvalues: torch.Tensor) -> float:
-    """Return Shannon's rank exp(-sum p ln p), p = l / sum l, divided by the number D of eigenvalues: 1 / D to 1."""
+    """Return Shannon's rank exp(-sum p ln p), p = l / sum l, divided by the number D of eigenvalues (1 / D to 1)."""
     shares = eigenvalues.double() / eigenvalues.double().sum()
     return float(torch.exp(-torch.special.xlogy(shares, shares).sum()) / len(shares))
 

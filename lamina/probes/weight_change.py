@@ -49,7 +49,7 @@ class WeightChange(Probe):
         self.reference = reference
 
     def begin(self, context: Context) -> None:
-        """Find the initial weights. Raises UserError if they are unknown, or belong to another model."""
+        """Find the initial weights. Raises UserError if these weights are unknown, or belong to another model."""
         now: Weights = {name: p.detach() for name, p in context.model.named_parameters()}
         if self.reference is not None:
             self._initial = {name: p.detach() for name, p in load(self.reference).model.named_parameters()}

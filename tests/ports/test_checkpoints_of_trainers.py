@@ -70,7 +70,7 @@ def test_torchtitans_folder_needs_the_sizes(tmp_path, refused):
     config.write_text(json.dumps({**json.loads(config.read_text("utf-8")), "model_type": "gpt2"}), "utf-8")
     assert "config.json: model_type is 'gpt2'. Put the config.json of a 'llama' model there." in refused(*words)
     config.unlink()
-    assert "torchtitan saves no sizes. Put there the config.json" in refused(*words)
+    assert "torchtitan saves no sizes. Put the config.json" in refused(*words)
 
 
 def test_equal_layers_in_one_tensor_are_read(tmp_path):

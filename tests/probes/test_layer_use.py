@@ -150,5 +150,5 @@ def test_the_page_names_the_least_and_the_most_used_layer():
     texts = list(LayerUse().sentences(frame))
     mean = frame[frame.metric == "causal_score"].groupby("layer").value.mean()
     assert f"Skipping layer {mean.idxmin()} changes the later layers' updates least" in texts[0]
-    assert f"Skipping layer {mean.idxmax()} changes them most" in texts[0]
+    assert f"Skipping layer {mean.idxmax()} changes the updates most" in texts[0]
     assert len(texts) == len(list(LayerUse().figures(frame))) == 3

@@ -62,7 +62,7 @@ _SINKHORN = 1e-3  # by which its matrix' sums are off 1
 class LayerGroup:
     """Layers with the same equations: their indices, one layer's sums, and the norms inside its sub-layers.
 
-    ``streams`` holds the sums on several streams, and ``reads`` the sums of earlier states that the layers read.
+    ``streams`` holds the sums on several streams, and ``reads`` holds the sums of earlier states that the layers read.
     """
 
     layers: tuple[int, ...]
@@ -505,7 +505,7 @@ def _head_norms(inner: Iterable[InnerNorm], notes: list[str]) -> dict[str, objec
             notes.append("Lamina counts a norm on a low-rank state inside the attention as a part of the attention")
     q, k, v = (next(iter(norms)) if len(norms) == 1 else "several" if norms else "off" for norms in scopes.values())
     if q != k:
-        notes.append(f"the norm on queries is {q!r}, and the norm on keys {k!r}")
+        notes.append(f"the norm on queries is {q!r}, and the norm on keys is {k!r}")
     return {"qk_norm": q if q == k else "several", "v_norm": v}
 
 

@@ -112,8 +112,8 @@ class MemoryLayers:
     def reads(self) -> list[list[StateRead]]:
         """Measure the states that each layer reads. The last entry lists the states that the final norm reads.
 
-        Lamina sets every state to different random numbers, so the weights are certain. It then changes the readers'
-        parameters for a second pass, which shows which weights are learned, and which differ by token.
+        Lamina sets every state to different random numbers, so the weights are certain. A second pass with other reader
+        parameters shows which weights are learned, and which differ by token.
         """
         parameters = [parameter for reader in self.readers for parameter in reader.module.parameters()]
         with self._noted(noise=True) as before:

@@ -78,7 +78,7 @@ class StreamSum:
         return f"S' = {f'{c}{of}({total})' if c else total}; r {self.read}, w {self.write}, M {mix}{more}"
 
     def form(self) -> tuple[object, ...]:
-        """Return the facts that a plan's ``Streams`` also holds."""
+        """Return the measured facts that a plan's ``Streams`` also holds."""
         return self.own if any(self.own) else (), self.normed, self.read, self.write, self.mix
 
 
@@ -142,8 +142,8 @@ class StreamLayers:
     def sums(self) -> list[list[StreamSum]]:
         """Measure each layer's sub-layers. If a layer's output is not a weighted sum, the layer gets an empty list.
 
-        Each layer gets different states. In a second pass, Lamina changes all parameters outside norms and branches.
-        This shows which weights are learned, and which differ by token.
+        Lamina gives each layer different states. A second pass, with other parameters outside norms and branches, shows
+        which weights are learned, and which differ by token.
         """
         with self._stirred() as stirred:
             self.record = self.run()

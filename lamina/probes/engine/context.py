@@ -35,18 +35,20 @@ class Context:
         model: the model in evaluation mode, with its head if it has one.
         base: the same model without its head.
         batches: the inputs, one mapping per forward pass: {"input_ids": [batch, tokens]} (and attention_mask if texts
-            differ in length), or {"pixel_values": [batch, channels, height, width]}. Probes can read them repeatedly.
+            differ in length), or {"pixel_values": [batch, channels, height, width]}. Probes can read the batches
+            repeatedly.
         tokenizer: the checkpoint's tokenizer, if it has one.
         notes: notes for the reader of the page; probes append to them.
         forwards: the number of batches that the forward passes used before they stopped (set before ``finish``).
         progress: a function (done, total, label) that slow probes call.
-        strict: whether the user requested the probe by name. Then the probe raises an error if it cannot measure
+        strict: whether the user requested the probe by name. A strict probe raises an error if it cannot measure
             everything. If the user requested "all" probes, the probe measures what it can and adds a note.
         state: {"step": ...} if the model belongs to a step of a run; otherwise empty.
         warnings: reasons to doubt the results; the page shows them first.
-        new_weights: the head's weights that the checkpoint does not have. If there are any, the model's predictions are
-            random.
-        whole: whether the user supplied the inputs. If so, a probe measures all inputs, unless its options set a limit.
+        new_weights: the head's weights that the checkpoint does not have. If there are such weights, the model's
+            predictions are random.
+        whole: whether the user supplied the inputs. A probe measures all of the user's inputs, unless its options set a
+            limit.
         unread: the notes on parts of the user's own text that Lamina does not measure.
     """
 

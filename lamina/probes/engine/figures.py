@@ -33,9 +33,7 @@ def lines(
     log_y: bool = False,
     band: str | None = None,
 ) -> Figure:
-    """Draw a line for each value of the column ``color``, or else a single line. ``band`` is the column of standard
-    errors.
-    """
+    """Draw a line for each value of the column ``color`` (None: one line). ``band`` names the errors' column."""
     import plotly.graph_objects as go
 
     figure = go.Figure()

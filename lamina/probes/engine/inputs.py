@@ -26,8 +26,7 @@ _CHARS_A_TOKEN = 12  # more than any tokenizer's: how much of a corpus is read
 
 
 Reader: TypeAlias = Callable[[Inputs, str, nn.Module, int, int], torch.Tensor]
-"""A function of the user's input, the corpus, the model, the maximum number of items and a seed. It returns the items.
-"""
+"""A function that returns the items for the user's input, the corpus, the model, the maximum number and a seed."""
 
 
 def images() -> Reader:

@@ -304,7 +304,7 @@ def largest_gain(norm: NormSite) -> float:
 
 
 def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return a norm's divisor for each token, [...], from its input [..., channels], without epsilon; float32 at least.
+    """From a norm's input [..., channels], return each token's divisor [...] without epsilon, in at least float32.
 
     The divisor is the root mean square, or the standard deviation if the norm subtracts the mean. A norm over groups of
     channels has a divisor per group: Lamina returns the smallest, because its Jacobian is the largest.

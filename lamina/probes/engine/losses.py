@@ -112,7 +112,7 @@ def token_losses(
 
 
 def logits_of(output: Output) -> torch.Tensor:
-    """Return the logits [batch, tokens, vocabulary] of a model's output. Raises UserError without logits."""
+    """Return the logits [batch, tokens, vocabulary] of an output. Raises UserError if the output has no logits."""
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor):
         raise UserError(f"loss: {type(output).__name__} holds no logits. Choose a causal or masked language model.")

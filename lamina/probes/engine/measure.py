@@ -229,7 +229,7 @@ def make_context(
     *,
     sample: bool = False,
 ) -> Context:
-    """Load the model, find its layers, and read the inputs. Raises UserError if one of these fails.
+    """Load the model, find its layers, and read the inputs. Raises UserError if Lamina cannot do this.
 
     With ``sample``, the inputs are Lamina's sample of a corpus. Otherwise the inputs are the user's own, and probes
     measure all of them.

@@ -1,4 +1,4 @@
-"""The base class and the registry of probes. Each probe has its own file, and no other code knows its name."""
+"""The base class and the registry of probes. Each probe has its own file, and no other code knows the probe's name."""
 
 from __future__ import annotations
 
@@ -77,10 +77,9 @@ class Probe(ABC):
     over_steps: ClassVar[tuple[str, ...]] = ()
 
     def cost(self, context: Context) -> float:
-        """Return the cost of the probe's own work. The unit is one token's forward pass through the whole model.
+        """Estimate the cost of the probe's own work. The unit is one token's forward pass through the whole model.
 
-        This is an estimate. Probes run in ascending order of cost, and Lamina estimates the remaining time from the
-        costs.
+        Probes run in ascending order of cost, and Lamina estimates the remaining time from the costs.
         """
         return 0.0
 
@@ -94,7 +93,7 @@ class Probe(ABC):
         return {}
 
     def see(self, key: Any, value: torch.Tensor) -> None:
-        """Take each watched tensor [batch, tokens, channels] as it appears. Do not store or change it."""
+        """Take each watched tensor [batch, tokens, channels] as it appears. Do not store or change the tensor."""
 
     def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
         """Take the inputs (input_ids [batch, tokens] or pixel_values) and the output of a finished forward pass."""

@@ -38,8 +38,8 @@ def spikes(
 
 
 def surges(series: Iterable[float]) -> np.ndarray:
-    """Mark the surges in a series: a boolean array [values]. Use it for runs of a hundred steps, which are too short
-    for ``spikes``.
+    """Mark the surges in a series: a boolean array [values]. Use surges for runs of a hundred steps, which are too
+    short for ``spikes``.
 
     A value is a surge if it is not finite, or more than 3 times the median of the last 20 finite values before it (at
     least 10).
@@ -57,8 +57,8 @@ def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
     """For "loss" and "grad_norm" in a run's metrics.jsonl, return the share of ``spikes`` and the number of values.
 
     OLMo 2 (arXiv 2501.00656, Sec 3.1) defines the score as the percentage of values that are at least seven standard
-    deviations away from a rolling average of the last 1,000. Lamina counts only values above the average, because a
-    fast fall of the loss is not a spike. It returns a share from 0 to 1, not a percentage.
+    deviations away from a rolling average of the last 1,000 values. Lamina counts only values above the average,
+    because a fast fall of the loss is not a spike. The result is a share from 0 to 1, not a percentage.
 
     Lamina leaves out an incomplete last line. If a step is logged twice (a resumed run), the later line counts. A
     series that the run did not log is absent. If there is no file, the result is empty.

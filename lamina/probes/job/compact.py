@@ -21,8 +21,8 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
     """Return the figure for a page, and a sentence on what it omits ("" if nothing).
 
     Lamina thins heat maps of more than MOST_CELLS rows or columns, figures of more than MOST_LINES lines, and lines of
-    more than MOST_POINTS points. It keeps evenly spaced entries, with the first and the last. It escapes texts such as
-    tokens and module names.
+    more than MOST_POINTS points. It keeps evenly spaced entries, including the first and the last. It escapes texts
+    such as tokens and module names.
     """
     traces: list[Json] = [defuse(unpack(trace.to_plotly_json())) for trace in cast("Any", figure.data)]
     reduced: list[str] = []
@@ -40,7 +40,7 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
         if reduction and reduction not in reduced:
             reduced.append(reduction)
     small = go.Figure({"data": traces, "layout": defuse(figure.layout.to_plotly_json())}, skip_invalid=True)
-    return small, f"The chart shows {', '.join(reduced)}, evenly spaced. The table holds all." if reduced else ""
+    return small, f"The chart shows {', '.join(reduced)}, evenly spaced. The table holds all values." if reduced else ""
 
 
 def defuse(value: object) -> Any:

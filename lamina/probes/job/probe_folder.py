@@ -263,8 +263,8 @@ class Bars:
     """Show ``Context.progress`` as one progress bar at a time, with the time left for all probes.
 
     ``plan`` gets the expected seconds of each probe and of the forward passes; ``start`` gets the name of the part that
-    begins. The time left is the plan for the unfinished parts, times the ratio of actual to planned time of the
-    finished parts.
+    begins. The time left is the planned time of the unfinished parts, times the finished parts' ratio of actual to
+    planned time.
     """
 
     def __init__(self, *, show: bool):

@@ -383,10 +383,10 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     """Find a model's layers in one forward pass on ``inputs``. Keep the inputs tiny, because memory holds all tensors.
 
     A Lamina model with several streams or a memory of earlier states declares its layers. ``layers`` is the path of the
-    list of layers (``encoder.block``). Give it if Lamina cannot find them, or finds another list.
+    list of layers (``encoder.block``). Give ``layers`` if Lamina cannot find the layers, or finds another list.
 
     Raises:
-        UserError: if Lamina finds no layers; the message says what it searched for and how to name them.
+        UserError: if Lamina finds no layers; the message says what Lamina searched for, and how to name the layers.
     """
     more = {"use_cache": False} if takes_cache(type(model)) else {}
     with evaluating(model):

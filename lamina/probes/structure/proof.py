@@ -29,7 +29,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     """Return the structure. A layer keeps its sub-layers only if their contributions add up to the layer's output.
 
     ``root`` is the module to run: the model or its base. ``reads_tokens`` says whether the stream belongs to the main
-    input's tokens. This is false for a decoder after an encoder, and for a second tower.
+    input's tokens, which is false for a decoder after an encoder and for a second tower.
 
     If the inputs hold objects other than tensors, such as a block mask, Lamina does not change them. Two passes then
     show that the states have the right axes, that both passes agree, and that the contributions add up.

@@ -101,7 +101,8 @@ class FeedForward:
     """The parts of a dense feed-forward. Experts do not count, because each sees few tokens.
 
     ``up`` holds the projections from the stream's width (gate and up) with their paths, in the order in which they run.
-    ``down`` is the projection back. ``pre`` is the nonlinearity's input, and ``post`` is the input of ``down``.
+    ``down`` is the projection back to this width. ``pre`` is the nonlinearity's input, and ``post`` is the input of
+    ``down``.
     """
 
     up: tuple[tuple[str, nn.Module], ...]
@@ -147,7 +148,8 @@ class LayerSite:
     """One layer's call. In ALBERT, several layers share ``module``; ``call`` tells them apart.
 
     ``carries_more`` says whether the layer returns several streams, or earlier states in addition to the stream.
-    ``reads`` is the state that the layer's first sub-layer reads from them; None if it reads the stream.
+    ``reads`` is the state that the layer's first sub-layer reads from these streams or states; None if it reads the
+    stream.
     """
 
     index: int
@@ -222,7 +224,7 @@ class Structure:
         return {state: point for state, point in enumerate(reads) if point is not None}
 
     def norms(self) -> Iterator[tuple[int, str, NormSite]]:
-        """Yield (layer, sublayer kind, norm); the embedding's and the final norm have layer -1 and sublayer "model"."""
+        """Yield (layer, sublayer kind, norm); embedding and final norm have layer -1 and sublayer "model"."""
         if self.embedding_norm is not None:
             yield -1, "model", self.embedding_norm
         for site in self.layers:

@@ -38,7 +38,9 @@ _ACTIVATIONS = {
 
 @dataclass(eq=False)
 class Call:
-    """A call of a module. Its times count the whole pass's events, and its values are the trace's tensor numbers."""
+    """A call of a module: ``began`` and ``ended`` count the trace's events, ``inputs`` and ``output`` number its
+    tensors.
+    """
 
     module: nn.Module
     path: str
