@@ -570,8 +570,9 @@ def massive(states: Frame) -> str:
     layers = sorted(activations["layer"].unique())
     most = activations.loc[activations["value"].abs().idxmax()]
     channels = activations["channel"].nunique()
+    several = f"{len(layers)} states, {layers[0]} to {layers[-1]}, have"
     return (
-        f"{len(layers)} states, {layers[0]} to {layers[-1]}, have massive activations (|x| > 100 and at least 1000 "
-        f"times the median) in {channels} channel{'s' * (channels > 1)}. The largest is {most['value']:.4g} at channel "
-        f"{most['channel']}, token {most['position']} (state {most['layer']})."
+        f"{several if len(layers) > 1 else f'State {layers[0]} has'} massive activations (|x| > 100 and at least 1000 "
+        f"times the median) in {channels} channel{'s' * (channels > 1)}. The largest is {most['value']:.4g} at "
+        f"channel {most['channel']}, token {most['position']} (state {most['layer']})."
     )
