@@ -302,7 +302,7 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
     Args:
         model: a transformers or Lamina model, a run's folder, or a folder with config.json. You can also give a
             configuration, a transformers model type or a name on the hub: Lamina then builds a model with random
-            weights. From the hub, Lamina downloads only config.json. It runs no code from a checkpoint's folder.
+            weights. From the hub, Lamina downloads only config.json. Lamina runs no code from a checkpoint's folder.
         layers: the module path of the list of layers (such as ``model.layers``), if Lamina finds the wrong list.
 
     Returns: The placement, and the evidence for the placement. ``placement`` is a name with options that
@@ -323,8 +323,8 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = None, *, which: str = "") -> Diagnosis:
     """Name the likely cause of a run's failure, its step and layer, and what to change, and write the page.
 
-    If the records come from another tool, Lamina converts them, and writes the result and the page into the folder
-    NAME-lamina beside them. If packages for the page are missing, the last returned sentence names them.
+    If the records come from another tool, Lamina writes the converted records and the page into the folder NAME-lamina
+    beside the originals. If packages for the page are missing, the last returned sentence names them.
 
     Args:
         run: the folder of a run, a folder with a subfolder per pipeline stage, or another tool's history (a file, a

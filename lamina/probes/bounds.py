@@ -223,19 +223,19 @@ class Bounds(ShortProbe):
 
     FuseNorm's Theorem 1 has these roles at each layer:
 
-    - fusenorm_eq_9: blocks without a norm on the sums. ``left`` is ||J - I||_2, and ``right`` is c / sigma_l. sigma_l
-      is the standard deviation of x^l, and Lamina chooses c so that the geometric mean of the ratios is 1. In layer -1,
-      ``left`` is an exponent, the slope of log ||J - I|| over log sigma_l (-1 in the paper).
+    - fusenorm_eq_9: for blocks without a norm on the sums. ``left`` is ||J - I||_2, and ``right`` is c / sigma_l.
+      sigma_l is the standard deviation of x^l, and Lamina chooses c so that the geometric mean of the ratios is 1. In
+      layer -1, ``left`` is an exponent, the slope of log ||J - I|| over log sigma_l (-1 in the paper).
     - fusenorm_eq_9_depth: only in layer -1. ``left`` is the slope of log ||J - I|| over log(l + 1), which is -1/2 in
       the paper if the variance grows linearly.
     - fusenorm_eq_21: by sub-layer. ``left`` is Var(F), and ``right`` is c / L, where L is the number of blocks and c
       the option ``constant``. The paper states only the order, so the ratio L Var(F) / c must not grow with L. Layer -1
       holds the mean over the layers.
-    - fusenorm_eq_20: each sub-layer with a norm on its sum Z. ``left`` is Var(Z), and ``right`` is Var(skip) + Var(F).
-      The sides are equal if skip and branch are uncorrelated.
-    - fusenorm_eq_19: blocks with FuseNorm's structure (see ``jacobian_sides``). This is the paper's approximation, with
-      an identity activation and the mean sigma, so the ratio can exceed 1.
-    - fusenorm_eq_19_chain: the same blocks with the chain rule's bound, so the ratio is at most 1.
+    - fusenorm_eq_20: for each sub-layer with a norm on its sum Z. ``left`` is Var(Z), and ``right`` is Var(skip) +
+      Var(F). The sides are equal if skip and branch are uncorrelated.
+    - fusenorm_eq_19: for blocks with FuseNorm's structure (see ``jacobian_sides``). The right side is the paper's
+      approximation, with an identity activation and the mean sigma, so the ratio can exceed 1.
+    - fusenorm_eq_19_chain: for the same blocks, but with the chain rule's bound, so the ratio is at most 1.
     """
 
     name = "bounds"
@@ -439,7 +439,7 @@ class LastLayer:
 
 @dataclass(frozen=True)
 class LastLayerSides:
-    """One batch's two sides in float64. ``left_by_token`` and ``right_by_token`` are each token's share, [tokens]."""
+    """One batch's two sides in float64. ``left_by_token`` and ``right_by_token`` are by token, [tokens]."""
 
     left: float
     right: float

@@ -31,8 +31,8 @@ _SEQUENCES = 16  # of a corpus, by default
 class Gradients(Probe):
     """Norm and variance of the gradient of the mean loss over the first ``sequences`` texts.
 
-    Lamina computes one gradient at the model's present weights. It accumulates the batches, weighted by their predicted
-    tokens, and does not clip.
+    Lamina computes one gradient at the model's present weights. Lamina accumulates the batches, weighted by their
+    predicted tokens, and does not clip the gradient.
 
     - ``gradient_norm``: the L2 norm of the gradient. A row covers the parameters of one role in a sub-layer. The roles
       are query, ..., pre_norm, ...; for an unknown module name, the role is the path in the sub-layer. Role ``all``
@@ -42,9 +42,9 @@ class Gradients(Probe):
     - ``gradient_variance``: the variance of the gradient's elements, mean of squares minus square of the mean (Peri-LN
       Fig 7).
     - sublayer ``block``, role ``state``: both metrics of the gradient with respect to x^l, the stream before layer l (l
-      = N: after the last layer, before the final norm), over all tokens of all batches. This gradient falls with the
-      number of tokens, because the loss is a mean over tokens. So compare only layers, or models on the same text.
-      Several streams count jointly.
+      = N: after the last layer, before the final norm), over all tokens of all batches. The gradient of a state falls
+      with the number of tokens, because the loss is a mean over tokens. Compare only layers of one model, or models on
+      the same text. Several streams count jointly.
     - ``spike_score`` (layer -1, role loss or grad_norm): if the model belongs to a run, the share of logged values that
       are at least 7 standard deviations above the mean of the previous 1,000 values (OLMo 2's measure, see ``spikes``).
 

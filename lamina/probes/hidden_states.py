@@ -382,7 +382,7 @@ def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class Totals:
-    """Averages over the tokens of a sample, their standard errors over its sequences, and the largest |x|."""
+    """Averages over a sample's tokens, standard errors over its sequences, and the largest |x|."""
 
     def __init__(self, *, magnitudes: bool = True):
         self.magnitudes = magnitudes

@@ -55,8 +55,8 @@ class JacobianProbe(ShortProbe):
 
     - jacobian: ``norm`` is ||J_l||_2. ``log10_product`` is log10 of the product of the norms of layers 0 ... l, an
       upper bound of the gain from x^0 to x^(l+1). ``typical`` is the root mean square stretch of four random
-      directions, ||J_l||_F / sqrt(tokens * channels). ``iterations`` and ``residual`` describe the last iteration for
-      the norm.
+      directions, ||J_l||_F / sqrt(tokens * channels). ``iterations`` and ``residual`` show how the iteration for the
+      norm ended.
     - identity: the same metrics for J_l - I, so that ``norm`` is the distance to the identity (FuseNorm Eq 9). A single
       token of small norm, often the first, can make the norm large while the typical stretch is near 0.
     - residual_path: J_l with gradients only through the skips and their norms, not through attention and feed-forward.
@@ -68,7 +68,7 @@ class JacobianProbe(ShortProbe):
       sets the gain to 1). sigma is each token's standard deviation at the norm's input, and the value is the geometric
       mean over tokens.
 
-    If a model has several streams, these rows treat all streams jointly, and there are no formulas. The weights that
+    If a model has several streams, a layer's rows treat all streams jointly, and have no ``formula``. The weights that
     read, mix and write the streams are part of the residual path. Two further roles describe the streams:
 
     - stream: ``norm`` is ||dS_i^(l+1)/dS_i^l||_2 of the stream number ``index``.

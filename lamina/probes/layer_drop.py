@@ -64,9 +64,9 @@ class LayerDrop(Probe):
     Each row is one measurement. ``layer`` is the first dropped layer, and ``size`` is the number of dropped layers:
 
     - ``meaning``: with "remove", a dropped layer returns its input. With "branch", a dropped layer's sub-layers add
-      zero, but its skips, their scales and its post-norms stay. The two give the same result if no norm is on the
-      stream (Pre-LN, Peri-LN). With several streams, "remove" returns all streams unchanged, and "branch" still mixes
-      them.
+      zero, but its skips, their scales and its post-norms stay. "remove" and "branch" give the same result if no norm
+      is on the stream (Pre-LN, Peri-LN). With several streams, "remove" returns all streams unchanged, and "branch"
+      still mixes the streams.
     - ``loss_increase``: the increase of the loss in nats per predicted token.
     - ``perplexity_increase``: exp(loss) without the layer minus exp(loss) of the whole model. The standard errors of
       both increases are over the sequences' paired differences.
@@ -85,8 +85,8 @@ class LayerDrop(Probe):
         run_code: whether task files in include_path, and code that the model writes, may run.
         task_metric: the metric of the task (default: acc).
         limit: maximum number of the task's documents, or of the file's questions.
-        squad: a file in SQuAD v1.1's format. With this file, the F1 of the model's question-answering head replaces the
-            loss.
+        squad: a file in SQuAD v1.1's format. If you give ``squad``, the F1 of the model's question-answering head
+            replaces the loss.
         score: your own measure instead of the loss (Python only): a function from the model to a number.
         higher_is_better: whether a higher score is better.
         standard_error: Lamina adds text until each layer's standard error is at most this share of the loss increase or
@@ -381,9 +381,9 @@ class _Unchanged(Exception):
 class PassesWithoutLayers(ExitStack):
     """A context manager that runs forward passes of one batch without some layers.
 
-    It keeps only one state, so call it in ascending order of the first omitted layer l. A pass computes only the layers
-    after the omitted layers; the earlier layers return the stored x^l. On average, this costs half of a whole pass. If
-    a model changes the stream between two layers, Lamina runs whole passes.
+    The context keeps only one state, so call it in ascending order of the first omitted layer l. A pass computes only
+    the layers after the omitted layers; the earlier layers return the stored x^l. On average, this costs half of a
+    whole pass. If a model changes the stream between two layers, Lamina runs whole passes.
     """
 
     def __init__(self, context: Context, run: Callable[[], torch.Tensor]):

@@ -210,10 +210,10 @@ def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) ->
 
 
 class Tail:
-    """Everything that a model computes after its last layer, applied to any states.
+    """Apply everything that a model computes after its last layer to any states.
 
-    The model itself runs, but each layer returns the given states. So Lamina needs no knowledge of an architecture's
-    head, soft-cap or scale. Request the logits of at most ``chunk`` tokens at a time.
+    The model itself runs, but each layer returns the given states. Lamina needs no knowledge of an architecture's head,
+    soft-cap or scale. Request the logits of at most ``chunk`` tokens at a time.
     """
 
     def __init__(self, context: Context, ids: torch.Tensor):

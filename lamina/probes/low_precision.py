@@ -81,7 +81,7 @@ class LowPrecision(Probe):
       has the loss of the unchanged model. Only language models have a loss.
     - loss_increase: the loss with rounded states minus the loss of the unchanged model.
 
-    Note: INT8 per tensor divides by the largest |x|. So one massive activation (Sun et al. 2024) leaves almost no steps
+    Note: INT8 per tensor divides by the largest |x|, so one massive activation (Sun et al. 2024) leaves almost no steps
     for all other elements, while BF16 keeps its relative precision. relative_error hides this loss of precision,
     because the massive activation is most of ||x||. token_error and share_lost show the loss of precision.
     """

@@ -28,7 +28,7 @@ class Similarity(DirectionsProbe):
       1.
 
     x^l is the stream before layer l, and x^N is the stream after the last layer, before the final norm. Lamina averages
-    the tokens' cosines, which do not depend on the states' lengths. So a few huge tokens do not decide the mean.
+    the tokens' cosines, which do not depend on the states' lengths, so a few huge tokens do not decide the mean.
     Padding does not count. Standard errors are over sequences.
 
     Notes: transformers returns the last hidden state after the final norm. Lamina does not center the states, so a mean

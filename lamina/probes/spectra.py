@@ -378,7 +378,7 @@ def effective_dimension_ratio(hard: float, soft: float) -> float:
 def early_enrichment(eigenvalues: torch.Tensor) -> float:
     """Return EEE = 2 / D sum_k (C_k - k / D), C_k = share of the k largest eigenvalues: 0 if equal, at most 1 - 1 / D.
 
-    This is our definition of the spectral concentration, after Marbut et al. 2023, because the paper gives none.
+    EEE is our definition of the spectral concentration, after Marbut et al. 2023, because the paper gives none.
     """
     values = eigenvalues.double().sort(descending=True).values
     count = len(values)

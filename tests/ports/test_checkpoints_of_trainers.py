@@ -143,7 +143,7 @@ def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, capsys, refused):
     config["model"]["lm_head"]["bias"] = True
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config), "utf-8")
     line = refused(*words, "--placement", "fusenorm")
-    assert "config.json: model.lm_head.bias is True. Choose a checkpoint with False." in line
+    assert "config.json: model.lm_head.bias is True. Choose a checkpoint in which it is False." in line
 
 
 def test_a_folder_for_mlx_has_code_configuration_and_weights(tmp_path):

@@ -55,7 +55,7 @@ def test_a_missing_parameter_is_named(kind, missing, tmp_path, refused):
 @pytest.mark.parametrize(
     ("name", "more", "said"),
     [
-        ("mhc", {"hyper_connections": {"kind": "mhc_static"}}, "hyper_connections.kind is 'mhc_static', and"),
+        ("mhc", {"hyper_connections": {"kind": "mhc_static"}}, "hyper_connections.kind is 'mhc_static', but"),
         (
             "mhc",
             {"hyper_connections": {"kind": "mhc", "sinkhorn_iters": 5}},

@@ -562,7 +562,7 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
             )
         if str(given) not in transformers.CONFIG_MAPPING:
             refusal = unknown("model", str(given), transformers.CONFIG_MAPPING)
-            raise UserError(f"{refusal}; or a folder with config.json")
+            raise UserError(f"{refusal}. You can also give a folder with config.json.")
         return _random_model(transformers.CONFIG_MAPPING[str(given)]())
     weights = (
         [file for kind in ("*.safetensors*", "*.bin*", "*.gguf") for file in folder.glob(kind)]

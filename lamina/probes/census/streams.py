@@ -164,7 +164,7 @@ class StreamLayers:
         return [[_judged(*one) for one in zip(a, b, strict=True)] if len(a) == len(b) else [] for a, b in pairs]
 
     def structure(self) -> Structure:
-        """Return the layers, and the norms that run right before and right after them."""
+        """Return the layers, and the norms that run right before and right after the layers."""
         calls = self._calls()
         layers = []
         for index, call in enumerate(calls):

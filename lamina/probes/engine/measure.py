@@ -188,7 +188,7 @@ def probe(
         model_or_path: any transformers model, or a path as `lamina probe` takes it.
         probes: "all", or names (with options: ``angular_distance(tokens=all)``), or Probe objects.
         texts_or_blocks: texts, token blocks [sequences, tokens], or images [images, channels, height, width]. Lamina
-            measures all of them, unless you set ``sequences`` or an option of the probe. By default, Lamina reads the
+            measures all inputs, unless you set ``sequences`` or an option of the probe. By default, Lamina reads the
             setting ``corpus``. In the result, the columns ``sequences`` and ``tokens`` give the size of each row's
             sample.
         tokenizer: the tokenizer for texts (default: the checkpoint's).
@@ -231,8 +231,8 @@ def make_context(
 ) -> Context:
     """Load the model, find its layers, and read the inputs. Raises UserError if Lamina cannot do this.
 
-    With ``sample``, the inputs are Lamina's sample of a corpus. Otherwise the inputs are the user's own, and probes
-    measure all of them.
+    With ``sample``, the inputs are Lamina's sample of a corpus. Without ``sample``, the inputs are the user's own, and
+    probes measure all inputs.
     """
     loaded = _loaded(model_or_path, settings)
     model, notes = loaded.model, list(loaded.notes)
@@ -291,7 +291,7 @@ def refuse_meta(model: nn.Module) -> None:
     """Raise UserError if a weight has no values. The message names the first such weight."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise UserError(f"model: the weight {name!r} is on the meta device. Load its weights first.")
+            raise UserError(f"model: the weight {name!r} is on the meta device. Load the model's weights first.")
 
 
 def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: str | None = None) -> Structure:

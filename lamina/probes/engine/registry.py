@@ -53,8 +53,8 @@ class Probe(ABC):
     """A measurement of a model's layers. ``@probe`` registers a subclass, whose ``__init__`` takes its options.
 
     A streaming probe names the tensors to watch in ``points``. The engine runs the forward passes once for all
-    streaming probes, gives each watched tensor to ``see`` as it appears, and keeps none of them. A probe may also do
-    work in ``finish``. A probe should keep the states of all layers only if it must.
+    streaming probes, gives each watched tensor to ``see`` as it appears, and keeps no tensor. A probe may also do work
+    in ``finish``. A probe should keep the states of all layers only if it must.
 
     Attributes:
         name: the probe's name on the command line.
@@ -110,7 +110,7 @@ class Probe(ABC):
     def measured(self, context: Context) -> Sample | None:
         """Return the size of the measured sample, for the frame's columns ``sequences`` and ``tokens``.
 
-        Return None if the size is unknown or differs between rows (``finish`` may make the columns itself).
+        Return None if the size is unknown or differs between rows (then ``finish`` may make the columns).
         """
         return sample_of(context.batches[: context.forwards]) if self.streams else None
 

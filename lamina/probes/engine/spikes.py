@@ -20,8 +20,8 @@ def spikes(
 
     A value is a spike if it is at least ``sigmas`` standard deviations (divisor n) above the mean of the ``window``
     values before it. The window excludes the value itself, because a value in its own short window could never be a
-    spike. Lamina does not judge the first ``fewest`` values. NaN and infinity are spikes, and windows leave them out.
-    After equal values, any larger value is a spike.
+    spike. Lamina does not judge the first ``fewest`` values. NaN and infinity are spikes, and windows exclude NaN and
+    infinity. After equal values, any larger value is a spike.
     """
     values = np.asarray(list(series), dtype=np.float64)
     spike = ~np.isfinite(values)

@@ -118,9 +118,9 @@ class TokenStates:
 def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenStates:
     """Reshape a batch's watched tensor to sequences and tokens, with padding zeroed.
 
-    The tensor may be [batch, tokens, channels] or [batch * tokens, channels] (experts). It may also have an axis of
-    heads before or after the tokens (in a norm of queries, each head's part counts as a token), or axes of rows and
-    columns (vision). Any other tensor counts as one sequence.
+    The tensor may be [batch, tokens, channels] or [batch * tokens, channels] (experts). The tensor may also have an
+    axis of heads before or after the tokens (in a norm of queries, each head's part counts as a token), or axes of rows
+    and columns (vision). Any other tensor counts as one sequence.
     """
     x = value.detach()
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -21,8 +21,8 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
     """Return the figure for a page, and a sentence on what it omits ("" if nothing).
 
     Lamina thins heat maps of more than MOST_CELLS rows or columns, figures of more than MOST_LINES lines, and lines of
-    more than MOST_POINTS points. It keeps evenly spaced entries, including the first and the last. It escapes texts
-    such as tokens and module names.
+    more than MOST_POINTS points. Lamina keeps evenly spaced entries, including the first and the last, and escapes
+    texts such as tokens and module names.
     """
     traces: list[Json] = [defuse(unpack(trace.to_plotly_json())) for trace in cast("Any", figure.data)]
     reduced: list[str] = []
@@ -57,7 +57,7 @@ def defuse(value: object) -> Any:
 
 
 def unpack(value: object) -> Any:
-    """Return the value, and unpack the arrays that plotly's JSON packs as {"dtype", "bdata", "shape"}."""
+    """Unpack the arrays that plotly's JSON packs as {"dtype", "bdata", "shape"}, and return the value."""
     if isinstance(value, dict):
         if "bdata" in value and "dtype" in value:
             flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=np.dtype(str(value["dtype"])))

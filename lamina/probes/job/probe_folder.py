@@ -61,8 +61,8 @@ def probe_folder(
     """Measure a checkpoint and write the folder ``settings.output``; returns the content of result.json.
 
     ``settings`` is a whole record, or the user's values by name. Lamina writes each probe's table, figures and
-    sentences as soon as the probe has ended. With ``resume``, it skips finished probes. It also skips a probe that
-    cannot measure the model, and records the reason.
+    sentences as soon as the probe has ended. With ``resume``, Lamina skips finished probes. Lamina also skips a probe
+    that cannot measure the model, and records the reason.
 
     Raises:
         UserError: for invalid settings, a checkpoint or a corpus that can't be read, or an output folder in use.
@@ -313,7 +313,7 @@ class Bars:
 
 
 def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
-    """Return the facts about a model for result.json. Lamina finds them by running the model, not by its name."""
+    """Return the facts about a model for result.json. Lamina finds the facts by running the model, not by its name."""
     parameters = list(model.parameters())
     shared = len({id(site.module) for site in structure.layers}) < structure.num_layers
     families: list[str] = []

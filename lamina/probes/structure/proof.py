@@ -31,8 +31,8 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     ``root`` is the module to run: the model or its base. ``reads_tokens`` says whether the stream belongs to the main
     input's tokens, which is false for a decoder after an encoder and for a second tower.
 
-    If the inputs hold objects other than tensors, such as a block mask, Lamina does not change them. Two passes then
-    show that the states have the right axes, that both passes agree, and that the contributions add up.
+    If the inputs hold objects other than tensors, such as a block mask, Lamina does not change the inputs. Two passes
+    then show that the states have the right axes, that both passes agree, and that the contributions add up.
 
     If all inputs are tensors, six passes over a few tokens show that the states are [batch, tokens, width], that a
     sequence's states depend on no other sequence, that a token's first state depends on the token, and that two passes
