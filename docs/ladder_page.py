@@ -25,11 +25,12 @@ REFERENCE = "pre_ln"
 _TREND_AT = 10.0  # tokens per parameter, which all sizes have
 _LEAST_SIZES = 2
 _SAYS = """\
-A point is a mean over seeds, at the rate that each arm's sweep at S1 chose. A run gives four losses: its own end, and
-three branches that decay earlier. [The registration](../../studies/preregistration/ladder.md) has the design, the
-primary comparison, and what was changed. **Nothing is drawn beyond the sizes that ran, and nothing is known there**:
-at 100M parameters and above, the error of a slope is as large as most gaps. A slope's interval takes seeds of one size
-for independent pairs; it knows nothing of other texts and shapes. Parameters are counted without the embeddings."""
+Each point is a mean over seeds. Each placement trains at the best learning rate of its sweep at size S1. A run gives
+four losses: one at its end, and three from branches that decay earlier. [The
+registration](../../studies/preregistration/ladder.md) has the design, the primary comparison, and all later changes.
+**We know nothing beyond the sizes that ran, and draw nothing there.** At 100M parameters and above, the error of a
+slope is as large as most gaps. A slope's interval treats the seeds of one size as independent pairs, and does not cover
+other texts and shapes. Parameter counts exclude the embeddings."""
 
 
 def losses(records: Path) -> Frame:
@@ -97,7 +98,7 @@ def drawings(trials: Frame) -> list[Drawing]:
         Drawing(
             name="ladder-loss",
             title="Loss against compute",
-            caption="A curve is one size of model, trained for 2.5 to 20 tokens per parameter; nats per token.",
+            caption="Each panel is one model size, trained for 2.5 to 20 tokens per parameter. Losses: nats per token.",
             x=compute,
             y=Axis(title="eval loss"),
             panels=tuple(by_size),
@@ -105,7 +106,7 @@ def drawings(trials: Frame) -> list[Drawing]:
         Drawing(
             name="ladder-gap",
             title="The gap to Pre-LN against compute",
-            caption="A curve goes over the sizes; its band is the 95 % t interval over seeds. Below 0 is better.",
+            caption="Each curve connects the sizes. Its band is the 95 % t interval over seeds. Below 0 is better.",
             x=compute,
             y=Axis(title="loss minus Pre-LN's"),
             panels=tuple(by_budget),
@@ -130,7 +131,7 @@ def section(trials: Frame, figures: Sequence[Drawing]) -> str:
     return "\n\n".join(
         [
             "### ladder",
-            "Losses and gaps against compute, over the sizes of the studies `ladder-s1` to `ladder-s3`.",
+            "Losses and gaps to Pre-LN against compute, for the sizes of the studies `ladder-s1` to `ladder-s3`.",
             '<details markdown="1">\n<summary>All numbers and figures</summary>',
             _SAYS,
             *(
@@ -159,13 +160,15 @@ def _trends(trials: Frame, arms: Sequence[str]) -> str:
         cells = [_interval(one.slope, *one.interval) for one in trends]
         rows.append([code(arm), *cells, *(number(gains.get(size), ".2f") for size in sizes)])
     headings = [f"gap per decade of FLOPs, {' and '.join(own)} at {per:g}:" for per, own in compared.items()]
-    headings += [f"Pre-LN's FLOPs for its loss at {size} and {end:g}, over its own:" for size in sizes]
+    headings += [
+        f"Pre-LN's FLOPs to reach the same loss, divided by this placement's ({size}, {end:g}):" for size in sizes
+    ]
     notes = (
-        f"\n\nAt {_TREND_AT:g} and {end:g}: tokens per parameter; the trend at {end:g} was not registered. {NONE}: "
-        "Pre-LN reached no such loss at these sizes. Ratios of FLOPs are of the means, without an interval. Seconds "
-        "are not compared: the trials shared one GPU."
+        f'\n\n{_TREND_AT:g} and {end:g} are tokens per parameter. We did not register the trend at {end:g}. "{NONE}" '
+        "means that Pre-LN did not reach this loss at these sizes. Ratios of FLOPs compare means, without an interval. "
+        "We do not compare seconds, because the trials shared one GPU."
     )
-    return table(["arm", *headings], rows) + notes
+    return table(["placement", *headings], rows) + notes
 
 
 def _interval(mean: float, low: float, high: float) -> str:

@@ -57,7 +57,7 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
             f"{counts['rose']} | {early} | {place} | {counts['cause']} |"
         )
     healthy = [
-        f"{_marked(name, counts)} {counts['alarmed_steps']} of {counts['healthy_steps']:,}"
+        f"{_marked(name, counts)} ({counts['alarmed_steps']} of {counts['healthy_steps']:,} steps)"
         for name, counts in record["setups"].items()
         if counts["alarmed_steps"]
     ]
@@ -68,7 +68,7 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
         "In all runs of these failures, Lamina named the right location and cause. If the loss rose, the alarm came "
         "before. The number of runs is in parentheses:",
         "\n".join(whole),
-        *([f"Alarmed steps of healthy set-ups: {', '.join(healthy)}."] if healthy else []),
+        *([f"These healthy set-ups had alarms: {', '.join(healthy)}."] if healthy else []),
     ]
     return "\n".join([*lines, *(f"\n{line}" for line in said), "", *texts, "", where])
 
@@ -80,16 +80,32 @@ def alarms_sentence(record: dict[str, Any] | None) -> str:
     counts = record["parts"]["judged"]
     return (
         f"We broke {counts['failures']} watched runs of small models. Lamina named the right cause in "
-        f"{counts['cause']}. In {counts['placed']} runs, we broke one part of the model, and Lamina named the "
-        f"right part in {counts['place']}. In {counts['rose']} runs, the loss rose two or more steps after the fault, "
-        f"and an alarm came before the rise in {counts['before']}. In healthy runs, {counts['alarmed_steps']} of "
-        f"{counts['healthy_steps']:,} steps had an alarm ([evidence](evidence/alarms.md))."
+        f"{counts['cause']} of them. In {counts['placed']} runs, we broke one part of the model: Lamina named the "
+        f"right part in {counts['place']} of these. In {counts['rose']} runs, the loss rose two or more steps after "
+        f"the fault: in {counts['before']} of these, an alarm came before the rise. In healthy runs, "
+        f"{counts['alarmed_steps']} of {counts['healthy_steps']:,} steps had an alarm ([evidence](evidence/alarms.md))."
     )
 
 
+_WORDS = {  # the record's words, and the page's
+    "readout": "output head",
+    "drawn anew, larger": "drawn again, with larger values",
+    "higher rate": "higher learning rate",
+    "reaches the stream": "reaches the residual stream",
+    "missing in the optimizer, the norm is not": "missing from the optimizer, but not its norm",
+    "missing in the": "missing from the",
+    "lost, the count of steps is not": "lost, but not the count of steps",
+    "shifted once more": "shifted by one token too many",
+    "the same batch again and again": "the same batch comes many times in a row",
+    "as heavy, unclipped": "as large, without clipping",
+    "tokens have other numbers, as of another": "token ids come from another",
+    "habit-head-first-llama": "a Llama that trains its head first",
+}
+
+
 def _marked(name: str, counts: dict[str, Any]) -> str:
-    name = name.replace("readout", "output head").replace(" anew", " again")  # the record's own words
-    name = name.replace("higher rate", "higher learning rate").replace("reach the stream", "reach the residual stream")
+    for old, new in _WORDS.items():
+        name = name.replace(old, new)
     return name if counts["fitted"] else rf"{name} \*"
 
 
@@ -99,11 +115,11 @@ def _alarm_counts(counts: dict[str, Any]) -> str:
         f"In healthy runs, {counts['alarmed_steps']} of {counts['healthy_steps']:,} steps had an alarm{spikes}, and "
         f"{counts['diverged']} of {counts['healthy_runs']} runs counted as diverged. "
     )
-    heard = f" (Lamina also reported it before in {counts['heard_before']})" if "heard_before" in counts else ""
+    heard = f", and in {counts['heard_before']}, Lamina also reported it before" if "heard_before" in counts else ""
     return (
         f"{healthy if counts['healthy_runs'] else ''}In {counts['rose']} failures, the loss rose after the second "
-        f"step, and the first anomaly came before in {counts['before']}{heard}. Lamina named the right location in "
-        f"{counts['place']} of {counts['placed']} failures, and the right cause in {counts['cause']} of "
+        f"step. In {counts['before']} of these, the first anomaly came before the rise{heard}. Lamina named the right "
+        f"location in {counts['place']} of {counts['placed']} failures, and the right cause in {counts['cause']} of "
         f"{counts['failures']}. It named a wrong cause in {counts['wrong_cause']} failures, and raised no alarm in "
         f"{counts['failures'] - counts['told']}."
     )

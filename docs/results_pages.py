@@ -43,14 +43,14 @@ PAPERS = {
 """By a study's ``paper``: the name of its page, the page's title, and the paper's number at arXiv."""
 _FIELD = "field"
 _HOW = (
-    "**A verdict is about models of this size and no more.** The papers train models hundreds to thousands of times "
-    "larger, on more than a hundred thousand times more text. [Methods](../evidence/methods.md) explains each verdict "
-    "and its test. `studies/records` has every number. Each study's section has the command that runs it again. To see "
-    "a run's trials first, add `--dry-run`."
+    "**A verdict applies only to models of this size.** The papers' models are hundreds to thousands of times larger. "
+    "They train on more than a hundred thousand times as much text. [Methods](../evidence/methods.md) explains each "
+    "verdict and its test. `studies/records` has every number. Each study's section has the command that runs it "
+    "again. To see a run's trials first, add `--dry-run`."
 )
 WITHIN = 0.02  # nats above the best mean at which a rate still counts as good
 _SWEPT = 3  # rates from which on their interval says something
-_TOLERANCE = f"rates within {WITHIN:g} nats of the best, factors of 2:"
+_TOLERANCE = f"range of learning rates within {WITHIN:g} nats of the best, in factors of 2:"
 _GENERATED = "<!-- Made from studies/records by `make results-docs`. -->"
 
 
@@ -90,8 +90,8 @@ def paper_page(
             f"{source}{said.counts(own)} {on_scale(ran)}".strip(),
             _HOW,
             *([table(["claim", "verdict", "what we measured", "in the paper", "details"], rows)] if rows else []),
-            "Main claims are in bold. A part of a claim follows it if these models decided the part. The details have "
-            "all parts.",
+            "Main claims are in bold. Below a main claim are those of its parts that these models decided. The details "
+            "have all parts.",
             "## Details",
             *(
                 part
@@ -175,7 +175,7 @@ def _ran(
     """Return the parts of a scale with a record. ``earlier``: its trials are not those that the study now asks for."""
     headings = ["claim", "verdict", "ours", "paper", "margin and 95 % interval", "p (Holm):", "seeds:", "note"]
     now = code(said.command(folder.name, folder.scale))
-    old = f"**These trials belong to an earlier design.** No trials of the present design are on record: {now}."
+    old = f"**These trials used an earlier design.** To train trials of the present design, run {now}."
     parts = ["" if folder.scale == "cpu" else f"**At scale {folder.scale}**", old if earlier else ""]
     if verdicts:
         parts.append(table(headings, [said.row(one) for one in verdicts]))
@@ -194,18 +194,18 @@ def _arms(folder: StudyFolder) -> str:
     several, widths = folder.results["learning_rate"].nunique() > 1, tolerances(folder)
     cells = [
         {
-            "arm": plain(row["label"]),
+            "setting": plain(row["label"]),
             "best learning rate:" if several else "learning rate:": number(row["learning_rate"], "g"),
             f"{arms_title(folder)}, mean ± std:": _with_spread(
                 row["mean"], row["std"], ".4f" if abs(row["mean"]) >= 0.1 else ".3g"
             ),
-            "trials in the mean:": f"{row['trained']}",
-            "how all ended": plain(row["ended"] or NONE),
+            "runs in the mean:": f"{row['trained']}",
+            "how all runs ended": plain(row["ended"] or NONE),
             **({_TOLERANCE: widths.get(str(row["label"]), NONE)} if widths else {}),
         }
         for row in rows_of(rows)
     ]
-    return "**The arms**\n\n" + table(list(cells[0]), [[*each.values()] for each in cells])
+    return "**The settings**\n\n" + table(list(cells[0]), [[*each.values()] for each in cells])
 
 
 def tolerances(folder: StudyFolder) -> dict[str, str]:
@@ -246,7 +246,7 @@ def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
     trained = [f"{count} on {plain(name)}" for name, count in machines.most_common()]
     facts += [f"trained {', '.join(trained)}"] if set(machines) - {first.get("machine")} else []
     pdf = code(f"lamina report runs/studies/{folder.name}-{folder.scale} --figures")
-    return f"{', '.join(facts)}. After a run, {pdf} writes its figures as SVG and PDF."
+    return f"{', '.join(facts)}. After you run the study, {pdf} writes its figures as SVG and PDF."
 
 
 PAIRS = 5
@@ -264,11 +264,11 @@ def resolution(folder: StudyFolder) -> list[str]:
     cells = [
         {
             "placement": plain(row["placement"]),
-            "best rate tried:": number(row["best_rate"], "g"),
-            "optimum of a parabola:": number(row["optimum"], ".2g") + (" (at the edge)" if row["at_edge"] else ""),
+            "best learning rate tried:": number(row["best_rate"], "g"),
+            "minimum of a parabola:": number(row["optimum"], ".2g") + (" (at the edge)" if row["at_edge"] else ""),
             "loss there, mean ± std over seeds:": _with_spread(row["loss"], row["std"], ".3f"),
             "seeds:": str(row["seeds"]),
-            f"less that of {_REFERENCE}, paired:": number(row["difference"], "+.3f"),
+            f"paired difference from {_REFERENCE}:": number(row["difference"], "+.3f"),
             "std of the paired difference:": number(row["paired_std"], ".3f"),
             f"difference that {PAIRS} pairs show:": number(row["detectable"], ".3f"),
         }
@@ -278,10 +278,10 @@ def resolution(folder: StudyFolder) -> list[str]:
     lost = [str(placement) for placement in trials.values("placement") if placement not in trained]
     shown = sorted(row["detectable"] for row in rows if math.isfinite(row["detectable"]))
     words = [
-        "Pairs show a difference if a two-sided t test at 95 % finds it nine times in ten.",
+        "Pairs show a difference if a two-sided t test at 95 % finds the difference nine times in ten.",
         *([f"Here {PAIRS} pairs show {shown[0]:.3f} nats at best, {shown[-1]:.3f} at worst."] if shown else []),
         *(
-            [f"These placements have no rate at which all seeds trained: {', '.join(map(plain, lost))}."]
+            [f"These placements have no learning rate at which all seeds trained: {', '.join(map(plain, lost))}."]
             if lost
             else []
         ),

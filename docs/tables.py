@@ -73,7 +73,8 @@ def columns_table() -> str:
         title = column.title or column.name.replace("_", " ")
         shown = f" ({title})" if title != column.name.replace("_", " ") else ""
         columns.append(f"`{column.name}`{_STAR * column.optional}{shown}")
-    return f"{', '.join(columns)}.\n\n\\* only where it applies. Parentheses hold the name on the pages"
+        stars = "\\* The column exists only where it applies. Parentheses hold the column's name on the pages"
+    return f"{', '.join(columns)}.\n\n{stars}"
 
 
 def verified_types() -> str:
@@ -124,7 +125,7 @@ def training_table(name: str) -> str:
         cells = [_label(row), f"{row['speed_ratio']:.2f}", f"{row['peak_memory_mib']:,} MiB"]
         cells.append(f"{row['first_step_seconds']:.0f} s")
         lines.append(f"| {' | '.join(cells)} |")
-    size = f"{part['size'].upper()} parameters, {part['num_hidden_layers']} layers of width {part['hidden_size']}"
+    size = f"{part['size'].upper()} parameters and {part['num_hidden_layers']} layers of width {part['hidden_size']}"
     return "\n".join([*lines, "", f"The model has {size}. {_where(name)}"])
 
 

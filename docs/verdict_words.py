@@ -66,7 +66,7 @@ def counts(verdicts: Sequence[Json]) -> str:
     for word in IN_WORDS.values():
         by_word[word] = sum(verdict(one) == word for one in whole)
     words = [f"**{count}** {word}" for word, count in by_word.items() if count]
-    return f"{len(whole)} main claims: {listed(words)}." if whole else "There is no claim yet."
+    return f"Verdicts on {len(whole)} main claims: {listed(words)}." if whole else "There is no claim yet."
 
 
 def best(verdicts: Iterable[Json]) -> list[Json]:
@@ -105,7 +105,7 @@ def in_short(one: Json) -> str:
     """Say what we found in one line: the values that decided, or why they cannot."""
     note = str(one.get("note") or NONE)
     if one["verdict"] == Verdict.NEEDS_SCALE:
-        return "some settings did not beat a table of bigrams" if "bigrams" in note else worded(note)
+        return "some settings did not beat a bigram table" if "bigrams" in note else worded(note)
     if one["verdict"] == Verdict.NOT_RUN:
         return ours(one)
     parts = one.get("parts") or [one.get("ours") or NONE]

@@ -1,9 +1,10 @@
-"""From a question to a model: compare placements at several rates, then pretrain the best one for longer.
+"""Compare placements at several learning rates, then pretrain the best placement for longer.
 
     python examples/choose_and_pretrain.py [--corpus my_texts/] [--folder runs/chosen] [--scale 1]
 
-What to expect at --scale 1: about ten minutes on two cores for the comparison, and as much for the run. Stop it at any
-time and run it again: what has ended is not trained again. --scale 0.02 is a trial run, too short to rank anything.
+At --scale 1, the comparison takes about ten minutes on two cores, and the pretraining takes about ten more. You can
+stop the script and run it again: it keeps the finished models. --scale 0.02 only tries the script, and cannot rank
+placements.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SIZE = {"num_layers": 16, "hidden_size": 48, "num_heads": 2, "sequence_length": 
 
 
 def best(results: pd.DataFrame) -> tuple[str, float]:
-    """The placement and the rate with the lowest mean loss over the seeds, of those where every seed trained."""
+    """Return the placement and learning rate with the lowest mean loss, among those whose seeds all trained."""
     trained = results["status"].isin(("finished", "short"))
     arms = results.assign(trained=trained).groupby(["placement", "learning_rate"])
     means = arms.agg(loss=("eval_loss", "mean"), all=("trained", "all"))
@@ -32,7 +33,7 @@ def best(results: pd.DataFrame) -> tuple[str, float]:
 
 
 def main() -> None:
-    """Compare, choose, pretrain."""
+    """Compare the placements, choose the best, and pretrain it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", default="embedded")
     parser.add_argument("--folder", type=Path, default=Path("runs/chosen"))

@@ -1,10 +1,10 @@
-"""Your loss spikes: find the step, the layer and the likely cause.
+"""Find the step, the layer and the likely cause of a loss spike.
 
     python examples/find_the_spike.py [--folder runs/spike] [--steps 300]
 
-A small Llama trains in a plain PyTorch loop. At two thirds of the run the script multiplies the learning rate by 40, as
-a wrong schedule would. `lamina.watch` records every layer, and `lamina.diagnose` reads the record. What to expect: a
-minute on one core, a diagnosis that names the step of the jump, and the page runs/spike/diagnosis.html.
+A small Llama trains in a plain PyTorch loop. After two thirds of the steps, the script multiplies the learning rate by
+40, as a wrong schedule would. `lamina.watch` records every layer, and `lamina.diagnose` reads the record. The script
+takes a minute on one core. It prints the step of the jump, and writes the page runs/spike/diagnosis.html.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LENGTH = 64
 
 
 def main() -> None:
-    """Train with a planted fault, and ask for its cause."""
+    """Train with a planted fault, and let Lamina find the cause."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/spike"))
     parser.add_argument("--steps", type=int, default=300)

@@ -1,10 +1,10 @@
-"""A checkpoint that you have: where its norms sit, what each layer does, and which layer you can remove.
+"""Find out where a checkpoint's norms sit, what each layer does, and which layer you can remove.
 
     python examples/inspect_and_prune.py MODEL [--folder runs/inspected] [--drop 1] [--tokenizer bytes]
 
-MODEL is a folder with a config.json and safetensors, or a name on the Hugging Face hub. Give --tokenizer bytes for a
-model of bytes without a tokenizer. What to expect: a minute for a model of a few million parameters; the page
-runs/inspected/probed/report.html, and a smaller model in runs/inspected/pruned.
+MODEL is a folder with a config.json and safetensors, or a name on the Hugging Face hub. If a model of
+bytes has no tokenizer, add --tokenizer bytes. A model of a few million parameters takes a minute. The script writes the
+page runs/inspected/probed/report.html, and a smaller model to runs/inspected/pruned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import lamina
 
 
 def main() -> None:
-    """Look, measure, prune."""
+    """Name the placement, measure each layer, and remove layers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--folder", type=Path, default=Path("runs/inspected"))
