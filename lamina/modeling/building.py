@@ -1,4 +1,4 @@
-"""Build a model from a backbone and a placement, and a Block from plain modules."""
+"""Build a model from a backbone and a placement, or a Block from plain modules."""
 
 from __future__ import annotations
 
@@ -51,28 +51,27 @@ def build(
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration or its folder,
             or a model's name on the hub. Lamina does not load this model's weights; `lamina convert` keeps them.
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
-        num_layers: the number of blocks (default: the backbone's). ``hidden_size``, ``num_heads`` and ``vocab_size``
-            also replace the backbone's sizes.
-        head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification"; by default the first head
-            in the backbone's row of ``ADAPTERS``.
-        num_labels: number of classes of a classifier (default: an image backbone's classes, or 1, a reward, for
-            sequences).
-        init: an initializer's name, ``"name(std=0.01)"``, or "recommended", the initializer of the paper's main runs.
-        profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initializer that profiles the
-            model, such as Admin's (default: random ids).
-        scaling: width and depth scaling of the initial weights, and of the branches' multiplier
-            (``lamina.modeling.scaling``).
-        adapter: other names of the backbone's modules, by the fields of ``lamina.modeling.modeling_lamina.Adapter``
-            (``{"attention": "attn", "norm": "ln_f"}``) (default: ``lamina_adapter`` of its configuration).
+        num_layers: the number of blocks (default: the backbone's number). In the same way, ``hidden_size``,
+            ``num_heads`` and ``vocab_size`` replace the backbone's sizes.
+        head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification" (default: the first head in
+            the backbone's row of ``ADAPTERS``).
+        num_labels: a classifier's number of classes (default: the backbone's number for images; 1 for sequences, as in
+            a reward model).
+        init: an initializer's name or ``"name(std=0.01)"``. "recommended" is the initializer of the paper's main runs.
+        profile_ids: the input for an initializer that profiles the model, such as Admin's: token ids [batch, tokens],
+            or images for a vision backbone (default: random).
+        scaling: a ``lamina.modeling.scaling.Scaling`` for the initial weights and for the branches' multiplier.
+        adapter: the names of the backbone's modules, as fields of ``lamina.modeling.modeling_lamina.Adapter``:
+            ``{"attention": "attn", "norm": "ln_f"}`` (default: the configuration's ``lamina_adapter``).
         placement_options: options of this placement, or options that every placement takes.
 
     Returns:
-        A LaminaForCausalLM (or the head's class) in float32. Its weights come from torch's global generator, which you
-        can seed with ``torch.manual_seed``.
+        A float32 model of the head's class, such as LaminaForCausalLM. Lamina draws the weights from torch's global
+        generator, which you can seed with ``torch.manual_seed``.
 
     Raises:
-        UserError: (a ValueError) for an unknown name or option, an invalid size, a plan with another depth, or a head
-            that does not fit the backbone.
+        UserError: (a ValueError) a name or option is unknown, a size is invalid, the plan has another number of layers,
+            or the head does not fit the backbone.
     """
     config = resolve_backbone(
         backbone, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=vocab_size
@@ -174,7 +173,10 @@ def recommended(plan: Plan) -> str:
 
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
-    """Resolve a placement, or pass a plan through. Raises UserError for a plan with another depth, or with options."""
+    """Return the plan of a placement; return a given plan unchanged.
+
+    Raises UserError if a given plan has another number of layers, or comes with options.
+    """
     if not isinstance(placement, Plan):
         return resolve(placement, num_layers, **options)
     if options:
@@ -200,7 +202,7 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
         hidden_size: the width of the residual stream.
 
     Returns:
-        A Block; norms of kind "backbone" are RMSNorms with epsilon 1e-6.
+        A Block. Norms of kind "backbone" become RMSNorms with epsilon 1e-6.
     """
     for name, value, kind in (
         ("attention", attention, nn.Module),
@@ -250,7 +252,7 @@ def norm(kind: str) -> Callable[[N], N]:
 
 
 def available_memory(device: str = "cpu") -> int:
-    """Return how many bytes are free on the GPU, or in RAM and swap within the container's limit."""
+    """Return the number of free bytes on the GPU, or in RAM and swap within the container's limit."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     free = psutil.virtual_memory().available + psutil.swap_memory().free
@@ -264,7 +266,7 @@ def available_memory(device: str = "cpu") -> int:
 
 
 def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "cpu") -> None:
-    """Raise UserError that names the fields if fewer than ``needed`` bytes are available."""
+    """Raise UserError if fewer than ``needed`` bytes are free. The message begins with ``fields``."""
     if needed <= (free := available_memory(device)):
         return
     owner = "the GPU" if device == "cuda" else "this machine"

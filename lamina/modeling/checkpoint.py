@@ -1,6 +1,4 @@
-"""Load checkpoints: of Lamina or transformers, from a run's folder or a GGUF file. Lamina unpickles only plain
-tensors.
-"""
+"""Load checkpoints of Lamina or transformers. From a pickled file, Lamina reads only tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClas
 
 @dataclass(kw_only=True)
 class Loaded:
-    """A model in evaluation mode, its tokenizer and its run's folder (each None if missing), and notes."""
+    """A model in evaluation mode, with its tokenizer and its run's folder (each None if missing) and notes."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -54,14 +52,14 @@ def checked_device(name: str | None) -> str:
 
 
 def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Loaded:
-    """Load a checkpoint from a folder with config.json or a .gguf file, a run's folder, a .gguf file, or a name on the
-    hub.
+    """Load a checkpoint.
 
-    The weights are safetensors, GGUF, or .bin files that hold only tensors (read with ``weights_only``).
+    ``path`` is a folder with config.json or a .gguf file, a run's folder, a .gguf file, or a name on the hub. The
+    weights may be in safetensors, GGUF or .bin files; torch reads .bin files with ``weights_only``, so these files may
+    hold only tensors.
 
     Raises:
-        UserError: if the path holds no checkpoint, if the checkpoint needs its own code, or if a weight is NaN or
-            infinite.
+        UserError: the path holds no checkpoint, the checkpoint needs custom code, or a weight is NaN or infinite.
     """
     source, run, more = _located(path)
     with local_when_unreachable():
@@ -79,16 +77,16 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
 
 
 def config_of(path: str | Path) -> PreTrainedConfig:
-    """Read the configuration of a checkpoint without its weights. The paths and errors are as in ``load``."""
+    """Read a checkpoint's configuration without loading the weights. ``load`` documents paths and errors."""
     source, _, more = _located(path)
     with local_when_unreachable():
         return read_config(source, "checkpoint", **more)
 
 
 def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a checkpoint without its weights; None if there is no tokenizer. Paths are as in ``load``.
+    """Load a checkpoint's tokenizer without the weights; None if there is no tokenizer. ``load`` documents the paths.
 
-    Raises UserError for a folder without weights, or with weights that are shorter than their headers state.
+    Raises UserError if the folder has no weights, or if a file of weights is shorter than its header states.
     """
     source, _, more = _located(path)
     if Path(source).is_dir() and not more:
@@ -142,7 +140,7 @@ def _class(config: PreTrainedConfig) -> ModelClass:
 
 
 def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
-    """Return the Auto class that builds and loads a configuration's model, with a head if the model type has one.
+    """Return the Auto class for a configuration's model. If the model type has a head, the class adds the head.
 
     Raises UserError for a model type without a model.
     """

@@ -1,6 +1,6 @@
 """The configuration of a Lamina model: a transformers backbone and the resolved plan, saved layer by layer.
 
-Transformers copies this file beside a checkpoint, so it imports nothing from the package.
+Transformers copies this file beside a checkpoint, so this file imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")  # of the model, whic
 
 
 class LogitsStyle(NamedTuple):
-    """A backbone's changes to its logits: Cohere's factor, Granite's divisor, Gemma 2's soft-cap. None means no change.
+    """A backbone's changes to its logits: Cohere's factor, Granite's divisor and Gemma 2's soft-cap (None: no change).
 
-    ``states`` is the divisor of the head's input (MiniCPM).
+    MiniCPM divides the head's input by ``states``.
     """
 
     factor: float | None
@@ -50,11 +50,11 @@ class LogitsStyle(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The total factor on the logits: the factor divided by both divisors."""
+        """The total factor on the logits: ``factor`` divided by ``divisor`` and by ``states``."""
         return float(self.factor or 1.0) / float(self.divisor or 1.0) / float(self.states or 1.0)
 
     def apply(self, head: nn.Module, states: torch.Tensor) -> torch.Tensor:
-        """Compute the backbone's logits from its last states."""
+        """Compute the backbone's logits from the last hidden states."""
         logits = head(states / self.states if self.states else states)
         if self.factor:
             logits = logits * self.factor
@@ -68,15 +68,14 @@ class LaminaConfig(PreTrainedConfig):
 
     Args:
         backbone_config: the transformers configuration of the backbone, or its dict (with ``model_type``).
-        plan: a plan as ``lamina.placements.Plan.to_dict`` writes it, with one entry of ``layers`` for each of the
-            backbone's ``num_hidden_layers``. Raises ValueError if the two numbers differ.
+        plan: a plan as ``lamina.placements.Plan.to_dict`` writes it. LaminaConfig raises ValueError unless ``layers``
+            has ``num_hidden_layers`` entries.
 
-    ``config.hidden_size`` and every other field that only the backbone has are the backbone's fields: reading or
-    setting such a field acts on the backbone. ``to_dict`` and config.json also hold copies of the fields in ``FLAT``;
-    loading raises ValueError if a copy differs from the backbone's field. ``logit_scale`` is the total factor on the
-    head's output, because serving engines read only this field. ``get_text_config`` returns the configuration itself,
-    because serving engines would take a separate text part as the sign of a multimodal model. ``backbone_of`` returns
-    the backbone's configuration.
+    If only the backbone has a field, such as ``hidden_size``, then ``config.hidden_size`` reads and sets the backbone's
+    field. ``to_dict`` and config.json also hold copies of the fields in ``FLAT``; loading raises ValueError if a copy
+    differs from the backbone's field. ``logit_scale`` is the total factor on the head's output, because serving engines
+    read only this field. ``get_text_config`` returns the configuration itself, because serving engines would take a
+    separate text part as the sign of a multimodal model. ``backbone_of`` returns the backbone's configuration.
     """
 
     model_type = "lamina"
@@ -161,7 +160,7 @@ class LaminaConfig(PreTrainedConfig):
         return {**super().to_dict(), **self._copies()}
 
     def to_diff_dict(self) -> dict:
-        """Return the content of config.json: fields that differ from transformers' defaults, and the copies."""
+        """Return config.json's content: fields that differ from transformers' defaults, and the backbone's fields."""
         return {**super().to_diff_dict(), **self._copies()}
 
     def _copies(self) -> dict[str, object]:

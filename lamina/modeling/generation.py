@@ -19,9 +19,9 @@ from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read
 
 
 class Teller(TextStreamer):
-    """Passes an answer's parts to ``tell`` while the model generates it. The joined parts equal ``Speaker.answer``.
+    """Passes an answer to ``tell`` in parts while the model generates the answer. The parts join to the whole answer.
 
-    It holds back white space, and text that may begin a stop text, until more text follows.
+    A Teller holds back white space, and text that may begin a stop text, until more text follows.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], tell: Callable[[str], object]):
@@ -41,15 +41,15 @@ class Teller(TextStreamer):
 
 
 def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
-    """Return the position of the first stop text from ``begin`` on; the text's length if there is none."""
+    """Return the position of the first stop text at or after ``begin``; the text's length if no stop text follows."""
     return min((end for stop in stops if (end := text.find(stop, begin)) >= 0), default=len(text))
 
 
 class Speaker:
     """A saved model that continues texts, or answers turns in its chat template.
 
-    ``lamina.generate`` documents the arguments. Raises UserError if the folder has no such model, and for a text that
-    fills the model's context.
+    ``lamina.generate`` documents the arguments. Raises UserError if the folder has no such model, or if a text fills
+    the model's context.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class Speaker:
         refuse_scores(config, f"model: {path!r}")
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
             raise UserError(
-                f"model: {path!r} is a {config.model_type}, which continues no text. Choose a causal language model."
+                f"model: {path!r} is a {config.model_type}, which cannot continue a text. Choose a causal language "
+                "model."
             )
         self.model: Any = load_weights(folder, config, AutoModelForCausalLM, "model", **code)[0]  # it can generate
         self.tokenizer = load_tokenizer(folder, config, "model", **code)

@@ -1,6 +1,7 @@
 """Draw the initial weights of a model with an initializer of core/initializers.py.
 
-A table (core/architectures.py) maps the modules' attribute names to roles. Lamina never guesses roles from substrings.
+A table (core/architectures.py) maps the modules' attribute names to roles. Lamina never guesses a role from part of a
+name.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Weight(Facts):
-    """A parameter, and facts that an initializer may need. Role "wiring" has neither an initializer nor weight decay.
+    """A parameter, and facts that an initializer may need. The role "wiring" means no initializer and no weight decay.
 
-    ``sublayer`` is "attention", "feed_forward", "embedding" or "readout". ``rows`` is the number of output channels of
-    each part, if there is more than one matrix. ``transposed`` says that the first axis holds the input channels, as in
-    GPT-2's Conv1D.
+    ``sublayer`` is "attention", "feed_forward", "embedding" or "readout". If the parameter joins several matrices,
+    ``rows`` is the number of output channels of each matrix. With ``transposed``, the first axis holds the input
+    channels, as in GPT-2's Conv1D.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Weight(Facts):
 
     @property
     def fan_in(self) -> int:
-        """The number of input channels (of one expert if a tensor stacks experts); for an embedding, its width."""
+        """The number of input channels (of one expert, if the tensor stacks experts); for an embedding, the width."""
         return self.matrix.shape[-1]
 
     @property

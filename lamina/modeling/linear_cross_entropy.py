@@ -1,12 +1,12 @@
-"""The language model's loss without storing all logits: head and cross-entropy run on a few hundred tokens at a time.
+"""Compute a language model's loss without storing all logits, from a few hundred tokens at a time.
 
 With the last states H [tokens, hidden_size], the head's weight W [vocab_size, hidden_size] and labels t the loss is
 
     L = 1/n sum_i ( log sum_v exp z_iv  -  z_i,t_i ),     z_i = s W h_i,  or  c tanh(s W h_i / c)
 
-over the n labels that count. The gradient needs only the softmax P of the logits: dL/dz = (P - onehot(t)) / n. So the
-forward pass adds each chunk's part of the loss and of both gradients, then frees the chunk. Memory holds [chunk,
-vocab_size] logits instead of several times [tokens, vocab_size].
+over the n labels that are not -100. The gradient needs only the softmax P of the logits: dL/dz = (P - onehot(t)) / n.
+So the forward pass adds a chunk of tokens to the loss and to both gradients, then frees the chunk's logits. Memory
+holds logits [chunk, vocab_size] instead of several tensors [tokens, vocab_size].
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ ChunkKernel = Callable[[torch.Tensor, torch.Tensor, float | None], tuple[torch.T
 class LinearLoss:
     """The ``linear_loss`` of a LaminaForCausalLM.
 
-    It returns None if all logits fit into one chunk, so the model computes the usual loss. In compiled training on a
-    GPU it never returns None, because it is then faster than the usual loss.
+    If all logits fit into one chunk, LinearLoss returns None, and the model computes the usual loss. In compiled
+    training on a GPU, LinearLoss never returns None, because the chunked loss is faster there.
 
-    On a GPU, it uses Liger's kernels if they are installed.
+    If Liger's kernels are installed, LinearLoss uses them on a GPU.
 
     Args:
-        compiled: compile the operations on a chunk's logits. This helps on a GPU, where memory limits their speed.
+        compiled: compile the operations on a chunk's logits. On a GPU, where memory limits their speed, compiled
+            operations are faster.
         elements: number of logits in a chunk (default: depends on the device).
     """
 
@@ -140,7 +141,7 @@ def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Sums the cross-entropies of W h. The forward pass computes both gradients, and backward may run only once."""
+    """Sums the cross-entropies of the logits W h. The forward pass also computes the gradients; backward runs once."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -153,10 +154,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         kernel: ChunkKernel,
     ) -> torch.Tensor:
-        """Sum the losses of ``hidden`` [tokens, hidden_size] under ``weight`` [vocab_size, hidden_size], in ``dtype``.
+        """Sum the losses for ``hidden`` [tokens, hidden_size] with the head's ``weight`` [vocab_size, hidden_size].
 
-        The forward pass keeps the gradients of the sum. Divided by the number of labels, they would underflow in
-        float16. The weight's gradient accumulates in float32.
+        ``dtype`` is the logits' dtype. The forward pass keeps the gradients of the sum, because the gradients of the
+        mean would underflow in float16. The weight's gradient accumulates in float32.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             x, w = hidden.detach().to(dtype), weight.detach().to(dtype)
@@ -182,7 +183,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Scale the kept gradients by the loss's gradient, in place. So backward works only once."""
+        """Scale the kept gradients by the loss's gradient, in place. Backward therefore runs only once."""
         if ctx.gradients is None:
             raise RuntimeError("the chunked loss supports only one backward pass. Leave out retain_graph.")
         (by_hidden, by_weight), ctx.gradients = ctx.gradients, None

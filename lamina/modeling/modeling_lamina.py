@@ -1,6 +1,6 @@
 """The models that transformers' Auto classes load: a backbone's modules, connected as a plan says.
 
-Transformers copies this file beside a checkpoint, with the files that it imports: the configuration and the wiring.
+Transformers copies this file beside a checkpoint, together with the configuration's and the wiring's files.
 """
 
 from __future__ import annotations
@@ -45,22 +45,24 @@ HALVES = ("attention", "feed_forward")
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """The names of a model type's modules, and the heads for it. A name may be a path ("encoder.layer").
+    """The names of a model type's modules, and the heads that fit the type. A name may be a path ("encoder.layer").
 
     Args:
-        layers: the backbone's list of layers. ``attention`` and ``feed_forward`` are a layer's two modules; if there
-            are several names ("self_attn|mamba"), Lamina takes the first name that the layer has. ``norm`` is the
+        layers: the backbone's list of layers. ``attention`` and ``feed_forward`` are a layer's two modules. If you give
+            several names ("self_attn|mamba"), Lamina takes the first name that the layer has. ``norm`` is the
             backbone's final norm.
-        dropout: the configuration's field for dropout on the branches, if the layer applies it and not the layer's
-            modules.
+        dropout: the configuration's field for the dropout on the branches; None if the layer's modules apply this
+            dropout.
         head_bias: whether the output head has a bias.
-        stacked: the attention's single projection to queries, keys and values, if the attention has one.
-        embedding_norm: the norm at the end of the backbone's embeddings, if there is one. The plan's norm replaces it.
+        stacked: the projection that computes queries, keys and values together; None if the attention has three
+            projections.
+        embedding_norm: the norm at the end of the backbone's embeddings, if any. The plan's norm replaces this norm.
         input: the name of the model's input.
         embeddings: the module that computes x^0 from the input, if the model needs more than a look-up by id.
         is_decoder: whether the model is causal and caches keys and values.
         heads: the heads (names in HEADS) that fit, the default head first.
-        roles: the roles of weights that core/architectures.py does not know, by the modules' attribute names.
+        roles: a mapping from a module's attribute name to its weight's role, for names that core/architectures.py
+            lacks.
         arguments: keyword arguments of the backbone's constructor.
     """
 
@@ -81,7 +83,7 @@ class Adapter:
 
     @property
     def parts(self) -> dict[str, str]:
-        """The path in a Block for each module name that a layer may use."""
+        """A mapping from each name that a layer's module may have to the module's path in a Block."""
         return {name: f"{half}.module" for half in HALVES for name in getattr(self, half).split("|")}
 
     def halves(self, layer: nn.Module) -> list[str]:
@@ -332,7 +334,7 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of all modules; do nothing if they all have it, because Trainer calls this at every step."""
+        """Set the mode of all modules. If no mode changes, return at once, because Trainer calls this at every step."""
         waiting: list[nn.Module] = [self]
         for module in waiting:
             waiting += filter(None, module._modules.values())
@@ -340,10 +342,10 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
 
 
 class LaminaModel(LaminaPreTrainedModel):
-    """A backbone connected as a plan says: from token ids [batch, tokens] to states [batch, tokens, hidden_size].
+    """Maps token ids [batch, tokens] to states [batch, tokens, hidden_size]: a backbone connected as a plan says.
 
-    A vision backbone takes ``pixel_values`` [batch, channels, height, width] instead; its tokens are the patches. The
-    output's ``hidden_states`` are the residual stream x^0 .. x^N, where x^N has not passed the final norm.
+    A vision backbone takes ``pixel_values`` [batch, channels, height, width] instead, and its tokens are the patches.
+    The output's ``hidden_states`` are the residual stream x^0 .. x^N. The final norm is not applied to x^N.
     """
 
     def __init__(self, config: LaminaConfig):
@@ -380,7 +382,7 @@ class LaminaModel(LaminaPreTrainedModel):
         """Raise ValueError if an engine has cut the model where the plan needs all of it. Engines call it first."""
         if not (self._pp_plan or all(isinstance(layer, Block) for layer in self.layers)):
             raise ValueError(
-                "plan: a model cannot be split into pipeline stages if the plan scales or norms the embedding, or "
+                "plan: a model cannot be split into pipeline stages if the plan scales or normalizes the embedding, or "
                 "has several streams. Set the pipeline parallel size to 1."
             )
         plan = self.config.plan or {}
@@ -389,8 +391,8 @@ class LaminaModel(LaminaPreTrainedModel):
             return
         if any((getattr(module, "tp_size", None) or 1) > 1 for module in self.modules()):
             raise ValueError(
-                "plan: a norm over all heads, or before a module's last projection, needs channels from other "
-                "devices. Set the tensor parallel size to 1."
+                "plan: a norm over all heads, or a norm before a module's last projection, needs channels from "
+                "other devices. Set the tensor parallel size to 1."
             )
 
     def _scaled_and_normed(self, x: torch.Tensor) -> torch.Tensor:
@@ -471,7 +473,7 @@ HEADS: dict[str, Head] = {}
 
 
 def head(name: str, auto_class: str) -> Callable[[M], M]:
-    """Register a model class under its head's name and its Auto class, here and as remote code."""
+    """Register a model class under its head's name and its Auto class, also for loading as remote code."""
 
     def register(model: M) -> M:
         model.kind = name
@@ -487,7 +489,8 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
     """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and the loss if labels are given.
 
     If ``linear_loss`` is set, it computes the loss from the last states [batch, tokens, hidden_size], the head and the
-    labels, and the logits are None. If it returns None, the model computes the loss from the logits.
+    labels, and the output's logits are None. If ``linear_loss`` returns None, the model computes the loss from the
+    logits.
     """
 
     linear_loss: Callable[..., torch.Tensor | None] | None = None
@@ -580,7 +583,7 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWi
         """Score the last token that the mask [batch, tokens] keeps. Without a mask, score the last token that is not
         padding.
 
-        With and without a mask, the token differs if the tokenizer pads with the end-of-text token.
+        If the tokenizer pads with the end-of-text token, the two rules can choose different tokens.
         """
         kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         if attention_mask is None or attention_mask.ndim != 2:
@@ -608,7 +611,7 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWi
 class LaminaForMaskedLM(LaminaWithHead):
     """A bidirectional LaminaModel with a head that predicts masked tokens.
 
-    Logits [batch, tokens, vocab_size]; the loss is the mean over the labels that are not -100.
+    The logits are [batch, tokens, vocab_size]. The loss is the mean over the labels that are not -100.
     """
 
     _tied_weights_keys = {"decoder.weight": "model.backbone.embeddings.tok_embeddings.weight"}

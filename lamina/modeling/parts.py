@@ -19,8 +19,9 @@ SUBLAYERS = ("attention", "feed_forward")
 
 
 def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
-    """Return the LaminaModel of a model with a head, or the model itself. Raises UserError, whose message begins with
-    ``user``.
+    """Return the LaminaModel inside a model with a head; return a LaminaModel unchanged.
+
+    Raises UserError for any other model. The message begins with ``user``.
     """
     body = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
     if not isinstance(body, LaminaModel):
@@ -72,8 +73,9 @@ def patched(holder: object, **attributes: object) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run modules that are compiled in place eagerly, because compiled modules skip inner hooks and recompile for each
-    shape.
+    """Inside the context, run compiled modules eagerly.
+
+    Compiled modules would skip inner hooks, and recompile for each shape.
     """
     calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
     for module in calls:
@@ -88,15 +90,13 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 def one_sequence_each() -> AbstractContextManager[None]:
     """Inside the context, let transformers treat each row of a batch as one sequence, without a check.
 
-    The check would compare positions that transformers has made itself, and wait for the device.
+    Transformers would compare positions that it made itself, and wait for the device.
     """
     return patched(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
 
 
 def decaying(model: nn.Module) -> list[str]:
-    """Name the parameters with weight decay: all matrices, except biases and the parameters of norms and of residual
-    paths.
-    """
+    """Return the names of the parameters with weight decay: all matrices except biases, norms and residual paths."""
     kept = {
         id(parameter)
         for module in model.modules()
@@ -108,11 +108,10 @@ def decaying(model: nn.Module) -> list[str]:
 
 
 def drop_branches(model: PreTrainedModel, rate: float) -> None:
-    """Drop branches at random for each item of a batch, with a probability that grows from 0 to ``rate`` over the
-    layers.
+    """Drop branches at random for each item of a batch. The probability grows from 0 to ``rate`` over the layers.
 
-    Layer l of N (from 0) has the probability rate * l / (N - 1), as in DeiT and ConvNeXt; Lamina divides a branch that
-    stays by 1 - probability. If the branch has an output norm, Lamina drops the norm's output. The model gets no new
+    Layer l of N (from 0) has the probability rate * l / (N - 1), as in DeiT and ConvNeXt. Lamina divides each kept
+    branch by 1 - probability. If the branch has an output norm, Lamina drops the norm's output. The model gets no new
     weights, and evaluation does not change.
     """
     body = body_of(model, "drop_path")

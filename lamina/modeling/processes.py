@@ -61,11 +61,11 @@ class Processes:
         return self.rank == 0
 
     def apart(self) -> Processes:
-        """Return the same processes with separate CPU collectives, for another thread. All processes must call it."""
+        """Return the processes with separate CPU collectives, for another thread. All processes must call this."""
         return self if self.size == 1 else replace(self, group=distributed.new_group(backend="gloo", timeout=PATIENCE))
 
     def anyone(self, mine: bool) -> bool:
-        """Return whether ``mine`` is true in any process."""
+        """Return whether ``mine`` is true in at least one process."""
         if self.size == 1:
             return mine
         flag = torch.tensor([float(mine)])
@@ -81,7 +81,7 @@ class Processes:
         return float(total) / self.size
 
     def everyones(self, value: T) -> list[T]:
-        """Return every process's ``value``, by rank."""
+        """Return the ``value`` of every process, in the order of the ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -93,9 +93,7 @@ class Processes:
         return torch.cat(self.everyones(tensor.detach().cpu()))
 
     def together(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in every process. If it fails in a process, all processes raise the error of the lowest failed
-        rank.
-        """
+        """Call ``act`` in every process. If ``act`` fails, all processes raise the error of the lowest failed rank."""
         answer, error = _attempt(act)
         self._raise_first(error)
         return cast(T, answer)
@@ -111,7 +109,7 @@ class Processes:
         return cast(T, answer)
 
     def first_per_host(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in one process per host, then in the others, so that only one process writes files."""
+        """Call ``act`` in one process per host, which may write files, and then in the host's other processes."""
         if self.size == 1:
             return act()
         answer, error = _attempt(act) if self.local_rank == 0 else (None, None)
@@ -189,7 +187,7 @@ def launched() -> tuple[int, int, int, int]:
         values.append(int(text))
     rank, size, local_rank, local_size = values
     if size < 1 or rank >= size:
-        raise UserError(f"RANK: {rank} of WORLD_SIZE = {size} processes is impossible. Set RANK from 0 to {size - 1}.")
+        raise UserError(f"RANK: {rank} does not fit WORLD_SIZE = {size}. Set RANK from 0 to {size - 1}.")
     return rank, size, local_rank, local_size
 
 
@@ -204,7 +202,7 @@ def reported_once(act: Callable[[], T]) -> T:
 
 
 def device_of(device: str) -> str:
-    """Return "cpu", "cuda" or "mps". Raises UserError for a device that this machine lacks."""
+    """Return "cpu", "cuda" or "mps" for a setting. Raises UserError for a device that this machine lacks."""
     devices = ["cpu"]
     if torch.cuda.is_available():
         devices.insert(0, "cuda")
@@ -222,19 +220,20 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
     """Join the processes that torchrun or accelerate launch has started, and leave them at the end.
 
     Args:
-        device: the setting: "auto", "cpu", "cuda" (one GPU per process) or "mps".
-        parallel: the setting: "auto", "ddp" or "fsdp2".
+        device: "auto", "cpu", "cuda" (one GPU per process) or "mps".
+        parallel: "auto", "ddp" or "fsdp2".
         tensor: the number of processes that share each layer's matrices.
 
     Raises:
-        UserError: for more processes than GPUs, a device for only one process, or processes that cannot connect.
+        UserError: there are more processes than GPUs, the device allows only one process, or the processes cannot
+            connect.
         OSError: another process ended while this process waited for it; the other process has reported why.
     """
     rank, size, local_rank, local_size = launched()
     device, parallel = reported_once(lambda: (device_of(device), parallel_of(parallel)))
     if tensor > 1 and (size % tensor or parallel != "fsdp2"):
         raise UserError(
-            f"tensor_parallel: {tensor} does not work with {size} processes by {parallel}. Give a divisor of {size}, "
+            f"tensor_parallel: {tensor} does not work with {size} processes and {parallel}. Give a divisor of {size}, "
             "and set --parallel fsdp2."
         )
     if size == 1:
@@ -301,7 +300,7 @@ def parallel_of(parallel: str) -> str:
     """Resolve "auto" to "ddp", or to "fsdp2" if accelerate launch's configuration asks for it.
 
     Lamina turns accelerate's own sharding off, because Lamina shards the model before Trainer sees it. Raises UserError
-    for a configuration with other plugins.
+    if accelerate's configuration has other plugins.
     """
     switches = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "") for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
     requested = [name for name, value in switches.items() if value.lower() in ("1", "true", "yes")]

@@ -4,7 +4,7 @@ suits models of different sizes.
 Everett et al. 2024 (arXiv 2407.05872): at width n, a weight has the multiplier n^-a, the initial standard deviation
 n^-b and the learning rate n^-c. Lamina folds the multiplier into the other two factors. Adam's steps don't depend on
 the gradient's size. Under Adam, (a, b, c) and (0, a + b, a + c) therefore train the same function, up to Adam's epsilon
-and gradient clipping. A checkpoint stays a plain model.
+and gradient clipping. So a checkpoint stores no multiplier for the width.
 
 CompleteP (Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth, Lamina divides every branch by
 m^alpha. For all parameters of a block, including norms and biases, the learning rate has the factor m^(alpha - 1) and
@@ -41,8 +41,8 @@ class Scaling:
     Args:
         width: one of SCHEMES, or "none".
         base_width: hidden size at which width scaling changes nothing.
-        k_embedding: with width scaling, a further factor on the embedding's learning rate; k_hidden and k_readout are
-            the same for hidden weights and the output head.
+        k_embedding: with width scaling, a further factor on the embedding's learning rate. k_hidden and k_readout are
+            the factors for hidden weights and for the output head.
         depth: one of DEPTH_SCHEMES, or "none".
         base_depth: number of blocks at which depth scaling changes nothing.
     """
@@ -92,15 +92,16 @@ class Scaling:
         return multiplier + table.std[index], multiplier + getattr(table, alignment)[index]
 
     def rate(self, kind: Kind, width: float) -> float:
-        """Return the factor on the learning rate of a kind of weight with ``width`` times the base model's fan-in."""
+        """Return the factor on a weight's learning rate; ``width`` is its fan-in divided by the base model's fan-in."""
         constant = 1.0 if kind == "vector" else float(getattr(self, f"k_{kind}"))
         return constant * width ** self.exponents(kind)[1]
 
     def depth_factors(self, weight: Weight) -> tuple[float, float]:
         """Return the factors of depth scaling on a weight's learning rate and on Adam's epsilon (CompleteP, Table 1).
 
-        A learned scale on the branch contains the multiplier: it starts divided by m^alpha. So its learning rate has a
-        further factor m^-alpha, and its epsilon has no factor m^-alpha, because its gradient grows by m^alpha.
+        If a branch has a learned scale, the scale's initial value is divided by m^alpha, so the scale contains the
+        multiplier. The scale's learning rate then has a further factor m^-alpha. Its epsilon lacks the factor m^-alpha,
+        because the scale's gradient grows by m^alpha.
         """
         if self.depth == "none" or weight.layer < 0:
             return 1.0, 1.0
@@ -112,7 +113,7 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFactors:
-    """Factors on a parameter's learning rate and Adam's epsilon; weight decay is divided by ``width_rate``.
+    """Factors on a parameter's learning rate and Adam's epsilon. Lamina divides the weight decay by ``width_rate``.
 
     AdamW shrinks a weight by learning rate * decay per step, so a wider model with a lower learning rate would decay
     less. ``width_rate`` is the part of ``rate`` that depends on the width; the decay does not depend on the depth
@@ -127,9 +128,10 @@ class StepFactors:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledWeight:
-    """A weight, its counterpart at the base sizes (on the meta device under width scaling), and its factors.
+    """A weight, the same weight in the base model, and the factors on its steps.
 
-    ``std`` is the factor on the standard deviation that the initializer has at the base sizes.
+    Under width scaling, the base model is on the meta device. Lamina multiplies the initializer's standard deviation at
+    the base sizes by ``std``.
     """
 
     weight: Weight
@@ -142,13 +144,13 @@ class ScaledWeight:
 def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledWeight]:
     """Yield every parameter of a Lamina model once, with its factors.
 
-    The learning rate of a hidden weight or output head depends on m = hidden size / base width, and its standard
-    deviation depends on the ratio of its fan-ins. If the fan-in does not grow with the width, as for weights that read
-    MLA's latent, neither changes. If the model multiplies the embedding by the square root of the width, Lamina removes
-    this factor.
+    The learning rate of a hidden weight or output head depends on m = hidden size / base width, and the standard
+    deviation depends on the weight's fan-in divided by the base model's fan-in. If the fan-in does not grow with the
+    width, both stay unchanged, for example for weights that read MLA's latent. If the model multiplies the embedding by
+    the square root of the width, Lamina divides the embedding's factors by sqrt(m).
 
-    Raises UserError under width scaling for tied embeddings, and for a base width that the backbone or the placement
-    cannot have; under depth scaling, for a plan without the multiplier.
+    Under width scaling, raises UserError if the embeddings are tied, or if the backbone or the placement cannot have
+    the base width. Under depth scaling, raises UserError if the plan lacks the multiplier.
     """
     scaling.check_options(model.config.plan["options"])
     base = base_model(model, scaling)

@@ -2,7 +2,7 @@
 
     h = read(S)        S' = C( skip_scale * mix(s) + write * branch )
 
-Transformers copies this file beside a checkpoint, so it imports only torch.
+Transformers copies this file beside a checkpoint, so this file imports only torch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ DEPTH_READS = ("depth", "memory")  # what a sub-layer may read of the memory: wi
 
 
 class State(NamedTuple):
-    """The stream and the memory of earlier states [batch, tokens, width] that blocks return."""
+    """The output of a block with a memory: the stream and the earlier states, each [batch, tokens, width]."""
 
     stream: torch.Tensor
     memory: tuple[torch.Tensor, ...]
 
 
 class LaminaWiring(nn.Module, ABC):
-    """The base class of residual paths with learned weights other than norms and scales.
+    """The base class of residual paths that learn other weights than norms and scales.
 
-    Initializers do not draw these weights, the weights have no weight decay, and the module computes in float32.
+    No initializer draws these weights, the weights have no weight decay, and the module computes in float32.
 
-    ``begin`` registers one parameter for each entry of ``starts``. If the plan learns only gains, it keeps the values
-    as constants.
+    ``begin`` registers one parameter for each entry of ``starts``. If the plan learns only gains, ``begin`` keeps the
+    other values as constants.
     """
 
     def begin(self, learned: bool = True) -> None:
@@ -46,9 +46,7 @@ class LaminaWiring(nn.Module, ABC):
         """Return the initial values of the parameters, by name."""
 
     def initial(self) -> dict[str, torch.Tensor]:
-        """Return ``starts`` on the CPU, because the meta device, on which Lamina may build the model, holds no
-        values.
-        """
+        """Return ``starts`` on the CPU. If Lamina builds the model on the meta device, tensors there have no values."""
         with torch.device("cpu"):
             return self.starts()
 
@@ -70,7 +68,7 @@ def mixed(matrix: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> torch.Tensor:
-    """Return a matrix [..., n, n] with rows and columns that sum to 1, by alternation (mHC, arXiv 2512.24880 Eq 9)."""
+    """Return a matrix [..., n, n], normalizing columns and rows in turn to sum 1 (mHC, arXiv 2512.24880 Eq 9)."""
     matrix = logits.softmax(-1) + eps
     matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -80,9 +78,9 @@ def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> t
 
 
 class StreamMixer(LaminaWiring):
-    """Reads one state from n streams [batch, tokens, n, width], and gives the weights for mixing and writing.
+    """Reads one state from n streams [batch, tokens, n, width], and computes the weights for mixing and writing.
 
-    ``Streams`` of the plan documents the kinds of ``weights`` and ``mix``. A plan's readout has no ``write``.
+    ``lamina.placements.plan.Streams`` documents ``weights`` and ``mix``. A mixer for a plan's readout has no ``write``.
     """
 
     def __init__(self, spec: dict, width: int, eps: float):
@@ -123,7 +121,7 @@ class StreamMixer(LaminaWiring):
         return starts | ({"gains": torch.ones(n, self.width)} if self.norms else {})
 
     def normed(self, streams: torch.Tensor, where: str) -> torch.Tensor:
-        """Apply an RMSNorm, in float32, to all streams with the entry ``where`` in ``norms``."""
+        """Apply an RMSNorm, in float32, to each stream whose entry of ``norms`` is ``where``."""
         if where not in self.norms:
             return streams
         parts = []
@@ -211,8 +209,8 @@ def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[to
 class StateSources(LaminaWiring):
     """Computes stream * x + a weighted sum of earlier states, which ``slots`` selects from the memory.
 
-    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6). With four ways (separate sums for queries,
-    keys, values and the stream), the fourth way is for the stream.
+    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6). If queries, keys, values and the stream have
+    separate sums, the stream's sum is the fourth.
     """
 
     def __init__(self, spec: dict, width: int, slots: Sequence[int], eps: float):
@@ -222,10 +220,10 @@ class StateSources(LaminaWiring):
         self.begin(learned=spec["learned"] != "no")
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """Return the initial weights [1 + states].
+        """Return the initial weights of the stream and the states, [1 + states].
 
-        The shape is [1 + states, width] if each weight is a vector, and [4, 1 + states] if queries, keys, values and
-        stream have separate sums.
+        If each weight is a vector, the shape is [1 + states, width]. If queries, keys, values and stream have separate
+        sums, the shape is [4, 1 + states].
         """
         states = [weight for _, weight in self.spec["states"]]
         weights = torch.tensor([self.spec["stream"], *states], dtype=torch.float32)
@@ -249,8 +247,9 @@ class StateSources(LaminaWiring):
     def forward(
         self, x: torch.Tensor, memory: tuple[torch.Tensor, ...]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the stream [batch, tokens, width]; with four ways, also the inputs of q, k and v [batch, tokens, 3,
-        width].
+        """Return the stream [batch, tokens, width].
+
+        With four sums, also return the inputs of queries, keys and values, [batch, tokens, 3, width].
         """
         weights, states = self.held("weight", x), [x, *(memory[slot] for slot in self.slots)]
         if self.dynamic:
@@ -292,9 +291,9 @@ class Collapse(nn.Module):
 class BlockState(NamedTuple):
     """How a block changes the streams and the memory.
 
-    ``streams`` is the number of streams that the first block makes of its input; it is 0 for all other blocks.
-    ``sources`` replace the stream. With ``remembers``, the entering stream goes into the memory, which then has
-    ``slots`` states. With ``remembers_inside``, the stream between the sub-layers also goes into the memory.
+    In the first block, ``streams`` is the number of streams that the block makes of its input; in other blocks, it is
+    0. ``sources`` replace the stream. With ``remembers``, the block stores the stream that enters it in the memory,
+    which then has ``slots`` states. With ``remembers_inside``, the block also stores the stream between its sub-layers.
     ``has_memory`` says whether the plan has a memory.
     """
 
@@ -328,7 +327,7 @@ class StatePlan:
         return BlockState(streams, sources, remembers, self.has_memory, slots, index in self.inside)
 
     def end(self, norm: nn.Module) -> Collapse:
-        """Make the module that replaces the final norm. State N, the last block's output, is the stream itself."""
+        """Make the module that replaces the final norm."""
         if self.plan.get("readout"):
             return Collapse(norm, StreamMixer(self.plan["readout"], self.width, self.eps))
         halves = [layer[half] for layer in self.plan["layers"] for half in ("attention", "feed_forward")]

@@ -2,7 +2,7 @@
 
     y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
-Transformers copies this file beside a checkpoint, so it imports only torch, transformers and the files copied with it.
+Transformers copies this file beside a checkpoint, so this file imports only torch, transformers and other copied files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .streams_lamina import DEPTH_READS, BlockState, DepthAttention, LaminaWirin
 
 
 class Record(dict):
-    """A part of a plan: a dict whose fields are also attributes."""
+    """A part of a plan: a dict whose keys are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -41,7 +41,7 @@ class LaminaNorm(nn.Module):
     """The base class of all norms, with a gain [hidden_size] (None if it is not learned) and an epsilon.
 
     With ``zero_centered``, the weight is the gain minus 1. A user's norm is a subclass with a ``forward``. ``more``
-    names further parameters, which start at ``starts``.
+    names further parameters, whose initial values are in ``starts``.
     """
 
     divides = True  # whether it is x over the root mean square, or the deviation, of a token's channels
@@ -93,11 +93,11 @@ class LaminaNorm(nn.Module):
 
 
 class LaminaRMSNorm(LaminaNorm):
-    """x / sqrt(mean(x^2) + eps) * gain over the last axis, with statistics in float32 (bit-identical to LlamaRMSNorm).
+    """Computes x / sqrt(mean(x^2) + eps) * gain over the last axis, bit-identical to LlamaRMSNorm.
 
-    The gain is learned. Each other formula is a separate class with another ending of the class name. Otherwise,
-    serving engines would replace it with their own norm: vLLM replaces all modules of a class, and SGLang all modules
-    with such a class name.
+    The statistics are in float32, and the gain is learned. Each other formula has a separate class, whose name does not
+    end in "RMSNorm". Otherwise, serving engines would replace it with this formula: vLLM replaces all modules of a
+    class, and SGLang replaces all modules whose class name ends in "RMSNorm".
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,9 +119,7 @@ class LaminaGainlessNorm(LaminaRMSNorm):
 
 
 class LaminaGroupedNorm(LaminaNorm):
-    """A LaminaRMSNorm with separate statistics for each of ``groups`` equal parts of a token's channels. So the norm is
-    causal.
-    """
+    """A LaminaRMSNorm over each of ``groups`` equal parts of a token's channels. So the norm is causal."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.to(torch.float32).unflatten(-1, (self.groups, -1))
@@ -145,7 +143,7 @@ class LaminaLayerNorm(LaminaNorm):
 
 
 class LaminaL2Norm(LaminaNorm):
-    """x / ||x|| * gain over the last axis: scales a token's state to length 1 (nGPT), with statistics in float32."""
+    """Scales a token's state to length 1: x / ||x|| * gain over the last axis (nGPT), with statistics in float32."""
 
     divides = False
 
@@ -154,7 +152,7 @@ class LaminaL2Norm(LaminaNorm):
 
 
 class LaminaTanhNorm(LaminaNorm):
-    """gain * tanh(alpha * x) + bias: DyT (arXiv 2503.10622), with one learned alpha and no statistics."""
+    """Computes gain * tanh(alpha * x) + bias: DyT (arXiv 2503.10622), with one learned alpha and no statistics."""
 
     divides, biased = False, True
     more = ("alpha",)
@@ -169,7 +167,7 @@ class LaminaTanhNorm(LaminaNorm):
 
 
 class LaminaErfNorm(LaminaTanhNorm):
-    """gain * erf(alpha * x + shift) + bias: Derf (arXiv 2512.10938), with one learned alpha and one shift."""
+    """Computes gain * erf(alpha * x + shift) + bias: Derf (arXiv 2512.10938), with one learned alpha and shift."""
 
     more = ("alpha", "shift")
     shift: torch.Tensor
@@ -213,7 +211,7 @@ class NormStyle:
 
 
 def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
-    """Make the norm of a plan's record; None without a record."""
+    """Make the norm that a plan's record describes; None if the record is None."""
     if spec is None:
         return None
     kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
@@ -326,7 +324,7 @@ T = TypeVar("T", torch.Tensor, float)
 def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
     """Return s, a sub-layer's input x ("stream"), its block's input ("block_input") or their sum ("both").
 
-    If the caller gives no block's input, as for attention, x is the block's input, and s is x.
+    If ``block_input`` is None, x is the block's input, as for the attention, and s is x.
     """
     if block_input is None or skip == "stream":
         return x
@@ -359,8 +357,8 @@ class Residual(nn.Module):
     """A sub-layer as the plan's record states it: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
 
     Constant scales are floats, because a buffer would lose its value on the meta device. Learned scales are Parameters.
-    ``scaled`` names scales that the sub-layer applies even if they are 1, because other layers of the plan have them.
-    So layers that differ only in a scale's value share one compiled graph.
+    ``scaled`` names scales that the sub-layer applies even if they are 1, because other layers of the plan have these
+    scales. So layers that differ only in a scale's value share one compiled graph.
     """
 
     def __init__(
@@ -426,10 +424,11 @@ class Residual(nn.Module):
         ways: torch.Tensor | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """Compute y from ``x`` and ``block_input``, [batch, tokens, hidden_size], or [batch, tokens, n, hidden_size].
+        """Compute y from ``x`` and ``block_input``.
 
-        The block's input is x by default. ``memory`` holds earlier states [batch, tokens, hidden_size]. ``ways``
-        [batch, tokens, 3, hidden_size] are the inputs of queries, keys and values, instead of x.
+        Both are [batch, tokens, hidden_size], or [batch, tokens, n, hidden_size] with n streams. The block's input is x
+        by default. ``memory`` holds earlier states [batch, tokens, hidden_size]. If you give ``ways`` [batch, tokens,
+        3, hidden_size], queries, keys and values read ``ways`` instead of x.
         """
         hidden, mix, write = x if self.read != "block_input" or block_input is None else block_input, None, None
         if self.mixer is not None:
@@ -476,7 +475,7 @@ class Residual(nn.Module):
         return torch.stack([one(way) for one, way in zip(norms, hidden.unbind(-2), strict=True)], dim=-2)
 
     def branch_factor(self) -> float | torch.Tensor:
-        """Return the factor on B(module(...)): a number, [1] or [hidden_size]."""
+        """Return the factor on B(module(...)): a number, or a tensor [1] or [hidden_size]."""
         return self.out_scale if self.gate is None else torch.sigmoid(self.gate / self.sublayer["gate_temperature"])
 
     def skip_factor(self) -> float | torch.Tensor:
@@ -500,7 +499,7 @@ class Residual(nn.Module):
     def register_terms_hook(self, hook: Callable[[Terms], None]) -> RemovableHandle:
         """Call ``hook`` with the terms of every forward pass until the handle is removed.
 
-        As with torch's hooks, a compiled block does not call it, unless the block runs uncompiled.
+        Like torch's hooks, ``hook`` runs only while the block runs uncompiled.
         """
         handle = RemovableHandle(self._terms_hooks)
         self._terms_hooks[handle.id] = hook
@@ -567,7 +566,7 @@ class Block(GradientCheckpointingLayer):
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """The facts that decide the compiled graph in addition to the sub-layers: the new streams and the memory's
+        """The facts that decide the compiled graph, besides the sub-layers' facts: new streams, and the memory's
         states.
         """
         own = self.sources
@@ -623,11 +622,11 @@ def norm_projections(
     inner: dict | None = None,
     ways: bool = False,
 ) -> None:
-    """Put the plan's norms on an attention's queries, keys and values, and ``inner`` before its last projection.
+    """Put the plan's norms on an attention's queries, keys and values, and ``inner`` before the last projection.
 
-    With ``ways``, the module reads three states, side by side. ``stacked`` names the single projection to queries, keys
-    and values, if there is one. Raises ValueError, before any change, if the attention lacks these projections or
-    already has norms on them.
+    With ``ways``, the module reads three states, side by side. If one projection computes queries, keys and values,
+    ``stacked`` is its name. Raises ValueError, before any change, if the attention lacks these projections or already
+    has norms on them.
     """
     last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), _LINEAR)), None)
     if inner and (last is None or hasattr(attention, "inner_norm")):

@@ -50,8 +50,8 @@ WAYS = ("ddp", "fsdp2", "one-then-two", "tensor")
 MORE = ("two-then-one", "tensor-then-one", "streamed-ddp", "streamed-two-then-one", "padded-ddp")
 TENSOR = {"parallel": "fsdp2", "tensor_parallel": 2}
 REFUSED = [
-    ({"parallel": "ddp"}, "tensor_parallel: 2 does not work with 2 processes by ddp. Give a divisor"),
-    ({"tensor_parallel": 3}, "tensor_parallel: 3 does not work with 2 processes by fsdp2. Give a divisor"),
+    ({"parallel": "ddp"}, "tensor_parallel: 2 does not work with 2 processes and ddp. Give a divisor"),
+    ({"tensor_parallel": 3}, "tensor_parallel: 3 does not work with 2 processes and fsdp2. Give a divisor"),
     ({"num_heads": 1}, "tensor_parallel: 2 does not divide the 1 key-value heads"),
     (
         {"backbone": "deepseek-nano", "placement": "keel", **dict.fromkeys(("num_layers", "hidden_size", "num_heads"))},
@@ -236,7 +236,7 @@ def test_the_guards_verdict_under_sharding_is_that_of_one_process(runs, folder):
 def test_the_launchers_numbers_are_checked(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "2")
-    with pytest.raises(UserError, match="RANK: 2 of WORLD_SIZE = 2"):
+    with pytest.raises(UserError, match="RANK: 2 does not fit WORLD_SIZE = 2"):
         launched()
 
 
