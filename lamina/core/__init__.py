@@ -1,1 +1,1 @@
-"""Tools for all packages: checks of users' values, safe reading of files, registries."""
+"""Tools that all packages use: checks of users' values, safe reading of files, registries."""

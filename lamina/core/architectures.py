@@ -21,13 +21,13 @@ class Conversion:
 
     Args:
         placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
-        norms: the position in Lamina's block of each norm and learned scale of a layer, by transformers' name.
-        options: the placement's options that are fields of the checkpoint's configuration. The option ``wiring``
-            becomes "parallel" if the configuration's field for it is true.
+        norms: a mapping from transformers' name of a norm or learned scale to its position in Lamina's block.
+        options: a mapping from the placement's options to the configuration's fields that hold their values. The option
+            ``wiring`` becomes "parallel" if its field is true.
         one_norm: whether parallel branches share one norm, which is the attention's norm.
         gain_offset: the number to add to a stored gain: Gemma stores w and multiplies by 1 + w.
-        rounds: where transformers rounds and Lamina does not, as a clause for messages. In float32 the logits agree up
-            to the last bits.
+        rounds: a clause for messages, which says where transformers rounds and Lamina does not. In float32, the logits
+            agree up to the last bits.
         note: a line for the table of docs/edit-layers.md.
     """
 
@@ -206,7 +206,7 @@ def conversions() -> dict[str, Conversion]:
 
 
 def convertible() -> str:
-    """List in prose the architectures that can be converted, by placement."""
+    """List the architectures that can be converted, as text, by placement."""
     groups: dict[str, list[str]] = {}
     for model_type, conversion in conversions().items():
         groups.setdefault(conversion.placement.partition("(")[0], []).append(ARCHITECTURES[model_type].title)

@@ -12,7 +12,7 @@ from lamina.errors import UserError, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A backbone's sizes; ``fields`` are fields of the configuration of ``model_type`` in transformers."""
+    """A backbone's sizes. ``fields`` are values for transformers' configuration of ``model_type``."""
 
     name: str
     source: str

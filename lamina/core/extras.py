@@ -28,7 +28,7 @@ def require(what: str, extra: str) -> None:
 
 
 def missing_extra(what: str, error: ModuleNotFoundError) -> UserError | None:
-    """Return an error that names the extra to install for a missing module, or None if no extra has the module."""
+    """Return an error that names the extra with a missing module; None if no extra has the module."""
     module = str(error.name).partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if module in modules and extra != "report"), None)
     return None if extra is None else _missing(what, [module], extra)
@@ -39,9 +39,9 @@ def _missing(what: str, modules: list[str], extra: str) -> UserError:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra from this installation's source: a checkout, a URL or an index.
+    """Return the command that installs an extra from Lamina's source: a checkout, a URL or an index.
 
-    A bare name could install another project's package of that name from an index.
+    If the source is not an index, a bare name could install another project's package of the same name.
     """
     checkout, wanted = Path(__file__).resolve().parents[2], f"[{extra}]"
     if (checkout / "pyproject.toml").is_file():

@@ -27,8 +27,8 @@ WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 class Facts:
     """The facts about a weight that an initializer may need; the defaults fit a block's query projection.
 
-    ``layer`` is 0-based, -1 outside the blocks. ``wiring`` is the sub-layer's record in the plan. ``num_layers`` is the
-    number of blocks.
+    ``layer`` is the block's index, from 0; -1 outside the blocks. ``wiring`` is the sub-layer's record in the plan.
+    ``num_layers`` is the number of blocks.
     """
 
     hidden_size: int
@@ -67,7 +67,7 @@ names = INITIALIZERS.names
 def initializer(name: str, help: str, truncated: float | None = None) -> Callable[[Initializer], Initializer]:
     """Register a function (weight, base std) -> standard deviation of the weight's normal distribution.
 
-    ``truncated`` cuts the distribution off at that many standard deviations.
+    With ``truncated``, the distribution ends at this number of standard deviations.
     """
 
     def register(function: Initializer) -> Initializer:
@@ -157,8 +157,8 @@ def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
     An initializer suits a width d if a weight changes the size of a norm's output by at most a factor of about two. Its
     standard deviation then lies between half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895,
     Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun et al. 1998, Eq 16). GPT-2's standard deviation of 0.02 equals
-    SmallInit's at width 1,000. It does not suit widths below 250 or above 10,000. Returns None if the initializer suits
-    the width, or if the name is unknown.
+    SmallInit's at width 1,000. GPT-2's value does not suit widths below 250 or above 10,000. Returns None if the
+    initializer suits the width, or if the name is unknown.
     """
     try:
         name, base = check(init)

@@ -12,7 +12,7 @@ from lamina.errors import printable
 EVERY = 10.0
 """Seconds between two lines."""
 PACED = 1.0
-"""Seconds over which a pace is measured, at least."""
+"""The least number of seconds over which Lamina measures the pace."""
 
 
 def has_bars() -> bool:
@@ -21,7 +21,7 @@ def has_bars() -> bool:
 
 
 class ProgressLines:
-    """Progress as lines for a log file: one every few seconds at most, and one at the end. Silent unless ``show``."""
+    """Writes progress to a log: a line every few seconds at most, and a line at the end; nothing without ``show``."""
 
     def __init__(self, total: int, done: int = 0, *, show: bool = True, every: float = EVERY):
         self.total, self.show, self.every = total, show, every
@@ -29,7 +29,7 @@ class ProgressLines:
         self._seen: deque[tuple[float, int]] = deque()  # when how much was done, since half of the time that passed
 
     def see(self, done: int, numbers: Mapping[str, str] | None = None) -> None:
-        """Write a line with the progress, the numbers and the time left, if a line is due."""
+        """If a line is due, write a line with the progress, the numbers and the time left."""
         now = time.monotonic()
         if not self._seen or done > self._seen[-1][1]:
             self._seen.append((now, done))

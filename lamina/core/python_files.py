@@ -17,10 +17,10 @@ _SAID = "LAMINA_PYTHON_FILES"  # set so that a study's worker processes do not r
 
 
 def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
-    """Run a Python file, and return it as a module; ``kind`` is the noun for its content in messages.
+    """Run a Python file, and return its module. In messages, ``kind`` is the noun for the file's content.
 
-    Before the first run, log that Lamina executes the file, unless the log is ``announced`` already or the file belongs
-    to the package. Raises UserError for any exception in the file, including ``sys.exit``.
+    Before the first run of a user's file, log that Lamina executes the file. If the caller has logged this, set
+    ``announced``. Raises UserError for any exception in the file, including ``sys.exit``.
     """
     if not announced:
         _say(kind, path)

@@ -18,7 +18,7 @@ Entry = TypeVar("Entry")
 def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> None:
     """Raise UserError if a module registers a name that another module has registered.
 
-    A module may register its own name again, as a file does when Lamina reads it twice.
+    The same module may register the name again, because Lamina may read a file twice.
     """
     if holder not in (None, owner):
         raise UserError(
@@ -31,7 +31,7 @@ class Registry(Generic[Entry]):
 
     Args:
         kind: the noun for an entry ("placement"), for the messages.
-        modules: returns the names of the package's own modules, which register their entries on import.
+        modules: returns the names of Lamina's modules, which register their entries on import.
         plugins: the group of entry points under which installed packages add entries.
     """
 
@@ -51,7 +51,7 @@ class Registry(Generic[Entry]):
         self._entries[name] = entry, owner
 
     def registered(self, name: str) -> Entry | None:
-        """Return the entry registered under a name so far, or None.
+        """Return the entry that a name already has; None if no entry has the name.
 
         Decorators can call this method, because it loads no module.
         """

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, kw_only=True)
 class Parametrization:
-    """Exponents e of the width n, as in n^e, for embedding, hidden weights and output head.
+    """The exponents e of factors n^e, where n is the width, for embedding, hidden weights and output head.
 
     ``multiplier`` (the paper's -a) applies to the weight in the forward pass, and ``std`` (-b) to the weight's initial
     standard deviation. ``full`` and ``none`` (-c) apply to Adam's learning rate: ``full`` assumes that updates align

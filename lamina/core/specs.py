@@ -18,7 +18,7 @@ _QUOTES = "'\""
 
 
 def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
-    """Split ``"name(option=value, ...)"`` into a name or path and its options.
+    """Split ``"name(option=value, ...)"`` into a name or path, and the options.
 
     ``kind`` is the noun for the spec in messages. Raises UserError for any other text.
     """

@@ -108,10 +108,10 @@ def number(
 
 
 def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float:
-    """Return the value if it is a share of all steps below 1 or a whole number of steps; ``open_low`` rules out 0."""
+    """Return the value if it is a whole number of steps or a share below 1 of all steps; ``open_low`` rules out 0."""
     span = number(name, value, 0.0, open_low=open_low)
     if span >= 1 and span != int(span):
-        raise UserError(f"{name}: {_shown(value)}. Give a whole number of steps, or a share of all steps below 1.")
+        raise UserError(f"{name}: {_shown(value)}. Give a whole number of steps, or a share below 1 of all steps.")
     return span
 
 
@@ -187,7 +187,7 @@ def path(name: str, value: object) -> str:
 
 
 def writable_folder(name: str, folder: Path) -> None:
-    """Raise UserError if ``folder`` is not writable and can't be created; creates nothing."""
+    """Raise UserError if ``folder`` is not writable or can't be created. Lamina creates nothing yet."""
     path(name, folder)
     for parent in (folder, *folder.absolute().parents):
         try:
@@ -262,7 +262,7 @@ def switch(name: str, value: object) -> bool:
 
 
 def one_of(name: str, value: object, allowed: Collection[str]) -> str:
-    """Return the value if it is allowed; the error lists the allowed values and suggests the nearest."""
+    """Return the value if it is allowed. The error lists the allowed values and suggests the nearest value."""
     if not isinstance(value, str) or value not in allowed:
         hint = nearest(value, allowed) if isinstance(value, str) else ""
         raise UserError(f"{name}: {_shown(value)}{hint} (allowed: {', '.join(allowed)})")
@@ -292,7 +292,7 @@ def entries(listed: str | None) -> list[str]:
 
 
 def factors(name: str, value: object) -> str | None:
-    """Check comma-separated finite numbers, which may repeat."""
+    """Return the text if it holds comma-separated finite numbers. A number may occur twice."""
     if value is None:
         return None
     text = comma_separated(name, value)
@@ -306,7 +306,7 @@ def factors(name: str, value: object) -> str | None:
 
 
 def numbers(name: str, text: object, kind: type[Number]) -> list[Number]:
-    """Parse a comma-separated list of finite numbers: at least one, and all different."""
+    """Parse a comma-separated list of different finite numbers, at least one."""
     try:
         values = [kind(part) for part in str(text).split(",") if part.strip()] if "_" not in str(text) else []
     except ValueError:

@@ -1,4 +1,4 @@
-"""Read users' YAML safely, with limits on size and depth, so that no file exhausts memory or time."""
+"""Read users' YAML safely: limits on size and depth keep a file from exhausting memory or time."""
 
 from __future__ import annotations
 

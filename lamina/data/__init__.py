@@ -1,1 +1,1 @@
-"""Reading of texts and packing of their tokens into blocks."""
+"""Read texts, and pack their tokens into blocks."""

@@ -81,7 +81,7 @@ class ItemSource(Dataset[T], Generic[T], ABC):
         return {}
 
     def state_dict(self, index: int) -> object:
-        """Return a state (JSON types) from which a resumed run can read item ``index``; None for a source without
+        """Return a state (JSON types) from which a resumed run can read item ``index``; None if the source has no
         state.
         """
         return None
@@ -183,10 +183,12 @@ class Stats:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStats(Stats):
-    """Statistics of two splits of text. Tokens and bytes are counted in whole blocks, without remainders.
+    """Statistics of two splits of text. Lamina counts tokens and bytes only in whole blocks.
 
-    Attributes: train_bytes, eval_bytes: UTF-8 bytes of text, without end-of-text tokens. They assume that the dropped
-        remainder has as many bytes per token as the rest.
+    Attributes:
+        train_bytes: UTF-8 bytes of the train split's text, without end-of-text tokens. Lamina assumes that the dropped
+            remainder has as many bytes per token as the rest.
+        eval_bytes: the same for the eval split.
         documents: the number of documents in the whole corpus.
     """
 
@@ -209,7 +211,7 @@ class Splits(Generic[T]):
     """The two splits of a corpus or an image set, with their statistics.
 
     Attributes:
-        second: items of a second corpus to evaluate on, if there is one.
+        second: items of a second corpus for evaluation; None if there is no second corpus.
     """
 
     train: ItemSource[T]
@@ -253,7 +255,7 @@ def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
 
     The result makes three approximations, each below one percent for blocks of useful length. The result uses the mean
     loss over the predicted tokens (all except the first of each block) for all tokens. End-of-text tokens cost bits but
-    have no bytes. The dropped remainder counts as if it were like the rest.
+    have no bytes. The dropped remainder counts as if it had as many bytes per token as the rest.
 
     Args:
         loss_per_token: mean cross-entropy in nats on the eval split.
@@ -326,8 +328,8 @@ class DrawnItems(ItemSource[T]):
     Args:
         source: the items before the change.
         seed: the seed of the order and of the changes.
-        training: whether the items come in the order of a run, endlessly, with a new shuffle for each pass; otherwise
-            they come in the source's order.
+        training: if true, the items never end, and each pass over the source has a new shuffle. If false, the items
+            come in the source's order.
         repeats: the number of consecutive positions that draw the same item.
     """
 
@@ -339,7 +341,7 @@ class DrawnItems(ItemSource[T]):
         return torch.Generator().manual_seed((self.seed * 1_000_003 + position * 7_919 + 17) % _SEEDS)
 
     def number(self, position: int) -> int:
-        """Return the number in the source of the item at a position."""
+        """Return the source's number for the item at a position."""
         if not self.training or self.source.in_order:
             return position
         turn, index = divmod(position // self.repeats, len(self.source))
@@ -387,7 +389,7 @@ class MixedBlocks(BlockSource):
         return list(zip(self.shares, self.blocks, strict=True))
 
     def for_run(self, seed: int, length: int = 2**62) -> MixedBlocks:
-        """Return the same mix, practically endless, in the order of a run with this seed."""
+        """Return the same mix for a run with this seed: shuffled, and practically endless."""
         return MixedBlocks(list(zip(self.names, self.shares, self.blocks, strict=True)), length, seed)
 
     def __len__(self) -> int:

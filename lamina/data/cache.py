@@ -1,4 +1,4 @@
-"""The cache of costly results. Each result has a folder, which a hash names and which is never half written."""
+"""The cache of costly results. Each result has a folder, whose name is a hash, and which is never half written."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def cache_root(cache_dir: Path | str | None = None) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder is unchanged since it was published, judging by the digests of its files.
+    """Return whether a folder is unchanged since it was published, according to its files' digests.
 
-    Log a damaged folder. Each process reads the files once, and reads them again if they change.
+    If the folder is damaged, log this. Each process reads the files once, and reads them again if they change.
     """
     if not folder.exists():
         return False

@@ -64,7 +64,7 @@ class FileShard:
     """A file of a corpus; plain text comes in parts of about ``part_chars`` characters.
 
     ``state`` is the file's state at the beginning of a stream; the file must not change later. If ``state`` is None,
-    the file may be in any state. ``warn`` logs a message. ``skip`` records a file that is not text; without ``skip``,
+    Lamina does not check this. ``warn`` logs a message. ``skip`` records a file that is not text; without ``skip``,
     such a file is an error.
     """
 
@@ -164,11 +164,11 @@ class Corpus(ABC):
 
     @staticmethod
     def parse(spec: str, text_field: str = "text") -> SingleCorpus | Mix:
-        """Return the corpus with a name: embedded, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]``, a mix
+        """Return the corpus for a name: embedded, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]`` or a mix
         ``A:0.7,B:0.3``.
 
-        Files and folders must exist, but Lamina does not read them yet. Raises UserError if the name is malformed, or a
-        file or folder does not exist.
+        Files and folders must exist, but Lamina does not read them yet. Raises UserError if the name is malformed, or
+        if a file or folder does not exist.
         """
         parts = tuple(
             Part(corpus=single_corpus(name, text_field), share=share) for name, share in parse_mix(spec).items()
@@ -183,9 +183,9 @@ class Corpus(ABC):
     def fingerprint(self) -> str:
         """Hash the content, the files' names and the text field, but not the shares of a mix.
 
-        For files and folders: SHA-256 of relative names and bytes, 64 hexadecimal digits. For the hub, the fingerprint
-        is a hash of name, configuration, split and the library's fingerprint of the dataset. For a mix, the fingerprint
-        joins the hashes of the parts. Raises UserError if the corpus cannot be read.
+        For files and folders, the fingerprint is the SHA-256 of relative names and bytes, as 64 hexadecimal digits. For
+        the hub, the fingerprint is a hash of name, configuration, split and the library's fingerprint of the dataset.
+        For a mix, the fingerprint joins the hashes of the parts. Raises UserError if the corpus cannot be read.
         """
         return "+".join(part.corpus.fingerprint() for part in self.parts)
 
@@ -224,9 +224,9 @@ class SingleCorpus(Corpus):
     def documents(self) -> Iterator[Document]:
         """Yield the documents with text, always in the same order.
 
-        The files of a folder and its subfolders come in the order of their relative names; hidden files are left out.
-        Files that are not text are skipped, with one warning that counts them. Raises UserError if a file named by the
-        user is binary, a row does not have the field, or there is no text at all.
+        The files of a folder and its subfolders come in the order of their relative names. Lamina leaves out hidden
+        files. It skips files that are not text, with one warning that counts the skipped files. Raises UserError if the
+        user named a binary file, if a row lacks the field, or if there is no text at all.
         """
         empty = True
         for document in self._documents():
@@ -409,10 +409,10 @@ def check_corpus(spec: str) -> None:
 def parse_mix(corpus: str) -> dict[str, Fraction]:
     """Return the corpora of a mix and their shares, which add up to 1; empty if ``corpus`` is a single corpus.
 
-    A mix is a comma-separated list of two or more corpora, each followed by a colon and its weight. In each part, the
-    text before the last colon is the corpus, so paths and hub names may contain colons and commas. If a file or folder
-    has the whole name, the name is not a mix. The share of a corpus is its weight divided by the sum of all weights.
-    Raises UserError if a part has no weight, if a weight is not above 0, or if a corpus is named twice.
+    A mix is a comma-separated list of two or more corpora, each with a colon and a weight after the name. In each part,
+    the corpus is the text before the last colon, so paths and hub names may contain colons and commas. If a file or
+    folder has exactly this name, the name is not a mix. The share of a corpus is its weight divided by the sum of all
+    weights. Raises UserError if a part has no weight, if a weight is not above 0, or if a corpus is named twice.
     """
     if "," not in corpus or Path(corpus).expanduser().exists():
         return {}

@@ -20,7 +20,7 @@ from lamina.data.split import Segment
 def ids_are_bytes(tokenizer: Json) -> bool:
     """Return whether a serialized tokenizer (tokenizer.json) maps every text to its UTF-8 bytes.
 
-    This holds if each byte's character has the byte as its id, and if no step of the tokenizer changes or joins bytes.
+    It does so if the id of each byte's character is the byte, and if no step of the tokenizer changes or joins bytes.
     """
     model, pre_tokenizer = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     vocabulary = model.get("vocab") or {}
@@ -46,7 +46,7 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 class TextEncoder:
-    """Encodes texts without special tokens: the encoder adds none, and recognizes none in the text.
+    """Encodes texts without special tokens: the encoder neither adds special tokens nor recognizes them in the text.
 
     So a text that contains ``<|endoftext|>`` cannot forge the end of a document. Truncation and padding are off. The
     tokenizer itself stays unchanged.
@@ -93,10 +93,10 @@ class TextEncoder:
 
 
 class TokenJoiner:
-    """Joins segments into one sequence of tokens, with an end-of-text token wherever the text does not continue.
+    """Joins segments into one sequence of tokens, with an end-of-text token before a segment that begins a new text.
 
-    The text breaks off between documents, at pieces of the other split, and after :meth:`jump`. No end-of-text token
-    precedes the first segment.
+    A segment begins a new text if it belongs to another document, if text of the other split precedes it, or if you
+    called :meth:`jump`. No end-of-text token precedes the first segment.
 
     Attributes:
         last: the document and the character at which the last segment ended; None before the first.
@@ -118,7 +118,7 @@ class TokenJoiner:
         self.chars += len(segment.text)
 
     def jump(self) -> None:
-        """Mark the beginning of a new file: the next segment does not continue the previous one."""
+        """Mark the beginning of a new file: the next segment begins a new text."""
         self.last = None if self.last is None else self.ELSEWHERE
 
     def encode(self) -> np.ndarray:
@@ -135,11 +135,11 @@ class TokenJoiner:
 class RowJoiner(TokenJoiner):
     """Turns each segment into a row: its tokens and an end-of-text token, cut or padded to ``sequence_length``.
 
-    The padding has the id ``vocab_size``, which no token has. A row of fewer than two tokens is dropped, because it has
-    no token to predict.
+    The padding has the id ``vocab_size``, which no token has. Lamina drops a row of fewer than two tokens, because the
+    row has no token to predict.
 
     Attributes:
-        cut: the number of tokens cut off so far.
+        cut: the number of tokens that were cut off so far.
     """
 
     def __init__(self, encoder: TextEncoder, sequence_length: int):

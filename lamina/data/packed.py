@@ -1,4 +1,4 @@
-"""Packed token blocks: prepared once, cached on disk under a hash of content and settings, and memory-mapped."""
+"""Packed token blocks: prepared once, cached under a hash of content and settings, and memory-mapped."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PackedBlocks(ArrayBlocks):
 class PaddedBlocks(PackedBlocks):
     """Padded blocks with one document each.
 
-    In the file, padding has the id ``padding``. At padding, a model gets the id ``filler`` and no label.
+    In the file, padding has the id ``padding``. The model gets the id ``filler`` for padding, with the label -100.
     """
 
     padding: int
@@ -92,7 +92,7 @@ class PaddedBlocks(PackedBlocks):
         return self.path.with_suffix(".lengths.npy")
 
     def write_lengths(self) -> None:
-        """Save the rows' lengths beside the file, so that a run need not read all rows to find them."""
+        """Save the rows' lengths beside the file. A run then finds the lengths without reading all rows."""
         np.save(self._lengths_file, self.lengths)
 
     @property
@@ -137,9 +137,10 @@ def prepare_blocks(
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
     """Tokenize a corpus, hold out a part, and pack both parts into blocks, or read the blocks from the cache.
 
-    The corpus is cut at line ends into pieces of 1 to 64 thousand characters (fewer in tiny corpora). Every n-th piece
-    is held out, so the eval split is spread over the whole corpus, and no training block contains eval text. In each
-    split, an end-of-text token separates documents, and replaces each stretch of pieces that belong to the other split.
+    Lamina cuts the corpus at line ends into pieces of 1 to 64 thousand characters (fewer in tiny corpora), and holds
+    out every n-th piece. So the eval split is spread over the whole corpus, and no training block contains eval text.
+    In each split, an end-of-text token separates documents. An end-of-text token also replaces each stretch of pieces
+    in the other split.
 
     If ``eval_fraction`` of a small corpus would not fill one block, Lamina holds out more.
 
@@ -155,7 +156,8 @@ def prepare_blocks(
         progress: show a progress bar on a terminal after two seconds.
 
     Raises:
-        UserError: the corpus is missing, empty, binary or too short for a block per split; an argument is out of range.
+        UserError: the corpus is missing, empty, binary or too short for a block per split, or an argument is out of
+            range.
         OSError: the disk is full. Lamina leaves nothing in the cache.
     """
     check_split(sequence_length, eval_fraction)
@@ -272,9 +274,7 @@ class SplitFile:
         self.tokens += int(np.count_nonzero(ids < self.joiner.encoder.vocab_size))
 
     def finish(self, sequence_length: int) -> int:
-        """Cut the file to whole blocks, reduce ``tokens`` and ``bytes`` in proportion, and return the previous number
-        of tokens.
-        """
+        """Cut the file to whole blocks, reduce ``tokens`` and ``bytes`` in proportion, and return the old tokens."""
         self.flush()
         every = self.tokens
         if isinstance(self.joiner, RowJoiner):
@@ -308,7 +308,7 @@ def pack(
 ) -> Packed:
     """Tokenize a corpus and write the blocks of both splits, [blocks, sequence_length] of the encoder's dtype.
 
-    ``fraction`` of the corpus is held out. With ``padded``, each block is one document, and its dtype is
+    Lamina holds out the share ``fraction`` of the corpus. With ``padded``, each block is one document, and its dtype is
     ``padded_dtype``. The progress bar counts characters; it appears after two seconds, and only on a terminal. Raises
     OSError if the disk is full.
     """
@@ -353,11 +353,11 @@ def whole_blocks(
     padded: bool = False,
     progress: bool = True,
 ) -> ArrayBlocks:
-    """Return the whole text of a corpus in blocks, in the corpus's order, packed now or read from the cache.
+    """Return the whole text of a corpus in blocks, in the corpus's order. Lamina packs the blocks or reads the cache.
 
-    An end-of-text token stands between documents; tokens after the last full block are dropped. For arguments and
-    errors, see :func:`prepare_blocks`; here ``spec`` is a single corpus, and ``tokenizer`` any tokenizer of
-    transformers.
+    An end-of-text token stands between documents. Lamina drops tokens after the last full block. ``spec`` is a single
+    corpus, and ``tokenizer`` is any tokenizer of transformers. For other arguments and errors, see
+    :func:`prepare_blocks`.
     """
     corpus, encoder = single_corpus_of(spec, text_field), TextEncoder(tokenizer)
     identity = f"{_WHOLE_FORMAT}{'-padded' * padded}|{corpus.fingerprint()}|{encoder.content_hash()}|{sequence_length}"

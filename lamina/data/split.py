@@ -1,4 +1,4 @@
-"""The held-out part of a text. Lamina cuts the text by characters, so that the part is the same for every tokenizer."""
+"""The held-out part of a text. Lamina cuts the text by characters, so every tokenizer has the same held-out part."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ class Segment:
 
 
 def piece_chars(total_chars: int) -> int:
-    """Return the length of a piece: 1 to 64 thousand characters, or fewer in a text with less than about 20 such
-    pieces.
+    """Return the characters per piece: 1 to 64 thousand, or fewer if the text would have less than about 20 pieces.
 
-    Many pieces make the held-out text representative, and long pieces keep its context whole. A few hundred pieces have
-    both advantages.
+    Many pieces make the held-out text representative, and long pieces keep more context. Lamina wants a few hundred
+    pieces, to have both advantages.
     """
     size = min(max(total_chars // _PIECES_WANTED, _SMALLEST_PIECE), _LARGEST_PIECE)
     return max(1, min(size, total_chars // _PIECES_AT_LEAST))
@@ -53,20 +52,21 @@ def piece_chars(total_chars: int) -> int:
 def is_held_out(piece: int, eval_fraction: float) -> bool:
     """Return whether the piece with this number is held out.
 
-    Held-out pieces are evenly spread; the first one is in the middle of the first period.
+    Held-out pieces are evenly spread. The first held-out piece is in the middle of the first 1 / ``eval_fraction``
+    pieces.
     """
     return math.floor((piece + 1) * eval_fraction + 0.5) > math.floor(piece * eval_fraction + 0.5)
 
 
 @dataclass
 class Splitter:
-    """Cuts documents into segments, one document after another; its fields are its whole state between two documents.
+    """Cuts documents into segments, one document after another. Between documents, the fields are its whole state.
 
     Attributes:
         piece: the number of the piece that is being filled.
         filled: the number of characters in this piece so far.
         document: the number of the last document.
-        position: the number of characters of that document that have been cut.
+        position: the number of characters that have been cut from this document.
     """
 
     piece: int = 0
@@ -124,7 +124,7 @@ def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
 
 
 def count_chars(corpus: SingleCorpus) -> int:
-    """Count the characters of a corpus by reading all of it; the number decides the length of a piece."""
+    """Read all of a corpus, and count its characters. The number decides the length of a piece."""
     return sum(len(document.text) for document in corpus.documents())
 
 

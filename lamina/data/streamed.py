@@ -64,19 +64,19 @@ def stream_blocks(
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
     """Return blocks of a corpus without preparing them first; ``train`` is an endless :class:`StreamedBlocks`.
 
-    The held-out pieces come from the beginnings of up to 64 files, spread over 64 million characters, and fill
-    ``eval_blocks``. Lamina never trains on these pieces. The unigram entropy is the cross-entropy of these pieces under
-    the token frequencies of the text between them. This text is twice as long as the pieces. ``stats.train_tokens``,
-    ``train_bytes`` and ``documents`` are 0, because Lamina does not know them.
+    The held-out pieces fill ``eval_blocks``. They come from the beginnings of up to 64 files, and are spread over 64
+    million characters. Lamina never trains on these pieces. The unigram entropy is the cross-entropy of the held-out
+    pieces under the token frequencies of other text. The other text lies between the held-out pieces, and has twice as
+    many tokens. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0, because Lamina does not know them.
 
     :func:`lamina.data.packed.prepare_blocks` documents the errors and all arguments except these:
 
     Args:
-        tokenizer_spec: ``bytes``, or a tokenizer of transformers; not ``bpe:SIZE``, which would have to read the whole
-            corpus first.
+        tokenizer_spec: ``bytes``, or a tokenizer of transformers. ``bpe:SIZE`` is an error, because it would read the
+            whole corpus first.
         eval_fraction: the largest share of the scanned text that Lamina holds out.
-        eval_blocks: the number of blocks to hold out, at least 64; 0 for 1,000.
-        buffer: the number of consecutive blocks that are shuffled together; 1 keeps the order of the corpus.
+        eval_blocks: the number of blocks to hold out, at least 64 (0: 1,000 blocks).
+        buffer: the number of consecutive blocks that Lamina shuffles together; 1 keeps the order of the corpus.
     """
     check_split(sequence_length, eval_fraction)
     if is_trained(tokenizer_spec):
@@ -149,8 +149,8 @@ class Division:
         chars: characters per piece.
         fraction: the share of the scanned pieces that is held out.
         held_out: the text to evaluate on.
-        known: a part of the text to train on, from between the held-out pieces.
-        limits: for each shard with held-out pieces, the number of its pieces that were scanned.
+        known: a part of the training text, between the held-out pieces.
+        limits: for each shard with held-out pieces, the number of pieces up to the last held-out piece.
     """
 
     chars: int
@@ -230,7 +230,7 @@ class Place:
         shard: the index of the shard in this turn's order.
         position: the position of the shard's next document, as the shard encodes it; None at the shard's beginning.
         split: the Splitter's fields before that document.
-        segments: the number of that document's segments that have been read.
+        segments: the number of segments that have been read from this document.
         last: the document and the character at which the last packed segment ended (as in TokenJoiner).
         carry: the tokens that do not fill a block yet.
         skip: the number of blocks after this position that the stream has already returned.
@@ -256,7 +256,7 @@ class TokenStream:
     Args:
         shards: the shards of the corpus, read one after the other.
         chars: characters per piece.
-        held_out: for each shard with held-out pieces, the number of pieces at its beginning that contains them.
+        held_out: for each shard with held-out pieces, the number of pieces up to the last held-out piece.
         eval_fraction: the share of these pieces that is held out.
         seed: the seed that shuffles the shards in each turn; None keeps their order.
     """
@@ -271,7 +271,7 @@ class TokenStream:
     seed: Sequence[int] | None
 
     def chunks(self, place: Place, size: int) -> Iterator[tuple[np.ndarray, Place]]:
-        """Yield chunks of blocks [size, sequence_length] of the encoder's dtype, each with the place after it."""
+        """Yield chunks of blocks [size, sequence_length] of the encoder's dtype, and the Place after each chunk."""
         length = self.sequence_length
         carry, skip, before = np.array(place.carry, dtype=self.encoder.dtype), place.skip, place
         chunk, filled = np.empty((size, length), dtype=self.encoder.dtype), 0
@@ -328,14 +328,14 @@ class TokenStream:
 
 
 class StreamedBlocks(BlockSource):
-    """The blocks of a stream by number, requested in increasing order; item ``i`` is the i-th block of a run.
+    """The blocks of a stream by number. A run must read them in increasing order; item ``i`` is the run's i-th block.
 
-    Each group of ``buffer`` consecutive blocks is shuffled; the order depends only on the seed and the group's number.
-    Memory holds one chunk of blocks while a thread reads the next chunk. The object keeps the Places of the last
-    chunks, so ``state_dict`` can return a Place at or shortly before any block that training has reached.
+    Lamina shuffles each group of ``buffer`` consecutive blocks; the order depends only on the seed and the group's
+    number. Memory holds one chunk of blocks while a thread reads the next chunk. The object keeps the Places of the
+    last chunks, so ``state_dict`` can return a Place at or shortly before any block that training has reached.
 
     Args:
-        buffer: the number of consecutive blocks that are shuffled together; 1 for none.
+        buffer: the number of consecutive blocks that Lamina shuffles together; 1 keeps the order.
         known: some blocks of the corpus's text, [blocks, sequence_length].
     """
 

@@ -64,10 +64,10 @@ def load_tokenizer(
     Args:
         spec: ``bytes`` (the ids 0 to 255 are the UTF-8 bytes, 256 is ``<|endoftext|>``); ``bpe:SIZE`` (a byte-level BPE
             trained on the corpus without its held-out part, cached); or a folder, a tokenizer.json or a hub name.
-        corpus: the text that a BPE is trained on (default: the embedded corpus); other tokenizers ignore it.
+        corpus: the text for the training of a BPE (default: the embedded corpus); other tokenizers ignore the corpus.
         cache_dir: the folder of trained tokenizers; default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
-        eval_fraction: the held-out share of the corpus, on which a BPE is not trained; the same as in
-            ``prepare_blocks``.
+        eval_fraction: the held-out share of the corpus, on which Lamina does not train a BPE. Give ``prepare_blocks``
+            the same share.
 
     Raises:
         UserError: the name is malformed, the tokenizer cannot be loaded, or the corpus of a BPE cannot be read.
@@ -173,7 +173,7 @@ def _pretrained(spec: str) -> PreTrainedTokenizerFast:
         if path.is_dir():
             reason = f"the folder holds no tokenizer that transformers can load; {one_line(error)}"
         else:
-            reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
+            reason = one_line(error) if reachable else "the hub cannot be reached, and this machine has no copy"
         raise UserError(
             f"tokenizer: {spec!r} could not be loaded ({reason}){nearest(spec, [BYTES]) or '.'} Give {_ALLOWED}."
         ) from error

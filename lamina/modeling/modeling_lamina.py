@@ -54,15 +54,13 @@ class Adapter:
         dropout: the configuration's field for the dropout on the branches; None if the layer's modules apply this
             dropout.
         head_bias: whether the output head has a bias.
-        stacked: the projection that computes queries, keys and values together; None if the attention has three
-            projections.
+        stacked: the attention's joint projection to queries, keys and values; None if it has separate projections.
         embedding_norm: the norm at the end of the backbone's embeddings, if any. The plan's norm replaces this norm.
         input: the name of the model's input.
         embeddings: the module that computes x^0 from the input, if the model needs more than a look-up by id.
         is_decoder: whether the model is causal and caches keys and values.
         heads: the heads (names in HEADS) that fit, the default head first.
-        roles: a mapping from a module's attribute name to its weight's role, for names that core/architectures.py
-            lacks.
+        roles: a weight's role by its module's attribute name, for names that core/architectures.py lacks.
         arguments: keyword arguments of the backbone's constructor.
     """
 

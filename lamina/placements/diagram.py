@@ -2,7 +2,7 @@
 
 The vertical line is the residual stream, from bottom to top, and each module is on a branch to its right. A norm on the
 line normalizes the stream; a norm on the branch does not. Several lines are several streams. A small square marks a
-state that the block stores in the memory or reads from it.
+state that the block stores in the memory or reads from the memory.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def title_of(plan: Plan) -> str:
 
 
 def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
-    """Group the layers by kind. If there are more than four kinds, because a scale differs by layer, group them by the
-    way their modules connect.
+    """Group the layers by kind. If there are more than four kinds, group layers whose modules connect in the same way.
+
+    For example, layers that differ only in a scale are different kinds.
     """
     kinds = plan.kinds()
     if len(kinds) <= MOST_KINDS:
@@ -67,7 +68,7 @@ def sublayers(layers: Iterable[Layer]) -> list[Sublayer]:
 
 
 def block_label(indices: list[int]) -> str:
-    """Return blocks counted from 0: "block 0", "blocks 1-31", "blocks 0-3, 30-31"."""
+    """Return the blocks' numbers, from 0, as text: "block 0", "blocks 1-31", "blocks 0-3, 30-31"."""
     spans = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs(indices)]
     if len(spans) > 3:
         spans = [*spans[:2], "…", spans[-1]]
@@ -138,21 +139,21 @@ def plan_notes(plan: Plan) -> list[str]:
         )
     elif plan.has_memory:
         states = [len(layer.sources.states) if layer.sources else 0 for layer in plan.layers]
-        notes.append(f"earlier states are added to a block's input: {states[0]} in the first, {states[-1]} in the last")
+        notes.append(f"earlier states added to a block's input: {states[0]} in the first, {states[-1]} in the last")
         if (last := plan.layers[-1].sources) and (last.dynamic or last.multiway or last.normed_states):
             moves = ["their weights depend on the stream"] * last.dynamic + ["each has a norm"] * last.normed_states
-            notes.append(", ".join([*moves, *["queries, keys and values each have their own sum"] * last.multiway]))
+            notes.append(", ".join([*moves, *["queries, keys and values have separate sums"] * last.multiway]))
     return notes
 
 
 def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> str:
-    """Return one plan as a self-contained SVG: one column for each kind of layer, and below it the lines of
-    ``equation``.
+    """Draw one plan as a self-contained SVG, with a column for each kind of layer and the lines of ``equation`` below.
 
     ``title`` is the text above the drawing (default: the placement's title; an empty title takes no room).
 
-    If a plan has more than four kinds, all kinds of one wiring share a column, with their scales as a range. The SVG
-    has no scripts, fonts or ids, so one page can hold several drawings. All text is escaped.
+    If a plan has more than four kinds of layer, kinds whose modules connect in the same way share a column, which shows
+    each scale as a range. The SVG has no scripts, fonts or ids, so one page can hold several drawings. All text is
+    escaped.
     """
     drawing, width, height = _drawing(plan, title, equation)
     return _document(drawing, width, height, f"{title or title_of(plan)}: where the norms sit")

@@ -1,4 +1,4 @@
-"""Find the registered placement that computes a model's measured equations. The search compares plans, never names."""
+"""Find the registered placement that computes a model's measured equations. Lamina compares plans, not names."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def layer_facts(layer: Layer) -> dict[str, object]:
 
 
 def end_facts(plan: Plan) -> dict[str, object]:
-    """Return the facts outside a plan's layers by field: the embedding, the final norm, the norms on q, k and v."""
+    """Return a plan's facts outside the layers, by field: the embedding, the final norm, the norms on q, k and v."""
     values = {name: getattr(plan, name) for name in _ENDS}
     return {name: norm_fact(v) if v is None or isinstance(v, Norm) else v for name, v in values.items()}
 
@@ -95,8 +95,8 @@ def end_facts(plan: Plan) -> dict[str, object]:
 def match(layers: Sequence[Facts], ends: Facts) -> Match:
     """Return the registered placement nearest to the measured facts. Among exact matches, return the simplest one.
 
-    The simplest placement has the fewest options; among equals, its plan at a larger depth differs in the fewest fields
-    from a plain sum.
+    The simplest placement has the fewest options. If several placements have equally few options, Lamina compares each
+    plan at a larger depth with a plain sum, and returns the placement that differs in the fewest fields.
 
     Args:
         layers: the facts of each layer; a missing field counts as its default.

@@ -4,8 +4,8 @@ A sub-layer computes
 
     y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
-with A = ``pre_norm``, B = ``out_norm``, C = ``post_norm`` (the positions of Figure 2 in the Peri-LN paper) and s the
-skip's source: the stream x, the block's input (FuseNorm's feed-forward) or the sum of both (B2T).
+Here A is ``pre_norm``, B is ``out_norm`` and C is ``post_norm`` (the positions of Figure 2 in the Peri-LN paper). s is
+the skip's source: the stream x, the block's input (FuseNorm's feed-forward) or the sum of both (B2T).
 
 A plan is plain data: it needs neither torch nor transformers, and does not change in a round trip through JSON.
 """
@@ -84,10 +84,10 @@ class Norm:
     """A norm at one position.
 
     ``kind`` "backbone" is the backbone's own kind (RMSNorm in Llama, LayerNorm in ViT). "group" normalizes ``groups``
-    equal parts of each token's channels separately, so the norm is causal. "l2" divides by the length. "dyt" and "derf"
-    have no statistics: they apply tanh or erf to the input times a learned factor, which starts at ``alpha``. With
-    ``zero_centered``, the parameter is the gain's difference from 1, as in Gemma. ``eps`` is the epsilon; 0 means the
-    backbone's epsilon.
+    equal parts of each token's channels separately, so the norm is causal. "l2" divides by the state's length. "dyt"
+    and "derf" have no statistics: they apply tanh or erf to the input times a learned factor, which starts at
+    ``alpha``. With ``zero_centered``, the parameter is the gain minus 1, as in Gemma. ``eps`` is the epsilon; 0 means
+    the backbone's epsilon.
     """
 
     kind: NormKind = "backbone"
@@ -131,17 +131,17 @@ class Streams:
         h = sum_j read_j S_j        S'_i = C( skip_scale * sum_j mix_ji s_j + write_i * branch )
 
     ``read`` and ``write`` are the initial values of the n weights; ``mix`` starts at (or near) the identity.
-    ``weights`` says how the weights are computed: as "constant" or "learned" numbers; as learned numbers plus the
-    "tanh" of a projection of each normed stream (Hyper-Connections); as the "sigmoid" of a projection of all streams,
-    times ``magnitude`` for writing (mHC); or as Qwen's "gate", a share of each channel from a projection of rank
-    ``rank``. ``mix`` is the "identity", a "free" matrix or a doubly stochastic matrix ("sinkhorn"). ``normed`` names
-    the streams that the post_norm normalizes; if ``normed`` is empty, the post_norm normalizes all streams. ``norms``
-    gives each stream an RMSNorm: "stream" normalizes the stream itself, "read" only the values that the sub-layer
-    reads; if it is empty, the streams have no norms.
+    ``weights`` names the rule for the weights. "constant" and "learned" weights are numbers. "tanh" weights are learned
+    numbers plus the tanh of a projection of each normed stream (Hyper-Connections). "sigmoid" weights are the sigmoid
+    of a projection of all streams; for writing, they are multiplied by ``magnitude`` (mHC). "gate" weights are Qwen's:
+    a share of each channel, from a projection of rank ``rank``. ``mix`` is the "identity", a "free" matrix or a doubly
+    stochastic matrix ("sinkhorn"). ``normed`` names the streams that the post_norm normalizes; if ``normed`` is empty,
+    the post_norm normalizes all streams. ``norms`` gives each stream an RMSNorm: "stream" normalizes the stream itself,
+    "read" normalizes only the values that the sub-layer reads. If ``norms`` is empty, the streams have no norms.
 
     mHC starts with ``diagonal`` times the identity before Sinkhorn's iterations, and with projections N(0, noise^2).
     With ``transposed``, mix_ij is the weight of stream j in stream i. ``eps`` is the epsilon of mHC's RMS and of
-    Sinkhorn's iterations; 0 means the backbone's epsilon and 1e-6.
+    Sinkhorn's iterations; 0 means the backbone's epsilon for the RMS and 1e-6 for the iterations.
     """
 
     weights: Weights
@@ -165,7 +165,9 @@ class Streams:
             object.__setattr__(self, name, _tuple(name, getattr(self, name)))
         n = len(self.read)
         if n < 2 or {len(self.write), len(self.normed), len(self.norms)} - {0, n}:
-            raise UserError(f"read: {n} streams do not fit. Give at least 2, and as many in write, normed and norms.")
+            raise UserError(
+                f"read: {n} streams do not fit. Give at least 2 weights, and as many in write, normed and norms."
+            )
         for norm in self.norms:
             _one_of("norms", norm, StreamNorm)
         _finite("magnitude", self.magnitude)
@@ -188,14 +190,14 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """The sum that replaces the stream x in a layer: ``stream`` * x plus the ``states``, pairs of index and initial
-    weight.
+    """The sum that replaces the stream x in a layer: ``stream`` * x plus weighted earlier states.
 
-    State 0 is x^0, and state l is the output of the l-th block. ``learned`` makes each weight a "scalar" or a "vector".
-    With ``dynamic``, the scalars depend on the stream through two projections with ``hidden`` channels between them (0:
-    one channel per weight). With ``multiway``, the attention's queries, keys and values each read their own sum, and a
-    fourth sum replaces x (MUDD); they share the pre_norm, or have one norm each with ``own_norms``. With
-    ``normed_states``, x passes an RMSNorm before Lamina adds and stores it (DLCL).
+    ``states`` holds pairs of a state's index and its initial weight. State 0 is x^0, and state l is the output of the
+    l-th block. ``learned`` makes each weight a "scalar" or a "vector". With ``dynamic``, the scalars depend on the
+    stream through two projections with ``hidden`` channels between them (0: one channel per weight). With ``multiway``,
+    the attention's queries, keys and values read three separate sums, and a fourth sum replaces x (MUDD). The three
+    sums share the pre_norm; with ``own_norms``, each sum has a separate norm. With ``normed_states``, x passes an
+    RMSNorm before Lamina adds and stores it (DLCL).
     """
 
     states: tuple[tuple[int, float], ...]
@@ -234,13 +236,14 @@ class Sublayer:
     """One residual sub-layer (attention or feed-forward).
 
     ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes the factor 1 - b, and "variance" makes it
-    sqrt(1 - b^2). A learned b is then the sigmoid of a parameter divided by ``gate_temperature``. ``read`` names the
-    input: a feed-forward may read the "block_input", in parallel with its attention (GPT-J); "depth" reads a
-    softmax-weighted sum of the memory's states and the stream (Attention Residuals). "memory" reads a softmax-weighted
-    sum of the memory's states alone. ``inner_norm`` is inside the module, before its last projection (SubLN).
+    sqrt(1 - b^2). A learned b is then sigmoid(parameter / ``gate_temperature``). ``read`` names the input. A
+    feed-forward may read the "block_input", in parallel with the attention (GPT-J). "depth" is a softmax-weighted sum
+    of the memory's states and the stream (Attention Residuals). "memory" is a softmax-weighted sum of the memory's
+    states alone. ``inner_norm`` is inside the module, before its last projection (SubLN).
 
     ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
-    output projections; ``gate_gain`` is the same factor for a gated feed-forward's gate. The forward pass uses neither.
+    output projections. ``gate_gain`` is the factor for a gated feed-forward's gate. The forward pass uses neither
+    factor.
     """
 
     pre_norm: Norm | None = None
@@ -274,7 +277,7 @@ class Sublayer:
         _one_of("read", self.read, Read)
         _typed(self, streams=Streams | None)
         if self.streams and not self.streams.write:
-            raise UserError("streams.write: no weights are given. Give as many as in read.")
+            raise UserError("streams.write: no weights are given. Give as many weights as in read.")
         if self.read != "stream" and (self.streams or self.skip != "stream"):
             what = "several streams" if self.streams else f"skip {self.skip!r}"
             what += ", because the memory holds the block's input" * (self.reads_memory and not self.streams)
@@ -292,7 +295,7 @@ class Sublayer:
         if not (0 <= self.out_scale <= 1 and (self.out_scale_learned == "no" or 0 < self.out_scale < 1)):
             raise UserError(
                 f"out_scale: {self.out_scale!r} does not work with coupling {self.coupling!r}. Give a number from 0 "
-                "to 1; if it is learned, neither 0 nor 1."
+                "to 1. A learned out_scale can start at neither 0 nor 1."
             )
         if self.gate_temperature <= 0:
             raise UserError(f"gate_temperature: {self.gate_temperature!r} is not a number above 0")
@@ -324,7 +327,7 @@ class Layer:
 
     @classmethod
     def of(cls, sublayer: Sublayer) -> Layer:
-        """Return the block whose two sub-layers have the same norms and scales."""
+        """Make a block whose two sub-layers have the same norms and scales."""
         return cls(attention=sublayer, feed_forward=sublayer)
 
     def map(self, change: Callable[[Sublayer], Sublayer]) -> Layer:
@@ -353,12 +356,12 @@ class Layer:
 class Plan:
     """A placement for a given number of layers: everything that a model needs to know about norms and skips.
 
-    ``placement`` is the placement's name; a scheme leaves it out, and ``resolve`` sets it. ``embedding_scale``
-    multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width. ``initialization`` is
-    the recommended initializer's name ("": the initializer of the placement's registration). ``qk_norm`` normalizes
-    queries and keys, and ``v_norm`` normalizes values, per head or over the full projected width. ``qkv_norm`` is the
-    norm for queries, keys and values. If it has the kind "group" and works per head, it is an RMSNorm, because a head
-    is a group. ``readout`` joins several streams into one after the last block. ``final_sources`` replace the stream
+    ``placement`` is the placement's name, which ``resolve`` sets. ``embedding_scale`` multiplies the embedding;
+    "sqrt_hidden_size" stands for the square root of the model's width. ``initialization`` is the recommended
+    initializer's name ("": the initializer with which the placement is registered). ``qk_norm`` normalizes queries and
+    keys, and ``v_norm`` normalizes values, per head or over the full projected width. ``qkv_norm`` is the norm for
+    queries, keys and values. If it has the kind "group" and works per head, it is an RMSNorm, because a head is a
+    group. ``readout`` joins several streams into one stream after the last block. ``final_sources`` replace the stream
     after the last block.
     """
 
@@ -462,17 +465,15 @@ class Plan:
         return list(indices.items())
 
     def to_dict(self) -> Json:
-        """Return the plan as plain dicts, lists and scalars, ready for JSON. Plan.from_dict makes an equal plan of it.
+        """Return the plan as plain dicts, lists and scalars, ready for JSON. Plan.from_dict reads this result.
 
-        The result omits fields of YOUNGER that have their defaults.
+        The result omits a field in YOUNGER if the field has its default.
         """
         return {**_plain(self), "options": dict(self.options)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Plan:
-        """Make a plan from plain dicts. Raises UserError for an unknown field or an invalid value, which the message
-        names.
-        """
+        """Make a plan from plain dicts. Raises UserError, which names an unknown field or an invalid value."""
         if isinstance(data, Mapping) and "placement" not in data:
             raise UserError("plan: field 'placement' is missing")
         return _read(cls, data, "plan")

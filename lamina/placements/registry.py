@@ -45,7 +45,7 @@ class Option:
 
 COMMON: tuple[Option, ...] = (
     Option(
-        name="final_norm", type=bool | None, default=None, help="a norm after the last block (default: the scheme's)"
+        name="final_norm", type=bool | None, default=None, help="a norm after the last block (default: by placement)"
     ),
     Option(name="embedding_norm", type=bool | None, default=None, help="a norm on the embedding's output"),
     Option(
@@ -59,7 +59,7 @@ COMMON: tuple[Option, ...] = (
         name="groups",
         type=int | None,
         default=None,
-        help="with norm='group': number of parts of a token's channels (8)",
+        help="with norm='group': number of parts of a token's channels (default: 8)",
     ),
     Option(name="qk_norm", type=HeadNorm | None, default=None, help="a norm on queries and keys"),
     Option(name="v_norm", type=HeadNorm | None, default=None, help="a norm on values"),
@@ -74,7 +74,7 @@ COMMON: tuple[Option, ...] = (
         type=int | None,
         default=None,
         help=(
-            "with wiring: number of streams (4), number of layers in a block of attn_res (0: one sub-layer), or "
+            "with wiring: number of streams (default: 4), layers per block of attn_res (0: one sub-layer), or "
             "mudd's width step"
         ),
     ),
@@ -83,7 +83,7 @@ COMMON: tuple[Option, ...] = (
         type=Literal["liger", "mean", "dlcl"] | None,
         default=None,
         help="initial values: for wiring=mhc, liger (as in Liger's kernels); for wiring=denseformer, mean (all "
-        "weights 1/(l+1)) or dlcl (the same with normed states)",
+        "weights are 1/(l+1)) or dlcl (as mean, with normed states)",
     ),
     Option(
         name="collapse",
@@ -108,9 +108,7 @@ COMMON: tuple[Option, ...] = (
 
 
 def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
-    """Return the docstring's summary and the options. An option is a keyword-only parameter, with its help from
-    ``Args:``.
-    """
+    """Return a function's summary and options. Keyword-only parameters are options; ``Args:`` has their help texts."""
     hints = get_type_hints(make)
     summary, _, rest = inspect.cleandoc(make.__doc__ or "").partition("\nArgs:\n")
     block = re.split(r"\n(?=\S)", rest, maxsplit=1)[0]
@@ -124,7 +122,7 @@ def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
 
 
 def as_written(option: str, value: object) -> object:
-    """Undo YAML's reading of a bare ``off`` as false, for the options that allow ``off``."""
+    """Replace false with "off" for an option that allows ``off``, because YAML reads a bare ``off`` as false."""
     return "off" if value is False and option in ("qk_norm", "v_norm") else value
 
 
@@ -163,7 +161,7 @@ class Placement:
 
     @property
     def anchor(self) -> str:
-        """Return the heading's anchor on that page; "" for a user's own placement."""
+        """Return the heading's anchor on the placements page; "" for a user's own placement."""
         is_ours = self.make.__module__.startswith(f"{__package__}.schemes.")
         return re.sub(r"[^a-z0-9]+", "-", self.heading.lower()).strip("-") if is_ours else ""
 
@@ -193,7 +191,7 @@ def placement(
 ) -> Callable[[Callable[..., Plan]], Callable[..., Plan]]:
     """Register a function ``(num_layers, *, options...) -> Plan`` as the placement ``name``.
 
-    The options are the function's keyword-only parameters, with their help from the docstring's Args.
+    The function's keyword-only parameters are the options, and the docstring's ``Args:`` has their help texts.
     """
 
     def register(make: Callable[..., Plan]) -> Callable[..., Plan]:

@@ -1,7 +1,7 @@
-"""``resolve``: make a plan from a placement's name, or a user's file, and options.
+"""Make a plan from a placement's name, or from a user's file, and from options (``resolve``).
 
 A YAML file holds rules (see ``from_rules``), or the full plan for one depth, as ``Plan.to_dict`` writes it. A Python
-file registers a placement with ``@placement``. Lamina executes a Python file, with the user's rights. A YAML file
+file registers a placement with ``@placement``. Lamina executes the Python file, with the user's rights. A YAML file
 cannot execute code.
 """
 
@@ -111,15 +111,15 @@ def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def from_rules(data: Mapping[str, object], num_layers: int) -> dict[str, object]:
-    """Apply a file's rules. Returns the plan's fields without the name, as ``Plan.from_dict`` reads them."""
+    """Apply a file's rules, and return the plan's fields for ``Plan.from_dict``, without the name."""
     layers: list[dict[str, dict[str, object]]] = [{s: {} for s in SUBLAYERS} for _ in range(num_layers)]
     rules = data.get("rules")
     if not isinstance(rules, list) or not rules:
         raise UserError("rules: no rule is given. Give a list of at least one rule.")
     if len(rules) * num_layers > MOST_RULED_LAYERS:
         raise UserError(
-            f"rules: {len(rules)} rules for {num_layers} layers are too many. Keep the number of rules times layers "
-            f"at {MOST_RULED_LAYERS} or less."
+            f"rules: {len(rules)} rules for {num_layers} layers are too many. Keep the number of rules times the "
+            f"number of layers at {MOST_RULED_LAYERS} or less."
         )
     for number, rule in enumerate(rules):
         where = f"rules[{number}]"
@@ -152,8 +152,8 @@ def _indices(written: object, num_layers: int, where: str) -> list[int]:
         return named
     except (ValueError, IndexError, TypeError):
         raise UserError(
-            f"{where}.layers: {written!r} names no layer of {num_layers}. Give an index, a slice such as '0:4', or "
-            "a list of indices."
+            f"{where}.layers: {written!r} names none of the {num_layers} layers. Give an index, a slice such as '0:4', "
+            "or a list of indices."
         ) from None
 
 
@@ -202,8 +202,9 @@ AT_THE_ENDS = ("placement", "layers", *PLAN_FIELDS, "initialization", "options")
 
 
 def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:
-    """Split ``"name(option=value, ...)"`` into the placement's name and the options; a file's name becomes the
-    placement's name.
+    """Split ``"name(option=value, ...)"`` into the placement's name and the options.
+
+    For a file's name, return the placement in the file.
     """
     target, options = specs.parse(spec, "placement")
     path = Path(target)
@@ -221,8 +222,9 @@ def _scheme_and_options(spec: str, /, **more: object) -> tuple[Placement, dict[s
 
 
 def find(spec: str) -> Placement:
-    """Return the placement that a spec names, without its options. Raises UserError for an unknown name, and suggests
-    the nearest name.
+    """Return the placement that a spec names, without the options.
+
+    Raises UserError for an unknown name, and suggests the nearest name.
     """
     return _scheme_and_options(spec)[0]
 
@@ -236,8 +238,8 @@ def resolve(name: str, num_layers: int, **options: object) -> Plan:
     """Return the plan of a placement for ``num_layers`` blocks (each an attention and a feed-forward sub-layer).
 
     ``name`` is a registered name, or a YAML or Python file with the user's own placement. Options may follow in
-    parentheses: ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name, an unknown option (with
-    the nearest option's name), and a value that the option does not take.
+    parentheses: ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name or option, and suggests
+    the nearest name. Also raises UserError for a value that the option does not take.
     """
     whole_number("num_layers", num_layers)
     scheme, options = _scheme_and_options(text("placement", name), **options)

@@ -23,7 +23,7 @@ from lamina.placements.plan import Layer, Mix, Plan, Sources, StreamNorm, Stream
 
 @dataclass(frozen=True, kw_only=True)
 class PlanWiring:
-    """A wiring: the function that changes a plan, the equation and the source."""
+    """A wiring: an equation, a source, and a function that changes a plan."""
 
     make: Callable[..., Plan]
     equation: str
@@ -67,7 +67,7 @@ def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
 
 
 def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) -> Plan:
-    """Return the plan with streams. ``one`` maps a sub-layer's index (0: the first attention) to its streams."""
+    """Return the plan with several streams. ``one`` maps a sub-layer's index (0: first attention) to ``Streams``."""
     layers = [
         replace(
             layer,
@@ -105,13 +105,13 @@ def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
 
 @wiring("identity_hc", equation="h = r S, S' = S + w b", source="HY-V4; transformers' hy_v4")
 def identity_hc(plan: Plan, size: int | None) -> Plan:
-    """Add streams that are never mixed. A sub-layer reads and writes them with sigmoid weights of all streams."""
+    """Add streams that are never mixed. The weights to read and write are sigmoids of a projection of all streams."""
     return _sigmoid(plan, size)
 
 
 @wiring("mhc", equation="h = r S, S' = M S + w b, M doubly stochastic", source="mHC (arXiv 2512.24880); deepseek_v4")
 def mhc(plan: Plan, size: int | None, start: str | None = None) -> Plan:
-    """Add Hyper-Connections whose mixing keeps the streams' sum, by Sinkhorn's iterations in float32.
+    """Add Hyper-Connections whose mixing keeps the streams' sum. Sinkhorn's iterations run in float32.
 
     ``start`` "liger" initializes them as Liger's kernels do: all biases are 0, and the projections are N(0, 0.02^2). So
     at first each sub-layer reads all streams equally and mixes them fully. The readout is the streams' mean.
@@ -156,7 +156,7 @@ def dynamic_hc(plan: Plan, size: int | None) -> Plan:
 
 @wiring("gated_residual", equation="h = mean_j g_j * LN S_j, S' = S + w b", source="Qwen4; transformers' qwen4_exp")
 def gated_residual(plan: Plan, size: int | None) -> Plan:
-    """Add streams that a sub-layer reads through gates of low rank, one per normed channel."""
+    """Add streams that a sub-layer reads through low-rank gates. Each channel of a normed stream has a gate."""
     n = _count(size)
     streams = Streams(weights="gate", read=(1.0,) * n, write=(1.0,) * n, rank=16)
     return with_streams(plan, lambda index: streams, replace(streams, write=()))
@@ -173,7 +173,7 @@ def _check_sums(plan: Plan, *, post_norms: bool) -> None:
 
 @wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
 def residual(plan: Plan) -> Plan:
-    """Add a second stream to Post-LN, which no norm changes before the end."""
+    """Add a second stream to Post-LN. No norm changes the second stream before the end."""
     _check_sums(plan, post_norms=True)
     if plan.options.get("final_norm") is False:
         raise UserError("final_norm: False leaves the second stream without a final norm. Set final_norm to true.")
@@ -216,7 +216,7 @@ def denseformer(plan: Plan, start: str | None = None) -> Plan:
     """Replace the stream with a weighted sum of all states so far. At first, only the last state has a weight.
 
     With ``start`` "mean", all l + 1 weights start at 1 / (l + 1). With "dlcl", each state also passes an RMSNorm before
-    the sum and the memory, as in DLCL's Pre-LN (arXiv 1906.01787).
+    Lamina sums and stores it, as in DLCL's Pre-LN (arXiv 1906.01787).
     """
     if start is None:
         return _with_sources(plan, _all_before, _all_before(plan.num_layers))
@@ -252,9 +252,9 @@ def dynamic_dense(plan: Plan) -> Plan:
 def mudd(plan: Plan, size: int | None) -> Plan:
     """Add multiway dynamic dense connections: queries, keys, values and the stream each read their own weighted sum.
 
-    As in MUDDFormer's code, q, k and v each have their own norm, and W_1 is four times as wide after the last block.
-    ``size`` rounds W_1's width up to a multiple of ``size``; MUDDFormer's code uses 64 ("round64"). Lamina leaves out
-    the paper's wider feed-forwards in later layers, because they belong to the backbone.
+    As in MUDDFormer's code, q, k and v have separate norms, and W_1 is four times as wide after the last block. With
+    ``size``, Lamina rounds W_1's width up to a multiple of ``size``; MUDDFormer's code uses 64 ("round64"). Lamina
+    leaves out the paper's wider feed-forwards in later layers, because they belong to the backbone.
     """
     size = size if size is None else whole_number("size", size)
 
@@ -284,10 +284,11 @@ def parallel(plan: Plan) -> Plan:
 
 @wiring("attn_res", equation="h = sum_i softmax(q LN v_i) v_i", source="Attention Residuals (arXiv 2603.15031) Sec 3.2")
 def attn_res(plan: Plan, size: int | None) -> Plan:
-    """Let each sub-layer attend to the sums of earlier groups of layers, and to its group's sum so far (default: 8
-    groups).
+    """Let each sub-layer attend to the sums of earlier groups of layers, and to the current group's sum so far.
 
-    With ``size`` 0, each sub-layer is a group: the full attention residuals of Sec 3.1.
+    By default, the plan has 8 groups.
+
+    With ``size`` 0, each sub-layer is a group, as in the full attention residuals of Sec 3.1.
     """
     layers_of_block = math.ceil(plan.num_layers / 8) if size is None else size
 
