@@ -28,8 +28,9 @@ class Candidate:
 
     Attributes:
         name: the name in the records; no two candidates share one.
-        path: the model's path or name, which the loader takes.
-        arm: the label of the model's row in the table: a checkpoint's name, or the setting that a study varies.
+        path: the model's path or hub name, for the loader.
+        arm: the label of the model's row in the table: the checkpoint's name, or the value of the setting that a study
+            varies.
         seed: the seed of the model's run, if known.
         status: the status of the model's run. If the status is neither finished nor short, Lamina counts the model but
             does not evaluate it.
@@ -67,7 +68,7 @@ def stamp(paths: Iterable[Path], about: str = "") -> str:
 
 
 Expand = Callable[[str], Sequence[Candidate] | None]
-"""The candidates in a folder of several runs; None for a folder of another kind."""
+"""Returns the candidates in a folder of several runs; returns None for a folder of another kind."""
 
 
 def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
@@ -128,7 +129,7 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
     """Load a causal language model in evaluation mode, and its tokenizer.
 
     Raises:
-        UserError: the path holds no checkpoint; the model does not predict next tokens or has no tokenizer; or the
+        UserError: the path holds no checkpoint, the model does not predict next tokens or has no tokenizer, or the
             tokenizer has more tokens than the model.
     """
     with renamed_setting("checkpoint", "models"):

@@ -63,7 +63,7 @@ def passages(*, held_out: bool) -> Passages:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of at least four lower-case letters, which excludes names."""
+    """Return the words of at least four lower-case letters. So names are left out."""
     return re.findall(r"(?<![\w'-])[a-z]{4,}(?![\w'-])", text)
 
 
@@ -92,7 +92,7 @@ _makers: dict[str, Make] = {}
 NAMES: dict[str, str] = {}
 """Each task's name, and its heading in a table."""
 CHANCES: dict[str, float] = {}
-"""The share that guessing gets right, by the task's name without ``lamina_``."""
+"""The share of items that guessing gets right, by the task's name without ``lamina_``."""
 
 
 def _task(name: str, heading: str, choices: int = CHOICES) -> Callable[[Make], Make]:
@@ -215,10 +215,10 @@ _FORMAT = "generated-1"
 
 
 def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]:
-    """Draw different items of a task; the seed decides which.
+    """Draw different items of a task. The seed decides which items.
 
-    Items of the test part (``held_out``) come from text that `lamina pretrain` also holds out. No question of the
-    training part is in the test part.
+    With ``held_out``, the items come from text that `lamina pretrain` also holds out; they are the test part. No
+    question of the training part is in the test part.
     """
     source = passages(held_out=held_out)
     rng = random.Random(f"{task}|{held_out}|{seed}")
@@ -237,8 +237,8 @@ def write(folder: Path, *, train: int = TRAIN, test: int = TEST, path: Path | No
     """Write NAME/train.jsonl, NAME/test.jsonl and NAME.yaml for every task.
 
     A row has the fields ``question``, ``choices`` and ``answer`` (an index), and the fields ``instruction``, ``input``
-    and ``output`` for fine-tuning. ``path`` is the path that the task files name for this folder, if you will move the
-    folder (default: the present path).
+    and ``output`` for fine-tuning. If you will move the folder, give its future ``path`` for the task files (default:
+    the present path).
     """
     metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     for task in NAMES:

@@ -39,14 +39,14 @@ class Runner:
 
     Attributes:
         model: a causal language model, on its device.
-        batch_size: sequences per forward pass; "auto": on a GPU as many as fit, otherwise 8.
+        batch_size: sequences per forward pass. "auto" takes as many as fit on a GPU, and 8 without a GPU.
         limit: items per task; None for all.
         seed: the seed of the few-shot examples.
-        chat_template: whether questions are put into the tokenizer's chat template.
+        chat_template: whether Lamina puts questions into the tokenizer's chat template.
         system: the system message in the chat template.
-        generation: arguments of ``generate`` that replace the tasks' own.
+        generation: arguments of ``generate`` that replace the tasks' arguments.
         run_code: whether the harness may run code that the model writes.
-        processes: the processes that share the items.
+        processes: the processes among which Lamina divides the items.
     """
 
     model: PreTrainedModel
@@ -166,7 +166,7 @@ class Runner:
 
 @contextlib.contextmanager
 def without_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Turn off the key-value cache inside the context: plain passes do not need it, and ``generate`` makes a cache."""
+    """Turn off the key-value cache inside the context. Plain passes need no cache, and ``generate`` makes a cache."""
     configs = [model.config, model.config.get_text_config()]
     before = [getattr(config, "use_cache", None) for config in configs]
     for config in configs:

@@ -79,10 +79,11 @@ def evaluate(
     the folder lacks. ``expand`` finds the runs in a study's folder; by default every path is a single checkpoint.
 
     Raises:
-        UserError: for invalid settings, an unknown task, data or a checkpoint that can't be read, an output folder in
-            use.
+        UserError: a setting is invalid, a task is unknown, data or a checkpoint can't be read, or the output folder is
+            in use.
         OSError: the disk is full; finished scores are kept.
-        KeyboardInterrupt: after result.json says `interrupted`; finished scores are kept.
+        KeyboardInterrupt: you stopped the evaluation. result.json has the status `interrupted`, and finished scores are
+            kept.
     """
     if not isinstance(settings, EvalSettings):
         lists = ("models", "tasks")
@@ -145,7 +146,8 @@ class Evaluation:
 
     Args:
         expand: finds the runs in a study's folder.
-        processes: the processes that share each task's items and the text; the first one writes.
+        processes: the processes among which Lamina divides each task's items and the text. The first process writes the
+            files.
     """
 
     def __init__(self, settings: EvalSettings, expand: Expand, processes: Processes, *, bar: bool):
@@ -409,7 +411,7 @@ def _file_name(name: str) -> str:
 
 
 def runner_of(settings: EvalSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Runner:
-    """Make the Runner that queries a model with these settings."""
+    """Make a Runner for a model with these settings."""
     names = ("batch_size", "limit", "seed", "chat_template", "system", "generation", "run_code")
     return Runner(model=model, tokenizer=tokenizer, **{name: getattr(settings, name) for name in names})
 
@@ -420,7 +422,7 @@ class TaskMeasure:
 
     Attributes:
         settings: the settings by which the harness queries the model.
-        columns: the columns, one per recorded number.
+        columns: the columns, one for each number that Lamina records.
         tasks: the tasks that the columns need.
     """
 
@@ -432,7 +434,7 @@ class TaskMeasure:
     def find(
         names: str, data_dir: str | None, limit: int, batch_size: int, seed: int, *, run_code: bool = False
     ) -> TaskMeasure:
-        """Find the tasks and read their data. Raises UserError about the setting eval_tasks."""
+        """Find the tasks and read their data. Raises UserError that names the setting eval_tasks."""
         reading = {"limit": limit or None, "batch_size": batch_size, "seed": seed, "run_code": run_code}
         with renamed_setting("tasks", "eval_tasks"):
             settings = EvalSettings(tasks=names, data_dir=data_dir, **reading)
@@ -443,7 +445,7 @@ class TaskMeasure:
         return TaskMeasure(settings=settings, columns=tuple(columns), tasks=tasks)
 
     def scores(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
-        """Return the columns' scores by ``TASK`` or ``TASK:METRIC``; shares from 0 to 1.
+        """Return the columns' scores by ``TASK`` or ``TASK:METRIC``. Shares are from 0 to 1.
 
         The caller must save and restore the training's random state, because the harness seeds the random generators.
         """

@@ -22,9 +22,9 @@ from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.names import RESULT
 
 POWER = 0.8
-"""The probability that a test detects a model that differs from the first by the smallest difference."""
+"""The probability that the test detects a difference as large as ``Paired.smallest``."""
 CHOICES = ("acc", "acc_norm")
-"""The metrics of tasks with choices, which have a level of chance."""
+"""The metrics of tasks with choices. For these metrics, the score of guessing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,10 @@ class Paired:
         high: the upper end of this interval.
         won: the number of items that only this model has right; None if items are not scored right or wrong.
         lost: the number of items that only the first model has right; None if items are not scored right or wrong.
-        p: the two-sided p value of McNemar's exact test for right and wrong, otherwise of the paired t test.
+        p: the two-sided p value: McNemar's exact test if items are scored right or wrong, otherwise the paired t test.
         p_holm: ``p`` adjusted by Holm's method over the model's columns.
-        smallest: the smallest difference that this number of items would detect in four of five cases, given how often
-            the two models disagree.
+        smallest: the smallest difference that the test would detect in four of five cases, given the number of items
+            and how often the two models disagree.
     """
 
     model: str
@@ -66,7 +66,7 @@ def chance(items: Frame, metric: str) -> float | None:
 
 
 def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
-    """Add to each score the share that guessing gets right; for a group, the mean of this share over all items."""
+    """Set each score's ``chance``: the share of items that guessing gets right (for a group, over all items)."""
     scored = []
     for score in scores:
         task_items = items[items["task"] == score.task]
@@ -75,7 +75,7 @@ def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
 
 
 def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
-    """Return each item's part of a metric, by task and item number; None if the metric has no number per item."""
+    """Return each item's value of a metric, by task and item number; None if the metric has no value per item."""
     rows = items[items["filter"] == chosen] if (items["filter"] == chosen).any() else items
     parts = rows["metrics"].map(lambda text: json.loads(text).get(metric))
     if metric not in SHARES or not len(rows) or not parts.map(lambda part: isinstance(part, int | float)).all():
@@ -85,7 +85,7 @@ def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
 
 
 def refuse_other_items(one: Frame, other: Frame, names: tuple[str, str], column: str) -> None:
-    """Raise UserError unless both tables have the same items: equal numbers, targets and, if known, content hashes."""
+    """Raise UserError unless both tables have the same items: equal numbers, targets and (if known) content hashes."""
     hashed = ["doc_hash"] if "doc_hash" in one and "doc_hash" in other else []
     shared = ["task", "filter", "doc_id", "target", *hashed]
     rows = [set(map(tuple, table[shared].astype(str).to_numpy())) for table in (one, other)]
@@ -160,7 +160,7 @@ def to_frame(rows: Iterable[Paired]) -> pd.DataFrame:
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """The content of earlier evaluations: models, columns, scores' records, and each model's folder of items."""
+    """The content of earlier evaluations: models, columns, records of scores, and each model's folder of items."""
 
     candidates: list[Candidate]
     columns: list[Wanted]
@@ -169,7 +169,7 @@ class Earlier:
 
 
 def earlier(paths: Sequence[str]) -> Earlier:
-    """Read finished evaluations. Raises UserError for a folder of another kind, or without a result."""
+    """Read finished evaluations. Raises UserError for a folder of another kind, or for a folder without a result."""
     if len(paths) < 2 and not (paths and len(_result(paths[0])["models"]) > 1):
         raise UserError("compare: only one model. Give the folders of at least two evaluations.")
     evaluations = Earlier(candidates=[], columns=[], records={}, folders={})

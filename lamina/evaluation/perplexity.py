@@ -29,11 +29,11 @@ class Perplexity:
 
     Attributes:
         nll: the negative log-likelihood of the whole text, in nats.
-        tokens: the number of tokens; each is scored once.
+        tokens: the number of tokens; Lamina scores each token once.
         words: the number of words by lm-evaluation-harness's rule: the parts between stretches of white space. If a
             text begins or ends with white space, the empty part there also counts.
         bytes: the number of UTF-8 bytes.
-        documents: the number of texts, each scored separately.
+        documents: the number of texts; Lamina scores each text separately.
     """
 
     nll: float
@@ -54,7 +54,7 @@ class Perplexity:
 
 
 Window: TypeAlias = tuple[list[int], list[int]]
-"""The tokens of a document that the model reads at once, and the last of these tokens, which are scored."""
+"""The tokens that the model reads at once, and the tokens that it must predict at the last positions."""
 
 
 def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterator[Window]:
@@ -96,7 +96,8 @@ def perplexity(
         batch_size: windows per forward pass.
         share: the number of windows that each process takes in turn; give the same number in all processes (default: a
             batch).
-        processes: the processes that share the text; they sum the losses in the windows' order, as one process does.
+        processes: the processes that share the text. They sum the losses in the windows' order, as a single process
+            does.
         progress: called with the number of newly scored tokens.
 
     Raises:

@@ -17,11 +17,11 @@ from lamina.evaluation.candidates import Candidate
 from lamina.evaluation.task_sets import Wanted
 
 PERPLEXITY = "perplexity"
-"""The unit of a text's perplexity."""
+"""The unit (see ``Wanted.unit``) of a text's perplexity."""
 # Which metric of a task is its main one: the first of these that it has.
 _MAIN = ("acc", "exact_match", "pass@1", "pass_at_1", "token_perplexity", "word_perplexity", "perplexity")
 SHARES = frozenset({"acc", "acc_norm", "acc_mutual_info", "exact_match", "pass@1", "pass_at_1", "f1", "mcc", "em"})
-"""Metrics from 0 to 1, which tables print in percent and average."""
+"""Metrics from 0 to 1. Tables print these metrics in percent, and average them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def to_rows(scores: Sequence[Score]) -> list[Json]:
 
 
 def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
-    """Return the score that a column prints; None if the unit has no such score.
+    """Return the score that a column prints; None if ``scores`` lacks it.
 
     For a group without a score, return the mean over the group's tasks.
     """
@@ -171,10 +171,10 @@ class ScoreLine:
     """A line of the table of scores.
 
     Attributes:
-        means: for each column, the mean over the line's runs, in percent for shares; NaN without a number.
+        means: for each column, the mean over the line's runs, in percent for shares; NaN if no run has a number.
         stds: the sample standard deviations over the runs; NaN for fewer than two.
         runs: the number of evaluated runs.
-        left_out: the number of runs that were not evaluated, by reason: ``{"diverged": 2}``.
+        left_out: the number of runs that Lamina did not evaluate, by reason: ``{"diverged": 2}``.
     """
 
     arm: str
@@ -185,7 +185,7 @@ class ScoreLine:
 
     @property
     def label(self) -> str:
-        """The line's name, with the number of runs that were left out, by reason."""
+        """The line's name, with the number of left-out runs by reason."""
         total = self.runs + sum(self.left_out.values())
         reasons = ", ".join(f"{count} of {total} runs {reason}" for reason, count in sorted(self.left_out.items()))
         return f"{self.arm} ({reasons})" if reasons else self.arm
@@ -223,7 +223,7 @@ class ScoreTable:
         return {"headings": [*self.headings], **more, "lines": lines}
 
     def csv(self) -> str:
-        """Return the table as CSV, with a column of means and one of standard deviations per score."""
+        """Return the table as CSV. Each score has two columns: means and standard deviations."""
         head = ["model", "runs", "left_out", *(f"{heading}{end}" for heading in self.headings for end in ("", " std"))]
         rows = [
             [line.arm, line.runs, sum(line.left_out.values()), *chain(*zip(line.means, line.stds, strict=True))]

@@ -148,7 +148,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
             validate_spec(self.tokenizer)
 
     def require(self, *names: str) -> None:
-        """Raise UserError without a model, and without anything to evaluate."""
+        """Raise UserError if there is no model, or nothing to evaluate."""
         super().require(*names)
         if not self.model_list():
             raise UserError(

@@ -1,7 +1,7 @@
 """The tasks of lm-evaluation-harness and of a user's files, with data from the hub or a folder.
 
 The harness's TaskManager reads and builds them. A user's task file can contain code (templates, functions, classes,
-metrics). So Lamina builds it only with ``run_code``, and otherwise reads its text as data.
+metrics). So Lamina builds a user's task only with ``run_code``; otherwise, Lamina reads the file's text as data.
 """
 
 # pyright: reportMissingImports=false
@@ -54,8 +54,9 @@ class Tasks:
         added: the harness's manager of the generated and the user's tasks, which override the harness's tasks of the
             same name.
         folders: the user's folders of task files.
-        data: the folder of the tasks' data, ``NAME/CONFIG/SPLIT.jsonl`` (also .arrow, .parquet), with the dataset's
-            NAME on the hub and CONFIG ``default`` for a dataset without configurations. None reads the hub.
+        data: the folder of the tasks' data in files ``NAME/CONFIG/SPLIT.jsonl`` (or .arrow, .parquet). NAME is the
+            dataset's name on the hub. CONFIG is ``default`` if the dataset has no configurations. If None, Lamina reads
+            the hub.
         run_code: whether Lamina may run the user's task files, and code that a model writes.
     """
 
@@ -66,7 +67,7 @@ class Tasks:
 
     @staticmethod
     def find(data_dir: str | None, *folders: Path, generated: Path | None = None, run_code: bool = False) -> Tasks:
-        """List the tasks in ``generated``, in the user's folders and in ``data_dir``; later files override earlier.
+        """List the tasks in ``generated``, the user's folders and ``data_dir``; later files override earlier files.
 
         Raises UserError if the harness or ``data_dir`` is missing.
         """
@@ -91,7 +92,7 @@ class Tasks:
     def require(self, names: Iterable[str], *, source: str, others: Sequence[str] = ()) -> None:
         """Raise UserError for an unknown task, group or tag; the message suggests the nearest name.
 
-        ``source`` is the message's text about the user's files, and ``others`` are further allowed names.
+        ``source`` describes the user's files in the message, and ``others`` are further allowed names.
         """
         for name in names:
             if self.entry(name) is not None:
@@ -120,8 +121,7 @@ class Tasks:
         """Load the harness's tasks and groups with a name, and their data.
 
         Raises:
-            UserError: a task would run code that ``run_code`` does not allow, or its data can't be read, or are neither
-                on this machine nor reachable.
+            UserError: a task would run code without ``run_code``, or Lamina can't read or can't reach the task's data.
         """
         entries = dict(self._reached(name))
         if not self.run_code:
@@ -207,10 +207,11 @@ def _members(listed: object) -> list[str]:
 
 
 def local_fields(config: Json, task: str, data: Path) -> Json:
-    """Return the fields that make a task read its data from the folder; empty if it already reads files.
+    """Return the fields that make a task read its data from the folder; empty if the task already reads files.
 
-    A split that the folder lacks is None, so that the harness takes another split. Raises UserError if the dataset is
-    missing, or lacks a split on which the task can be scored. The message suggests the nearest name in the folder.
+    If the folder lacks a split, its field is None, so that the harness takes another split. Raises UserError if the
+    dataset is missing, or lacks a split on which the task can be scored. The message suggests the nearest name in the
+    folder.
     """
     name = config.get("dataset_path")
     if not isinstance(name, str) or name in READERS.values():

@@ -103,7 +103,7 @@ SETS: dict[str, TaskSet] = {
 def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wanted]:
     """Convert a user's names to columns. A set becomes its columns, and ``TASK@5`` becomes a column with five examples.
 
-    ``num_fewshot`` replaces every number of examples. No column is repeated. Raises UserError for a malformed number.
+    ``num_fewshot`` replaces every number of examples. Each column occurs once. Raises UserError for a malformed number.
     """
     from lamina.evaluation.generated import NAMES
 

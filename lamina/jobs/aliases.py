@@ -1,4 +1,4 @@
-"""Other names of settings: names of transformers, TRL, lm-eval, litgpt and nanoGPT, singulars, and plurals."""
+"""Other names of Lamina's settings: names in transformers, TRL, lm-eval, litgpt and nanoGPT, singulars, and plurals."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ generation: gen_kwargs; data_dir: include_path
 
 
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
-    """Return the first offered setting with the meaning of another library's name; None if no setting has it.
+    """Return the first offered setting that means the same as another library's name; None if there is no such setting.
 
-    With ``near``, a setting of roughly the same meaning also counts.
+    With ``near``, a setting that means roughly the same also counts.
     """
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
@@ -80,10 +80,10 @@ def is_text(option: str, files: tuple[str, ...]) -> bool:
 
 
 def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
-    """Return the setting that holds another library's option, and the option's name; None if no setting holds it.
+    """Return the setting that holds another library's option, and the option's name; None if there is no such setting.
 
-    ``outside`` maps a setting to another library's options, or to the files that declare them, as ``Settings.outside``
-    does.
+    Like ``Settings.outside``, ``outside`` maps a setting to another library's options, or to the files that declare
+    them.
     """
     if name not in offered and meaning(name, offered, near=True) is None:
         for setting, files in outside.items():
@@ -108,7 +108,7 @@ def suggestion(name: str, offered: Collection[str]) -> str | None:
 
 
 def in_our_words(given: Mapping[str, object], offered: Collection[str], where: str = "") -> dict[str, object]:
-    """Rename settings to Lamina's names; unknown names stay. Raises UserError for two names of one setting."""
+    """Rename settings to Lamina's names; unknown names stay. Raises UserError if a setting is given under two names."""
     ours: dict[str, object] = {}
     for name, value in given.items():
         setting = meaning(name, offered) or name

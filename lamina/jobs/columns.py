@@ -1,4 +1,4 @@
-"""The columns of a run's result, each declared once for result.json, results.csv, the ranking and the pages.
+"""The columns of a run's result, for result.json, results.csv, the ranking and the pages.
 
 To add a scalar, add only its ``Column`` here and its value in ``lamina.training.pretrain``. Lamina raises an error at
 the end of the first run if a value has no column, or a measured column has no value.
@@ -13,14 +13,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Column:
-    """A number or text that each trial has.
+    """A number or text in a trial's result.
 
     Attributes:
         name: the key in result.json, and the name of the column in results.csv.
         title: the column's heading on the pages.
         format: how the pages print the number; None for a text.
-        aggregate: how the ranking combines a placement's seeds: by mean, by maximum, as the first seed's text, or as a
-            value that ``lamina.reports.ranking`` computes ("own"); None leaves the column out of the ranking.
+        aggregate: how the ranking combines a placement's seeds: by their mean, by their maximum, by the first seed's
+            text, or by a rule in ``lamina.reports.ranking`` ("own"). None leaves the column out of the ranking.
         measured: whether every run's ``outcome`` has the column; other columns come from some runs only, from the
             settings or from the job.
         in_ranking: the column's position from the left in the table of placements; 0 leaves the column out of that
@@ -46,7 +46,7 @@ class Column:
 
 
 SCORES = {"accuracy": "accuracy", "top5_accuracy": "top-5 accuracy"}
-"""What an objective may measure on held-out items beside the loss, with the heading of each."""
+"""The metrics, besides the loss, that an objective may measure on held-out items, with their headings."""
 
 
 def _spikes(name: str, title: str, place: int) -> tuple[Column, Column]:
@@ -100,7 +100,7 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column("reason", "reason", aggregate="own", in_trials=True),
 )
 BESIDES = ("from", "mix", "tasks")
-"""What result.json holds besides the columns, for some runs."""
+"""The fields that the result.json of some runs holds besides the columns."""
 
 
 def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:

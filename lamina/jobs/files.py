@@ -93,7 +93,7 @@ def noted(path: Path) -> Json:
 
 
 def write_sealed(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a mapping as YAML with its digest as the first key, so that a reader notices any cut."""
+    """Write a mapping as YAML with its digest as the first key, so that a reader notices any change."""
     write_yaml(path, {DIGEST: digest_of(data), **data})
 
 
@@ -117,9 +117,9 @@ def _digest_of_read(data: object) -> str:
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a Parquet table or an .npz file is complete, which its last bytes show.
+    """Return whether a Parquet table or an .npz file is complete, according to its last bytes.
 
-    Raises UserError for a Parquet table without pyarrow.
+    Raises UserError for a Parquet table if pyarrow is not installed.
     """
     if path.suffix == ".npz":
         return zipfile.is_zipfile(path)
@@ -149,7 +149,7 @@ def as_json(data: Mapping[str, object]) -> Json:
 
 
 def read_result(folder: Path) -> Json | None:
-    """Read a run's result.json without its seal; None if the run has not ended or the file is unreadable.
+    """Read a run's result.json without the seal; None if the run has not ended or the file is unreadable.
 
     Raises UserError if the result was altered. A result of an older version has no seal.
     """
@@ -161,7 +161,7 @@ def read_result(folder: Path) -> Json | None:
 
 
 def read_seal(path: Path, data: Json) -> Json | None:
-    """Return the seal in a file's data, without its digest; None for an older version's file or for empty data.
+    """Return the seal in a file's data, without the digest; None for an older version's file or for empty data.
 
     Raises UserError if somebody altered the data after Lamina hashed them.
     """
@@ -224,7 +224,7 @@ def full_disk(path: Path) -> OSError:
 
 
 def read_claims(folder: Path) -> list[Json] | None:
-    """Read the verdicts in a study's folder; None without a file. Raises UserError for a file that can't be read."""
+    """Read the verdicts in a study's folder; None if there is no file. Raises UserError for an unreadable file."""
     path = folder / CLAIMS
     if not path.is_file():
         return None

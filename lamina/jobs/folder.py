@@ -25,7 +25,7 @@ LOCK = ".lock"
 REPLACES = ".replaces"  # says that NAME.old is what --overwrite replaced, to be deleted at the first result
 _APART = (LOCK, REPLACES)  # not part of a folder's content
 Resume: TypeAlias = bool | Literal["auto"]
-"""Whether to resume the job in a folder; "auto": resume if there is a job, otherwise begin."""
+"""Whether to resume the job in a folder. "auto" resumes if the folder holds a job, and otherwise begins a job."""
 # Half-written files of a killed process, under names that nothing reads.
 _DRAFTS = (
     ".gone-*",
@@ -41,7 +41,7 @@ _DRAFTS = (
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether the folder holds files. The files that a job writes before its first record do not count."""
+    """Return whether the folder holds files. Files that a job writes before the first record do not count."""
     return folder.is_dir() and not all(map(_is_beginning, folder.iterdir()))
 
 
@@ -61,7 +61,7 @@ def _is_environment(path: Path) -> bool:
 
 
 def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True) -> None:
-    """Raise UserError if ``hold`` would raise it, but change nothing. ``resumes`` says whether the job has --resume."""
+    """Raise the UserError that ``hold`` would raise, but change nothing. With ``resumes``, the command has --resume."""
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
     if resume and overwrite:
@@ -105,10 +105,10 @@ def nothing_to_resume(folder: Path) -> UserError:
 
 @contextmanager
 def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait: float = 0.0) -> Iterator[bool]:
-    """Lock a job's folder and claim it for writing; yield whether it holds something to resume.
+    """Lock a job's folder and claim it for writing; yield whether the folder holds a job to resume.
 
-    With ``overwrite``, a folder with content is renamed to NAME.old, which is deleted at the first checkpoint (see
-    ``drop_old``) or result. If the work ends without a checkpoint or result, NAME.old stays, and the log says so.
+    With ``overwrite``, Lamina renames a folder with content to NAME.old, and deletes NAME.old at the first checkpoint
+    (see ``drop_old``) or result. If the job ends without a checkpoint or result, NAME.old stays, and Lamina logs this.
 
     Raises UserError if the path is not a folder, if another process holds the folder, or if Lamina did not write its
     content. Also raises UserError if the folder has content and neither ``resume`` nor ``overwrite`` is set, or if
@@ -135,13 +135,13 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
 
 
 def old_content(folder: Path) -> Path:
-    """Return the folder NAME.old, in which --overwrite keeps the old content until there is a new result."""
+    """Return the folder NAME.old, where --overwrite keeps the old content until there is a new result."""
     folder = real_path(folder)
     return folder.with_name(f"{folder.name}.old")
 
 
 def drop_old(folder: Path) -> None:
-    """Delete the content that --overwrite replaced, once the folder has a checkpoint or a result."""
+    """If the folder has a checkpoint or a result, delete the content that --overwrite replaced."""
     if (folder / REPLACES).is_file():
         shutil.rmtree(old_content(folder), ignore_errors=True)
         (folder / REPLACES).unlink()
@@ -180,7 +180,7 @@ def has_result(folder: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Delete everything that a job has written into a folder; the caller holds the lock."""
+    """Delete everything that a job has written into a folder. The caller must hold the lock."""
     for child in folder.iterdir():
         if child.name not in _APART:
             shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
@@ -209,8 +209,8 @@ def _is_ours(folder: Path) -> bool:
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     """Lock the folder against other processes, after a wait of up to ``wait`` seconds.
 
-    Raises UserError if another process holds the lock, or if a link has the name of the lock or of another of Lamina's
-    management files. Without ``fcntl`` (on Windows), do nothing.
+    Raises UserError if another process holds the lock, or if the lock file, or another file that Lamina uses to manage
+    the folder, is a link. Without ``fcntl`` (on Windows), do nothing.
     """
     _make(folder)
     for name in _APART:

@@ -21,7 +21,7 @@ from lamina.jobs.settings import Settings
 
 S = TypeVar("S", bound=Settings)
 Stored = Callable[[Path], Mapping[str, Any] | None]
-"""Reads the settings in a folder; returns None without any."""
+"""Reads the settings in a folder; returns None if the folder holds no settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class ResumePolicy:
     Attributes:
         what: the noun for the job in messages: "run", "study".
         free: the settings that may change.
-        compared: settings that name files and folders, which may have moved; the job itself compares their content.
+        compared: settings that name files and folders. These may have moved, so the job itself compares their content.
     """
 
     what: str
@@ -41,9 +41,9 @@ class ResumePolicy:
     def merge(
         self, stored: Mapping[str, object], given: Mapping[str, object], defaults: Mapping[str, object]
     ) -> dict[str, object]:
-        """Merge the user's settings over the stored ones.
+        """Return the stored settings with the user's changes.
 
-        ``auto`` keeps the stored value of a setting that may not change.
+        If a setting may not change, the user's value ``auto`` stands for the stored value.
 
         Args:
             stored: the folder's settings.
@@ -51,7 +51,7 @@ class ResumePolicy:
             defaults: the values of settings that neither ``stored`` nor ``given`` has.
 
         Raises:
-            UserError: if the user changed a setting that may not change; the message names the first such setting.
+            UserError: the user changed a setting that may not change. The message names the first such setting.
         """
         given = {name: value for name, value in given.items() if value != "auto" or name in self.free}
         for name, value in given.items():
@@ -66,7 +66,7 @@ class ResumePolicy:
 
 
 class Job(Generic[S]):
-    """A job's settings and its folder, made by ``open_job``; as a context manager it holds the folder.
+    """A job's settings and its folder. ``open_job`` makes a Job, and ``with`` locks the folder.
 
     Attributes:
         settings: the complete settings; for a resumed job, the stored settings with the allowed changes.
@@ -124,22 +124,21 @@ def open_job(
 ) -> Job[S]:
     """Open a job.
 
-    Lamina checks the job's folder at once but changes the folder only in ``with``, so slow or failing work can come
-    first.
+    ``open_job`` checks the job's folder at once. Lamina changes the folder only in ``with``, so work that is slow or
+    may fail can come first.
 
-    Further checks of --resume are in training/checkpointing/resuming.py for a run, in studies/record.py for a study.
+    For further checks of --resume, see training/checkpointing/resuming.py (runs) and studies/record.py (studies).
 
     Args:
         given: a whole record, or only the user's settings, by name.
-        resume: whether to resume the job in the folder; "auto" resumes if there is a job.
+        resume: whether to resume the job in the folder; "auto" resumes if the folder holds a job.
         overwrite: whether to replace the folder's content.
         policy: the settings that a resumed job may change.
-        stored: reads the settings of the job to resume.
+        stored: a function that reads the settings of the job to resume.
         wait: the seconds to wait for another process that holds the folder.
 
     Raises:
-        UserError: for invalid settings, an output folder in use, nothing to resume, or a change of a setting that may
-            not change.
+        UserError: a setting is invalid or may not change, the output folder is in use, or there is nothing to resume.
     """
     by_name = given.to_dict() if isinstance(given, Settings) else given
     defaults = {name: settings.default(name) for name in settings.names()}

@@ -23,7 +23,7 @@ NOT_A_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # reading an
 _PLAIN = (".md", ".txt", ".log", ".html")  # nothing reads these beside a saved model
 
 Entry = tuple[int, str]
-"""Size in bytes and SHA-256."""
+"""A file's size in bytes, and its SHA-256."""
 
 
 def sha256(path: Path) -> str:
@@ -60,7 +60,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
-    """Write a folder's manifest and sync everything to disk. ``listed`` holds the entries of files already hashed."""
+    """Write a folder's manifest and sync everything to disk. ``listed`` holds the entries of already hashed files."""
     listed = {name: sync_and_hash(folder / name) for name in files_in(folder)} if listed is None else listed
     manifest = {"checksum": checksum(listed), "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -81,7 +81,7 @@ def listed(folder: Path) -> dict[str, Entry]:
 
 
 def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
-    """Name the first file of a sealed folder that is missing, cut short or altered; None if it is whole.
+    """Describe the first file of a sealed folder that is missing, cut short or altered; None if all files are whole.
 
     Files that the manifest does not list are not faults (see ``strays``). Without ``content``, compare only sizes.
     """
@@ -144,7 +144,7 @@ def _of_another_run(folder: Path) -> str | None:
 
 
 def model_folder(path: str | Path) -> Path:
-    """Return the folder of a saved model: the subfolder model/ of a run's folder, or otherwise the given folder."""
+    """Return the folder of a saved model: the subfolder model/ of a run's folder, otherwise the folder itself."""
     inner = Path(path) / MODEL
     return inner if any((inner / name).is_file() for name in ("config.json", MANIFEST)) else Path(path)
 

@@ -1,4 +1,4 @@
-"""The row of a job, from which Lamina makes its command and its Python function.
+"""The row of a job. Lamina makes the job's command and Python function from the row.
 
 To add a job, add its settings, its function, its page (``lamina.reports.registry.report_of``), the text that it prints
 (``ending_of``) and its row, all in the job's package. Import heavy packages inside the row's functions.
@@ -39,10 +39,11 @@ class Switch:
     """A flag of a job that is not a setting.
 
     Attributes:
-        prints: whether the flag selects another text at the end, which ``ending_of(kind, switch=name)`` registers.
-        draws: whether the flag also saves the page's figures as pictures; if so, the Python function has the switch
-            too.
-        passed: whether the job's function takes the switch; if so, the Python function has the switch too.
+        prints: whether the command ends with another text if the flag is set. ``ending_of(kind, switch=name)``
+            registers the text.
+        draws: whether the flag also saves the page's figures as pictures. If so, the Python function also has the
+            switch.
+        passed: whether ``JobRow.run`` takes the switch. If so, the Python function also has the switch.
         fails: a function of the result that says whether the exit code is 1.
     """
 
@@ -63,22 +64,23 @@ class JobRow:
         function: the Python function's name, if it is not the command's name with underscores.
         kind: the kind of the job's folder.
         summary: a line for ``lamina --help``.
-        about: the description for the command's help; the Python function's docstring has only its first paragraph.
+        about: the description for the command's help. The Python function's docstring has only the first paragraph.
         settings: returns the class of the job's settings.
         run: the function that runs the job. Its arguments are the settings by name, resume, overwrite, bar and the
             switches with ``passed``.
         returns: one or two sentences about the Python function's result.
         outcome: the type of the result, a class of ``lamina.api.results``, or "pd.DataFrame".
-        raises: the errors, for the Python function's documentation.
+        raises: the errors for the Python function's documentation.
         resumes: the help text of --resume; empty for a job that does not resume.
-        positional: the names of the settings without a flag; a name that ends in "..." takes any number of words.
+        positional: the names of the settings without a flag. If a name ends in "...", the setting takes any number of
+            words.
         listing: returns the list that the help and --list print.
         inputs: the settings that name models to start from, the main model's setting first.
         files: the settings that name data or code.
         fails: a function of the result that says whether the exit code is 1.
         folder: returns the output folder for the settings, if the folder's default depends on other settings.
         pages: imports the page and the printed text, if ``lamina.reports`` does not import them.
-        extra: the extra of the package that the job needs.
+        extra: the package's extra that the job needs.
         own_command: whether a module of ``lamina.commands`` holds the command.
     """
 
@@ -125,7 +127,7 @@ JOBS: dict[str, JobRow] = {}
 
 
 def refuse_other_kind(folder: Path, row: JobRow) -> None:
-    """Raise UserError if the folder to resume was written by another kind of job.
+    """Raise UserError if another kind of job wrote the folder to resume.
 
     If environment.json is damaged, Lamina decides by the job's files, and writes environment.json again.
     """

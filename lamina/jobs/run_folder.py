@@ -34,7 +34,7 @@ class RunFolder:
             return 0
 
     def faults(self) -> list[str]:
-        """Describe each damaged record in a sentence: a file's bad line, or an unreadable part of a table."""
+        """Describe each damaged record: a bad line of a file, or an unreadable part of a table."""
         lines = (METRICS, ALARMS, NOTABLE_BATCHES, BATCHES, f"probes/*/{NOTES}")
         faults = [parse_lines(path)[1] for pattern in lines for path in sorted(self.path.glob(pattern))]
         tables = ("layers/part-*.parquet", "layers/part-*.npz", "probes/*/part-*.parquet")
@@ -54,9 +54,9 @@ class RunFolder:
 def parse_lines(path: Path) -> tuple[list[Json], str | None]:
     """Parse a growing file of JSON records, each with a step; return them and the file's first fault.
 
-    A line without a step is a fault, and Lamina leaves out the record in this line. A step that goes back is a fault,
-    except in the records of rollbacks. An incomplete last line, which a killed run leaves, is not a fault. A missing
-    file holds no records.
+    A line without a step is a fault, and Lamina leaves out this line's record. A step below the previous record's step
+    is a fault, except in the records of rollbacks. An incomplete last line, which a killed run leaves, is not a fault.
+    A missing file holds no records.
     """
     records: list[Json] = []
     fault, last = None, -1

@@ -1,6 +1,6 @@
 """The seal of a folder's records: result.json holds its own digest, its trial's key and each record's hash.
 
-So Lamina notices an edited digit, or a file of another trial, when it reads the folder.
+When Lamina reads the folder, it therefore notices an edited digit or a file of another trial.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from lamina.jobs.status import ENDED
 logger = logging.getLogger(__name__)
 
 GROWING = (METRICS, "layers/part-*", "probes/*/part-*")
-"""The records that grow during a run. A checkpoint seals the part that is written so far."""
+"""The records that grow during a run. A checkpoint seals the part that has been written so far."""
 _MISSING = "missing"
 _FIRST = f"first line of {METRICS}"
 _RECORDS = (
@@ -93,7 +93,7 @@ def lift_seal(folder: Path) -> bool:
     """Delete seal.json before the job writes its tables again; return whether the tables were unchanged.
 
     If a table was altered, log its name and keep the seal until the job has written the table again. Raises UserError
-    if study.yaml was altered, which the job cannot write again from its trials.
+    if study.yaml was altered, because the job cannot write this file again.
     """
     try:
         faults = altered(folder, SEALED, missing=False)
@@ -117,7 +117,7 @@ def refuse_tables(folder: Path) -> None:
 
 
 def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of each file that matches, by its path in the folder."""
+    """Return the SHA-256 of each file that matches a pattern, by the file's path in the folder."""
     paths = sorted(
         {path for pattern in patterns for path in folder.glob(pattern) if path.is_file() and path.name not in _APART}
     )
@@ -130,12 +130,12 @@ def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
 
 
 def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str, str]:
-    """Describe the faults of the records that the file ``by`` seals, by the records' paths; empty without a seal.
+    """Return the faults of the records that the file ``by`` seals, by the records' paths; empty without a seal.
 
     The function does not check the model, because the model's own manifest has the hashes of its files. A missing file
     counts as a fault only if ``missing`` is true.
 
-    Raises UserError if the file itself was altered.
+    Raises UserError if the file ``by`` was altered.
     """
     seal = read_seal(folder / by, noted(folder / by)) or {}
     faults = {}
@@ -171,7 +171,7 @@ def _refuse(folder: Path, by: str, faults: Mapping[str, str]) -> None:
 
 
 def refuse_page(folder: Path) -> None:
-    """Raise UserError if a finished job has an altered record; if the job has not ended, only log the record.
+    """Raise UserError if a job that has ended has an altered record. If the job has not ended, only log the record.
 
     Call it before drawing the job's page. The page omits missing records, and the log names them.
     """
@@ -185,7 +185,7 @@ def refuse_page(folder: Path) -> None:
 
 
 def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
-    """Return the size and the SHA-256 of each record that grows, and of the first line of metrics.jsonl."""
+    """Return the size and SHA-256 of each growing record, and of the first line of metrics.jsonl."""
     hashes_now = {name: ((folder / name).stat().st_size, digest) for name, digest in hashes(folder, GROWING).items()}
     if METRICS in hashes_now:
         line = first_line(folder / METRICS)
@@ -239,10 +239,10 @@ def _is_cut(path: Path) -> bool:
 
 @lru_cache(maxsize=2**16)
 def hash_of(path: Path, *state: int) -> str:
-    """Hash a file.
+    """Return a file's SHA-256.
 
-    Return a file's SHA-256. Lamina caches it by the file's size, time and inode, because each result of a job hashes
-    the job's records again.
+    Lamina caches the hash by the file's size, time and inode, because each result of a job hashes the job's records
+    again.
     """
     return sha256(path)
 

@@ -24,13 +24,13 @@ class TextSettings(Settings, group="data"):
 
 
 class BatchSettings(Settings, group="steps and learning rate"):
-    """The number of blocks that are processed together."""
+    """The number of blocks that Lamina processes together."""
 
     batch_size: int = setting(4, "blocks per forward pass", at_least(1))
 
 
 class SequencesSettings(Settings, group="data"):
-    """The number of blocks that are measured."""
+    """The number of blocks that Lamina measures."""
 
     sequences: int | None = setting(None, "maximum number of blocks", at_least(1))
 

@@ -1,15 +1,15 @@
 """The base of every job's settings: frozen records whose fields declare default, help text and limits.
 
 A record declares a field once. From the declaration, Lamina derives the command-line flag with its help text, the key
-in YAML and in config.yaml, the check of a value, and the command line that reproduces the settings:
+in YAML and in config.yaml, the check of the value, and the command line that reproduces the settings:
 
     class StepSettings(Settings, group="steps"):
         steps: int = setting(100, "optimizer steps", at_least(1))
         precision: Literal["auto", "fp32"] = setting("auto", "of the computation")
 
 Each record is a frozen, keyword-only dataclass, without a decorator. A record can inherit the fields of smaller
-records. A record overrides an inherited default or help text with ``changed``. In ``without``, it lists the inherited
-fields that it drops.
+records. A record changes an inherited default or help text with ``changed``. In ``without``, the record lists the
+inherited fields that it drops.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def setting(default: T, help: str, check: Check | None = None, *, decides: bool 
 
 
 def changed(default: T, *, help: str | None = None, check: Check | None = None, decides: bool | None = None) -> T:
-    """Change an inherited field's default, and the help, the check or ``decides`` if you give them."""
+    """Change an inherited field's default. If you give a help text, a check or ``decides``, change these too."""
     given = {"help": help, "check": check, "decides": decides, "changed": True}
     return _field(default, {key: value for key, value in given.items() if value is not None})
 
@@ -93,11 +93,11 @@ class Settings:
 
     ``command_name`` is the record's ``lamina`` command. ``without`` names inherited fields that the record does not
     offer. These fields keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
-    files and help texts. The other fields follow base by base, the record's own fields last. ``group``, a keyword of
-    the class statement, is the heading of a group's flags in ``--help all``. A command's own record has no group.
-    ``main`` names the ten settings that ``--help`` shows. ``needed`` names the settings that a job must have before it
-    begins. ``outside`` maps a setting that holds another library's options to these options, or to the files that
-    declare them.
+    files and help texts. The other fields follow base class by base class, and the record's new fields come last.
+    ``group``, a keyword of the class statement, is the heading of a group's flags in ``--help all``. A command's own
+    record has no group. ``main`` names the ten settings that ``--help`` shows. ``needed`` names the settings that a job
+    must have before it begins. If a setting holds another library's options, ``outside`` maps the setting to these
+    options, or to the files that declare them.
     """
 
     command_name: ClassVar[str] = ""
@@ -130,14 +130,14 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Raise UserError if values contradict each other; a group adds its checks after ``super().check()``."""
+        """Raise UserError if values contradict each other. A subclass adds its checks after ``super().check()``."""
 
     def check_names(self) -> None:
-        """Raise UserError for a missing file or an unknown name; a group adds its checks after
-        ``super().check_names()``.
+        """Raise UserError for a missing file or an unknown name.
 
-        Lamina calls it once, before a job begins, and only for settings that the user gives now: a record that was read
-        from a folder may name files that have moved. Loads no torch.
+        Lamina calls this method once, before a job begins, and only for settings that the user gives now, because a
+        folder's settings may name files that have moved. A subclass adds its checks after ``super().check_names()``,
+        and loads no torch.
         """
 
     @classmethod

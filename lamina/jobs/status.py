@@ -1,4 +1,4 @@
-"""The statuses of jobs, runs and trials, from best to worst, and which statuses are final."""
+"""The statuses of jobs, runs and trials, from best to worst, with the final statuses."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Status(StrEnum):
         FINISHED: trained to the last step and learned.
         SHORT: trained to the last step without learning enough, but the loss was still falling: too few steps to tell.
         STUCK: trained to the last step; its eval loss never got ``stuck_margin`` below the corpus's unigram entropy.
-        INTERRUPTED: Ctrl-C, a signal, or the end of its study stopped it; it can be resumed.
-        DIVERGED: the divergence guard stopped it.
-        FAILED: an error stopped it.
+        INTERRUPTED: Ctrl-C, a signal, or the end of the study stopped the run; you can resume it.
+        DIVERGED: the divergence guard stopped the run.
+        FAILED: an error stopped the run.
     """
 
     FINISHED = "finished"
@@ -26,7 +26,7 @@ class Status(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over, so that a resumed job does not repeat it."""
+        """Whether the run is over. A resumed job does not repeat a run that is over."""
         return self not in (Status.INTERRUPTED, Status.FAILED)
 
 
