@@ -96,8 +96,7 @@ def perplexity(
         batch_size: windows per forward pass.
         share: the number of windows that each process takes in turn; give the same number in all processes (default: a
             batch).
-        processes: the processes that share the text. They sum the losses in the windows' order, as a single process
-            does.
+        processes: the processes that share the text; like a single process, they sum the losses in the windows' order.
         progress: called with the number of newly scored tokens.
 
     Raises:
