@@ -150,12 +150,13 @@ class Snapshot:
 def take_snapshot(
     model: PreTrainedModel, input_ids: torch.Tensor, unigram: torch.Tensor, step: int, generator: torch.Generator
 ) -> Snapshot:
-    """Measure ``model`` on held-out token ids [sequences, tokens], then restore its mode and clear its gradients.
+    """Measure ``model`` on held-out token ids [sequences, tokens], then restore the model's mode and clear its
+    gradients.
 
-    ``unigram`` [sequences]: the loss of a constant prediction on each sequence, in nats per token.
+    ``unigram`` [sequences] is the loss of a constant prediction on each sequence, in nats per token.
 
-    Rows with sublayer "block" describe hidden states: layer l for x^{l+1}, and -1 for x^0. They have the state's
-    statistics and three more metrics. ``token_similarity`` is the mean cosine over all pairs of tokens.
+    Rows with sublayer "block" describe hidden states: layer l for x^{l+1}, and -1 for x^0. Their metrics are the
+    state's statistics and three more metrics. ``token_similarity`` is the mean cosine over all pairs of tokens.
     ``state_gradient_norm`` is the norm of the loss's gradient with respect to the state. ``jacobian_gain`` is the root
     mean square gain of the Jacobian J from the state to x^N: the Frobenius norm of J divided by the root of its number
     of rows. Lamina estimates this gain with one random vector v as |J^T v| / |v|. The rows of a sub-layer are
@@ -299,7 +300,7 @@ def rates_until(settings: PretrainSettings, step: int) -> float:
 
 
 class BurningIn:
-    """A model that takes the first steps of a planned run; call ``train``, then ``record``.
+    """A model that takes the first steps of a planned run. Call ``train``, then ``record``.
 
     Lamina shortens a planned warm-up to at most ``longest_warmup`` steps, so that the burn-in reaches the peak learning
     rate. A shorter warm-up is harder on the model than the planned warm-up. Lamina calls ``tick`` after each step.
@@ -379,9 +380,8 @@ class BurningIn:
 def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
     """Return the unigram loss of each held-out sequence in nats per token, [sequences].
 
-    Lamina counts the token
-    frequencies on a million tokens of the train split, and adds one to each count. In a mix of corpora, it counts a
-    million tokens of each corpus.
+    Lamina counts the token frequencies on a million tokens of the train split, and adds one to each count. In a mix of
+    corpora, it counts a million tokens of each corpus.
     """
     count = max(1, MOST_TOKENS // blocks.stats.sequence_length)
     shares = blocks.train.frequencies(blocks.stats.vocab_size, count)

@@ -38,7 +38,7 @@ class PreflightSettings(
     ThreadSettings,
     OutputSettings,
 ):
-    """The settings of one planned run, or of several that differ in placement and learning rate."""
+    """The settings of one or several planned runs, which differ only in placement and learning rate."""
 
     command_name = "preflight"
     main = (
@@ -71,7 +71,7 @@ class PreflightSettings(
     output: str | None = changed(None, help="folder for the page, the figures and the numbers (default: none)")
 
     def check(self) -> None:
-        """Raise UserError for a value that is invalid in any of the planned runs."""
+        """Raise UserError if a value is invalid in a planned run."""
         super().check()
         for run in self.runs():
             if run.steps == 1 and in_steps(run.warmup, run.steps):

@@ -132,7 +132,7 @@ def chance(numbers: Features, fitted: Json) -> float:
 
 
 def collapsed(numbers: Features, fitted: Json) -> bool:
-    """Return whether a layer is cut off: its Jacobian has almost vanished, and the model does not use its input."""
+    """Return whether a layer's Jacobian has almost vanished, and the model does not use its input."""
     rule = fitted["collapse"]
     return numbers.jacobian < rule["jacobian"] and numbers.context < rule["context"]
 
@@ -156,10 +156,10 @@ def projected(numbers: Features) -> float:
 def deciding_share(numbers: Features, fitted: Json) -> float:
     """Return the share of the planned run's summed learning rates at which we can tell whether the run learns.
 
-    While the loss still falls toward the loss of a constant prediction, Lamina extrapolates the pace of the burn-in's
-    second half until the loss is clearly below it. Lamina multiplies this share by a fitted factor, because the fall
-    slows down. Near the loss of a constant prediction, the result is a fitted multiple of the share so far. The result
-    is at most 1, which is the whole run.
+    If the loss is still far above a constant prediction's loss, Lamina extrapolates the pace of the burn-in's second
+    half, until the loss is clearly below a constant prediction's loss. Lamina multiplies this share by a fitted factor,
+    because the fall of the loss slows down. If the loss is near a constant prediction's loss, the result is a fitted
+    multiple of the burn-in's share. The result is at most 1, which means the whole run.
     """
     rule = fitted["deciding"]
     if not learns_frequencies(numbers):

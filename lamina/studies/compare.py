@@ -50,7 +50,7 @@ def compare(
     other trials from their last checkpoints.
 
     Raises:
-        UserError: for invalid settings, a corpus that can't be read, or an output folder in use; and if the settings or
+        UserError: a setting is invalid, Lamina cannot read the corpus, the output folder is in use, or the settings or
             placements differ from the study to resume.
         OSError: the disk is full.
         KeyboardInterrupt: Lamina first ends the running trials as `interrupted` and writes results.csv.
@@ -150,7 +150,7 @@ def run_missing(
     names = list(dict.fromkeys([*columns.names(), *keys]))
 
     def write() -> pd.DataFrame:
-        """Write results.csv, one row per trial that has ended."""
+        """Write results.csv with one row per trial that has ended."""
         rows = [
             {**dict.fromkeys(names), **results[t], **{k: getattr(s, k) for k in keys}, "trial": t}
             for t, s in trials.items()

@@ -207,8 +207,8 @@ def slopes(table: Frame, tolerance: float) -> Frame:
 
     The exponent is the least-squares slope of log(value), averaged over the seeds, against log(size). For modules with
     the same name, Lamina averages the slopes over the layers. If the depth varies, it averages over ``shares`` of the
-    depth. ``low`` and ``high`` are the smallest and the largest slope. ``verdict`` is flat, grows or shrinks; it is
-    None for the metric "change", which Lamina does not judge. If values are 0 or not finite at a size, the slope is NaN
+    depth. ``low`` and ``high`` are the smallest and the largest slope. ``verdict`` is flat, grows or shrinks. For the
+    metric "change", it is None, because Lamina does not judge changes. If a value is 0 or not finite, the slope is NaN
     and the verdict is "broken".
     """
     axis = "depth" if "depth" in table else "width"

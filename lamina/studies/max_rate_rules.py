@@ -10,10 +10,10 @@ The run stops at the first step s at which one of these rules holds:
   earlier, it is not a spike.
 - plateau: the loss has not fallen since step a, the first step at which S was less than ``plateau_margin`` above
   low(s). Since step a, the learning rate has grown by ``plateau_factor``, and at least 2 ``window`` steps have passed.
-  A fall of less than ``plateau_margin`` does not count. If low is not ``stuck_margin`` below the corpus's unigram
-  entropy, the plateau is called "stuck". At the lowest learning rates the loss hardly changes. So a plateau counts only
-  after the loss has begun to fall, which means that low is 2 ``plateau_margin`` below S(1). If a run ends before its
-  loss has begun to fall, it is stuck, and its largest learning rate is 0.
+  A fall of less than ``plateau_margin`` does not count. If low is not at least ``stuck_margin`` below the corpus's
+  unigram entropy, Lamina calls the plateau "stuck". At the lowest learning rates the loss hardly changes. So a plateau
+  counts only after the loss has begun to fall, which means that low is 2 ``plateau_margin`` below S(1). If a run ends
+  before its loss has begun to fall, it is stuck, and its largest learning rate is 0.
 
 Lamina reports the learning rate just before the failure. For a plateau, this is the learning rate at step a. For the
 other rules, it is the learning rate at the last step with S less than ``plateau_margin`` above low.
@@ -167,7 +167,7 @@ def _stop(rule: str, rules: MaxRateRules, smooth: np.ndarray, step: int, seen: i
 class MaxRateGuard(DivergenceGuard):
     """A guard that reads every step's loss, and ends the run at the next record if a rule holds.
 
-    The rules depend only on the losses by step. So neither the device nor an interruption changes the result.
+    The rules depend only on the loss of each step. So neither the device nor an interruption changes the result.
     """
 
     rules: MaxRateRules

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lamina.training.settings import PretrainSettings
 
 TERAFLOPS = 989.0
-"""Peak of an H100 or H200 (SXM), dense bfloat16, in TFLOP/s."""
+"""The peak of an H100 or H200 (SXM) in dense bfloat16, in TFLOP/s."""
 UTILIZATION = 0.4
 """The expected share of the peak, on one host without gradient checkpointing. Deep and narrow models reach less."""
 VOCABULARIES = {
@@ -36,10 +36,10 @@ VOCABULARIES = {
     "Qwen/Qwen3-0.6B": 151_669,
     "deepseek-ai/DeepSeek-V2-Lite": 100_002,
 }
-"""Vocabulary sizes of the hub's tokenizers that the studies name, as their authors publish them."""
+"""The published vocabulary sizes of the hub's tokenizers that the studies name."""
 BYTES = 257
 MOST_TRIED = 20e6
-"""Parameters of the largest model for which Lamina times a step."""
+"""The number of parameters of the largest model for which Lamina times a step."""
 COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "flops", "gpu_hours", "total_gpu_hours"),)
 """The columns of an arm's row. All columns except ``trials`` and ``total_gpu_hours`` describe one trial."""
 
@@ -48,7 +48,7 @@ def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
     """Build a model of every arm on the meta device, and count its parameters and FLOPs.
 
     Args:
-        arms: the complete settings of each trial, by arm and then by any name. The trials of an arm differ only in
+        arms: a mapping from each arm to its trials' complete settings by name. The trials of an arm differ only in
             learning rate and seed.
 
     Returns:
@@ -178,7 +178,7 @@ def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float
 
 
 def _resolved(settings: PretrainSettings) -> tuple[PreTrainedConfig, Plan, Objective, int, int]:
-    """Return a trial's backbone, plan, objective, vocabulary (0 without one) and tokens per item."""
+    """Return a trial's backbone, plan, objective, vocabulary size (0 if it reads no text) and tokens per item."""
     from lamina.training.objectives.objective import objective_of
     from lamina.training.objectives.text import TextObjective, with_vocabulary
     from lamina.training.resolve import backbone_config

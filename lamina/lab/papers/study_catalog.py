@@ -49,7 +49,7 @@ ENGINE = {
     "pause_step": "steps, which end a trial with its schedule",
     "push_to_hub": "a push of the trial's model by hand",
 }
-"""Settings of a trial that a study cannot set, with the option to use instead."""
+"""The settings of a trial that a study cannot set, and the option to use in place of each."""
 TAKEN = frozenset(
     (
         *(*columns.names(), "key", "tuned", "at_edge", STAGE, "candidate"),
@@ -227,12 +227,12 @@ class Scale:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The axes of a row other than learning rate and seed."""
+        """The axes of a row, without learning rate and seed."""
         return (*self.axes, *((STAGE,) if self.stages else ()))
 
     @property
     def all_measures(self) -> Mapping[str, tuple[str, ...]]:
-        """The measures by time, with the records of the stages."""
+        """The measures of the scale and its stages, by time."""
         records = [each.partition("/")[2] for stage in self.stages for each in stage.measures]
         kept = dict.fromkeys([*self.measures.get("records", ()), *records])
         return {**self.measures, "records": tuple(kept)} if kept else self.measures

@@ -106,8 +106,7 @@ def _options(reader: str, path: Path) -> Json:
 
 
 def generated_rows(name: str, source: str) -> Iterator[Json]:
-    """Generate rows of ``generated:KIND[:TASK[+TASK...]][@test]`` from the named tasks. If none is named, use all
-    tasks.
+    """Generate rows of ``generated:KIND[:TASK[+TASK...]][@test]`` from the named tasks (default: all tasks).
 
     A row of the kind ``answers`` has a prompt in the words of an evaluation's question, and a completion. A row of the
     kind ``preferences`` has a prompt, a chosen answer, and a rejected answer. The chosen answer is right. The rejected
@@ -150,7 +149,7 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
     turns. With ``turns``, texts with an answer also become turns.
 
     Raises:
-        UserError: the columns fit none of ``forms``. If they fit several, the function chooses the first.
+        UserError: the columns fit none of ``forms``. If they fit several forms, Lamina chooses the first form.
     """
     columns = set(rows.column_names)
     if pictures := columns & {"image", "images"}:
@@ -178,7 +177,7 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
 
 
 def _turned(rows: Dataset, function: Callable[[Json], Json], *names: str) -> Dataset:
-    """Apply a function to every row. It returns turns in the columns ``names``."""
+    """Apply a function that returns turns in the columns ``names`` to every row."""
     import datasets
 
     types = datasets.Features({**rows.features, **dict.fromkeys(names, datasets.List(datasets.Json()))})
@@ -255,7 +254,7 @@ def prompts(rows: Dataset, *, turns: bool) -> Dataset:
 
 
 def unfit(row: Fields, form: Sequence[str]) -> str:
-    """Return the reason why Lamina cannot train on a row in TRL's form. The reason is empty if Lamina can."""
+    """Return the reason why Lamina cannot train on a row in TRL's form, or "" if Lamina can train on it."""
     for name in form:
         value = row[name]
         if isinstance(value, str):
@@ -288,7 +287,8 @@ def prepare(
         wrong: a function that returns the reason why a prepared row is unusable, or "".
 
     Raises:
-        UserError: a row is unusable (unless ``skip_bad``), or all rows are. The message has the row's number.
+        UserError: a row is unusable and ``skip_bad`` is off, or all rows are unusable. The message has the row's
+            number.
     """
     reasons: dict[int, str] = {}
 
@@ -410,8 +410,8 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return Lamina's or TRL's version of the chat template, which marks the answers. Returns None if the template
-    already marks the answers.
+    """Return a chat template that marks the answers, from Lamina or TRL. Returns None if the present template marks
+    them.
     """
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 

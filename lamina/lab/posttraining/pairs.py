@@ -39,13 +39,13 @@ class Measured(NamedTuple):
 
 
 class PairTrainer(TunedTrainer):
-    """Lamina's additions to both TRL's RewardTrainer and DPOTrainer."""
+    """Lamina's additions to TRL's RewardTrainer and to TRL's DPOTrainer."""
 
     def held_out(self) -> dict[str, float]:
         """Return the mean loss over the held-out pairs, and give TRL the metrics to log: means over pairs or tokens.
 
-        Lamina does not use TRL's evaluation, because it averages over batches, and repeats pairs until all processes
-        have equally many pairs. Under DDP, an evaluation by Trainer before training would also prevent the training.
+        TRL's evaluation averages over batches, and repeats pairs until all processes have equally many pairs. So Lamina
+        does not use it. Under DDP, an evaluation by Trainer before training would also prevent the training.
         """
         batches = [batch for part in self.processes.everyones(self.measured_here()) for batch in part]
         overall: dict[str, float] = {}

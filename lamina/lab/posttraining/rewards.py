@@ -97,9 +97,7 @@ def make_rewards(settings: RlhfSettings, start: Start) -> Rewards:
 
 
 def judge(named: str, start: Start) -> PreTrainedModel:
-    """Load a reward model for the starting model's answers. Raises UserError if the reward model cannot score these
-    answers.
-    """
+    """Load a reward model. Raises UserError if the reward model cannot score the starting model's answers."""
     folder = model_folder(named)
     if not folder.is_dir():
         raise UserError(f"reward_model: {named!r}: no such folder. Give a folder that `lamina reward` wrote.")

@@ -282,7 +282,7 @@ def remax_weights(
 
 
 def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Compute a batch's loss, a scalar, from the tokens' weights and log-probabilities, [answers, tokens]."""
+    """Compute a batch's loss (a scalar) from the tokens' weights and log-probabilities, both [answers, tokens]."""
     return -(weight * logps * mask).sum() / mask.sum().clamp(min=1)
 
 

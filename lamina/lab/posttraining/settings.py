@@ -216,7 +216,7 @@ class TuningSettings(
         return bool(self.lora.keys() & {"bias", "init_lora_weights"})
 
     def check(self) -> None:
-        """Raise UserError for contradictory values. Lamina checks values that need the number of steps later."""
+        """Raise UserError for contradictory values. Other checks need the number of steps, so they come later."""
         if self.steps:
             super().check()
             self.as_run()
@@ -279,12 +279,12 @@ class SftSettings(TuningSettings):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Read settings by name. They override the preset's settings."""
+        """Read settings by name. The given settings override the preset's settings."""
         return super().from_dict(with_preset(data))
 
 
 def with_preset(given: Mapping[str, object]) -> Json:
-    """Merge a user's settings over the preset's settings. Raises UserError for an unknown preset."""
+    """Override the preset's settings with your settings. Raises UserError for an unknown preset."""
     name = given.get("preset")
     if name is None:
         return dict(given)

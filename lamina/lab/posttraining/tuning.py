@@ -126,8 +126,8 @@ class TuningRecorder(RunRecorder):
         return dict(self.last_measured)
 
     def state_dict(self) -> Json:
-        """Return RunRecorder's state and the last evaluation's measures. So a resumed run records the measures only
-        once.
+        """Return RunRecorder's state and the last evaluation's measures, so that a resumed run does not record them
+        again.
         """
         return {**super().state_dict(), "last_measured": dict(self.last_measured)}
 
@@ -246,7 +246,7 @@ class Watched:
             raise unknown("best_by", best_by, measures)
 
     def measure(self, trainer: TunedTrainer) -> LastEvaluation:
-        """Return the loss on the text, in nats per token, and the tasks' scores. All processes must call it."""
+        """Return the loss on the text (nats per token) and the tasks' scores. All processes must call this method."""
         second, scores = None, None
         if self.blocks is not None:
             chosen, blocks = spread(len(self.blocks), self.run.eval_blocks), self.blocks
@@ -275,7 +275,7 @@ class TuningStage(TrainingStage[S]):
         measure: the evaluation's metric that decides the run's status.
         forms: the columns of the TRL forms that the job accepts.
         columns: the columns of the data that TRL has prepared: token ids, and the loss's inputs.
-        ordered: a function that makes the training order.
+        ordered: a function that returns the training order.
         train: the prepared examples.
         held_out: the prepared examples of an evaluation.
         config: TRL's configuration, which decides how TRL prepares the data.
@@ -321,7 +321,7 @@ class TuningStage(TrainingStage[S]):
         return row[self.columns[0]]
 
     def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
-        """Convert prepared rows to the form that TRL's trainer takes. ``train`` is False for an evaluation."""
+        """Convert prepared rows to the form that TRL's trainer needs. ``train`` is False for an evaluation."""
         return rows
 
     def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
@@ -333,7 +333,7 @@ class TuningStage(TrainingStage[S]):
         return {}
 
     def rewards(self) -> str:
-        """Hash the job's further inputs, such as a reward model, and check them before Lamina reads the data."""
+        """Check and hash other inputs of the job, such as a reward model, before Lamina reads the data."""
         return ""
 
     def given(self, settings: S | Mapping[str, Any]) -> Mapping[str, Any]:

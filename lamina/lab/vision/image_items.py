@@ -126,8 +126,8 @@ def _uniform(generator: torch.Generator) -> float:
 
 
 class ImageItem(TypedDict):
-    """``pixel_values`` (float [channels, height, width]), ``labels`` (the class), and ``draw`` (the number of the
-    draw).
+    """An item with ``pixel_values`` (float [channels, height, width]), ``labels`` (the class), and ``draw`` (its
+    number).
     """
 
     pixel_values: torch.Tensor
@@ -141,7 +141,7 @@ class ImageItems(ItemSource[ImageItem]):
 
     Attributes:
         numbers: the numbers of the images to use, [items].
-        processor: resizes, crops and normalizes.
+        processor: the image processor, which resizes, crops and normalizes.
         augmentation: the changes that ``for_run`` makes to training images.
     """
 
@@ -313,8 +313,8 @@ def prepare_images(
         progress: show a progress bar on a terminal after two seconds.
 
     Raises:
-        UserError: if the set or a library is missing, Lamina cannot read an image (with its path), or a class has no
-            images.
+        UserError: the set or a library is missing, Lamina cannot read an image, or a class has no images. The message
+            names the path of an unreadable image.
     """
     pillow()
     augmentation.check()
@@ -338,9 +338,9 @@ def prepare_images(
 
 
 def image_processor(size: int, channels: int, center_crop: float = 1.0) -> BaseImageProcessor:
-    """Make transformers' ConvNeXt processor: resize the shorter side, crop the middle, normalize.
+    """Make transformers' ConvNeXt processor, which resizes the shorter side, crops the middle, and normalizes.
 
-    It normalizes RGB images by ImageNet's mean and standard deviation, and gray images to -1 to 1.
+    The processor normalizes RGB images by ImageNet's mean and standard deviation, and gray images to the range -1 to 1.
     """
     from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
     from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD

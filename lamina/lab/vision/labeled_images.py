@@ -47,7 +47,7 @@ class LabeledImages(ABC):
 
     Attributes:
         spec: the name of the set as the user wrote it.
-        classes: the names of the classes, in the order of their numbers.
+        classes: the names of the classes. Their order is the order of the class numbers.
         labels: the class of each image, [images] of int64.
         held_out: the numbers of the images in the set's test split, or None.
         channels: 1 for gray, 3 for RGB.

@@ -91,8 +91,9 @@ class StudyPlan:
 
     Attributes:
         changes: settings that replace the scale's settings.
-        chosen: the learning rate that Lamina has chosen for an arm, by the arm's number.
-        at_edge: whether an arm's best learning rate is the lowest or highest rate in the sweep, by the arm's number.
+        chosen: maps an arm's number to the learning rate that Lamina has chosen for the arm.
+        at_edge: maps an arm's number to whether the arm's best learning rate is the lowest or highest rate in its
+            sweep.
     """
 
     scale: Scale
@@ -256,7 +257,7 @@ def _label(arm: Arm, scale: Scale) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best learning rates of an arm's sweep: ``lowest`` has the lowest mean, and the arm trains at ``chosen``."""
+    """The best learning rates of a sweep. ``lowest`` has the lowest mean loss, and the arm trains at ``chosen``."""
 
     lowest: float
     chosen: float

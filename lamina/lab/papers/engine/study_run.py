@@ -64,7 +64,7 @@ def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[s
 
 
 def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
-    """Return the result "failed" if one of the trial's inputs has failed, and otherwise None."""
+    """Return the result "failed" if an input of the trial has failed. Otherwise, return None."""
     for source in trial.inputs.values():
         result = failed.get(source.key)
         if result is None or result["status"] in ENDED:  # it ended, and only a measurement failed
@@ -130,7 +130,7 @@ def run_plan(
 
 logger = logging.getLogger(__name__)
 SHOWN = 10
-"""Largest number of damaged files to name."""
+"""The largest number of damaged files that Lamina names."""
 POLICY = ResumePolicy(what="study", free=StudySettings.free())
 
 

@@ -34,8 +34,8 @@ def judge_study(
     """Judge each of a study's claims, and return the verdicts.
 
     ``missing`` is the number of planned trials that have not ended. Lamina judges nothing before all trials have ended.
-    ``looks`` counts the recordings of verdicts with different trials, including this one. Raises UserError for a claim
-    about something that the study does not measure.
+    ``looks`` is how often verdicts were recorded, each time with other trials, including this time. Raises UserError
+    for a claim about something that the study does not measure.
     """
     if not study.claims_file.is_file():
         return []
@@ -91,7 +91,8 @@ def looks_of(record: Path, trials: Collection[str]) -> list[int]:
 
 
 def all_verdicts(records: Path | None = None) -> list[Json]:
-    """Return each claim of the catalog with its verdict at every scale that ran. A claim without one is `not run yet`.
+    """Return the catalog's claims with their verdicts at every scale that ran. A claim without verdict is `not run
+    yet`.
 
     Raises UserError for a file of the catalog that can't be read.
     """

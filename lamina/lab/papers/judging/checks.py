@@ -135,7 +135,7 @@ def ordered(trials: Trials, arms: Sequence[Arm], *, column: str = "eval_loss", b
 
 
 def equivalent(trials: Trials, a: Arm, b: Arm, *, within: float = 0.02, column: str = "eval_loss") -> Finding:
-    """Judge whether the arms differ by less than ``within``, by two one-sided tests on the pairs."""
+    """Judge with two one-sided tests on the pairs whether the arms differ by less than ``within``."""
     region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
     return _compared(trials, (a, b), column, region)
 
@@ -182,7 +182,7 @@ def fails_to_train(trials: Trials, a: Arm) -> Finding:
     """Judge whether at least two thirds of an arm's runs diverged or got stuck.
 
     An exact test must also show that more than a third of the runs do so. The claim is reversed if at most a third of
-    the runs diverged or got stuck, and the exact test shows less than two thirds.
+    the runs diverged or got stuck, and the exact test shows that less than two thirds do so.
     """
     return _share(trials, a, NOT_TRAINED, "did not train")
 

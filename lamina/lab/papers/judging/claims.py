@@ -141,7 +141,7 @@ def _arms(axes: Sequence[str]) -> list[str]:
 
 
 def _each(rows: Frame, by: Sequence[str]) -> Iterator[tuple[str, Frame]]:
-    """Yield the name and the rows of each arm. The name has the values in which the arms differ."""
+    """Yield the name and the rows of each arm. The name lists the values in which the arms differ."""
     by = [column for column in by if column in rows]
     named = [column for column in by if rows[column].nunique(dropna=False) > 1] or by[:1]
     for _, part in rows.groupby(by, dropna=False, sort=False) if by and len(rows) else ():

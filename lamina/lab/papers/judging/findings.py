@@ -45,7 +45,7 @@ class Verdict(StrEnum):
 
     @property
     def decided(self) -> bool:
-        """Whether the verdict is an answer."""
+        """Whether the verdict decides the claim."""
         return self.shown or self.failed
 
     @property
@@ -72,7 +72,7 @@ IN_WORDS: dict[str, str] = {
     Verdict.NEEDS_SCALE: "cannot tell at this size",
     Verdict.NOT_RUN: "not run yet",
 }
-"""Each verdict of the records in the words of the pages, in the order in which the pages list them."""
+"""The pages' words for each verdict of the records, in the order of the pages."""
 
 
 def in_words(text: object) -> str:
@@ -166,8 +166,8 @@ def all_of(*findings: Finding) -> Finding:
 def any_of(*findings: Finding) -> Finding:
     """Join findings by "or": the claim holds if one finding holds, and fails if all fail.
 
-    The p value for the claim is the best finding's p value times the number of parts. The p value against the claim is
-    the largest p value against a part.
+    The p value for the claim is the smallest p value of a part, times the number of parts. The p value against the
+    claim is the largest p value against a part.
     """
     p, p_not = _smallest([each.p for each in findings]), _largest([each.p_not for each in findings])
     shown = (Verdict.HOLDS_AT_ISO_LOSS, Verdict.HOLDS, Verdict.EXPLAINED)
@@ -230,7 +230,7 @@ class Region:
 
     Attributes:
         least: the smallest distance from the bound that counts.
-        text: the claim in words, after the numbers.
+        text: the claim in words, which the verdict prints after the numbers.
     """
 
     below: float = math.inf

@@ -13,7 +13,7 @@ from lamina.jobs.status import Status
 Reader: TypeAlias = Callable[[str, str, str], Frame | None]
 """(key of a trial, name of a probe or record, "init" | "end" | "records") -> its table, or None."""
 Arm: TypeAlias = str | Mapping[str, object]
-"""The value of one axis ("keel", a label), or the values of several ({"placement": "keel", "num_layers": 8})."""
+"""The value of one axis ("keel", a label), or the values of several axes ({"placement": "keel", "num_layers": 8})."""
 
 NO_ARM = ("learning_rate", "seed")  # the axes whose values one arm takes in turn
 
@@ -172,8 +172,8 @@ class Trials:
         """Return a probe's table at "init" or "end", for all trials that have this table.
 
         ``name`` is the name in the study's YAML, or only the probe's name. Each row begins with the trial's axes,
-        placement, learning_rate, seed and key. If a column of the probe has one of these names, it gets the probe's
-        name as a prefix. Raises NotMeasured if no trial has the table.
+        placement, learning_rate, seed and key. If a column of the probe has one of these names, the column gets the
+        probe's name as a prefix. Raises NotMeasured if no trial has the table.
         """
         import pandas as pd
 

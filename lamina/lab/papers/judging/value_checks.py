@@ -72,8 +72,8 @@ def close(
     """Judge whether every number differs from an exact value by at most ``tolerance``, relative to the value (absolute
     for 0).
 
-    Use it for a formula, not for a mean: a single number outside the tolerance makes the claim fail. ``seeds`` is the
-    number of seeds, if there is not one number per seed.
+    Use it for a formula, not for a mean: a single number outside the tolerance makes the claim fail. If there is not
+    one number per seed, give the number of seeds in ``seeds``.
     """
     values = list(ours.values()) if isinstance(ours, Mapping) else [float(ours)]
     scale = abs(expected) or 1.0

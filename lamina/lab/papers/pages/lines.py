@@ -31,12 +31,12 @@ _TITLES = {
 
 
 def title_of(column: str) -> str:
-    """Return a column's name on an axis."""
+    """Return the title of an axis that shows a column."""
     return _TITLES.get(column, column.replace("_", " "))
 
 
 def value_title(study: StudyFolder, column: str) -> str:
-    """Return a result's name on an axis, with its unit in this study."""
+    """Return the title of an axis that shows a result, with the result's unit in this study."""
     if column != "eval_loss":
         return title_of(column)
     stages = study.definition_of_scale.get("then")

@@ -38,7 +38,7 @@ class ShownMetric:
     """The part of a probe's table that a figure shows.
 
     Attributes:
-        rows: values that other columns must have, if the table has them.
+        rows: the values that other columns must have. Columns that the table lacks have no effect.
         x: the column along x.
         log: whether y is logarithmic.
     """

@@ -90,7 +90,7 @@ class TrialJob:
         name: the name in the YAML of a study.
         settings: a function that returns the class of the job's settings, which have ``output`` and ``seed``.
         run: a function of the settings, ``resume`` and ``bar`` that writes a run's folder.
-        trains: whether the job leaves a trained model.
+        trains: whether the job trains and saves a model.
         inputs: the settings that take the folder of an earlier trial. The main setting comes first. A job that starts a
             chain has no inputs, but has the setting ``placement``.
         files: the settings that name data or code. A trial's identity contains a hash of the content.

@@ -196,7 +196,7 @@ def _depth(backbone: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyTrial:
-    """One trial, as a study needs it.
+    """A trial of a study.
 
     Attributes:
         job: the job, a name in ``TRIAL_JOBS``.
