@@ -1,5 +1,5 @@
-"""Figures and pages from the records of runs and studies. This package loads neither torch nor transformers, and plotly
-only when it draws.
+"""Figures and pages from the records of runs and studies. Importing this package loads neither torch nor transformers
+nor plotly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The causes of failures. Each cause has the alarms that it raises, changes that help, and a check.
+"""The causes of failures. Each cause has signs in the records, changes that help, and a check.
 
 The monitor's ``limits.json`` has the probability of each sign under each cause. These probabilities come from runs that
 we broke on purpose (tools/calibration/alarms.py).
@@ -23,9 +23,11 @@ from lamina.training.monitor.rules import GRADIENTS, calibration, noise_of
 
 NOT_KNOWN = "not known"
 VIEWS = ("loss", "norm", "layers")
-"""What other tools' histories hold: the loss, the model's gradient norm too, or gradient norms by layer."""
+"""The kinds of other tools' histories: with a loss only, also with the model's gradient norm, or also with gradient
+norms by layer.
+"""
 HISTORIES = Path(__file__).parent / "assets" / "history_signs.json"
-"""How often each cause made each sign in histories, by view; tools/calibration/history_odds.py writes it."""
+"""The number of histories with each sign, by view and cause. tools/calibration/history_odds.py writes this file."""
 TELLING = ("not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated")
 """Rules whose alarm is strong evidence by itself, at any step of an event."""
 STEPS = 60  # an alarm belongs to the event of the first one if it comes within so many steps
@@ -45,8 +47,8 @@ _AROUND = (16, 5)  # how many losses are compared: before the first alarm, and f
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that a run may already have: ``setting`` equals ``made`` or, for a number, is above 0 and at most
-    ``made``.
+    """A change that helps a run. A run already has the change if ``setting`` equals ``made``. A number must be above 0
+    and at most ``made``.
     """
 
     text: str
@@ -66,14 +68,14 @@ class Cause:
 
     Attributes:
         name: the cause's name in the counts of signs.
-        finding: the cause with the step, as the title of a page.
+        finding: the title of a page, with the cause and its step.
         meaning: a sentence on the mechanism.
-        check: how to find out in a few steps whether this cause is right.
+        check: a test of a few steps that shows whether this cause is right.
         changes: the changes that help, the most useful first, each with a source.
         claims: Lamina's studies that tested one of these changes.
         unlike: signs that exclude this cause.
         proofs: signs that prove this cause, because they measure the cause itself.
-        in_half: the cause with the same signs in float16.
+        in_half: the name of the cause that has the same signs if the model computes in float16.
         needs: the metric that a run must record before Lamina names this cause.
     """
 
@@ -106,8 +108,8 @@ CAUSES = {
                     setting="precision",
                     made="bf16",
                 ),
-                "put a norm on each sub-layer's output (Peri-LN, arXiv 2502.02732, Fig 11: its activations stay inside "
-                "float16 and Pre-LN's do not)",
+                "put a norm on each sub-layer's output (Peri-LN, arXiv 2502.02732, Fig 11: its activations stay within "
+                "float16's range, but Pre-LN's leave it)",
                 "lower the learning rate, because the largest magnitudes grow with it",
             ),
             claims=("peri-fp16", "peri-growth"),
@@ -117,7 +119,8 @@ CAUSES = {
             name="values that are not finite",
             finding="values that are not finite from step {step}",
             in_half="number range",
-            meaning="A batch, a weight or one operation (0/0, log 0) produced these values, not slow growth.",
+            meaning="These values did not grow slowly: a batch, a weight or an operation such as 0/0 or log 0 produced "
+            "them.",
             check="repeat step {step} with the same batch and weights under torch.autograd.set_detect_anomaly(True), "
             "which names the operation",
             changes=(
@@ -130,13 +133,13 @@ CAUSES = {
             name="weights changed",
             finding="weights overwritten at step {step}",
             proofs=("first: written size",),
-            meaning="Between two steps something other than the optimizer wrote to the weights.",
+            meaning="Something other than the optimizer changed the weights between two steps.",
             check="compare the weights of {where} with the last checkpoint before step {step}, tensor by tensor",
             changes=(
-                "find the code that edited, loaded or initialized {where}, such as a checkpoint loaded in part, "
-                "or a layer or gain set by hand",
-                "if you find none, look for one huge step (lamina.watch(..., every=1) records every step) or for "
-                "faulty memory",
+                "find the code that changed {where}: it may load part of a checkpoint, initialize weights again, or "
+                "set a layer or gain by hand",
+                "if no code changed it, look for one huge update (lamina.watch(..., every=1) records every step) or "
+                "for faulty memory",
             ),
         ),
         Cause(
@@ -178,7 +181,7 @@ CAUSES = {
             name="bad batch",
             finding="bad batch at step {step}",
             unlike=("telling: written", "then fall size: yes", "jump: stays"),
-            meaning="Single batches gave a gradient far from the usual size.",
+            meaning="Single batches gave gradients of an unusual size.",
             check="compute the loss of the batch of step {step} with the last checkpoint, example by example",
             changes=(
                 "inspect the batch of step {step}: repeated text, wrong labels, another language or format",
@@ -196,7 +199,7 @@ CAUSES = {
             proofs=("then repeated batch_repeats: yes", "then fall label_match: yes"),
             meaning="From this step on, the model gets different texts, different labels, or the same batch again.",
             check="print the inputs and labels of step {step} as text, and compute the loss of an earlier batch with "
-            "the current weights: it should be as low as before",
+            "the current weights: this loss should be as low as before",
             changes=(
                 "check how inputs and labels are made from step {step} on: a shift, a mask, a file, a repeated batch",
                 "check whether the data loader repeats batches, or mixes in another source",
@@ -217,30 +220,31 @@ CAUSES = {
             name="not trained",
             finding="weights that do not move from step {step}",
             meaning="These weights get a gradient but do not move, so most likely no optimizer has them.",
-            check="compare the ids of model.parameters() with those in optimizer.param_groups, and print requires_grad",
+            check="check whether the ids of all model.parameters() are in optimizer.param_groups, and print "
+            "requires_grad",
             changes=(
-                "give the optimizer the parameters of {where} after your last change of the model, because it "
-                "misses a layer that you replace, wrap or unfreeze later",
-                "if you froze it on purpose, change nothing",
+                "give the optimizer the parameters of {where} after your last change of the model: the optimizer does "
+                "not see a layer that you replace, wrap or unfreeze later",
+                "if you froze {where} on purpose, change nothing",
             ),
         ),
         Cause(
             name="gradients kept",
             finding="gradients not set to zero from step {step}",
             proofs=("telling: kept",),
-            meaning="A step's gradient still holds the gradients of the steps before it.",
+            meaning="A step's gradient still contains the gradients of earlier steps.",
             check="print a parameter's .grad right before the backward pass: it should be None or zero",
             changes=(
                 "call optimizer.zero_grad() once for each optimizer.step(), for every optimizer",
-                "if you accumulate micro-batches, zero after the step and not only at the start",
+                "if you accumulate micro-batches, zero the gradients after each step, not only at the start",
             ),
         ),
         Cause(
             name="optimizer groups",
             finding="an optimizer group with its own learning rate from step {step}",
             proofs=("then apart rate_ratio: yes",),
-            meaning="One part of the model changes much more, relative to its size, than similar parts.",
-            check="print lr and weight_decay of each optimizer.param_groups with the names of its parameters",
+            meaning="Relative to its size, one part of the model changes much more than similar parts.",
+            check="print lr, weight_decay and the parameters' names of each group in optimizer.param_groups",
             changes=(
                 "give this group the same learning rate as the others, or note in your settings that the "
                 "difference is intended",
@@ -253,7 +257,7 @@ CAUSES = {
             meaning="The optimizer's moments were lost or changed between two steps.",
             check="print the optimizer's step count and the norm of exp_avg_sq right before and after step {step}",
             changes=(
-                "load the optimizer's state with the weights when you resume a run",
+                "when you resume a run, load the optimizer's state together with the weights",
                 "if you cannot load the state, warm up the learning rate again",
             ),
         ),
@@ -261,7 +265,8 @@ CAUSES = {
             name="weight decay",
             finding="weight decay too strong, visible from step {step}",
             meaning="Weights or gains shrink at each step, because weight decay outweighs the gradient.",
-            check="set weight_decay to 0 for {where} for 50 steps from a checkpoint: its norm should stop falling",
+            check="continue from a checkpoint for 50 steps with weight_decay 0 for {where}: the norm of {where} should "
+            "stop falling",
             changes=(
                 "exclude norms' gains and biases from weight decay, and usually the embedding too",
                 "keep weight_decay times the learning rate below 1e-3, because a larger product shrinks weights "
@@ -274,7 +279,7 @@ CAUSES = {
             meaning="Only one token's vector grows.",
             check="print the longest rows of the embedding with their tokens, at two checkpoints",
             changes=(
-                "look for this token in the batches: it may be padding without a mask, or repeated",
+                "look for this token in the batches: it may be unmasked padding or a repeated token",
                 "lower the embedding's learning rate, or normalize it (Takase et al. 2023, arXiv 2312.16903)",
             ),
         ),
@@ -323,7 +328,7 @@ CAUSES = {
             check="read completions of step {step}: do they earn rewards without solving the task?",
             changes=(
                 "lower the learning rate",
-                "raise beta, the weight of the KL",
+                "raise beta, the weight of the KL penalty",
                 "continue from a checkpoint before step {step}",
             ),
         ),
@@ -331,7 +336,7 @@ CAUSES = {
             name="entropy collapse",
             finding="the policy's entropy collapsed from step {step}",
             proofs=("first: collapse policy_entropy",),
-            meaning="The policy generates nearly the same completions each time, so it cannot find better ones.",
+            meaning="The policy generates nearly the same completions each time, so it cannot find better completions.",
             check="generate 8 completions of one prompt, and count how many differ",
             changes=(
                 "raise the upper clip limit (epsilon_high=0.28 in TRL; DAPO, arXiv 2503.14476, Sec 3.1)",
@@ -356,7 +361,7 @@ CAUSES = {
 
 
 OF_POLICIES = ("equal rewards", "policy drift", "entropy collapse", "completions cut")
-"""Causes that a trainer's log of a policy shows by itself."""
+"""Causes that a log of a policy's training can show without records by layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,12 +388,12 @@ class Signs:
     view: str = ""
 
     def holds(self, metric: str) -> bool:
-        """Return whether the records may hold a metric."""
+        """Return whether the records can contain a metric."""
         return True
 
     @cached_property
     def counted(self) -> Signs:
-        """The signs, with numbers of records instead of steps."""
+        """The same signs, with the number of the record in place of each step."""
         if not self.clock:
             return self
         steps = sorted(self.clock)
@@ -406,7 +411,7 @@ class Signs:
     def first(self) -> Alarm | None:
         """The alarm that explains most (``first_before``).
 
-        An alarm of a single gradient does not count before a hard sign (``is_hard``).
+        If a hard sign (``HARD``) follows soon, Lamina takes this sign instead of a risen gradient.
         """
         of = self.counted
         if (
@@ -451,7 +456,7 @@ def _kind(alarm: Alarm) -> str:
 
 
 def signature(signs: Signs) -> dict[str, str]:
-    """Return the signs of a run's first alarm: its kind, location and time, the alarms with it, the loss and the
+    """Return the signs of a run's first alarm: its kind, location and time, the alarms near it, the loss and the
     learning rate.
 
     Raises ValueError if there is no alarm.
@@ -493,8 +498,8 @@ def _rate_around(rates: Mapping[int, float], step: int) -> str:
 
 
 def rate_jump(signs: Signs) -> tuple[int, float, float] | None:
-    """Return the step at which the learning rate jumped before the first alarm, with the values before and after; None
-    if it did not jump.
+    """Return the step at which the learning rate jumped before the first alarm, and the learning rates before and
+    after. Return None if it did not jump.
     """
     if (first := signs.first) is None or signature(signs)["rate"] != "jumped":
         return None
@@ -580,10 +585,12 @@ class Learned:
         )
 
     def odds(self, signs: Mapping[str, str]) -> dict[str, float]:
-        """Return each cause's probability, the most likely first. NOT_KNOWN's signs are half average, half uniform.
+        """Return each cause's probability, the most likely first. Under NOT_KNOWN, a sign's share is the mean of the
+        causes' average share and a uniform share.
 
         This is naive Bayes with equal priors, and with ``added`` runs spread equally over a sign's values. Most signs
-        depend on each other, so Lamina divides their logarithms by ``temper``. An unknown sign is not evidence.
+        depend on each other, so Lamina divides the logarithms of their shares by ``temper``. If the learning rate or
+        the number format is unknown, Lamina ignores this sign.
         """
         values: dict[str, set[str]] = {}
         for counts in self.seen.values():

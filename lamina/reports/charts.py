@@ -31,12 +31,12 @@ class Line:
         data_name: the name in the data that the page saves, escaped (default: ``name``).
         notes: a text for each point in the saved data.
         group: lines of one group hide together, and only one of them is in the legend.
-        legend: whether the line is in the legend; None leaves it to plotly.
+        legend: whether the line is in the legend; None leaves the choice to plotly.
         width: the line's width in pixels; None: plotly's default.
         dash: plotly's name of a dash pattern.
         markers: whether each point has a marker; ``marker`` is its size in pixels, and ``symbol`` is its form.
         hover: plotly's template for a point's text; None: no text.
-        band: a band around the line: x values, with the band's lower and upper edge at each.
+        band: the x values of a band around the line, and the band's lower and upper edge at each x value.
     """
 
     x: Values
@@ -88,7 +88,7 @@ def band(
     col: int | None = None,
     **more: object,
 ) -> None:
-    """Fill the area between two edges; ``more`` may set the group in the legend."""
+    """Fill the area between two edges. ``more`` may set the band's group in the legend."""
     figure.add_scatter(
         x=[*x, *x[::-1]],
         y=[*high, *low[::-1]],
@@ -105,9 +105,7 @@ def band(
 
 
 def line_of(item: Shown, x: Values, y: Values, **more: Any) -> Line:
-    """Return a line with a placement's look and name, which hides together with the placement. ``more`` sets other
-    fields of ``Line``.
-    """
+    """Return a line in a placement's style and legend group. ``more`` sets other fields of ``Line``."""
     look = {"color": item.color, "dash": item.dash, "name": item.label, "group": item.label}
     return Line(x=x, y=y, **(look | more))
 
@@ -131,7 +129,7 @@ class Grid:
         return number // self.across + 1, number % self.across + 1
 
     def lowest(self, number: int) -> bool:
-        """Return whether there is no panel below."""
+        """Return whether a panel is the lowest of its column."""
         return number + self.across >= self.count
 
 
@@ -150,7 +148,7 @@ def side_by_side(
 
 
 def over_steps(lines_by_title: Mapping[str, Iterable[Line]], height: int) -> Figure | None:
-    """Draw panels over the steps side by side, given by the titles of their y axes; None if there are no panels."""
+    """Draw one panel per y title side by side, against the steps. Return None if there are no panels."""
     if not lines_by_title:
         return None
     figure = panels(1, len(lines_by_title), across=0.08)
@@ -177,7 +175,7 @@ def reference(figure: Figure, x: Sequence[float], y: float, name: str) -> None:
 
 
 def against(x: str, y: str, lines: Iterable[Line], height: int = 340, *, unified: bool = False) -> Figure | None:
-    """Draw lines against ``x``; None if there are no lines. With ``unified``, one text shows all values at an x."""
+    """Draw lines against ``x``; None if there are no lines. With ``unified``, a hover text shows all lines' values."""
     figure = Figure()
     for line in lines:
         line.draw(figure)
@@ -251,7 +249,7 @@ def heat_maps(
 
 def series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps and the values of a line. If there are very many steps, keep the lowest and highest value of
-    each few steps.
+    every few steps.
     """
     steps = np.array(sorted(values), int)
     heights = np.array([values[step] for step in steps.tolist()], float)

@@ -27,7 +27,8 @@ class Quantity:
 
     Attributes:
         label: the quantity's name on the axes.
-        table: a function that returns a trial's values: one row per layer, one column per step; empty if it has none.
+        table: a function that returns a trial's values: one row per layer, one column per step; empty if the trial has
+            no values.
         by: the unit of depth, such as layers.
     """
 
@@ -73,9 +74,9 @@ def _by_all_layers(tables: Sequence[Frame]) -> tuple[pd.Index, list[np.ndarray]]
 def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
     """Draw a quantity against the depth at the first and the last logged step, side by side on one scale.
 
-    If the first run went wrong, a panel between them shows the first record from that step on.
+    If the first run went wrong, a third panel between the two shows the first record after the failure.
 
-    With several seeds, lines show the (geometric) mean, and bands show the range from the lowest to the highest seed.
+    With several seeds, a line is the mean over the seeds (geometric on a logarithmic scale), and a band is their range.
     """
     tables = [(item, pair) for item in items if (pair := _tables(item, quantity))]
     if not tables:

@@ -50,7 +50,7 @@ _RESTARTED = 1.0  # nats by which a loss may rise where the learning rate starts
 
 
 Rows: TypeAlias = Callable[..., list[Row]]
-"""Returns a run's rows of these metrics, and of a sub-layer if one is given."""
+"""Returns a run's rows of these metrics. If you name a sub-layer, the rows are of this sub-layer only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Evidence(Signs):
 
     @cached_property
     def spikes(self) -> Mapping[int, tuple[float, int | None]]:
-        """The short rises of a loss that did not stay up (``spikes_of``); empty if the loss rose and stayed up."""
+        """The short rises of the loss (``spikes_of``). The mapping is empty if the loss rose and stayed up."""
         return spikes_of(self.losses) if self.rose is None else {}
 
     @property
@@ -172,10 +172,10 @@ def _view(metrics: Collection[str]) -> str:
 
 
 def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0.0) -> bool:
-    """Return whether all losses ``after`` are above the median of the last 16 or of the last 5 losses ``before``,
-    whichever is lower.
+    """Return whether all losses ``after`` are above the usual level ``before``: the lower of the medians of the last 16
+    and of the last 5 losses, plus a margin.
 
-    ``wanders`` is the change that is usual without a failure (``wander_of``).
+    ``wanders`` is how far the loss moves without a failure (``wander_of``); it can widen the margin.
     """
     if len(after) < AFTER or min(after) <= min(filter(math.isfinite, before[-BEFORE:]), default=math.inf) + _NATS:
         return False  # at once, as of most losses
@@ -192,10 +192,10 @@ def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
 
 
 def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]]:
-    """Return each short rise by half a nat or more: by its first step, the highest loss and the step at which the loss
-    was back down.
+    """Return the short rises of the loss by half a nat or more. The key is a rise's first step. The value holds the
+    rise's highest loss and the step at which the loss was back down.
 
-    The last step is None if the record ends before the loss is back down.
+    This second step is None if the record ends before the loss is back down.
     """
     spikes, usual, begin = dict[int, tuple[float, int | None]](), list[float](), None
     for step in sorted(losses):
@@ -214,9 +214,9 @@ def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]
 
 
 def back_at(losses: Mapping[int, float], rose: int) -> int | None:
-    """Return the step from which on the losses are no longer above the losses before the rise.
+    """Return the first step at which the loss is as low as before its rise, or None.
 
-    3 losses from this step on, and the last 3 losses, must all be low enough.
+    The 3 losses from this step on and the last 3 losses of the record must all be low enough.
     """
     steps = sorted(losses)
     at = bisect_left(steps, rose)
@@ -229,7 +229,7 @@ def back_at(losses: Mapping[int, float], rose: int) -> int | None:
 
 
 def wander_of(losses: Sequence[float]) -> float:
-    """Return how far losses usually move from their trend in 16 records, for losses that are averaged or move slowly.
+    """Return how far slowly moving or averaged losses usually drift from their trend within 16 records.
 
     Returns 0 if neighboring losses differ as much as losses that are 16 records apart.
     """
@@ -260,9 +260,9 @@ def loss_rise(
     """Return the first step at which the loss rose and stayed up, or was not finite; None if there is no such step.
 
     A sudden rise means that the next 3 losses are above the losses before (``risen``). A slow rise means that 20 losses
-    stay above the lowest by 0.5 nats plus the noise, as in the guard. Lamina counts losses, not steps. ``rates`` are
-    the learning rates in another tool's record. With them, the loss may wander, and rise by up to a nat where the
-    learning rate restarts.
+    stay above the lowest by 0.5 nats plus the noise, as in ``DivergenceGuard``. Lamina counts losses, not steps.
+    ``rates`` are the learning rates in another tool's record. With ``rates``, a drift (``wander_of``) does not count as
+    a rise, and the loss may rise by up to a nat where the learning rate restarts.
     """
     steps = sorted(losses)
     if rates is None:
@@ -320,7 +320,9 @@ def _rise_near_zero(losses: Sequence[float]) -> int | None:
 
 
 FINDINGS = Path(__file__).parent / "assets" / "findings.json"
-"""The verdicts on the claims of ``CAUSES`` in sentences, written by docs/results.py from the records of studies."""
+"""A sentence per claim in ``CAUSES`` with the claim's verdict. docs/results.py writes this file from the studies'
+records.
+"""
 _SHOWN = 12  # alarms
 _CHANGES = 3  # at most
 _BATCHES, _ROWS = 3, 4  # batches of which the text is shown, and rows of each
@@ -368,7 +370,9 @@ def sentences(evidence: Evidence) -> list[str]:
 
 
 def headline(evidence: Evidence) -> str:
-    """Return the finding in a line: the cause (called likely unless the record proves it), or the first anomaly."""
+    """Return the finding in a line: the cause, or the first anomaly. The cause is called likely unless the record
+    proves it.
+    """
     first = evidence.first
     if first is None and evidence.rose is None:
         spike = next(iter(evidence.spikes), None)
@@ -443,9 +447,10 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
             f"The record shows that the learning rate went from {before:.3g} to {after:.3g} at step {step}.",
             [
                 f"restore the learning rate {before:.3g} (the record shows {after:.3g} from step {step})",
-                f"continue from a checkpoint before step {step}, because the larger steps have damaged later weights",
+                f"continue from a checkpoint before step {step}, because the updates since then were too large and "
+                f"damaged the weights",
             ],
-            f"train 50 steps from that checkpoint at {before:.3g}: Lamina should raise no alarm",
+            f"train 50 steps from that checkpoint at a learning rate of {before:.3g}: Lamina should raise no alarm",
         )
     if first is None or not cause.proofs:
         return "", [], ""
@@ -495,7 +500,7 @@ def _early(evidence: Evidence, first: Alarm) -> list[str]:
     if lead == 0:
         return [f"The loss {did} in the same step."]
     early = f"{lead} step{'s' * (lead > 1)} before"
-    return [f"It came {early if lead > 0 else 'after'} the loss {did}."]
+    return [f"The anomaly came {early if lead > 0 else 'after'} the loss {did}."]
 
 
 def _next(evidence: Evidence, first: Alarm, place: Alarm) -> list[str]:
@@ -539,9 +544,9 @@ def _course(evidence: Evidence) -> str:
         count = "1 loss is" if len(steps) == 1 else f"{len(steps)} losses are"
         return f"{count} too few to see whether the loss rose{status}."
     if rose is None and evidence.imported:
-        return f"The loss did not rise and stay up in {len(steps):,} records, steps {steps[0]} to {steps[-1]}."
+        return f"The loss had no lasting rise in {len(steps):,} records, steps {steps[0]} to {steps[-1]}."
     if rose is None:
-        return f"The loss did not rise and stay up in {evidence.steps} steps{status}."
+        return f"The loss had no lasting rise in {evidence.steps} steps{status}."
     if not math.isfinite(evidence.losses.get(rose, 0.0)):
         return f"The loss is not finite from step {rose} of {evidence.steps} on{status}."
     return f"The loss rose at step {rose} of {evidence.steps}{status}."
@@ -595,12 +600,12 @@ def _rows(evidence: Evidence) -> list[str]:
         rows = evidence.batches[step]
         begin = "; ".join(f"{line['hash']} “{beginning_of(line)}”" for line in rows[:_ROWS])
         more = f" batches.jsonl has all {len(rows)}." if len(rows) > _ROWS else ""
-        texts.append(f"Rows of the batch of step {step}, by hash and beginning: {begin}.{more}")
+        texts.append(f"The batch of step {step} has these rows (hash and beginning): {begin}.{more}")
     return texts
 
 
 def epoch_stairs(evidence: Evidence) -> dict[int, int]:
-    """Return the steps at which an epoch begins with a fall of the loss, by epoch; empty if there are none."""
+    """Return the first step of each epoch that begins with a fall of the loss, by epoch."""
     steps = sorted(step for step in evidence.losses if step in evidence.epochs)
     values = [evidence.losses[step] for step in steps]
     epochs = {}

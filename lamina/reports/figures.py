@@ -35,7 +35,8 @@ def loss_curves(
     """Draw training loss (thin) and eval loss (points) against tokens. ``known`` has losses to compare with, by name.
 
     With several seeds, the eval loss is the mean of the finished seeds, in a band of one standard deviation. The page
-    can also draw the losses against FLOPs and seconds: ``layout.meta.against`` has the factors on each trace's tokens.
+    can also draw the losses against FLOPs and seconds: ``layout.meta.against`` has the factors that convert each
+    trace's tokens.
     """
     figure, evaluated, trained = Figure(), [], []
     factors: list[dict[str, float]] = []
@@ -114,7 +115,7 @@ def _frame_losses(
 
 
 def per_token(trials: Sequence[Trial]) -> dict[str, float]:
-    """Return FLOPs and seconds per token, averaged over runs. A unit that one of the runs lacks is left out."""
+    """Return FLOPs and seconds per token, averaged over runs. If a run lacks a unit, the result lacks this unit."""
     units: dict[str, list[float]] = {"FLOPs": [], "seconds": []}
     for trial in trials:
         tokens, flops = trial.result.get("tokens"), trial.result.get("flops")
@@ -195,8 +196,8 @@ def course(item: Shown) -> Figure | None:
 
 
 def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> Figure | None:
-    """Draw the mean eval loss of the finished seeds against the learning rate; unfinished trials are at the top
-    edge.
+    """Draw the mean eval loss of the finished seeds against the learning rate. Marks at the top edge show unfinished
+    trials.
     """
     rates = by_rate(results[np.isfinite(results["learning_rate"])])
     if rates.empty or rates["learning_rate"].nunique() < 2:

@@ -1,6 +1,6 @@
-"""A run's rows by layer, as its page draws them. For a long run, these are evenly spaced steps of each metric.
+"""The rows by layer that a run's page draws. For a long run, Lamina reads only evenly spaced steps of each metric.
 
-Lamina reads the parts one after another, so memory grows with the chart and not with the record.
+Lamina reads the files one after another, so its memory depends on the size of the charts, not of the record.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lamina.training.monitor.writers import LAYER_COLUMNS, layer_parts, read_par
 logger = logging.getLogger(__name__)
 
 MOST_STEPS = 240
-"""The steps of a metric that are read; no chart shows more than a third of them."""
+"""The number of steps of a metric that Lamina reads. No chart shows more than a third of them."""
 _TEXTS = ("sublayer", "role", "metric")
 _AT_ONCE = 2**22  # bytes of parts that are read once, and not first for their steps
 _METRICS = 2**20  # more than there are names
@@ -76,7 +76,7 @@ class Layout:
         sublayers: Collection[str] | None = None,
         index: int | None = None,
     ) -> np.ndarray:
-        """Return the positions of the rows, in the order of recording."""
+        """Return the positions of the rows that match the arguments, in the order of recording."""
         found = [
             at
             for (name, of_role, sublayer, number), at in self.series.items()
@@ -127,7 +127,9 @@ class ByDepth:
         self._layers, self._steps = pd.Index(rows, name="layer"), pd.Index(columns, name="step")
 
     def table(self, values: np.ndarray) -> Frame:
-        """The table of values. The last value of a layer and step counts, and layers without a value are left out."""
+        """Return the table of ``values``, without layers that have none. If a layer has several values at a step, the
+        last counts.
+        """
         table = np.full((len(self._layers), len(self._steps)), np.nan)
         known = ~np.isnan(values)
         table[self._row[known], self._column[known]] = values[known]
@@ -156,7 +158,7 @@ class LayerRows:
 
     Args:
         folder: the run's folder; Lamina leaves out unreadable parts with a warning.
-        failed: the step at which the run went wrong; Lamina also reads each metric's first record from this step on.
+        failed: the step at which the run went wrong; Lamina always reads each metric's first record from this step on.
     """
 
     def __init__(self, folder: Path, failed: int | None = None):

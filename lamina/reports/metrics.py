@@ -61,8 +61,8 @@ METRICS = {
         )),
         Metric("hidden_variance", "Variances", "Hidden variance by layer", "hidden variance", caption=(
             "Variance of the residual stream after each block. If it grows with depth, each further block "
-            "changes the stream by a smaller share, and deep layers matter less. With a norm on the stream, it "
-            "stays level."
+            "changes the stream by a smaller share, and deep layers matter less. With a norm on the stream, the "
+            "variance stays level."
         ), over_steps=(
             "The map shows the variance at every record. If it becomes brighter upward, the variance grows with "
             "depth. If it becomes brighter to the right, the variance grows during training."
@@ -84,7 +84,7 @@ METRICS = {
         )),
         Metric("first_moment", "Updates", "First moments", "|m|", folded=True, caption=(
             "Norm of Adam's first moment, the running mean of the gradient. If it rises and the second moment "
-            "does not, gradients of successive steps point in the same direction. In a 32B run, it rose before "
+            "does not, gradients of successive steps point in the same direction. In a 32B run, this norm rose before "
             "the loss spiked."
         )),
         Metric("second_moment", "Updates", "Second moments", "|sqrt(v)|", folded=True, caption=(
@@ -93,8 +93,9 @@ METRICS = {
         )),
         Metric("hidden_top_abs", "Magnitudes", "The 100 largest magnitudes against FP16's limit", "the 100 largest |x|",
                limit=(65504, "FP16's limit, 65,504"), caption=(
-            "The 100 largest |x| of the embedded tokens and of the residual stream after all sub-layers, on the "
-            "monitor's held-out blocks (Peri-LN, Figure 11). The line is the largest value, and the band reaches "
+            "The 100 largest |x| among the embedded tokens and the outputs of all sub-layers to the residual stream, "
+            "on the monitor's held-out blocks (Peri-LN, Figure 11). The line is the largest value, and the band "
+            "reaches "
             "down to the 100th largest. Lamina measures in float32. A value above the dashed line would be "
             "infinite in FP16, but not in BF16."
         )),
@@ -110,7 +111,7 @@ METRICS = {
         )),
         Metric("hidden_mean", "Magnitudes", "Mean of all elements", "mean", folded=True, log=False, caption=(
             "Mean of all elements of the residual stream after the sub-layer, from the first record (light) to "
-            "the last (dark). LayerNorm subtracts each token's mean and RMSNorm does not, so the two differ if "
+            "the last (dark). LayerNorm subtracts each token's mean and RMSNorm does not, so the two norms differ if "
             "this mean is large relative to the mean |x|."
         )),
         Metric("stream_rms", "Magnitudes", "Root mean square of each stream", "root mean square", folded=True, caption=(
@@ -129,7 +130,7 @@ METRICS = {
         )),
         Metric("written_ratio", "Updates", "Written weights", "change / weights", folded=True, log=False, caption=(
             "Norm of the change in a sample of the weights between two optimizer steps, divided by the sample's "
-            "norm. It should be 0, because only the optimizer should write."
+            "norm. It should be 0, because only the optimizer should change weights."
         )),
         Metric("forgotten_share", "Updates", "Lost moments", "change / moments", folded=True, log=False, caption=(
 
@@ -150,9 +151,9 @@ METRICS = {
             "token's vector grows."
         )),
         Metric("expert_load", "Experts", "Load of the experts", "busiest expert's load / balanced load", caption=(
-            "Load of each layer's busiest expert, divided by a balanced load. 1 means perfect balance. The "
-            "maximum is the number of experts divided by the number chosen, if the router always chooses the "
-            "same experts."
+            "Load of each layer's busiest expert, divided by a balanced load. 1 means perfect balance. If the router "
+            "always chooses the same experts, the value is the number of experts divided by the number chosen per "
+            "token."
         ), log=False, by_index=True),
         Metric("mean_reward", "Policy", "Mean reward", "reward", log=False, caption=(
             "Mean reward of the completions, as the trainer logs it."
@@ -173,18 +174,17 @@ METRICS = {
             "Mean length of the completions."
         )),
         Metric("cut_completions", "Policy", "Completions at the length limit", "share", log=False, caption=(
-            "Share of completions that the length limit cuts."
+            "Share of completions that the length limit cuts off."
         )),
         Metric("step_loss", "Every step", "Loss of every step", "loss (nats per token)", caption=(
-            "Training loss of every step, recorded or not; with several seeds, from the lowest to the highest. "
-            "If there are too many steps to draw, the line shows the maximum of a few steps."
+            "Training loss of every step, also between records. With several seeds, a band reaches from the lowest to "
+            "the highest. If there are too many steps to draw, the line shows the maximum of a few steps."
         ), folded=True, log=False),
         Metric("step_gradient_norm", "Every step", "Gradient norm of every step", "gradient norm", caption=(
-            "Norm of the gradient of all parameters together, before clipping, at every step. The tables count "
-            "these spikes."
+            "Norm of all parameters' gradient at every step, before clipping. The tables count the spikes of this norm."
         ), folded=True),
         Metric("learning_rate", "Every step", "Learning rate", "learning rate", folded=True, caption=(
-            "Learning rate at each record, the largest of the optimizer's groups."
+            "Learning rate at each record. If the optimizer's groups differ, the chart shows the largest."
         )),
     )
 }  # fmt: skip

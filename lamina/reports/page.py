@@ -44,7 +44,7 @@ class Section:
 def write_page(
     folder: Path, *, title: str, facts: Sequence[str], command: object, sections: Iterable[Section], name: str = PAGE
 ) -> Path:
-    """Write a folder's page completely or not at all. Sections without content and empty facts are left out."""
+    """Write a folder's page completely or not at all. The page omits empty facts and sections without content."""
     parts = [section for section in sections if section.html]
     damage = faults(folder)
     for line in damage:
@@ -116,7 +116,7 @@ def sentence(text: str) -> str:
 
 
 def words(name: str) -> str:
-    """Return a name from the records in words."""
+    """Return a recorded name as words."""
     return name.replace("feed_forward", "feed-forward").replace("_", " ")
 
 

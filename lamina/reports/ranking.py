@@ -26,11 +26,11 @@ ONE_SEED = "One seed cannot show which differences are noise. Add --seeds 0,1,2.
 def summarize(results: Frame) -> Frame:
     """Return one row per placement at its best learning rate, sorted by the mean eval loss of the finished seeds.
 
-    The best learning rate has the lowest mean among the learning rates at which every seed finished, or otherwise at
-    which most seeds finished. So a learning rate cannot win because its bad seeds failed. After the ranked placements
-    come placements that finished above the loss of a bigram table. Then come placements without a finished seed: short,
-    stuck, interrupted, diverged, failed, and by eval loss within each status. ``eval_loss_std`` is over the finished
-    seeds (ddof 1), NaN for fewer than two.
+    To find the best learning rate, Lamina keeps the learning rates at which the largest share of seeds finished. The
+    lowest mean loss among them wins. So a learning rate cannot win because its bad seeds failed. After the ranked
+    placements come placements that finished above the loss of a bigram table. Then come placements without a finished
+    seed, sorted by status (short, stuck, interrupted, diverged, failed), then by eval loss. ``eval_loss_std`` is over
+    the finished seeds (ddof 1), and NaN for fewer than two.
 
     The columns are rank (NaN for a placement that did not finish, or finished above a bigram table), placement,
     learning_rate, learning_rates (the number of learning rates), seeds, finished, status (the worst), status_text
@@ -151,7 +151,7 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
         return ""
     return (
         f"All placements have one initializer, {next(iter(users))}. The sources of {listed(inits)} use another "
-        "initializer, at other widths. To use each placement's recommended initializer, add --init recommended"
+        f"initializer and other widths. To use each placement's recommended initializer, add --init recommended"
     )
 
 
@@ -196,8 +196,8 @@ def _edges(rows: list[Json], results: Frame) -> list[str]:
                 if row["learning_rate"] == value:
                     ends[end].append(f"{row['placement']} ({value:g})")
     return [
-        f"For {listed(names)}, the best learning rate is the {end} in the list. The true best may lie beyond and "
-        "change the ranking. To try other learning rates for a placement, add --learning-rates-of"
+        f"For {listed(names)}, the best learning rate is the {end} in the list. A learning rate beyond the list may be "
+        f"better and change the ranking. To try other learning rates for a placement, add --learning-rates-of"
         for end, names in ends.items()
         if names
     ]

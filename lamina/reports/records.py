@@ -241,9 +241,7 @@ def read_parquet(path: Path) -> Frame:
 
 
 def whole_of(metric: str) -> tuple[str, ...]:
-    """Return the sub-layers whose rows stand for whole blocks, because the stream leaves a block after its last
-    sub-layer.
-    """
+    """Return the sub-layers whose rows stand for whole blocks. The stream leaves a block after its last sub-layer."""
     return ("feed_forward", "block") if metric.startswith("hidden_") else ("block",)
 
 
@@ -285,9 +283,9 @@ def lenient_mapping(path: Path) -> Json:
 
 @contextmanager
 def whole(folder: Path, what: str) -> Iterator[None]:
-    """Raise UserError if the records of a folder turn out to be incomplete; ``what`` names the job.
+    """Raise UserError if the code in this context finds a folder's records incomplete. ``what`` names the job.
 
-    A UserError passes unchanged, and so does the OSError of a page that Lamina cannot write.
+    A UserError passes unchanged. So does an OSError because Lamina cannot write the page.
     """
     try:
         yield
@@ -299,7 +297,7 @@ def whole(folder: Path, what: str) -> Iterator[None]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value from a folder, which may hold anything, is a finite number."""
+    """Return whether a recorded value, which may have any type, is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

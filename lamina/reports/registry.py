@@ -54,8 +54,8 @@ def report_of(kind: str, *, needs: str = "") -> Callable[[P], P]:
 
 
 def ending_of(*kinds: str, switch: str = "") -> Callable[[E], E]:
-    """Register a function that returns the text that jobs of these kinds print at their end. ``switch`` limits it to
-    jobs with this switch.
+    """Register a function that returns the text that jobs of these kinds print at their end. With ``switch``, only jobs
+    with this switch print the text.
     """
 
     def register(ending: E) -> E:
@@ -76,7 +76,7 @@ def drawing_of(kind: str) -> Callable[[D], D]:
 
 
 def ending(kind: str, switch: str = "") -> Ending:
-    """Return the function that makes a job's last lines of output."""
+    """Return the function that makes the last lines that a job prints."""
     kinds()
     return _endings[kind, switch]
 

@@ -149,8 +149,8 @@ def scale_note(results: Frame) -> list[str]:
         return []
     parameters, tokens = (f"{size / 1e6:,.1f} million" if size >= 1e5 else f"{size:,.0f}" for size in sizes)
     return [
-        f"These models have {parameters} parameters and saw {tokens} tokens each. The papers' smallest models "
-        "have 71 million and see a billion, so the ranking may differ for larger models."
+        f"These models have {parameters} parameters and saw {tokens} tokens each. The papers' smallest models have 71 "
+        f"million parameters and see a billion tokens, so the ranking may differ for larger models."
     ]
 
 
@@ -172,14 +172,15 @@ def facts(study: Study) -> list[str]:
 
 _SMALL = 20e6  # parameters
 _LOSS = (
-    "Points show the eval loss, thin lines the training loss. A run on the dashed line has learned only how often "
-    "each {} occurs. Double-click to see the first steps above the picture. Click a name to hide it."
+    "Points show the eval loss, and thin lines show the training loss. A run on the dashed line has learned only how "
+    "often "
+    "each {} occurs. Double-click to also see the first steps, whose losses are higher. Click a name to hide it."
 )
 _BIGRAM = " The dotted line is the loss of a bigram table. A curve above it shows nothing about the model's depth."
 _SEEDS = " With several seeds, the line is the mean of the seeds that finished, and the band is one standard deviation."
 _SECOND = "Loss on the text of --eval-corpus, with the same tokenizer. The run did not train on this text."
-_TASKS = "Scores on the tasks of --eval-tasks (accuracies from 0 to 1; perplexities as they are)."
+_TASKS = "Scores on the tasks of --eval-tasks. Accuracies go from 0 to 1."
 _DIAGRAMS = (
     "The trained plans, from bottom to top. The vertical line is the residual stream, and each branch to its "
-    "right holds a module. A norm on the line rescales the stream; a norm on a branch does not."
+    "right holds a module. Only a norm on the line rescales the stream; a norm on a branch does not."
 )

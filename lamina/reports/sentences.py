@@ -18,7 +18,7 @@ _MARGIN = 0.1  # nats that still count as at the unigram entropy
 
 @dataclass(frozen=True)
 class Guess:
-    """The words for a model that has learned only how frequent each target is.
+    """The page's words for a model that has learned only how often each target occurs.
 
     Attributes:
         name: the name of this model's loss.
@@ -34,14 +34,12 @@ class Guess:
 
     @classmethod
     def of(cls, row: Mapping[str, object]) -> Guess:
-        """Return a run's words by a row or line of its numbers: only runs on images have a top-5 accuracy."""
+        """Return a run's words. ``row`` has the run's numbers: only runs on images have a top-5 accuracy."""
         return _OF_IMAGES if is_number(row.get("top5_accuracy")) else _OF_TEXT
 
     @classmethod
     def of_any(cls, results: Frame) -> Guess:
-        """Return the words for all runs in a table, which share an objective; a failed run alone may have no
-        accuracy.
-        """
+        """Return the words for all runs in a table. A failed run may lack an accuracy, so Lamina reads all rows."""
         return _OF_IMAGES if any(cls.of(row) == _OF_IMAGES for row in rows_of(results)) else _OF_TEXT
 
 
@@ -113,10 +111,10 @@ def _nobody(rows: list[Json]) -> str:
         after = max(row["steps"] for row in rows)
         steps = f"After {after:.0f} steps the" if math.isfinite(after) else "The"
         return (
-            f"{steps} losses of all {len(rows)} placements still fall, so the runs are too short to tell which is "
-            "best, or whether one is stuck. Raise --steps."
+            f"{steps} losses of all {len(rows)} placements still fall, so the runs are too short to tell which "
+            f"placement is best, or whether one is stuck. Raise --steps."
         )
-    return f"None of {len(rows)} placements finished, so Lamina cannot name the best."
+    return f"None of {len(rows)} placements finished, so Lamina cannot name the best placement."
 
 
 def _gap(first: Json, other: Json) -> str:
@@ -180,7 +178,7 @@ def _end(row: Json) -> str:
 
 
 def _together(end: str, rows: list[Json]) -> str:
-    """Complete the sentence ``end`` for one placement or several."""
+    """Complete the sentence ``end`` for one placement or for several placements."""
     names, losses = listed([row["placement"] for row in rows]), listed([f"{row['eval_loss']:.2f}" for row in rows])
     words = {"is": "are", "was": "were", "it": "they have", "fall": "fall", "at": f"at {losses} their eval losses are"}
     if len(rows) == 1:
@@ -207,12 +205,12 @@ def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
         less = worst_ratio and best_ratio and abs(math.log(worst_ratio)) > abs(math.log(best_ratio))
         if less and best_ratio and worst_ratio and _size(worst_ratio) > _LEVEL:
             texts.append(
-                f"{_evenness(worst, gradients[worst], column)}, while in {best} the two "
+                f"{_evenness(worst, gradients[worst], column)}, while in {best} the two norms "
                 + (f"differ {_times(_size(best_ratio))}" if _size(best_ratio) > _LEVEL else "are about equal")
             )
         else:
             even = f"nearly even in {worst}, too" if less else f"no less even in {worst} than in {best}"
-            texts.append(f"Gradients by layer do not explain the ranking: they are {even}")
+            texts.append(f"Gradients by layer do not explain the ranking: the gradients are {even}")
     growth = {p: g for p in summary["placement"] if (g := _ratio(variances.get(p), -1))}
     if growth:
         first = next(iter(growth))

@@ -73,7 +73,7 @@ class SideBySide:
 
     @property
     def first(self) -> Parting | None:
-        """The earlier of the two differences ``whole`` and ``layer``."""
+        """The earlier one of ``whole`` and ``layer``; None if the runs do not differ."""
         return min(
             (part for part in (self.whole, self.layer) if part is not None), key=lambda one: one.step, default=None
         )
@@ -85,21 +85,21 @@ class SideBySide:
         return f"The two runs differ from step {self.first.step} on"
 
     def sentences(self) -> list[str]:
-        """Return sentences: up to which step the runs are equal, where they begin to differ, and whether their learning
-        rates differ.
+        """Return sentences: up to which step the runs are equal, where the runs begin to differ, and whether the
+        learning rates differ.
         """
         steps = sorted({step for first, _ in self.series.values() for step in first})
         at = f"{len(steps):,} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-        texts = [f"Compared: {len(self.series)} series of {self.names[0]} and {self.names[1]} at {at}."]
+        texts = [f"Lamina compared {len(self.series)} series of {self.names[0]} and {self.names[1]} at {at}."]
         for name, layers in zip(self.names, self.alone, strict=True):
             if layers:
                 texts.append(f"Only {name} has layer{'s' * (len(layers) > 1)} {ranges(layers)}.")
         if self.same_until == steps[-1]:
-            return [*texts, "They are equal at all steps."]
+            return [*texts, "The runs are equal at all steps."]
         if self.same_until is not None:
-            texts.append(f"They are equal up to step {self.same_until}.")
+            texts.append(f"The runs are equal up to step {self.same_until}.")
         if self.first is None:
-            return [*texts, "They differ, but never by more than the series' noise."]
+            return [*texts, "The runs differ, but never by more than the series' noise."]
         if self.whole is not None:
             texts.append(f"The whole model differs first at {self.whole}.")
         if self.layer is not None:
@@ -110,7 +110,7 @@ class SideBySide:
             )
         if self.rate is not None:
             earlier = self.rate.step <= self.first.step
-            texts.append(f"Their learning rates differ from {self.rate}{': set them equal first' if earlier else ''}.")
+            texts.append(f"The learning rates differ from {self.rate}{': set them equal first' if earlier else ''}.")
         return texts
 
 
@@ -163,7 +163,8 @@ def _courses(path: Path) -> dict[Place, dict[int, float]]:
 
 
 def parting(place: Place, first: Course, second: Course) -> Parting | None:
-    """Return where two series begin to differ: five differences in a row have one sign and exceed the noise, or None.
+    """Return where two series begin to differ, or None. From this step on, five differences in a row have the same sign
+    and exceed the noise, or only one of the two values is finite.
 
     Lamina compares losses by their difference, and other values by the logarithm of their ratio.
     """

@@ -25,7 +25,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-seri
 INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
 
 _DASH = 9  # pixels of each color where lines take turns
-TURNS = '<p class="source">Where lines have the same values, Lamina draws dashes of each line in turn.</p>'
+TURNS = '<p class="source">Where several lines have the same values, their dashes alternate.</p>'
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def look(placement: str) -> Look | None:
 
 
 def looks(placements: Iterable[str]) -> dict[str, Look]:
-    """Return the line style of each placement of a page. An unknown placement gets a style that no other placement of
-    the page has.
+    """Return the line style of each placement on a page. An unknown placement gets a style that the page does not use
+    elsewhere.
     """
     names = list(dict.fromkeys(placements))
     needed = {name.partition("(")[0].strip() for name in names}
@@ -127,7 +127,7 @@ class Shown:
 
     @property
     def marker(self) -> str | None:
-        """The form of the placement's points; None for plotly's default."""
+        """The shape of the placement's points; None for plotly's default."""
         placement_look = look(self.placement)
         return placement_look.marker if placement_look else None
 
@@ -259,7 +259,7 @@ def _uncover(figure: Figure) -> bool:
 
 
 def single(values: object) -> np.ndarray:
-    """Return values as float32, which is precise enough for a page; larger values become infinite."""
+    """Return values as float32, which is precise enough for a page. Values beyond float32's range become infinite."""
     with np.errstate(over="ignore"):
         return np.asarray(values, dtype=float).astype(np.float32)
 

@@ -21,7 +21,7 @@ ABOVE_BIGRAM = "above a bigram table"
 _SPIKE_NOTE = (
     "A spike is a step whose training loss or gradient norm (before clipping) is not finite, or at least "
     f"{SIGMAS:g} standard deviations above the mean of the previous steps (up to {WINDOW:,}). The first {FEWEST} "
-    "steps do not count. After the count, the table shows the spike score, which is the share of all steps (OLMo "
+    "steps do not count. The percentage after the count is the spike score: the share of steps that are spikes (OLMo "
     "2, arXiv 2501.00656, Sec 3.1)."
 )
 
@@ -70,12 +70,12 @@ def table(
 
 
 def text(name: str, title: str | None = None, kind: str = "") -> Field:
-    """Return a column of texts, with each row's value of ``name``, escaped."""
+    """Return a column of texts: the escaped value of ``name`` in each row."""
     return Field(name if title is None else title, lambda row: escape(str(row[name])), kind)
 
 
 def number(name: str, form: str, title: str | None = None, kind: str = "number", missing: str = NONE) -> Field:
-    """Return a column of numbers in the format ``form``, with a dash for a missing number or one that is not finite."""
+    """Return a column of numbers in the format ``form``. A dash stands for a missing number, NaN or infinity."""
     return Field(name if title is None else title, lambda row: in_form(row[name], form, missing), kind)
 
 
@@ -90,12 +90,12 @@ def placements(colors: Mapping[str, str], name: str = "placement", title: str = 
 
 
 def in_form(value: object, form: str, missing: str = NONE) -> str:
-    """Format a number. Return a number in this format; a missing number, or one that is not finite, becomes a dash."""
+    """Return a number in a format. A missing number, or a number that is not finite, becomes ``missing`` (a dash)."""
     return format(value, form) if is_number(value) else missing
 
 
 def with_spread(value: str, std: object, form: str) -> str:
-    """Add to a number its standard deviation, if it has one."""
+    """Append the standard deviation to a number, if there is one."""
     return f'{value} <span class="spread">± {std:{form}}</span>' if is_number(std) else value
 
 
@@ -162,7 +162,7 @@ def _present(columns: Iterable[Column], frame: Frame) -> list[Column]:
 
 
 def _field(column: Column, colors: Mapping[str, str]) -> Field:
-    """Turn a result's column into one of a page's table."""
+    """Turn a column of results into a column of a page's table."""
     if column.name == "placement":
         return placements(colors, title=column.title)
     if column.name == "status":

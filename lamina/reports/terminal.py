@@ -35,7 +35,7 @@ _SPEED = {"tokens_per_second": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}"}
 
 
 def run_ended(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
-    """Return how a run ended, and where the page and the model are."""
+    """Return the text about how a run ended, with the paths of the page and the model."""
     ended = result["status"] != "interrupted"
     forms = {**forms, **(_SPEED if ended else {})}
     values = {name: result.get(name) for name in forms}
@@ -163,10 +163,10 @@ def preflight_json(folder: Path | None, rows: Frame) -> str:
 def _layers(row: Json) -> str:
     share = row["ffn_variance_share"]
     return (
-        f"Var(x^N) is {10 ** row['growth']:.2g} × Var(x^0); the weights' gradients differ by at most a factor of "
-        f"{10 ** -row['weight_gradient']:.2g}, the smallest in layer {row['weight_gradient_layer']}; before the "
-        f"first step the feed-forwards add {share:.2g} × their skips' variance in sum (FuseNorm's Theorem 1 "
-        "assumes a sum near 1)"
+        f"Var(x^N) is {10 ** row['growth']:.2g} × Var(x^0). The weights' gradient is smallest in layer "
+        f"{row['weight_gradient_layer']}: gradients of layers differ by at most a factor of "
+        f"{10 ** -row['weight_gradient']:.2g}. Before the first step, the feed-forwards together add {share:.2g} × "
+        f"their skips' variance (FuseNorm's Theorem 1 assumes about 1)"
     )
 
 
@@ -181,7 +181,7 @@ def evaluation(folder: Path, result: Json) -> str:
 
 
 def _paired(rows: list[Json]) -> list[str]:
-    """Return a line per model and task: the difference from the first model, and whether it is real."""
+    """Return a line per model and task: the difference from the first model, and its significance."""
     if not rows:
         return []
     width = max(5, *(len(row["model"]) for row in rows))

@@ -118,4 +118,4 @@ def test_a_part_whose_numbers_are_none_is_left_out(tmp_path, caplog, column, val
     said = lamina.diagnose(folder).sentences
     missing = column == "value" and value is None  # a missing value is not finite
     assert ("part-00001.parquet is not readable, so Lamina leaves it out" in caplog.text) == (not missing)
-    assert ("The loss did not rise and stay up in 40 steps (status: unfinished)." in said) == (not missing)
+    assert ("The loss had no lasting rise in 40 steps (status: unfinished)." in said) == (not missing)

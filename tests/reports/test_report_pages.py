@@ -60,7 +60,7 @@ def test_all_sections_are_there_and_one_rate_is_called_confounded(page):
     while folded != (less := re.sub(r"<details>(?:(?!<details>).)*?</details>", "", folded, flags=re.DOTALL)):
         folded = less
     assert len(re.findall(r'class="plotly-graph-div"', folded)) == 3  # the loss, gradients and variances
-    assert page.count("dashes of each line in turn") <= 1
+    assert page.count("their dashes alternate") <= 1
     assert len(re.findall(r'class="plotly-graph-div"', page)) == 28
     body = readable(page)
     assert body.count("<svg") == 7
@@ -268,7 +268,7 @@ def test_lines_of_the_same_values_take_turns_so_that_each_color_shows():
         figure.add_scatter(x=layers, y=[factor * 10**layer for layer in layers], mode="lines", line={"color": color})
     html = to_html(figure.update_yaxes(type="log"))
     assert [line["line"].get("dash") for line in drawn(html)] == [None, "18px,9px", None, "9px,18px"]
-    assert "dashes of each line in turn" in html
+    assert "their dashes alternate" in html
 
 
 def test_the_text_of_a_tick_is_the_value_of_the_tick():

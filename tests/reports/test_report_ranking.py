@@ -199,7 +199,8 @@ SAID = {
     ),
     "the reason comes from gradients and variances": case(
         THREE, "gradient norm in post_ln is 10,000 times as large as the first block's (1 against 0.0001)",
-        "in fusenorm the two are about equal", "grows 40-fold from the first block to the last in pre_ln", **GROWING,
+        "in fusenorm the two norms are about equal", "grows 40-fold from the first block to the last in pre_ln",
+        **GROWING,
     ),
     "what falls is not called level": case(
         THREE, "nearly even in post_ln, too", "falls 50-fold from the first block to the last in fusenorm", **NEARLY,
@@ -212,7 +213,7 @@ SAID = {
     ),
     "a gap beyond the spread": case(seeds([2.5, 2.51], [2.6, 2.61]), "times the seeds' spread (2 seeds)"),
     "nothing finished": case(
-        NONE, "None of 2 placements finished, so Lamina cannot name the best.", "a diverged",
+        NONE, "None of 2 placements finished, so Lamina cannot name the best placement.", "a diverged",
         "b is stuck: at 3.30 its eval loss is no better than the unigram entropy of 3.24 nats",
     ),
     "short runs are told from stuck ones": case(

@@ -44,7 +44,7 @@ def test_the_first_layer_that_parts_is_named_with_its_step(tmp_path, noise):
     assert found.same_until == (39 if not noise else None)
     said = " ".join(lamina.diagnose(first, second).sentences)
     assert "The first layer that differs is at step 40, layer 1 (feed-forward): the gradient norm is" in said
-    assert ("They are equal up to step 39." in said) == (not noise)
+    assert ("The runs are equal up to step 39." in said) == (not noise)
 
 
 def test_what_has_the_same_noise_does_not_part(tmp_path):
@@ -52,13 +52,13 @@ def test_what_has_the_same_noise_does_not_part(tmp_path):
     found = side_by_side(first, second)
     assert found.first is None
     assert found.title == "The two runs do not differ"
-    assert found.sentences()[-1] == "They differ, but never by more than the series' noise."
-    assert side_by_side(first, first).sentences()[-1] == "They are equal at all steps."
+    assert found.sentences()[-1] == "The runs differ, but never by more than the series' noise."
+    assert side_by_side(first, first).sentences()[-1] == "The runs are equal at all steps."
 
 
 def test_a_learning_rate_that_differs_is_said(tmp_path):
     first, second = run(tmp_path / "a.jsonl"), run(tmp_path / "b.jsonl", rate=30, parts=35)
-    assert "Their learning rates differ from step 30" in side_by_side(first, second).sentences()[-1]
+    assert "The learning rates differ from step 30" in side_by_side(first, second).sentences()[-1]
 
 
 def test_a_loss_that_is_not_finite_in_one_parts(tmp_path):

@@ -121,5 +121,5 @@ def test_rates_are_verified_at_another_width_and_what_had_ended_is_not_run_again
     table = pd.read_csv(folder / "results.csv")
     assert list(table.seconds[:2]) == seconds
     assert set(table.hidden_size) == {16, 32}
-    assert "Verified at width 32: 2 of 2" in capsys.readouterr().out
+    assert "At width 32, 2 of 2" in capsys.readouterr().out
     assert "steps: 20 differs" in refused(*again, "--steps", "20")

@@ -61,7 +61,7 @@ def _ranking_note(several: bool, summary: Frame) -> str:
     if not alone and not summary["finished"].all():
         some = summary["finished"].any()
         parts.append(
-            "Placements that did not finish are last." if some else "Rows are in the order of status, then of loss."
+            "Placements that did not finish are last." if some else "Lamina sorts rows by status, then by loss."
         )
     return f"<p>{escape(' '.join(parts))}</p>" if parts else ""
 

@@ -24,7 +24,7 @@ from lamina.reports.tables import number, status, table, text
 LEVEL = "#b9bcc2"
 _FIGURE = (
     "Mean |x| of each module's output, averaged over layers and seeds. Both axes are logarithmic. Gray lines are "
-    "flat within the tolerance. If a colored line rises, a {large} model blows up. If it falls, the module matters "
+    "flat within the tolerance. If a colored line rises, a {large} model blows up. If a line falls, the module matters "
     "less in a {large} model."
 )
 _WORDS = {

@@ -85,7 +85,7 @@ def findings(said: Answer) -> str:
 
 
 def batches(evidence: Evidence) -> Section:
-    """Return the section of the recorded batches, with the beginning of each row."""
+    """Return the section about the recorded batches, with the beginning of each row."""
     html = ""
     for step, lines in [*evidence.batches.items()][:_SHOWN]:
         cells = "".join(

@@ -66,8 +66,8 @@ def evaluation_report(folder: Path) -> Path:
 
 
 def headline(printed: Json, paired: list[Json]) -> str:
-    """Return the finding in a line: the best score in the last column next to guessing, and whether a difference is
-    significant.
+    """Return the finding in a line: the best score in the last column, the score of guessing, and whether any
+    difference is significant.
     """
     known = [line for line in printed["lines"] if is_number(line["mean"][-1])]
     if not known:
@@ -125,8 +125,8 @@ _SCORES = (
 )
 GUESSING = "guessing"
 _BARS = (
-    "The table's shares as bars. A bar is the mean over the runs, a thin line the sample standard deviation of "
-    "several runs, and a gray dash the score of random guessing."
+    "The table's shares as bars. A bar shows the mean over the runs, and a gray dash shows the score of random "
+    "guessing. A thin line shows the sample standard deviation of several runs."
 )
 
 

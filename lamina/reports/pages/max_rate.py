@@ -128,8 +128,8 @@ def notices(rows: Sequence[Json]) -> list[str]:
     texts = []
     if beyond := [row["placement"] for row in rows if row["open"]]:
         texts.append(
-            f"At some seeds {listed(beyond)} did not fail, so the largest learning rate lies beyond the warm-up's "
-            "end. To find it, raise --max-learning-rate."
+            f"With some seeds, {listed(beyond)} did not fail, so the largest learning rate lies beyond the warm-up's "
+            f"end. To find it, raise --max-learning-rate."
         )
     if rows and max(row["seeds"] for row in rows) < 2:
         texts.append(ONE_SEED)
@@ -150,19 +150,18 @@ def headline(rows: Sequence[Json]) -> str:
 
 
 def sentences(rows: Sequence[Json]) -> list[str]:
-    """Say in plain sentences which placement tolerates the highest learning rate, and its ratio to the lowest learning
-    rate.
-    """
+    """Report which placement tolerates the highest learning rate, and its ratio to the lowest of them."""
     measured = [row for row in rows if row["seeds"] and row["mean"] > 0]
     if not measured:
-        return ["No trial has found a largest learning rate."]
+        return ["No run has found a largest learning rate."]
     first, last = measured[0], measured[-1]
     least = "at least " if first["open"] else ""
     texts = [f"{first['placement']} tolerates a learning rate of {least}{first['mean']:.2g}."]
     if sum(bool(row["open"]) for row in measured) > 1:
         texts[0] = f"{headline(measured)}."
     elif len(measured) > 1:
-        than = f": {least}{first['mean'] / last['mean']:.2g} times that of {last['placement']} ({last['mean']:.2g})"
+        times = f"{least}{first['mean'] / last['mean']:.2g} times"
+        than = f": {times} the learning rate of {last['placement']} ({last['mean']:.2g})"
         if last["open"]:
             than = f"; {last['placement']} tolerates at least {last['mean']:.2g}, so the ratio is unknown"
         texts[0] = f"{first['placement']} tolerates the highest learning rate, {least}{first['mean']:.2g}{than}."
@@ -183,10 +182,10 @@ def rules(settings: Mapping[str, object]) -> list[str]:
         f"spike: the loss stayed more than {value['spike_margin']} nats above the lowest smoothed loss for "
         f"{patience}. If the loss came back sooner, it is not a spike.",
         f"plateau: the smoothed loss fell by less than {value['plateau_margin']} nats while the learning rate "
-        f"grew by a factor of {value['plateau_factor']}. Lamina calls it stuck if the loss was not "
+        f"grew by a factor of {value['plateau_factor']}. A plateau is called stuck if the loss was not "
         f"{value['stuck_margin']} nats below the corpus's unigram entropy.",
-        "The largest learning rate is the value just before the failure. This is the last step at which the "
-        "smoothed loss was at its minimum or, for a plateau, the step up to which the loss fell.",
+        "The largest learning rate is the value just before the failure: at the last step at which the smoothed loss "
+        "was at its minimum. For a plateau, it is the value at the last step at which the loss fell.",
     ]
 
 

@@ -100,8 +100,9 @@ def _read(path: Path) -> Figure:
 def main_numbers(frame: Frame) -> Frame:
     """Summarize a probe's values: one row per metric, with the layers of the extremes.
 
-    Each sub-layer, role, number format and meaning of a drop has a separate row, with the frame's columns that name
-    them. The other columns are rows, lowest, at, median, highest and at_highest.
+    Each combination of sub-layer, role, number format and meaning of a drop has a separate row. The other columns hold
+    the number of rows, the number of values that are not finite, the lowest, median and highest value, and the layers
+    of the lowest and the highest value.
     """
     apart = ("metric", "sublayer", "role", "format", "meaning")
     by = [name for name in apart if name in frame and frame[name].notna().any()]
@@ -127,7 +128,9 @@ def _place(row: Any, columns: list[str]) -> str:
 
 
 def _headline(model: str, probes: Json) -> str:
-    """Return the finding in a line: which layer matters least if that was measured, or what the first probe found."""
+    """Return the finding in a line: the layer that matters least, or the first probe's finding if no probe measured
+    this.
+    """
     for name in ("layer_drop", *probes):
         if said := probes.get(name, {}).get("sentences"):
             found = re.split(r"[,;:] ", re.sub(r" \([^)]*\)", "", str(said[0])))[0].rstrip(".")

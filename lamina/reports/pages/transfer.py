@@ -79,14 +79,15 @@ def sentences(summary: Row) -> list[str]:
     texts.append(f"Is {rate:g} safe at width {summary['target_width']}? It is {summary['risk']}.")
     if summary["at_the_grids_edge"]:
         texts.append(
-            "The best learning rate is at the edge of the list, so the true best may lie beyond. Try more with "
-            "--learning-rates."
+            "The best learning rate is at the edge of the list, so a learning rate beyond the list may be better. Try "
+            "more with --learning-rates."
         )
     for width, rates in summary["verified"].items():
         same = [rate["agrees"] for rate in rates if rate["agrees"] is not None]
         if same:
             texts.append(
-                f"Verified at width {width}: {sum(same)} of {len(same)} learning rates end as at width {proxy}."
+                f"At width {width}, {sum(same)} of {len(same)} learning rates have the same outcome as at width "
+                f"{proxy}."
             )
     return texts
 

@@ -54,11 +54,11 @@ def test_a_notable_batchs_rows_are_written_without_a_tokenizer_as_token_ids(tmp_
     ]
     assert not (tmp_path / "run" / "alarms.jsonl").exists()  # nothing follows it
     said = " ".join(lamina.diagnose(tmp_path / "run").sentences)
-    assert f"The loss did not rise and stay up in {STEPS} steps (status: finished)." in said
+    assert f"The loss had no lasting rise in {STEPS} steps (status: finished)." in said
     assert "nothing went wrong after" in said
     assert "No layer has an anomaly." in said
     assert "cause" not in said
-    assert f"Rows of the batch of step {AT}" in said
+    assert f"The batch of step {AT} has these rows" in said
     assert f"{hash_of(rows[1])} “token ids {rows[1][0]} {rows[1][1]} " in said
 
 
