@@ -1,4 +1,4 @@
-"""`lamina.LightningMonitor`: the monitor as a callback of Lightning's Trainer."""
+"""`lamina.LightningMonitor` is the monitor as a callback of Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LightningMonitor(WatchCallback, _callback()):
         settings: the other settings of ``lamina.watch``.
 
     Raises:
-        UserError: for invalid settings; when training begins, for an output folder in use.
+        UserError: for invalid settings or, when training begins, for an output folder in use.
     """
 
     def on_train_start(self, trainer: Lightning, pl_module: nn.Module) -> None:

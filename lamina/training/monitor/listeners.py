@@ -1,4 +1,4 @@
-"""Wrappers of torch's functions for gradients and process groups, which notify Lamina while it watches."""
+"""Wrap torch's functions for gradients and process groups, so that they notify Lamina while it watches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Lamina calls its methods before each call of a wrapped function, but after a scaler's step."""
+    """Wrapped functions call a listener's methods before they run; a loss scaler's step calls them afterward."""
 
     def differentiates(self, loss: torch.Tensor) -> None: ...
 
@@ -52,9 +52,10 @@ _PATCHED = ExitStack()  # while there are listeners
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Patch torch's functions, so that ``listener`` is notified before torch computes or clips gradients.
+    """Patch torch's functions, so that they notify ``listener`` before torch computes or clips gradients.
 
-    There may be several listeners, which end in any order. The end of the last listener restores torch's functions.
+    Several listeners may be active, and may end in any order. When the last listener ends, Lamina restores torch's
+    functions.
     """
     if not _LISTENERS:
         patches: list[tuple[object, str, Telling]] = [
@@ -97,7 +98,7 @@ def _telling_loss(inner: Callable[..., object]) -> Callable[..., object]:
 
 
 def _quiet(inner: Callable[..., object]) -> Callable[..., object]:
-    """Tell nobody of the pass over uninitialized memory by which a pipeline stage learns its shapes."""
+    """Notify no listener of the pass over uninitialized memory by which a pipeline stage learns its shapes."""
 
     @wraps(inner)
     def infer(*args: object, **kwargs: object) -> object:
@@ -113,7 +114,7 @@ def _quiet(inner: Callable[..., object]) -> Callable[..., object]:
 
 
 def _telling_division(inner: Callable[..., object]) -> Callable[..., object]:
-    """Tell that a pipeline stage divides its gradients by the number of micro-batches."""
+    """Notify listeners that a pipeline stage divides its gradients by the number of micro-batches."""
 
     @wraps(inner)
     def scale_grads(stage: PipelineStage, divisor: int) -> object:
@@ -158,7 +159,7 @@ def _telling_unscale(inner: Callable[..., object]) -> Callable[..., object]:
 
 
 def _telling_sharded_clip(inner: Callable[..., object]) -> Callable[..., object]:
-    """Tell of FSDP1's own clipping, which does not come to torch's functions."""
+    """Notify listeners of FSDP1's own clipping, which does not call torch's functions."""
 
     @wraps(inner)
     def clip_grad_norm_(model: nn.Module, max_norm: float, *args: object, **kwargs: object) -> object:
@@ -170,7 +171,7 @@ def _telling_sharded_clip(inner: Callable[..., object]) -> Callable[..., object]
 
 
 def _telling_end(inner: Callable[..., object]) -> Callable[..., object]:
-    """Tell that a loop leaves the other processes, while they can still exchange the last step."""
+    """Notify listeners that a loop leaves the process group, while the processes can still exchange the last step."""
 
     @wraps(inner)
     def destroy_process_group(group: ProcessGroup | None = None) -> object:

@@ -1,7 +1,7 @@
-"""Signs of a training loop's special actions: layers that it skips, freezes or replaces, and gradients that it keeps.
+"""Detect when a training loop skips, freezes or replaces layers, or keeps gradients.
 
-Most of these actions are intentional: LayerDrop, gradual unfreezing, LISA. Lamina notes each sign once, and the alarm
-rules take it into account.
+Most of these actions are intentional, such as LayerDrop, gradual unfreezing or LISA. Lamina writes one note about each
+action, and the alarm rules allow for it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Mark:
 
 
 class LoopSigns:
-    """Detects a loop's special actions with forward hooks on the sub-layers, and from each step's requires_grad.
+    """Detects these actions with forward hooks on the sub-layers, and from each step's requires_grad.
 
     Args:
         norms: the gradient norms, with the followed parameters.
@@ -88,7 +88,7 @@ class LoopSigns:
             handle.remove()
 
     def replaced(self, owners: Iterable[Owner]) -> None:
-        """Note that owners have other parameters than before the latest search for the layers."""
+        """Note that a new search for the layers found other parameters for these owners."""
         self._replaced |= set(owners)
 
     def end_step(self, step: int, *, passed: bool) -> StepSigns:

@@ -1,4 +1,4 @@
-"""Mistakes in the inputs of torch's loss and attention functions."""
+"""Find mistakes in the inputs of torch's loss and attention functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _called(setup: BeforeTraining, name: str) -> dict[str, object]:
 
 @checks
 def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find inputs that a loss does not expect: probabilities, no log-probabilities, viewed logits, other shapes."""
+    """Find a loss's wrong inputs: probabilities as logits, logits as log-probabilities, viewed logits, other shapes."""
     logits = _called(setup, "cross_entropy").get("input")
     odds = _called(setup, "binary_cross_entropy_with_logits").get("input")
     viewed = setup.trial.logits if setup.trial is not None else None
@@ -80,7 +80,7 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def label_smoothing(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a smoothing that takes most of the weight from the labels."""
+    """Find label smoothing that takes most of the weight from the labels."""
     smoothing = _called(setup, "cross_entropy").get("label_smoothing", 0.0)
     if isinstance(smoothing, float) and smoothing >= SMOOTHED:
         yield Mistake(
@@ -103,7 +103,7 @@ def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def additive_mask(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find attention masks of zeros and ones in floats, which torch adds to the scores."""
+    """Find float attention masks of zeros and ones, which torch adds to the scores."""
     mask = _called(setup, "attention").get("mask")
     if isinstance(mask, torch.Tensor) and mask.is_floating_point() and set(mask.unique().tolist()) == {0.0, 1.0}:
         yield Mistake(
@@ -115,7 +115,7 @@ def additive_mask(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def mixed_rows(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find outputs of a sequence that depend on the batch's other sequences, or on its place among them."""
+    """Find a model whose outputs for a row depend on the batch's other rows, or on the row's index in the batch."""
     trial, rows = setup.trial, next(iter(setup.batch.values()), None)
     if trial is not None and trial.by_row:
         yield Mistake(

@@ -1,4 +1,4 @@
-"""Mistakes in a training setup that show before the first step.
+"""Find mistakes in a training setup before the first step.
 
 Each of ``CHECKS`` is one function, which looks for one mistake. Intentional choices, such as zero-initialized branches,
 frozen parts and depth-scaled initializers, are not mistakes.
@@ -32,7 +32,7 @@ __all__ = [
 class Mistakes(list[Mistake]):
     """The mistakes that ``lamina.check`` found.
 
-    Printed, it shows a line for each mistake, each note, and each check that was not possible.
+    If you print it, it shows a line for each mistake, each note, and each check that was not possible.
     """
 
     def __init__(self, findings: Iterable[Mistake], unchecked: Sequence[str] = ()):

@@ -1,4 +1,4 @@
-"""Mistakes in a model's weights, norms and gradients."""
+"""Find mistakes in a model's weights, norms and gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDE, SOLE = 4.0, 8.0  # standard deviations times sqrt(inputs); and times that 
 
 @checks
 def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers that run but get no gradient, because of a detach, or of reentrant checkpoints with frozen inputs."""
+    """Find layers that run but get no gradient, because of a detach or reentrant checkpointing with frozen inputs."""
     reentrant = _is_reentrant(setup.model)
     for path, layers in setup.blocks:
         trained = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
@@ -48,7 +48,7 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers' parameters that get no gradient, although their modules run and the layers' others do."""
+    """Find parameters without a gradient in layers where all modules run and other parameters get a gradient."""
     if setup.trial is None:
         return
     for _, layers in setup.blocks:
@@ -136,7 +136,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers' matrices whose standard deviation does not suit the width, or differs from other layers."""
+    """Find layers' matrices with a standard deviation that does not suit the width, or that differs between layers."""
     scales: dict[str, dict[str, float]] = {}
     for path, layers in setup.blocks:
         for at, layer in enumerate(layers):
@@ -208,7 +208,7 @@ def _gain(norm: nn.Module) -> torch.Tensor | None:
 
 
 def _is_as_made(norm: nn.Module) -> bool:
-    """Return whether a norm's weight is what its class starts with: Nemotron's 1 + weight starts at 2."""
+    """Return whether a norm's weight has the initial value of the norm's class (Nemotron's 1 + weight starts at 2)."""
     weight: Output = norm.weight
     try:
         new: Output = type(norm)(len(weight))
@@ -226,7 +226,7 @@ def _is_reentrant(model: nn.Module) -> bool:
 
 
 def _inputs_are_frozen(model: nn.Module) -> bool:
-    """Return whether what goes into the layers requires no gradient: frozen tables whose outputs no hook changes."""
+    """Return whether the layers' inputs require no gradient: embeddings are frozen, and no hook changes that."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     hooked = any(module._forward_hooks for module in tables)
     return bool(tables) and not hooked and not any(p.requires_grad for module in tables for p in module.parameters())

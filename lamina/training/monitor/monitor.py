@@ -1,4 +1,4 @@
-"""The core of a monitored training, which ends a step, passes its measurements to the alarms and writes them.
+"""The core of the monitor: it ends a step, checks the step's measurements for alarms and writes them.
 
 An adapter supplies the measurements. The adapter for a user's loop uses torch's hooks (``watch.LoopMonitor``). The
 adapter for a run of Lamina uses Trainer's callbacks (``recorder.RunRecorder``).
@@ -73,12 +73,12 @@ class Monitor:
         self._waiting: list[Row] = []  # the same of what the training code says itself
 
     def _end_step(self, step: int, *, skipped: bool = False) -> None:
-        """End a step, whose loss and norm are in the series; one that was ``skipped`` has no norm."""
+        """End a step, whose loss and norm are in the series; a ``skipped`` step has no norm."""
         self.step = step
         self.series.end_step(step, skipped=skipped)
 
     def look(self, rows: Sequence[Row] = (), rate: float | None = None, *, due: bool = True) -> list[Row]:
-        """Check the steps since the last call for alarms, with ``rows``, and write the steps.
+        """Check the steps since the last call and the ``rows`` for alarms, and write the steps.
 
         All processes must call this method at the same step.
 
@@ -86,7 +86,7 @@ class Monitor:
 
         Args:
             rows: the measurements since the last call.
-            rate: the learning rate that divides updates.
+            rate: the learning rate by which Lamina divides updates.
             due: whether the last step is recorded.
 
         Returns the steps' losses and gradient norms.
@@ -101,7 +101,7 @@ class Monitor:
         return series
 
     def _judge(self, rows: Iterable[Row], rate: float | None = None) -> None:
-        """Judge rows; report an event's first alarm to the log, the trackers and the user."""
+        """Check rows for alarms; report an event's first alarm to the log, the trackers and the user."""
         told = self.alarms.see(rows, rate)
         if self.records is not None and self.alarms.news:
             logger.log(self.level, "%s%s", self.says, self.alarms.news)

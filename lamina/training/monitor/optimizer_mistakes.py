@@ -1,4 +1,4 @@
-"""Mistakes in a training's optimizers."""
+"""Find mistakes in a training's optimizers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find float16 without a loss scaler, and trainable weights in float16."""
+    """Find float16 training without a loss scaler, and trainable weights in float16."""
     weights = [p for p in setup.trained if p.dtype == torch.float16]
     if weights:
         yield Mistake(
@@ -115,7 +115,7 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _rate_of(groups: Iterable[Mapping[str, Output]]) -> float:
-    """Return the highest rate of groups, before a schedule lowered it; infinity if an optimizer sets its own."""
+    """Return the groups' highest learning rate before a schedule; infinity if an optimizer chooses it itself."""
     rates = [group.get(name, 0.0) for group in groups for name in ("lr", "initial_lr", "max_lr")]
     return max((math.inf if rate is None else float(rate) for rate in rates), default=0.0)
 
@@ -336,7 +336,7 @@ def muon_tables(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find LoRA whose scale is too large, or whose frozen part is trained."""
+    """Find LoRA with too large a scale, or with base matrices that the optimizer trains."""
     scales, base = dict[str, float](), list[nn.Parameter]()
     for path, module in setup.model.named_modules():
         scaling = vars(module).get("scaling")

@@ -1,7 +1,6 @@
-"""Measures of parameters by sub-layer: gradients, updates, weights and moments.
+"""Measure gradients, updates, weights and moments by sub-layer.
 
-In an unstable run, updates and first moments rise before the gradient and the loss do, and they rise first in some
-layers.
+In an unstable run, updates and first moments rise before the gradient and the loss. They rise first in some layers.
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ def owned_parameters(model: nn.Module) -> Owned:
 def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatParameters | None = None) -> Owned:
     """List a model's parameters with their layer and sub-layer; without a structure, all belong to the whole model.
 
-    A parameter that several layers share (ALBERT) counts in the first of these layers, and a tied parameter in the
-    embedding. Parameters of another stack of layers (a decoder after the encoder) are neither embedding nor readout,
-    but "other".
+    A parameter that several layers share (ALBERT) counts in the first of these layers. A tied parameter counts in the
+    embedding. Parameters of another stack of layers (a decoder after the encoder) have the role "other".
     """
     flat = flat or FlatParameters(model)
     if structure is None:
@@ -88,7 +86,7 @@ def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatPa
 
 
 def _share(tensor: torch.Tensor) -> float:
-    """Return the weight of this process's part in a sum over processes: 1 for a shard, 1 / n for each of n copies."""
+    """Return the factor on this process's part in a sum over processes: 1 for a shard, 1 / n for each of n copies."""
     if not is_initialized():
         return 1.0
     world = get_world_size()
@@ -103,7 +101,7 @@ def _share(tensor: torch.Tensor) -> float:
 def clip(model: nn.Module, limit: float) -> torch.Tensor:
     """Clip a sharded model's gradients, and return the gradients' norm before clipping.
 
-    The model may have several device meshes; torch's function takes only one.
+    The model may have several device meshes, but torch's function accepts only one mesh.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     parts = [local_part(gradient) for gradient in gradients]
@@ -126,7 +124,7 @@ class GradientNorms:
         owned: each parameter with its owner, as ``found_parameters`` returns them.
         exact: whether a CPU sums in short pieces and adds the pieces in float64. On a CPU, torch's norm of a tensor of
             2**24 floats is off by 7e-4. Lamina's own runs record torch's norm, bit for bit.
-        flat: the model's flat parameters; None looks for FSDP1's.
+        flat: the model's flat parameters; with None, Lamina looks for FSDP1's flat parameters.
         group: the processes that share the model or the pipeline stage; None for all processes.
     """
 
@@ -167,7 +165,7 @@ class GradientNorms:
         return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
 
     def clips(self) -> bool:
-        """Return whether ``clip`` works: all gradients are whole, in the model's order, and of one kind."""
+        """Return whether ``clip`` works. It needs whole gradients of one device and one dtype, in the model's order."""
         kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters if parameter.grad is not None}
         return self._all and len(kinds) == 1 and not (self.sharded or self._exact)
 
@@ -312,13 +310,14 @@ def largest_rate(optimizers: Optimizers) -> float | None:
 
 
 class Samples:
-    """Finds changes that the optimizers did not make, in a fixed sample of weights and moments.
+    """Compares a fixed sample of weights and moments to find changes that no optimizer made.
 
     In most trainings only the optimizers change weights and moments, so the alarm for other changes needs no fitted
     limit. Metrics: ``written_ratio`` is the norm of these changes to the weights since the last record, divided by the
-    weights' norm. ``moved_ratio`` is how far training had moved the weights before such a change, also divided by their
-    norm; this distance counts from the previous such change, or from the first step. ``forgotten_share`` is the largest
-    loss of magnitude in one of the optimizer's tensors, divided by the tensor's norm; it is 1 if the tensor is lost.
+    weights' norm. ``moved_ratio`` is the distance that training moved the weights before such a change, divided by the
+    weights' norm. The distance starts at the previous change of this kind, or at the first step. ``forgotten_share`` is
+    the largest loss of magnitude in one of the optimizer's tensors, divided by the tensor's norm; it is 1 if the tensor
+    is lost.
 
     Only ``rows`` waits for the device. A resumed run begins with a new sample, so its first step is not compared.
 
@@ -369,7 +368,7 @@ class Samples:
             self._anchor = torch.where(wrote, now[:count], anchor)
 
     def after_step(self, optimizers: Optimizers) -> None:
-        """Keep the sample's values after the optimizers' step, if they took the step."""
+        """If the optimizers took the step, keep the sample's values after the step."""
         if not self._begun:
             return
         moments = {(index, key): value for index, key, value in self._moments(optimizers)}
@@ -450,7 +449,7 @@ class Samples:
 
 
 def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a view of ``size`` evenly spread elements, or of all; empty for a tensor that is not contiguous."""
+    """Return a view of ``size`` evenly spread elements, or of all elements; empty for a noncontiguous tensor."""
     if not tensor.is_contiguous():
         return tensor.new_empty(0)
     stride = max(1, tensor.numel() // size)
@@ -463,14 +462,15 @@ class UpdateRatios(TrainerCallback):
 
     w are the weights before the optimizer's step and w' the weights after it, so the update includes clipping, the
     learning rate and weight decay. The metrics are ``update_norm`` |w' - w|, ``weight_norm`` |w| and ``update_ratio``
-    |w' - w| / |w|. If the optimizer has Adam's moments after the step, they are also ``first_moment`` |m| and
+    |w' - w| / |w|. If the optimizer has Adam's moments after the step, the metrics include ``first_moment`` |m| and
     ``second_moment``, the norm of sqrt(v), both in units of the gradient. ``unmoved_parameters`` is the number of
-    parameters with a gradient and an update of exactly 0. ``without_gradient`` is the number of ``SilentParameters``.
-    If the groups have different learning rates, ``rate_ratio`` is the largest learning rate divided by most parameters'
-    learning rate. ``rate_estimate`` is the learning rate that an optimizer estimates itself.
+    parameters with a gradient and an update of exactly 0. ``without_gradient`` is the number of parameters that
+    ``SilentParameters`` finds. If the groups have different learning rates, ``rate_ratio`` is a sub-layer's learning
+    rate divided by the optimizer's median learning rate, if it is above 1. ``rate_estimate`` is the learning rate that
+    an optimizer estimates itself.
 
-    At a recorded step, memory holds a copy of the weights from the backward pass to the end of the step; at other
-    steps, only a copy of ``samples``. Only ``rows`` waits for the device.
+    At a recorded step, memory holds a copy of the weights from the backward pass to the end of the step. At other
+    steps, it holds only a copy of ``samples``. Only ``rows`` waits for the device.
 
     Args:
         model: a Lamina model; ignored if ``groups`` is given.
@@ -481,9 +481,10 @@ class UpdateRatios(TrainerCallback):
         rate: the largest learning rate of the last measured step.
         samples: finds changes that the optimizers did not make.
         still: the parameters that got a gradient at the last record but did not move.
-        missing: whether no optimizer contains any of these parameters.
+        missing: whether no optimizer contains any parameter in ``still``.
         silent: the parameters that got no gradient at the last record.
-        resting: the parameters with a gradient and a learning rate of 0 at the last record, while others moved.
+        resting: the parameters with a gradient and a learning rate of 0 at the last record, while other parameters
+            moved.
     """
 
     rate: float | None = None
@@ -559,7 +560,7 @@ class UpdateRatios(TrainerCallback):
         self._sums = dict(zip(sums, self.groups.over_processes(torch.stack(list(sums.values()))), strict=True))
 
     def _peaks(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return the largest magnitude in each of these tensors, 0 where there is none; does not wait."""
+        """Return the largest magnitude in each tensor, or 0 for a missing tensor. Does not wait for the device."""
         there = [at for at, x in enumerate(tensors) if x is not None and not x.is_sparse and local_part(x).numel()]
         parts = [local_part(cast(torch.Tensor, tensors[at])) for at in there]
         peaks = torch.zeros(len(tensors), device=parts[0].device if parts else self.groups.device)
@@ -570,7 +571,7 @@ class UpdateRatios(TrainerCallback):
         return peaks.to(self.groups.device)
 
     def _largest_of(self, moved: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return the largest |update| and |gradient| of each parameter; does not wait."""
+        """Return the largest |update| and |gradient| of each parameter. Does not wait for the device."""
         if (gradients := self._gradients) is None:
             pairs = zip(moved, self.groups.parameters, strict=True)
             gradients = self._peaks([None if old is None else p.grad for old, p in pairs])
@@ -580,10 +581,9 @@ class UpdateRatios(TrainerCallback):
         return largest
 
     def _unmoved(self) -> list[int]:
-        """Return the places of parameters with a gradient and an update of exactly 0.
+        """Return the positions of parameters with a gradient and an update of exactly 0.
 
-        Not of those whose optimizer left out the step, whose learning rate is 0, or whose update their number format
-        rounds to nothing.
+        Leaves out parameters whose optimizer skipped the step, whose learning rate is 0, or whose update rounds to 0.
         """
         if self._largest is None:
             return []
@@ -610,7 +610,7 @@ class UpdateRatios(TrainerCallback):
         return unmoved
 
     def _without_gradient(self) -> list[int]:
-        """Return the places of trained parameters whose gradient is zero, other than in most layers."""
+        """Return the positions of trained parameters whose gradient is zero, although it is not zero in most layers."""
         if self._largest is None:
             return []
         ids = [id(stored(parameter)) for parameter in self.groups.parameters]
@@ -635,7 +635,7 @@ class UpdateRatios(TrainerCallback):
         return ratios
 
     def rows(self, step: int) -> list[Row]:
-        """Return the recorded step's measures as tidy rows, once; none if a loss scaler skipped the update.
+        """Return the recorded step's measures once, as tidy rows; no measures if a loss scaler skipped the update.
 
         Weights that are all zero (a bias before its first step) have no ratio.
         """

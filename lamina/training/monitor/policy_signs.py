@@ -52,9 +52,8 @@ class Sign(NamedTuple):
 
 
 def metrics_of(names: Iterable[str]) -> dict[str, str]:
-    """Return a policy's metrics by the names of logged series.
-
-    Empty without rewards, because other trainers also log entropy.
+    """Return a policy's metrics by the names of logged series. The result is empty without rewards, because other
+    trainers also log entropy.
     """
     found = {name: LOGGED[plain] for name in names if (plain := name.removeprefix("train/")) in LOGGED}
     return found if {EQUAL, REWARD} & {*found.values()} else {}
@@ -77,8 +76,8 @@ class PolicyCourse:
     Attributes:
         last: the step of the last record; 0 before the first.
         begun: the first step of the current period in which all rewards of each group are equal; 0 if they differ.
-        run: the number of records in this period.
-        records: the number of records before this period.
+        run: the number of records in the current period.
+        records: the number of records before the current period.
         equal: the number of these earlier records with equal rewards in each group.
         idle: whether the rewards have given no gradient for too long to be chance.
         first: the first values of each metric.
@@ -109,7 +108,7 @@ class PolicyCourse:
     def _equal(self, step: int, share: float) -> Sign:
         """Judge the share of groups with equal rewards.
 
-        A single group of two often has equal rewards; a record may be the mean of several steps. So what counts is how
+        A single group of two often has equal rewards; a record may be the mean of several steps. So Lamina counts how
         often such a record came before.
         """
         if share < 1.0 - 1e-6:

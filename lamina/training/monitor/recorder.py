@@ -1,4 +1,4 @@
-"""The adapter between the monitor and Lamina's runs: Trainer's events, progress, timing, and the reaction to Ctrl-C."""
+"""Connect the monitor with Lamina's runs: handle Trainer's events, progress, timing and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses 
 
 
 class MonitoredTrainer(_Trainer):
-    """A mixin for Trainer and TRL's trainers: the guard checks per-layer gradient norms before clipping.
+    """A mixin for Trainer and TRL's trainers in which the guard checks each layer's gradient norm before clipping.
 
-    It overrides two methods, because Trainer calls its hook before the optimizer step only after clipping.
+    It overrides two methods, because Trainer's pre-optimizer hook runs only after clipping.
     """
 
     processes: Processes
@@ -105,7 +105,8 @@ class MonitoredTrainer(_Trainer):
         return skipped
 
     def failed_loss(self, loss: torch.Tensor) -> float | None:
-        """Add a micro-batch's loss to the series; return its mean over processes if it is not finite, otherwise None.
+        """Add a micro-batch's loss to the series. If its mean over processes is not finite, return the mean, otherwise
+        None.
 
         If reading a value waits for the device, Lamina reads it only at recorded steps. In fp16, the loss scaler skips
         a step whose loss is not finite.
@@ -163,8 +164,8 @@ class MonitoredTrainer(_Trainer):
 
 TWICE_SECONDS = 3.0
 Measure = Callable[[nn.Module, torch.Tensor, int], list[Row]]
-"""Takes the model, held-out inputs [items, ...] and the step; returns tidy rows of the residual stream and the
-gains.
+"""A function of the model, held-out inputs [items, ...] and the step that returns tidy rows of the residual stream and
+the gains.
 """
 
 
@@ -278,7 +279,7 @@ class RunRecorder(Monitor, TrainerCallback):
         self.guard.see_loss(step, loss)
 
     def _record(self) -> None:
-        """Measure the model now, and record that with the last step."""
+        """Measure the model now, and record the measures with the last step."""
         model, experts = self.trainer.bare_model(), self.trainer.experts
         inputs = self.monitor_inputs.to(next(model.parameters()).device)
         rows = [*self.trainer.layer_rows, *self.measure(model, inputs, self.step), *self.updates.rows(self.step)]
@@ -366,7 +367,7 @@ class RunRecorder(Monitor, TrainerCallback):
 def stop_signals(recorder: RunRecorder) -> Iterator[None]:
     """At the first Ctrl-C, SIGTERM or SIGUSR1, end the run after its current step, with a checkpoint.
 
-    At a second signal, end it at once.
+    At a second signal, end the run at once.
 
     Slurm can send SIGUSR1 before a job's time is up.
     """

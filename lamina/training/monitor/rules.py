@@ -61,7 +61,7 @@ GRADIENTS = ("gradient_norm", "step_gradient_norm", "first_moment")
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """The comparison of a metric's series with their own past.
+    """How a rule compares a metric's series with their past values.
 
     Attributes:
         rises: whether a value above the past values counts.
@@ -125,7 +125,7 @@ class Found(NamedTuple):
     """A judgment: the rule, the row, the usual value, and whether the value is outside its usual range.
 
     ``name`` and ``score`` belong to the fitted limit, if the rule has a fitted limit. The value is outside its usual
-    range if the score is above this limit. For a rising gradient, the number of consecutive steps must be above the
+    range if the score is above this limit. For a rising gradient, the number of consecutive steps must exceed the
     limit.
     """
 
@@ -149,13 +149,13 @@ def limits() -> Mapping[str, float]:
 
 
 def noise_of(losses: Sequence[float]) -> float:
-    """Estimate the standard deviation of losses around their trend from their differences; 0 for too few losses."""
+    """Estimate losses' standard deviation around their trend from successive differences; 0 for too few losses."""
     moved = [abs(later - earlier) for earlier, later in pairwise(losses)]
     return 1.4826 * statistics.median(moved) / math.sqrt(2) if moved else 0.0
 
 
 def series_of(row: Row) -> Series:
-    """Return the series of a row. Norms with the same role (of queries and of keys) have separate series."""
+    """Return the series of a row. Norms with the same role, such as query and key norms, have separate series."""
     _, layer, sublayer, role, index, metric, _ = row
     return layer, sublayer, f"{role} {index + 1}" if index else role, metric
 
@@ -166,12 +166,13 @@ class Rules:
 
     Attributes:
         half: whether the model computes in float16, whose largest number is 65504.
-        starts: the first layer of each further stack (a decoder, a tower); Lamina compares a layer only with its own
-            stack.
+        starts: the first layer of each further stack (a decoder, a tower); Lamina compares a layer only with layers of
+            the same stack.
         kinds: each layer's kind; Lamina compares a layer only with layers of the same kind.
         vocabulary: the number of tokens in the vocabulary; None if unknown.
         limits: the fitted limits by rule and metric.
-        worst: the highest score so far for each fitted limit; for a rising gradient, a number of consecutive steps.
+        worst: the highest score so far for each fitted limit; the score of a rising gradient is a number of consecutive
+            steps.
         notes: a line for each observation that is not an alarm.
     """
 
@@ -252,7 +253,7 @@ class Rules:
         self.notes += self._idle.see(step, groups, (row for row in rows if row[5] == "expert_load"), self._recent)
 
     def _rewarded(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge what a trainer logged of a policy; without its rewards' gradient, series start anew."""
+        """Judge the numbers of a policy that a trainer logged. If the rewards give no gradient, series start again."""
         was_idle = self._policy.idle
         for sign in self._policy.see(step, {row[5]: row[6] for row in rows}) if rows else ():
             yield Found(sign.rule, (sign.step, -1, "model", "all", 0, sign.metric, sign.value), sign.usual, sign.left)
@@ -263,9 +264,9 @@ class Rules:
                 self._seen.pop(series, None)
 
     def _estimated(self, step: int, rows: Iterable[Row]) -> bool:
-        """Return whether an optimizer's estimate of its rate has just grown: the training starts only then.
+        """Return whether an optimizer's estimate of its learning rate has just grown. The training starts only then.
 
-        The estimate begins far too low (Prodigy, D-Adaptation). While it grows, series of records start anew.
+        The estimate begins far too low (Prodigy, D-Adaptation). While it grows, series of records start again.
         """
         value, (highest, grew) = max((row[6] for row in rows if row[5] == "rate_estimate"), default=0.0), self._estimate
         if value > GROWS * highest > 0:
@@ -279,7 +280,7 @@ class Rules:
         return step < grew + INTERVAL
 
     def _schedule(self, step: int, rate: float | None) -> Iterator[Found]:
-        """Judge the learning rate by the highest that its schedule reached before; its first rise is a warm-up."""
+        """Judge the learning rate by its highest value so far. Its first rise is a warm-up."""
         if not rate or self._estimate[0]:
             return
         before, highest, at = self._peak
@@ -292,9 +293,9 @@ class Rules:
         yield Found("rise", row, before, left=0 < RAISED * before < rate)
 
     def _restart(self, owners: Collection[Place]) -> None:
-        """Forget the course of owners whose set of trained parameters has changed, and the whole model's.
+        """Forget the past of the whole model, and of owners whose set of trained parameters has changed.
 
-        If they are many, the training is another one: all series start again, and the learning rate's highest value.
+        If many owners have changed, all series start again, and so does the learning rate's highest value.
         """
         if not owners:
             return
@@ -340,7 +341,7 @@ class Rules:
             yield Found("kept", row, 0.0, left=row[6] > KEPT)
 
     def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
-        """Judge a value by the median of its series' past, and a record also by the trend of the last two."""
+        """Judge a value by the median of its series' past, and a recorded value also by the last two values' trend."""
         step, _, sublayer, _, _, metric, value = row
         scaled = value / rate if metric == "update_norm" and rate else value
         recent = self._past_of(row)
@@ -365,10 +366,10 @@ class Rules:
         self._seen[series_of(row)] = last, step
 
     def _course(self, rule: str, row: Row, sign: float) -> Found | None:
-        """Judge how far a record's series has gone in one direction over its last records.
+        """Judge how far a series of records has moved in one direction over its last records.
 
-        None while there are few, or while the records hold a 0 from which the series rises: a part that starts at zero
-        grows by any factor in healthy training.
+        Returns None for few records, or while they hold a 0 from which the series rises, because a part that starts at
+        zero grows by any factor in healthy training.
         """
         recent = [*self._recent[series_of(row)]]
         if len(recent) < SAME_WAY or (rule == "rise" and 0.0 in recent):
@@ -386,8 +387,8 @@ class Rules:
     def _calm(self, sublayer: str, metric: str, past: Past) -> float:
         """Return the value below which a rise does not count.
 
-        For gradients and moments it is the model's usual value: a sub-layer or an embedding with a small part of it can
-        rise tenfold in healthy training, briefly or for good, without an effect on the model.
+        For gradients and moments, it is the model's usual value. In healthy training, a sub-layer or embedding far
+        below this value can rise tenfold, briefly or for good, without an effect on the model.
         """
         if metric not in GRADIENTS or sublayer == "model":
             return past.calm
@@ -399,9 +400,10 @@ class Rules:
         return math.hypot(*parts)
 
     def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
-        """Judge learning rates: muP, Muon and fine-tuning have other ones outside the layers, or in all of them.
+        """Judge parts with a separate learning rate: muP, Muon and fine-tuning have such parts.
 
-        Such a rate is an alarm once its part's weights have left their range and no other part's; before, it is a note.
+        Such a learning rate is a note. It becomes an alarm once the part's weights, and no other part's weights, have
+        left their usual range.
         """
         rates = [row for row in rows if row[5] == "rate_ratio"]
         if not rates:
@@ -424,10 +426,11 @@ class Rules:
             )
 
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge sub-layers by those of the same kind in other layers.
+        """Compare sub-layers with sub-layers of the same kind in other layers.
 
         In most models the first layer's gradients and updates differ from the rest, so this comparison leaves it out.
-        At the start of a training, a gradient far below both neighbors' belongs to weights that are too small.
+        At the start of a training, a gradient far below both neighboring layers' gradients belongs to weights that are
+        too small.
         """
         for members in self._groups(rows, "weight_norm"):
             usual = statistics.median(row[6] for row in members)
@@ -449,9 +452,9 @@ class Rules:
                 yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
 
     def _dead(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge gradients that are zero in step after step, in one sub-layer or in most, while others are not.
+        """Judge gradients that stay zero, in one sub-layer or in most sub-layers, while other gradients are not zero.
 
-        How many steps it takes depends on how often this sub-layer and its peers had such steps before: stochastic
+        The limit in steps depends on how often this sub-layer and its peers had such steps before, because stochastic
         depth and switched-off samples give zeros on purpose.
         """
         if not any(row[5] == "gradient_norm" and row[6] > 0 for row in rows):
@@ -479,7 +482,7 @@ class Rules:
         yield from (Found("dead", row, usual, left=sure and not many) for row, usual, sure in dead)
 
     def _low(self, members: Sequence[Row]) -> Iterator[Found]:
-        """Judge gradients by those of both neighboring layers; the last layer's by the two layers before it."""
+        """Compare gradients with both neighboring layers' gradients; the last layer's with the two layers before it."""
         for index in range(1, len(members)):
             beside = (index - 1, index + 1) if index + 1 < len(members) else (index - 2, index - 1)
             usual, row = min(members[at][6] for at in beside), members[index]
@@ -659,10 +662,10 @@ def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
 def _leaving(value: float, recent: Sequence[float], sign: float, gaps: float) -> tuple[float, float]:
     """Return the usual value, and the logarithm of a value's ratio to it; 0 within the noise.
 
-    ``gaps`` is the time since the last value, divided by the time between the last two values. If the trend of these
-    two, continued, comes nearer to the value, it is the usual one. With ``gaps`` 0, for what is measured at every step,
-    the trend continues from one half of the past to the other while the past is short: at the start of a training,
-    gradients grow or shrink manyfold.
+    ``gaps`` is the time since the last value, divided by the time between the last two values. If the continued trend
+    of these two values comes nearer to the value, it is the usual value. For measures of every step, ``gaps`` is 0.
+    While their past is short, the trend goes from one half of the past to the other, because gradients grow or shrink
+    manyfold at the start of a training.
     """
     usual, half = statistics.median(recent), len(recent) // 2
     last, before, steps = recent[-1], recent[-2], gaps

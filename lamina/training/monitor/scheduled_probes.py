@@ -1,4 +1,4 @@
-"""Probes during training: they measure the model on a few held-out blocks, and do not affect the training."""
+"""Run probes during training: they measure the model on a few held-out blocks, and do not affect the training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ScheduledProbes(TrainerCallback):
     The results go into probes/NAME/part-STEP.parquet.
 
     If a probe does not apply to the model, or fails at a step, it leaves a note in probes/NAME/notes.jsonl, and the run
-    continues. With several processes, only the first process probes. Lamina does not probe a model with sharded
+    continues. With several processes, only the first process runs probes. Lamina does not probe a model with sharded
     weights.
 
     ``stop_clock`` is called before each measurement, so that probing does not count as training time.

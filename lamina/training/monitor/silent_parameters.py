@@ -1,4 +1,4 @@
-"""Parameters without a gradient in a layer whose other parameters have one, such as a detached projection."""
+"""Find parameters without a gradient, such as a detached projection, in a layer whose other parameters have one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def named_alike(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter
 
 class SilentParameters:
     """Finds parameters that get no gradient, although their module runs and most other layers' parameters of the same
-    name get one.
+    name get a gradient.
 
-    A module may not run, because a layer may share another layer's keys and not use its own projection. Hooks therefore
-    check whether the modules of suspected parameters run.
+    A layer that shares another layer's keys does not run its own projection. So hooks check whether the modules of
+    suspected parameters run.
 
     Args:
         structure: the model's layers; None if Lamina did not find them.
@@ -47,7 +47,7 @@ class SilentParameters:
         self._called: set[int] = set()
 
     def found(self, gradients: Sequence[float], trained: set[int]) -> list[int]:
-        """Return the positions of these parameters.
+        """Return the positions of parameters that get no gradient.
 
         Takes the largest |gradient| of each parameter, and the positions of the trained parameters.
         """

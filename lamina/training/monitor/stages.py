@@ -1,4 +1,4 @@
-"""Pipeline stages: the processes that train the same layers, and the rank of each stage's first process."""
+"""Find the processes of a pipeline stage, which train the same layers, and the number of the stage's first layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lamina.training.monitor.writers import WatchSettings
 
 
 def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, distributed.ProcessGroup | None]:
-    """Return the processes that train the same layers as this one, and their process group (None for all processes).
+    """Return the processes that train the same layers as this process, and their group (None for all processes).
 
     With several pipeline stages, each stage has its own folder. All processes must call it. Raises UserError if two
     stages have the same folder.
@@ -42,7 +42,7 @@ def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, 
 
 
 def first_number(model: nn.Module, path: str) -> int:
-    """Return the number in the first layer's path; 0 if the model has earlier layers, or if layers have no numbers.
+    """Return the number in the path of a stage's first layer; 0 if earlier layers exist, or if layers have no numbers.
 
     In a pipeline stage, torchtitan's ModuleDict lacks the earlier layers; a list has None or Identity in their place.
     """

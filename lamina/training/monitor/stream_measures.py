@@ -1,4 +1,4 @@
-"""Measures of a forward pass by sub-layer: the residual stream, the largest attention logits, the experts' loads."""
+"""Measure a forward pass by sub-layer: the residual stream, the largest attention logits, the experts' loads."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def stream_rows(
     inputs: torch.Tensor | Mapping[str, torch.Tensor],
     step: int,
 ) -> list[Row]:
-    """Measure the rows of ``hidden_state_rows`` at any ``points`` of a model, in a pass through ``base``."""
+    """Return the rows of ``hidden_state_rows`` for any ``points`` of a model, measured in a pass through ``base``."""
     meter = ForwardMeter(points, top=TOP)
     with torch.no_grad(), evaluating(model), uncompiled(base), meter.measuring(base):
         named = {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
@@ -254,7 +254,7 @@ def _by_key(parts: Iterable[Mapping[Key, Value]]) -> dict[Key, list[Value]]:
 
 
 def _pooled(parts: Sequence[tuple[int, list[float]]]) -> list[float]:
-    """Combine several tensors' ``state_statistics``, given each one's number of elements."""
+    """Combine several tensors' ``state_statistics``, given the number of elements of each tensor."""
     if len(parts) == 1:
         return parts[0][1]
     total = sum(count for count, _ in parts)

@@ -1,4 +1,4 @@
-"""Mistakes in a model's structure: its modules, its loaded weights, and which weights can learn."""
+"""Find mistakes in a model's modules, in its loaded weights, and in the choice of weights that learn."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def not_finite(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def equal_units(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find matrices other than 0 whose rows or columns are all equal."""
+    """Find nonzero matrices whose rows are all equal or whose columns are all equal."""
     equal = []
     for module in setup.model.modules():
         weight = getattr(module, "weight", None)
@@ -134,7 +134,7 @@ def equal_units(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def high_dropout(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find dropouts that leave almost nothing, because the share to keep was passed as the share to drop."""
+    """Find dropouts that drop almost all inputs, as if you had passed the share to keep as the share to drop."""
     found = {}
     for path, module in setup.model.named_modules():
         rates = {name: value for name, value in vars(module).items() if isinstance(value, float) and "drop" in name}
@@ -174,7 +174,7 @@ def freezing_without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _is_new(weight: torch.Tensor, deviation: float | None) -> bool:
-    """Return whether a matrix looks as initialized: with a usual standard deviation, and rows of equal size."""
+    """Return whether a matrix looks newly initialized, with a usual standard deviation and rows of equal size."""
     values = whole(weight).float()
     if values.ndim != 2 or values.numel() < 2:
         return False
@@ -193,7 +193,7 @@ def _spread_of_gains(layer: nn.Module) -> float:
 
 @checks
 def partly_loaded(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers and output heads that look as initialized, in a model whose other layers have been trained."""
+    """Find layers and output heads that look newly initialized, in a model whose other layers look trained."""
     model: Output = setup.model
     deviation = getattr(getattr(model, "config", None), "initializer_range", None)
     new: list[str] = []

@@ -19,7 +19,7 @@ from lamina.training.monitor.stream_measures import TOP
 from lamina.training.monitor.writers import Row
 
 Library: TypeAlias = Any
-"""An extra that may be missing, or an object of it."""
+"""An optional package that may be missing, or an object from it."""
 
 SECTION = 8  # layers of one section
 STEP = "train/global_step"  # what Trainer's own callbacks draw against
@@ -74,7 +74,7 @@ class Trackers:
         return self._writer
 
     def log(self, step: int, rows: Iterable[Row]) -> None:
-        """Log one step's rows; of the largest magnitudes of all states, log only the first and the last."""
+        """Log one step's rows. Among the largest magnitudes of all hidden states, log only the first and the last."""
         if not self.names:
             return
         shown = [row for row in rows if row[0] == step and (row[5] != "hidden_top_abs" or row[4] in (0, TOP - 1))]

@@ -1,4 +1,4 @@
-"""The monitor's hooks on a model, on gradient clipping and on optimizers, and the hooks' measurements."""
+"""Attach the monitor's hooks to a model, to gradient clipping and to optimizers, and collect their measurements."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tupl
 
 
 def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a number that identifies the batch, and counts of labels: equal to their token, to the next, all; [4]."""
+    """Return the batch's identifying number, and counts of labels (equal to their token, to the next token, all): [4].
+    """
     tokens = next(filter(is_tokens, inputs.values()), next(iter(inputs.values()), torch.empty(0))).detach()
     some = tokens.flatten()[:: max(1, tokens.numel() // _MARKED)].double()
     mark = (some * torch.arange(1.0, len(some) + 1, dtype=some.dtype, device=some.device).sqrt()).sum()
@@ -162,7 +163,7 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
 
 
 def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
-    """Call ``act`` once a step has its gradients: after the step's closure computed them, or now without a closure.
+    """Call ``act`` when a step's gradients exist: after the step's closure, or now if there is no closure.
 
     Args:
         args: the positional arguments of ``optimizer.step``, as its pre-hooks get them: first the optimizer.
@@ -192,8 +193,8 @@ Judge = Callable[[torch.Tensor], bool]
 class Instruments:
     """Hooks on a model's forward pass, on gradient clipping and on its optimizers' steps.
 
-    Measurements stay on the device, so that training does not wait: a step's squared gradient norms by sub-layer until
-    ``gradient_rows``, and all other measurements of a ``due`` step until ``rows``.
+    Measurements stay on the device, so that training does not wait. ``gradient_rows`` reads a step's squared gradient
+    norms by sub-layer, and ``rows`` reads all other measurements of a ``due`` step.
     """
 
     resumed = False  # whether steps were done before
@@ -272,7 +273,7 @@ class Instruments:
         Args:
             judge: decides from the gradient norm whether to skip the step; None skips no step.
             found: called with the batch after each search for the layers.
-            untold: called if a forward pass begins before the last optimizer step was ended.
+            untold: called if a forward pass begins before the loop has ended the last optimizer step.
             left: called before the loop destroys the process group.
         """
         self._judge, self._found, self._untold, self._left = judge, found, untold, left
@@ -295,7 +296,7 @@ class Instruments:
 
     @contextmanager
     def _zero_steps(self) -> Iterator[None]:
-        """Look before and after each step of ZeRO's optimizer, which calls torch's several times a step."""
+        """Measure before and after each step of ZeRO's optimizer, which calls torch's optimizer several times."""
         if self._zero is None:
             yield
             return
@@ -338,7 +339,7 @@ class Instruments:
             _mark_output(output)
 
     def _follow(self, module: nn.Module, arguments: Mapping[str, object]) -> None:
-        """Look for the layers, once and after parameters were replaced; totals are recorded in any case."""
+        """Look for the layers, once and after parameters were replaced. Lamina records totals even without layers."""
         self._looking = True
         named = {"layers": self.settings.layers, "first_layer": self.settings.first_layer}
         before, self.followed = self.followed, follow(module, arguments, **named)
@@ -436,7 +437,7 @@ class Instruments:
             self.ended.add(id(optimizer))
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
-        """Measure this model's gradients before torch clips them by norm, or by value (``limit`` None)."""
+        """Measure this model's gradients before torch clips them by norm (or by value, with ``limit`` None)."""
         clipped_ids = {id(parameter) for parameter in parameters}
         if not any(id(parameter) in clipped_ids for parameter in self.model.parameters()):
             return
@@ -473,7 +474,7 @@ class Instruments:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs
     ) -> tuple[tuple, Kwargs] | None:
-        """Look at the gradients before an optimizer's step, or once its closure has computed them."""
+        """Measure the gradients before an optimizer's step or, with a closure, after the closure has computed them."""
         self._inner[id(optimizer)] += 1
         if self._inner[id(optimizer)] > 1:
             return None
@@ -517,13 +518,13 @@ class Instruments:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a micro-batch has ended, but not the step. A step that a loss scaler skips has ended."""
+        """Whether a micro-batch has ended but its step has not. A step that a loss scaler skips counts as ended."""
         if self._zero is not None:
             return not self.ended
         return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
 
     def step_loss(self) -> torch.Tensor | None:
-        """Return the loss of the step so far: the sum of its shares, or the mean over its micro-batches.
+        """Return the step's loss so far: the sum of the loss's shares, or the mean over the step's micro-batches.
 
         Losses that the loop differentiated are shares. If a loop differentiates chunks of the loss one by one, and then
         their sum, the chunks do not count again.
@@ -563,7 +564,7 @@ class Instruments:
         return taken
 
     def _compare_parameters(self, step: int) -> None:
-        """Look for the layers again at the next forward pass if the model has other parameters than those followed."""
+        """If the model's parameters have changed, look for the layers again at the next forward pass."""
         if self._norms is None or self._norms.sharded:
             return
         seen = {id(parameter) for parameter in self._norms.parameters}
@@ -605,7 +606,7 @@ class Instruments:
         return rows
 
     def _batch_rows(self, step: int, mark: float, same: float, following: float, labels: float) -> list[Row]:
-        """Count the steps in a row with this batch, once others were seen, and the labels that equal its tokens."""
+        """Count the consecutive steps with this batch (after other batches), and the labels that equal its tokens."""
         self._varied |= mark != self._mark and math.isfinite(self._mark)
         self._repeats, self._mark = self._repeats + 1 if mark == self._mark else 0, mark
         shares = (same / labels, following / labels) if labels > 0 else ()
@@ -614,7 +615,7 @@ class Instruments:
         return rows + (again if self._repeats and self._varied else [])
 
     def written_rows(self, step: int) -> list[Row]:
-        """Return changes of weights that no optimizer made, as tidy rows, at a step that is not due."""
+        """At a step that is not due, return as tidy rows the changes of weights that no optimizer made."""
         return [] if self._updates is None else self._updates.samples.rows(step, recorded=False)
 
     def rows(self, step: int, processes: Processes) -> list[Row]:

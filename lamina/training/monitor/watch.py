@@ -1,4 +1,4 @@
-"""The monitor for other training code, and its folder: `lamina.watch` for a loop, `LayerMonitor` for a Trainer."""
+"""Monitor other training code: use `lamina.watch` for a loop, and `LayerMonitor` for a Trainer."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class LoopMonitor(Monitor):
         self.instruments.due, self.instruments.resumed = self.is_due, self.step > 0
 
     def _describe(self, batch: Inputs | None = None) -> None:
-        """Write watched.json if it has changed, and log new notes; with the first ``batch``, what checks find, too."""
+        """Write watched.json if it has changed; log new notes and, for the first ``batch``, the checks' findings."""
         if (followed := self.instruments.followed) is None:
             return
         if batch is not None and self.step == 0:
@@ -315,7 +315,7 @@ class LoopMonitor(Monitor):
         self.guard.accept()
 
     def _leave(self) -> None:
-        """Stop watching: the loop ends the processes' group, perhaps because of an error."""
+        """Stop watching, because the loop ends the process group, perhaps after an error."""
         self.end(sys.exc_info()[1])
 
     def end(self, error: BaseException | None) -> bool:
@@ -397,8 +397,8 @@ class Watch:
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """End a step. Call this method once after each ``optimizer.step()``, with the step's loss.
 
-        Under accelerate's ``accumulate``, a call after an ``optimizer.step()`` that accelerate skipped ends a
-        micro-batch; the step's loss is the mean over its micro-batches.
+        If accelerate's ``accumulate`` skipped the ``optimizer.step()``, this call ends only a micro-batch. Under
+        ``accumulate``, the step's loss is the mean over its micro-batches.
 
         The call waits for the device only at steps with a record (every ``every``-th step). With
         ``on_divergence="stop"``, a divergence ends the ``with`` block here. Raises UserError for a loss that is not a
@@ -563,7 +563,7 @@ class WatchCallback:
         return None if self.monitor is None else self.monitor.diverged
 
     def _begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
-        """Begin the monitor after ``step`` steps; after those of a checkpoint it continues the records.
+        """Begin the monitor after ``step`` steps. If a checkpoint holds these steps, continue the records.
 
         A training that was killed before its first checkpoint begins again, and so do its records.
         """
@@ -595,7 +595,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         settings: the other settings of ``lamina.watch``.
 
     Raises:
-        UserError: for invalid settings; when training begins, for an output folder in use.
+        UserError: for invalid settings or, when training begins, for an output folder in use.
     """
 
     _release: Callable[[], None] | None = None

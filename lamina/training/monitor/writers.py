@@ -1,4 +1,4 @@
-"""A run's records: rows of layers/, the numbers of every step, metrics.jsonl, and watched.json.
+"""Write and read a run's records: rows of layers/, the numbers of every step, metrics.jsonl and watched.json.
 
 This module loads neither torch nor transformers, because the pages read watched.json with it.
 """

@@ -1,4 +1,4 @@
-"""Judges changes to weights and to an optimizer's moments that no optimizer made."""
+"""Judge changes that no optimizer made to weights or to an optimizer's moments."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ Judgment: TypeAlias = tuple[str, Row, float, bool]
 
 @dataclass
 class WrittenWeights:
-    """Judges a run's written weights and forgotten moments, one step after another.
+    """Judges a run's changed weights and lost moments, one step after another.
 
     Attributes:
         means: the number of steps so far at which all weights were changed.
         total: the sum of the last step's changes.
-        rate: the learning rate at the last step that has one; a resumed run has none yet.
+        rate: the last known learning rate; None if no step had a learning rate yet, as in a resumed run.
         restarts: whether the last step's lost moments belong to a restart of the optimizer.
         elsewhere: whether training continues from other weights after this step, so that series start again.
         note: the text of this step's note; empty if there is none.
@@ -68,12 +68,12 @@ class WrittenWeights:
     ) -> Iterator[Judgment]:
         """Judge a step.
 
-        If a change is present from the first record on, it belongs to the training loop. Averaging with other models
-        may change many parts at once. A change of many parts is unusual only if it exceeds the largest change that the
+        A change that is present from the first record on belongs to the training loop. Averaging with other models may
+        change many parts at once. A change of many parts is unusual only if it exceeds the largest change that the
         parts' updates could have made.
 
         Args:
-            weights: by part, the step of its last record, its norm and its update's norm.
+            weights: for each part, the step of its last record, its norm and its update's norm.
             recent_of: returns the latest recorded values of a row's series.
             several: the number of parts above which a change counts as a change of many parts.
             rate: the step's learning rate, if it is known.
@@ -122,7 +122,7 @@ class WrittenWeights:
 
 
 def _usual(recent: Sequence[float]) -> float:
-    """Return the share of its weights by which a part may change, from its shares at the latest records."""
+    """Return the share of its weights by which a part may change, computed from its shares at the latest records."""
     events = [value for value in recent if value > 0]
     usual = OWN_WAY * statistics.median(events if len(events) > 1 else recent or [math.inf])
     habit = len(recent) >= RECORDS and all([*recent][-RECORDS:])

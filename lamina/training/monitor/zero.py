@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO 1 to 3: the part of each parameter that this process holds, and the end of each step.
+"""Find the part of each parameter that this process holds under DeepSpeed's ZeRO 1 to 3, and the end of each step.
 
 ZeRO keeps float32 weights, gradients and the optimizer's moments in flat tensors. Each process has a slice of these
 tensors; stage 3 also splits the model's own parameters. ZeRO's optimizer updates one slice after another with a torch
@@ -32,7 +32,7 @@ class ZeroPart(HeldPart):
         place: the flat tensor, and the part's first index and length in it.
         gradient: returns the part's gradient; the tensor may have another shape or be empty.
         group: the number of the optimizer's group; -1 for a frozen parameter, which is in no group.
-        share: the weight of this process's part in a sum over processes.
+        share: the factor on this process's part in a sum over processes.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ZeroPart(HeldPart):
 
 
 def is_deepspeeds(model: nn.Module) -> bool:
-    """Return whether DeepSpeed's ZeRO, which marks its parameters, keeps a model's gradients and weights."""
+    """Return whether DeepSpeed's ZeRO, which marks its parameters, manages a model's gradients and weights."""
     return any(hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
