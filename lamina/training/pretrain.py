@@ -292,9 +292,9 @@ MOST_TOKENS = 2**24
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
     """Return the held-out loss, in nats, of a bigram table of the tokens from the first ``steps`` steps.
 
-    A model with a higher loss has not shown that it uses its depth. A block that the run has read several times counts
-    once. If Lamina streams the corpus, the table comes from the text that also gives the unigram entropy. Returns None
-    if the objective does not predict the next token, or if the run has read nothing.
+    A model with a higher loss than the table has not shown that it uses its depth. A block that the run has read
+    several times counts once. If Lamina streams the corpus, the table comes from the text that also gives the unigram
+    entropy. Returns None if the objective does not predict the next token, or if the run has read nothing.
     """
     if not isinstance(splits, Blocks) or steps < 1:
         return None
@@ -324,11 +324,11 @@ class StreamPosition:
 
 
 class Branches(TrainerCallback):
-    """Trains decay branches: shorter runs that start from the main run (the trunk). Their losses go into metrics.jsonl.
+    """Trains decay branches: shorter runs from the main run (the trunk). The branches' losses go into metrics.jsonl.
 
     Under the wsd schedule, a shorter run equals a longer run until the shorter run's decay begins. So a branch starts
-    from the trunk's state at that step, trains on the blocks that follow, and decays its learning rate like the shorter
-    run. The trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
+    from the trunk's state when the decay begins, trains on the blocks that follow, and decays its learning rate like
+    the shorter run. The trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
 
     Args:
         run: the trunk; its training order selects the branches' items.

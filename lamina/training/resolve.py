@@ -1,4 +1,4 @@
-"""Resolve a run: compute and check its settings, plan and backbone once. They do not change later."""
+"""Resolve a run: compute and check its settings, plan and backbone, which do not change later."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rms
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run whose settings, plan and backbone are final. It is equal in every process.
+    """A run whose settings, plan and backbone are final, and equal in every process.
 
     Attributes:
         settings: the complete, checked settings; precision and compilation are no longer ``auto``.
@@ -256,8 +256,8 @@ def check_modules(
 ) -> None:
     """Raise UserError for faults that show only when Lamina builds the modules, such as too little memory.
 
-    Another such fault is a norm whose number of groups does not divide the width. Lamina builds one layer of each kind
-    on the meta device. For ``trained``, see ``resolve_run``.
+    Another fault is a norm whose number of groups does not divide the width. Lamina builds one layer of each kind on
+    the meta device. For ``trained``, see ``resolve_run``.
     """
     kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])  # which would name other layers
     with torch.device("meta"):

@@ -80,7 +80,7 @@ class Identity(Stateful, Protocol):
 
 
 class TrainingStage(ABC, Generic[S]):
-    """A kind of training run. It reads its data once per run and builds a model for each attempt.
+    """A kind of training run. A stage reads its data once per run, and builds a model for each attempt.
 
     Attributes:
         kind: the kind of the run's folder.
@@ -431,7 +431,7 @@ class TrainingRun:
         return trainer
 
     def train(self) -> tuple[Status, str] | Diverged:
-        """Train, and return the run's status and the reason. Both are equal in every process."""
+        """Train, and return the run's status and the reason, which are equal in every process."""
         trainer, recorder, steps = self.trainer, self.recorder, self.settings.steps
         self._warn_of_repetition()
         with stop_signals(recorder), ExitStack() as ending:

@@ -119,7 +119,7 @@ class StreamSettings(Settings, group="data"):
     )
 
     def check(self) -> None:
-        """Raise UserError for a buffer without streaming."""
+        """Raise UserError for a shuffle buffer without streaming."""
         super().check()
         if not self.streaming:
             self.refuse_unused("shuffle_buffer", allowed="with --streaming")
@@ -272,7 +272,7 @@ class ScalingSettings(Settings, group="width and depth scaling"):
         return self.base_depth
 
     def check(self) -> None:
-        """Raise UserError for a scheme without its base size, and for options of an unused scheme."""
+        """Raise UserError for a scaling scheme without its base size, and for options of an unused scheme."""
         super().check()
         for scheme, base, of_reference, schemes, numbers in (
             ("width_scaling", "base_width", "hidden size", SCHEMES, ("k_embedding", "k_hidden", "k_readout")),
@@ -340,7 +340,7 @@ class GuardSettings(Settings, group="divergence"):
         1.0, "how far the loss must rise above its lowest value to count as diverged, in nats", not_below(0.0)
     )
     divergence_patience: int = setting(
-        20, "number of steps for which the loss must stay that high to count as diverged", at_least(1)
+        20, "number of steps above divergence_margin after which the run counts as diverged", at_least(1)
     )
     stuck_margin: float = setting(
         0.1,

@@ -69,7 +69,7 @@ class SourceSettings(Settings, group="model"):
     from_model: str | None = setting(
         None,
         "start from this model's weights, placement, sizes and tokenizer: a run's folder, a checkpoint of "
-        "Lamina, or a checkpoint of transformers that lamina convert takes",
+        "Lamina, or a transformers checkpoint that lamina convert accepts",
         place,
     )
 

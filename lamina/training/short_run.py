@@ -35,7 +35,7 @@ AfterStep = Callable[[int], bool]
 
 
 class ShortRun(TrainerCallback):
-    """A run that ends when its caller wants, or when a loss or a gradient is not finite.
+    """A run that ends when ``after_step`` returns False, or when a loss or a gradient is not finite.
 
     Args:
         settings: the run's settings; ``auto`` means fp32 and not compiled.

@@ -228,7 +228,7 @@ Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 
 
 class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Trainer):
-    """The Trainer of pretraining. It decays only matrices, checks every loss, and balances experts.
+    """The Trainer of pretraining. LaminaTrainer decays only matrices, checks every loss, and balances experts.
 
     Its arguments are Trainer's arguments, the attributes of the mixins, and:
 

@@ -710,5 +710,5 @@ def test_what_cannot_be_checked_is_said_and_bad_input_is_one_line():
     for arguments, says in ((("model",), "model: a str"), ((NanoGpt(), "adam"), "optimizer: a str")):
         with pytest.raises(UserError, match=says):
             lamina.check(*arguments)
-    with pytest.raises(UserError, match="batch: NanoGpt does not run on it"):
+    with pytest.raises(UserError, match="batch: NanoGpt does not run on this batch"):
         lamina.check(NanoGpt(), batch={"idx": IDS, "nothing": 3})

@@ -1,7 +1,7 @@
 """Write and verify checkpoints.
 
-Lamina writes each checkpoint as a draft, then hashes it, syncs it to disk and renames it. So no checkpoint is half
-written.
+Lamina writes each checkpoint as a draft, then hashes it, syncs it to disk and renames it. So every checkpoint is
+complete.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Background:
     def look(self) -> None:
         """If the threads of all processes have ended, raise their error, if there is one.
 
-        All processes must call it after the same step.
+        All processes must call this method after the same step.
         """
         if self._written is not None and not self._training.anyone(not self._written.done()):
             self.wait()

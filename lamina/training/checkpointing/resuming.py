@@ -175,7 +175,7 @@ class Rollbacks:
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
-        """Return whether a checkpoint is still valid. It is valid if no later rollback went back to an earlier step."""
+        """Return whether no rollback after this checkpoint went back to a step before the checkpoint."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:

@@ -149,8 +149,8 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
     The tensors are the model's own tensors, except scalars, which are copies.
 
-    After ``only_trained``, the result has only the trained weights. All processes of a sharded model must call it; call
-    ``set_scalars`` after a change of the tensors.
+    After ``only_trained``, the result has only the trained weights. All processes of a sharded model must call this
+    function. If you change the tensors, call ``set_scalars``.
     """
     reshard(model)
     tied: dict[int, str] = {}

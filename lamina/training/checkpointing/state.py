@@ -1,9 +1,8 @@
 """Write and read the contents of a checkpoint: a Trainer's state.
 
-One process or DDP writes model.safetensors beside config.json, which transformers can load, and
-optimizer/states.safetensors. FSDP2 writes one safetensors file per process into model/ and optimizer/, with
-torch.distributed.checkpoint. Any number of processes can read either form: Lamina finds tensors by name, and splits
-them for the reading processes.
+One process or DDP writes optimizer/states.safetensors and, beside config.json, a model.safetensors that transformers
+can load. FSDP2 writes one safetensors file per process into model/ and optimizer/, with torch.distributed.checkpoint.
+Any number of processes can read either form: Lamina finds tensors by name, and splits them for the reading processes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compile blocks in place with torch.compile, one block at a time, so that more depth costs no compile time.
 
 All blocks share the code of one forward function. Weights, indices and scales, which differ between layers, are inputs
-of its graph. So torch compiles one graph for each kind of layer. Layers of one kind have the same structure and, in
-some backbones, the same kind of attention. If a scale differs in many layers (1/sqrt(l)), torch compiles one more
-graph, which takes any value.
+of the function's graph. So torch compiles one graph for each kind of layer. Layers of one kind have the same structure
+and, in some backbones, the same kind of attention. If a scale differs in many layers (1/sqrt(l)), torch compiles one
+more graph, which takes any value.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor", recomputed: b
     """Compile every Block of ``model`` in place; return the number of different block structures.
 
     With ``recomputed``, the backward pass computes the inputs of matrix products (a norm's output, the gated
-    activations) again, from tensors that are kept anyway. This saves a quarter of the activations' memory and costs a
-    little elementwise work, which takes relatively more time on a GPU.
+    activations) again, from tensors that are kept anyway. Recomputing saves a quarter of the activations' memory and
+    costs a little elementwise work, which takes relatively more time on a GPU.
 
     The parameters keep their names. The first step compiles graphs for the shape of its batch. Run a batch of another
     shape under `parts.uncompiled`.

@@ -19,7 +19,7 @@ _CAPABLE = (8, 9)  # the least compute capability that has one
 
 
 def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> None:
-    """Raise UserError if training in float8 is impossible here. ``tokens`` is the tokens in a process's micro-batch."""
+    """Raise UserError if float8 training is impossible here; a process's micro-batch has ``tokens`` tokens."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError(f"precision: 'float8' needs torchao. Run: {install('quantize')}")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABLE:
@@ -45,7 +45,7 @@ def to_float8(model: nn.Module, device: str) -> None:
     """Make the linear layers of a model's blocks multiply in float8, each tensor scaled by its largest magnitude.
 
     Embedding, output head, routers, the experts' joint matrices, and layers with a size that is not a multiple of 16
-    stay unchanged. A CPU emulates the products. Raises UserError if no layer is left to change.
+    stay unchanged. A CPU only emulates products in float8. Raises UserError if no layer is left to change.
     """
     torchao = importlib.import_module("torchao.float8")  # an extra
 

@@ -54,7 +54,7 @@ class Alarm:
     Attributes:
         rule: the name of the rule, one of ``ORDER``.
         value: the value that raised the alarm.
-        usual: the value with which the rule compares it.
+        usual: the value with which the rule compares ``value``.
     """
 
     step: int
@@ -99,11 +99,12 @@ class Alarms(Rules):
     """Raises alarms from the rows of each step. A series raises no second alarm before it is back in its usual range.
 
     An unusual gradient becomes an alarm if it stays unusual for more consecutive steps than its limit, or if another
-    series, such as the loss, becomes unusual soon after. Otherwise, Lamina records a notable batch.
+    series, such as the loss, becomes unusual soon after. Otherwise, Lamina records the gradient's batch as a notable
+    batch.
 
     Args:
-        folder: the run's folder. Its files get a line for each alarm and each notable batch, oldest first. With None,
-            Lamina writes no file.
+        folder: the run's folder. Two files in the folder get a line for each alarm or notable batch, oldest first. With
+            None, Lamina writes no file.
 
     Attributes:
         told: the alarms and notable batches so far, oldest first.
@@ -143,7 +144,7 @@ class Alarms(Rules):
         return first_before([*self.told, *chain(*self._high.values()), *self._single], rose)
 
     def close(self) -> None:
-        """Decide on gradients that still wait for a later alarm, and write the alarms.
+        """Decide which waiting gradients are alarms, and write the alarms.
 
         Call this method after the last rows.
         """
@@ -311,7 +312,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
             "hardly vary"
         ),
         "drift": f"the policy's KL from its reference went from {alarm.usual:.2g} to {alarm.value:.3g} nats per token",
-        "cut": f"{alarm.value:.0%} of the completions end at the length limit, and {alarm.usual:.0%} did at first",
+        "cut": f"{alarm.value:.0%} of the completions end at the length limit (at first, {alarm.usual:.0%})",
         "fall": f"{name} is {alarm.excess:.2g} times its recent median",
         "rise": f"{name} is {alarm.excess:.3g} times its recent median",
         "logit": f"the largest attention logit is {alarm.value:.3g} (above {alarm.usual:g}, attention saturates)",
@@ -363,8 +364,8 @@ def says_where(alarm: Alarm) -> bool:
 def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
     """Return the first alarm within 20 steps of ``first`` that locates the failure.
 
-    The search goes on after ``first``, because gradients and losses are judged at every step, but other measures only
-    at records. If no alarm locates the failure, return the first alarm that names a layer or part.
+    The search goes on after ``first``, because Lamina judges gradients and losses at every step, and other measures
+    only at recorded steps. If no alarm locates the failure, return the first alarm that names a layer or part.
     """
     if is_hard(first) and (first.sublayer, first.role) == ("model", "all"):
         return first  # what was done to the whole training
@@ -386,7 +387,7 @@ def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
 
 
 def read_alarms(folder: Path) -> list[Alarm]:
-    """Read a run's alarms and notable batches, oldest first. Older versions wrote both into alarms.jsonl.
+    """Read a run's alarms and notable batches, oldest first. Older versions wrote notable batches into alarms.jsonl.
 
     Skips damaged lines, and alarms of other versions that this version does not know, with one warning.
     """

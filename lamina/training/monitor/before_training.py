@@ -22,7 +22,7 @@ _SHOWN = 3
 class Mistake:
     """A mistake in a training setup: the fault, why it matters, what to do, and the name of the check that found it.
 
-    If ``note`` is true, many people do this on purpose.
+    If ``note`` is true, the fault is often intentional.
     """
 
     what: str
@@ -95,7 +95,7 @@ class BeforeTraining:
 
     @cached_property
     def ends(self) -> tuple[Output, Output] | None:
-        """The input embedding and the output head; None if the model does not name both as transformers' models do."""
+        """The input embedding and the output head; None if the model lacks transformers' methods that return them."""
         model: Output = self.model
         try:
             table, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -29,11 +29,12 @@ def check(
 
     >>> lamina.check(model, optimizer, batch=batch)
 
-    Call it just before training, with the final model and optimizer. It restores gradients, buffers and random states.
+    Call it just before training, with the final model and optimizer. The check restores gradients, buffers and random
+    states.
 
     Args:
         model: the model that will be trained.
-        optimizer: the model's optimizer, or a list of several.
+        optimizer: the model's optimizer, or a list of optimizers.
         batch: a batch on the model's device: a mapping of the model's arguments, a tuple of them, or one tensor. With
             a batch, Lamina also checks the first loss, labels, masks and each layer's gradient.
         loss: a function that takes the model and the batch and returns a scalar loss (default: the loss in the model's

@@ -57,7 +57,7 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
             do="Pass labels equal to the input ids, or compute the loss without a shift",
         )
     elif offset is not None:
-        which = "token at its own position" if offset == 0 else "previous token"
+        which = "token at the label's position" if offset == 0 else "previous token"
         yield Mistake(
             what=f"each label is the {which}, and the loss does not shift labels",
             why="the model learns to copy its input, and the loss falls to 0 without learning",
@@ -132,15 +132,15 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     ends[:, 1:] &= labels[:, :-1] >= 0  # behind a token that counts
     if bool(hidden.any()) and bool(ends.any()) and not bool((labels == padding).any()):
         yield Mistake(
-            what=f"{int(ends.sum())} ends of text (token {padding}) have no label, as the padding",
-            why="the token is padding and end of text in one, so the model never learns to stop",
+            what=f"{int(ends.sum())} ends of text have no label, because they are the padding token {padding}",
+            why="without a label at the end of text, the model never learns to stop",
             do="Choose another padding token, or mask the labels by attention_mask",
         )
 
 
 @checks
 def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find tokens of the batch that were added to the vocabulary, and whose embeddings are equal."""
+    """Find tokens of the batch whose embeddings are 0, or are close to the mean embedding in a frozen table."""
     table, tokens = setup.ends[0].weight if setup.ends is not None else None, setup.tokens
     if table is None or tokens is None or table.ndim != 2 or not 0 <= int(tokens.max()) < len(table):
         return
@@ -155,7 +155,7 @@ def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     if len(new) and bool(values.any()):
         yield Mistake(
             what=f"tokens {listing([*map(str, new.tolist())])} of the batch have embeddings "
-            + ("of zeros" if bool(zero.any()) else "that equal the mean of all, and the table is frozen"),
+            + ("of zeros" if bool(zero.any()) else "close to the mean embedding, and the table is frozen"),
             why="the model cannot tell new tokens apart",
             do="Train the table (modules_to_save, or trainable_token_indices of LoRA), and initialize its new rows at "
             "random around the mean",
@@ -172,12 +172,12 @@ def sees_next_token(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what="the labels are the next tokens, and the model's logits change with later tokens",
             why="the model sees the labels in its input, so the loss falls although the model learns nothing",
-            do="Give the attention a causal mask (is_causal=True), and check each softmax, view and norm for its "
-            "dimension",
+            do="Give the attention a causal mask (is_causal=True), and check the dimension of each softmax, view and "
+            "norm",
         )
     elif trial.offset == 0 and "MaskedLM" in type(setup.model).__name__:
         yield Mistake(
-            what="all labels are the tokens of the input, of which none is masked",
+            what="all labels equal the input's tokens, and no token is masked",
             why="the model learns to copy its input",
             do="Mask 15% of the tokens, and set all other labels to -100 (DataCollatorForLanguageModeling does both)",
         )
@@ -202,7 +202,7 @@ def equal_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
         if float(count.max()) >= ONE_TOKEN * rows.numel():
             yield Mistake(
                 what=f"{float(count.max()) / rows.numel():.0%} of the tokens are token {int(value[count.argmax()])}",
-                why="the batch is almost only padding, or the tokenizer does not know the text",
+                why="the batch is mostly padding, or the tokenizer does not know the text",
                 do="Decode a row with the tokenizer",
             )
 
@@ -215,7 +215,7 @@ def positions(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"all position_ids of a row are equal (such as {int(ids.flatten()[0])})",
             why="the model does not see the tokens' order",
-            do="Pass torch.arange(tokens), from 0 again where a document starts",
+            do="Pass torch.arange(tokens), and start again from 0 at each new document",
         )
 
 
@@ -237,7 +237,7 @@ def beyond_tables(setup: BeforeTraining) -> Iterator[Mistake]:
         if isinstance(limit, int) and 0 < limit < value:
             yield Mistake(
                 what=f"the batch has {what} {value - 1}, and the model has {limit} {what}s (0 to {limit - 1})",
-                why="the model's table lacks its row" if what != "position" else "the model was not made for such rows",
+                why="the model has no row for it" if what != "position" else "the model has no position for it",
                 do=do,
             )
 
@@ -259,7 +259,7 @@ def image_values(setup: BeforeTraining) -> Iterator[Mistake]:
             yield Mistake(
                 what=f"{name} has values from {low:.2g} to {high:.2g}",
                 why="images were not divided by 255" if high > 10 else "images were divided by 255 twice",
-                do="Scale images as the model's processor does, mostly to a mean of 0 and a standard deviation of 1",
+                do="Scale images as the model's processor does, usually to a mean of 0 and a standard deviation of 1",
             )
 
 
@@ -275,7 +275,7 @@ def reads_padding(setup: BeforeTraining) -> Iterator[Mistake]:
     if bool(ends.any()) and (mask is None or (mask.shape == tokens.shape and bool((mask[:, -TAIL:] != 0).all()))):
         yield Mistake(
             what=f"{int(ends.sum())} rows end in padding (token {padding}), and no mask hides it",
-            why="all tokens of an encoder read the padding",
+            why="all tokens of the encoder attend to the padding",
             do="Pass the tokenizer's attention_mask",
         )
 

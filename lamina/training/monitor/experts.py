@@ -33,8 +33,8 @@ from lamina.training.setting_groups import Balance
 def find_routers(model: nn.Module) -> dict[int, Any]:
     """Return the routers by layer (0-based); empty for a dense model.
 
-    A router is the ``gate`` of a feed-forward. It has ``num_experts`` and ``top_k``, and returns (logits, weights,
-    chosen experts), as in transformers' DeepSeek models.
+    A router is the ``gate`` of a feed-forward. The router has ``num_experts`` and ``top_k``, and returns (logits,
+    weights, chosen experts), as in transformers' DeepSeek models.
     """
     routers: dict[int, Any] = {}
     for index, sublayer, residual in sublayers(body_of(model, "expert_balance")):
@@ -45,7 +45,7 @@ def find_routers(model: nn.Module) -> dict[int, Any]:
 
 
 def has_bias(router: nn.Module) -> bool:
-    """Return whether a router adds a bias to its scores when it chooses experts (DeepSeek-V3's does)."""
+    """Return whether a router adds a bias to its scores when it chooses experts (DeepSeek-V3's router does)."""
     return isinstance(getattr(router, "e_score_correction_bias", None), torch.Tensor)
 
 
@@ -153,7 +153,7 @@ class ExpertBalance(TrainerCallback):
 
 
 def scores(logits: torch.Tensor, router: nn.Module) -> torch.Tensor:
-    """Return each token's scores [tokens, num_experts], scaled to sum to 1: softmax, or sigmoids (DeepSeek-V3)."""
+    """Return each token's softmax or sigmoid (DeepSeek-V3) scores [tokens, num_experts], scaled to sum to 1."""
     logits = logits.float()
     if not has_bias(router):
         return logits.softmax(-1)

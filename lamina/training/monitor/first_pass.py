@@ -193,7 +193,7 @@ def first_pass(
             **repeats,
         )
     except Exception as error:  # any model and batch may come
-        raise UserError(f"batch: {type(model).__name__} does not run on it ({one_line(error)})") from error
+        raise UserError(f"batch: {type(model).__name__} does not run on this batch ({one_line(error)})") from error
     finally:
         for hook in hooks:
             hook.remove()

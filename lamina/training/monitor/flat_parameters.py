@@ -1,8 +1,8 @@
 """Find the part of each parameter that this process holds under FSDP1 or DeepSpeed's ZeRO.
 
 FSDP1 joins the parameters of a unit into one flat parameter, of which each process holds a slice. With
-``use_orig_params``, a module's parameters are views of the slice, and may be empty. Without it, the unit has only the
-flat parameter. For ZeRO, see ``zero``.
+``use_orig_params``, a module's parameters are views of the slice, and may be empty. Without ``use_orig_params``, the
+unit has only the flat parameter. For ZeRO, see ``zero``.
 """
 
 from __future__ import annotations

@@ -68,9 +68,9 @@ def follow(
 ) -> Followed:
     """Find a model's layers with a small part of a batch. Raises no error, so that training always continues.
 
-    If Lamina cannot cut an argument (such as a block mask) to the part, the model gets all its arguments whole. The
-    passes run in evaluation mode, and leave gradients and random generators unchanged. Compiled parts run uncompiled,
-    so that their hooks are called and nothing is compiled for a small pass. The user's own hooks also run.
+    If Lamina cannot cut an argument (such as a block mask) to a part of the batch, the model gets all arguments whole.
+    The passes run in evaluation mode, and leave gradients and random generators unchanged. Compiled parts run
+    uncompiled, so that their hooks are called and nothing is compiled for a small pass. The user's own hooks also run.
     """
     problem = "" if arguments else "the model was called without arguments"
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
@@ -103,7 +103,7 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
         structure = find_structure(model, small, layers=layers)
     except Exception as error:  # any architecture may come: what goes wrong must not end its training
         text = str(error) if isinstance(error, UserError) else f"layers: {one_line(error)}"
-        return Followed(structure=None, notes=[f"{text}; only totals recorded"])
+        return Followed(structure=None, notes=[f"{text}. Lamina records only totals"])
     main, whole = _proved(model, small, structure)
     if not whole and structure.others:  # two towers are as long, and the first one reads images
         main, whole = _proved(model, small, structure, reads_tokens=False)

@@ -6,7 +6,7 @@ not. The call gets the location's name as a tensor on the module, not as a const
 one by one still share a graph.
 
 When the compiler chooses among its graphs, it checks the modules' classes but not their hooks. So a module with these
-hooks gets a separate class, an unchanged subclass. Then graphs for other modules do not match it.
+hooks gets a separate class, an unchanged subclass. Then graphs for other modules do not match a module with hooks.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ torch.library.register_fake("lamina::see", lambda tensor, place: None, lib=_LIBR
 
 
 class Hook:
-    """A hook for a module that may be compiled. It holds only a weak reference to the object whose method it calls.
+    """A hook for a module that may be compiled. The hook holds only a weak reference to the object whose method it
+    calls.
 
     The hooks of a compiled module itself run outside of the graph; there the method runs uncompiled. Inside a graph,
-    the hook is inlined and does nothing. A copy of the hook, as in a copied or pickled model, does nothing either.
+    the hook is inlined and does nothing. A copy of the hook, such as in a copied or pickled model, does nothing.
     """
 
     def __init__(self, method: Callable[..., Output] | None = None):
@@ -105,7 +106,7 @@ _SHOW_INPUT, _SHOW_OUTPUT = _traced(show_input), _traced(show_output)
 
 @functools.cache
 def class_with_hooks(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of ``cls`` that marks modules with hooks for the compiler. Their copies have class ``cls``."""
+    """Return the subclass of ``cls`` for modules with hooks. A copy of such a module has the class ``cls``."""
 
     def __reduce_ex__(self: nn.Module, protocol: SupportsIndex) -> tuple[object, ...]:
         reduced: Any = cls.__reduce_ex__(self, protocol)

@@ -31,9 +31,9 @@ class Diverged(Exception):
 class DivergenceGuard:
     """Watches losses and gradient norms, and ends a diverged run with the first anomaly as the reason.
 
-    A run has diverged if a loss or gradient is not finite. It has also diverged if, for ``patience`` steps, its loss
-    stays above the best loss by more than ``margin`` nats and more than 3 standard deviations of the loss's noise.
-    A single easy batch does not count, because the loss is a median over the last ``patience`` / 4 steps, and the best
+    A run has diverged if a loss or gradient is not finite. A run has also diverged if, for ``patience`` steps, its loss
+    stays above the best loss by more than ``margin`` nats and more than 3 standard deviations of the loss's noise. A
+    single easy batch does not count, because the loss is a median over the last ``patience`` / 4 steps, and the best
     loss is the lowest median over ``patience`` steps.
 
     Attributes:
@@ -79,12 +79,14 @@ class DivergenceGuard:
         self.above_since, self.best, self._recent = None, math.inf, []
 
     def see_steps(self, rows: Iterable[Row]) -> None:
-        """Read the loss and gradient norm of each step since the last record. Does nothing here; subclasses use it."""
+        """Read the loss and gradient norm of each step since the last record. This class does nothing; subclasses use
+        the method.
+        """
 
     def see_gradient(self, step: int, norm: float, first: int | None = None, rows: Sequence[Row] = ()) -> None:
         """Check the total gradient norm before clipping. Raises Diverged.
 
-        ``first`` is the first step with a norm that is not finite; its ``rows`` may name the layer.
+        ``first`` is the first step with a norm that is not finite; the step's ``rows`` may name the layer.
         """
         if not math.isfinite(norm):
             self.alarms.see(rows)
@@ -164,8 +166,8 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
     whole run's pace.
 
     ``records`` are the lines of metrics.jsonl. The final pace is the eval loss's pace over the last fifth of the run
-    (up to two fifths if there was no evaluation in between). Without such evaluations, it is the training loss's pace
-    from the second-last fifth to the last fifth. A run with a single recorded loss counts as still falling.
+    (up to two fifths if there was no evaluation in between). Without such evaluations, the final pace is the training
+    loss's pace from the second-last fifth to the last fifth. A run with a single recorded loss counts as still falling.
     """
     records = list(records)
     evaluated, trained = _points(records, "eval_loss"), _points(records, "loss")

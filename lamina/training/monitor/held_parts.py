@@ -6,7 +6,7 @@ import torch
 
 
 class HeldPart:
-    """Stands in for a module's parameter: the part inside a flat parameter that this process holds."""
+    """Represents a module's parameter by the part that this process holds in a flat parameter."""
 
     def __init__(self, flat: torch.Tensor, path: str, first: int, count: int):
         self.flat, self.path = flat, path

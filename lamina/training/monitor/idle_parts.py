@@ -1,7 +1,7 @@
 """Parts that learn little: experts without tokens, and layers with a far smaller gradient or update than other layers.
 
-Such parts need not do harm, so Lamina writes a note and raises no alarm. This module loads neither torch nor
-transformers.
+Parts that learn little may be harmless, so Lamina writes a note and raises no alarm. This module loads neither torch
+nor transformers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class IdleParts:
     Attributes:
         runs: for each part, the number of consecutive values at which the part was idle.
         named: the idle parts that a note has named.
-        counts: for each layer, the number of loads of 0 that did not last, and the number of all loads that did not
-            last.
+        counts: for each layer, the number of loads of 0 that a load above 0 ended, and this number plus the loads above
+            0.
         told: for each metric, the number of notes so far.
     """
 

@@ -36,7 +36,7 @@ class LightningMonitor(WatchCallback, _callback()):
     >>> trainer = lightning.Trainer(callbacks=[lamina.LightningMonitor("runs/mine")])
     >>> trainer.fit(module, data)
 
-    Lamina watches the child that holds all of the module's parameters, or the module itself if no child does. With
+    Lamina watches the child module that holds all parameters, or the whole module if no child holds them all. With
     ``on_divergence="stop"``, training ends after the step at which the guard finds a divergence. If Lightning resumes a
     run from a checkpoint, Lamina continues the run's records.
 

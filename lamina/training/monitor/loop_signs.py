@@ -1,7 +1,7 @@
 """Detect when a training loop skips, freezes or replaces layers, or keeps gradients.
 
 Most of these actions are intentional, such as LayerDrop, gradual unfreezing or LISA. Lamina writes one note about each
-action, and the alarm rules allow for it.
+action, and the alarm rules allow for the action.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Mark:
 
 
 class LoopSigns:
-    """Detects these actions with forward hooks on the sub-layers, and from each step's requires_grad.
+    """Detects skipped, frozen and replaced layers with hooks on the sub-layers, and from each step's requires_grad.
 
     Args:
         norms: the gradient norms, with the followed parameters.
@@ -88,7 +88,7 @@ class LoopSigns:
             handle.remove()
 
     def replaced(self, owners: Iterable[Owner]) -> None:
-        """Note that a new search for the layers found other parameters for these owners."""
+        """Note that a new search for the layers found other parameters for ``owners``."""
         self._replaced |= set(owners)
 
     def end_step(self, step: int, *, passed: bool) -> StepSigns:
@@ -100,7 +100,7 @@ class LoopSigns:
             self._noted = True
             layers = ", ".join(map(str, sorted({layer for layer, _ in left_out})))
             self.note(
-                f"step {step}: the model skipped layer {layers} in part (LayerDrop, stochastic depth, an early "
+                f"step {step}: the model skipped layer {layers} or a part (LayerDrop, stochastic depth, an early "
                 "exit). Lamina does not judge a skipped layer at such a step"
             )
         mask = tuple(parameter.requires_grad for parameter in self.norms.parameters)

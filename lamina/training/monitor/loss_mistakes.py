@@ -27,7 +27,7 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
         if bool((values >= 0).all()) and torch.allclose(values.sum(1), torch.ones(()).to(values), atol=1e-2):
             yield Mistake(
                 what="cross_entropy gets probabilities",
-                why="it applies a softmax itself, and after two softmaxes the loss hardly falls",
+                why="cross_entropy applies a softmax itself, and after two softmaxes the loss hardly falls",
                 do="Pass logits: leave out the softmax before the loss",
             )
         elif values.numel() >= FEW and 0 == float(values.min()) < values.max() and (values == 0).float().mean() > 0.1:
@@ -38,8 +38,8 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
             )
     if isinstance(odds, torch.Tensor) and odds.numel() >= FEW and bool(((odds >= 0) & (odds <= 1)).all()):
         yield Mistake(
-            what="binary_cross_entropy_with_logits gets numbers from 0 to 1 only",
-            why="it applies a sigmoid itself, and after two sigmoids no output is below 0.5",
+            what="binary_cross_entropy_with_logits gets only numbers from 0 to 1",
+            why="this loss applies a sigmoid itself, and after two sigmoids no output is below 0.5",
             do="Pass logits: leave out the sigmoid before the loss",
         )
     if isinstance(logits, torch.Tensor) and viewed is not None and logits.ndim == viewed.ndim == 3:
@@ -62,7 +62,7 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
             which = "log-probabilities of the classes" if log else "probabilities in its target"
             yield Mistake(
                 what=f"{name} gets no {which}",
-                why="it neither takes a logarithm nor normalizes, so its loss has no lower limit",
+                why="this loss neither takes a logarithm nor normalizes, so it has no lower limit",
                 do="Pass log_softmax(logits, dim=1), or use cross_entropy"
                 if name == "nll_loss"
                 else "Pass log_softmax of the student's logits, and softmax of the teacher's",
@@ -74,7 +74,7 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
             yield Mistake(
                 what=f"{name} compares outputs of shape {shapes[0]} with targets of shape {shapes[1]}",
                 why="torch compares each output with each target, so the model learns the targets' mean",
-                do="Give both the same shape, such as outputs.squeeze(-1)",
+                do="Give both the same shape, for example with outputs.squeeze(-1)",
             )
 
 
@@ -107,7 +107,7 @@ def additive_mask(setup: BeforeTraining) -> Iterator[Mistake]:
     mask = _called(setup, "attention").get("mask")
     if isinstance(mask, torch.Tensor) and mask.is_floating_point() and set(mask.unique().tolist()) == {0.0, 1.0}:
         yield Mistake(
-            what="attention gets a mask of 0 and 1 in floats",
+            what="attention gets a float mask of zeros and ones",
             why="torch adds such a mask to the scores, so it hides no token",
             do="Pass a boolean mask, or 0 and -inf",
         )
@@ -120,7 +120,7 @@ def mixed_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     if trial is not None and trial.by_row:
         yield Mistake(
             what="equal rows of the batch have different outputs",
-            why="something of the model goes by a row's place in the batch, as positions added along dimension 0 do",
+            why="a part of the model uses a row's index in the batch, such as positions added along dimension 0",
             do="Add positions along the tokens: x + positions[:, : x.shape[1]]",
         )
     if trial is None or not trial.mixes or trial.logits is None or rows is None or setup.is_encoder_decoder:
@@ -130,5 +130,5 @@ def mixed_rows(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what="the outputs of a row depend on the other rows of the batch",
             why="a module mistakes the batch for the sequence, as torch's attention without batch_first=True does",
-            do="Pass batch_first=True, and check each view, permute and softmax for its dimension",
+            do="Pass batch_first=True, and check the dimension of each view, permute and softmax",
         )

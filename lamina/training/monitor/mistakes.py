@@ -32,7 +32,7 @@ __all__ = [
 class Mistakes(list[Mistake]):
     """The mistakes that ``lamina.check`` found.
 
-    If you print it, it shows a line for each mistake, each note, and each check that was not possible.
+    The text of this object has a line for each mistake, each note, and each check that was not possible.
     """
 
     def __init__(self, findings: Iterable[Mistake], unchecked: Sequence[str] = ()):

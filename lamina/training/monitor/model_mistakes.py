@@ -69,7 +69,7 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
         if silent:
             yield Mistake(
                 what=f"no gradient reaches {len(silent)} of the layers' parameters ({setup.listed(silent)})",
-                why="their modules run, and others of these layers get a gradient, so an operation detaches their "
+                why="their modules run, and the layers' other parameters get a gradient: an operation detaches their "
                 "outputs",
                 do="Look for .detach(), .data, torch.no_grad() or .item() after their modules, and for a router whose "
                 "probabilities weigh no expert",
@@ -125,7 +125,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     flat = {m: float(gain.mean()) for m, gain in gains.items() if float(gain.std()) < 1e-3 and not _is_as_made(m)}
     double = [module for module, mean in flat.items() if TWICE[0] < mean < TWICE[1]]
     for found, size, why, do in (
-        (off, 0, "its layer sees zeros", "Start gains at 1 (at 0 only where the norm computes 1 + weight)"),
+        (off, 0, "the norm's layer sees only zeros", "Start gains at 1 (at 0 only if the norm computes 1 + weight)"),
         (double, 2, "the weights of norms that compute 1 + weight start at 1", "Start such weights at 0"),
     ):
         if found:
@@ -171,7 +171,7 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
         ),
         (
             [n for n in odd if n not in wide],
-            f"{SOLE:g} times the scale of their peers, or less than 1/{SOLE:g}",
+            f"over {SOLE:g} times, or under 1/{SOLE:g} of, the other layers' scale",
             "one layer will dominate, or have no effect",
         ),
     ):

@@ -129,7 +129,7 @@ class Monitor:
     def flush(self) -> None:
         """Write all rows so far to disk without judging them, so that a training may resume here.
 
-        All processes must call it.
+        All processes must call this method.
         """
         rows = self.new_steps()
         self._unjudged += rows

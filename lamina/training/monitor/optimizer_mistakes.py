@@ -102,7 +102,7 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
     weights = [p for p in setup.trained if p.dtype == torch.float16]
     if weights:
         yield Mistake(
-            what=f"float16 is the type of {len(weights)} of the trainable parameters ({setup.listed(weights)})",
+            what=f"{len(weights)} of the trainable parameters are float16 ({setup.listed(weights)})",
             why="small gradients and updates round to 0, and a GradScaler rejects float16 gradients",
             do="Keep weights in float32 and compute under autocast, or load the model in bfloat16",
         )
@@ -162,7 +162,7 @@ def rate_of_adam(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def maximizes(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an optimizer that raises the loss. It may raise a reward, whose first value is often below 0."""
+    """Find an optimizer that raises the loss. An optimizer may raise a reward, whose first value is often below 0."""
     rises = any(group.get("maximize") for _, group in setup.settings)
     if rises and not (setup.trial is not None and setup.trial.loss < 0):
         yield Mistake(
@@ -180,7 +180,7 @@ def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
         if len(betas) == 2 and betas[0] > betas[1] and betas[0] >= SWAPPED:
             yield Mistake(
                 what=f"the optimizer's betas are ({betas[0]:g}, {betas[1]:g})",
-                why="the first beta averages gradients and the second their squares, so the direction of the steps "
+                why="beta1 averages gradients and beta2 averages their squares, so the direction of the steps "
                 f"lags by {1 / max(1 - float(betas[0]), 1e-9):.0f} steps",
                 do="Pass betas=(0.9, 0.95) or (0.9, 0.999)",
             )
@@ -188,7 +188,7 @@ def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
         if momentum >= 1:
             yield Mistake(
                 what=f"the optimizer has a momentum of {momentum:g}",
-                why="it adds up all earlier gradients and forgets none",
+                why="such a momentum adds up all earlier gradients and forgets none",
                 do="Use 0.9 to 0.95",
             )
             return
@@ -214,8 +214,8 @@ def large_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
             what=f"the optimizer's eps is {epsilon:g}"
             + (f", and its learning rate {rate:g}" if swapped else "")
             + (f", and the gradients' elements are about {statistics.median(sizes):.1g}" if sizes else ""),
-            why="Adam divides by the gradients' size plus eps, so an eps above them makes all steps tiny",
-            do="Pass eps=1e-8" + (", and swap the two if they were swapped" if swapped else ""),
+            why="Adam divides by the gradients' size plus eps, so an eps above that size makes all steps tiny",
+            do="Pass eps=1e-8" + (", and exchange eps and learning rate if you swapped them" if swapped else ""),
         )
 
 
@@ -228,7 +228,7 @@ def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
             continue
         if group.get("decoupled_weight_decay") is False and decay >= DECAY:
             yield Mistake(
-                what=f"the weight decay of {decay:g} belongs to an Adam that adds it to the gradients",
+                what=f"Adam adds the weight decay of {decay:g} to the gradients",
                 why="Adam divides this sum by its size, so the decay decides the step where gradients are small",
                 do="Use AdamW, which does not add the decay to the gradients",
             )
@@ -239,7 +239,7 @@ def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
         if "d" not in group and (erased or (_is_adam(group) and decay >= STRONG)):  # "d" finds its own rate
             yield Mistake(
                 what=f"the weight decay is {decay:g} at a learning rate of {rate:g}",
-                why=f"it takes {share:.1g} of each weight away at every step",
+                why=f"weight decay removes {share:.1g} of each weight at every step",
                 do="Use a weight decay of 0.01 to 0.1",
             )
             return
@@ -312,7 +312,7 @@ def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
             yield Mistake(
                 what=f"the learning rates of {path} fall from {rates[0]:g} (layer 0) to {rates[-1]:g} "
                 f"(layer {len(rates) - 1})",
-                why="layer-wise decay is for the layers near the input, and here it slows the last layers",
+                why="layer-wise decay should slow the layers near the input, but here it slows the last layers",
                 do="Reverse the order of the learning rates",
             )
 
@@ -328,7 +328,7 @@ def muon_tables(setup: BeforeTraining) -> Iterator[Mistake]:
     if found := [p for g in muons for p in g["params"] if p.requires_grad and id(p) in outer and id(p) not in inside]:
         yield Mistake(
             what=f"Muon updates embeddings or the output head ({setup.listed(found)})",
-            why="it makes all directions of a step equally large, which suits matrices between hidden states alone",
+            why="Muon makes all directions of a step equally large, which suits only matrices between hidden states",
             do="Give them to AdamW",
             note=True,
         )
@@ -350,12 +350,12 @@ def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
     if scales:
         yield Mistake(
             what=f"LoRA is scaled by {max(scales.values()):g} ({listing(list(scales))})",
-            why="each step of the adapter changes the model that many times as much",
-            do="Choose lora_alpha between r and 2 r, or lower the learning rate by as much",
+            why="this scale multiplies every change that the adapter makes to the model",
+            do="Choose lora_alpha between r and 2 r, or divide the learning rate by this scale",
         )
     if any(p.requires_grad for p in base):
         yield Mistake(
-            what=f"the optimizer trains {len(base)} of the matrices below LoRA ({setup.listed(base)})",
-            why="LoRA trains the adapter alone, and a frozen matrix needs no optimizer state",
+            what=f"the optimizer trains {len(base)} of the base matrices of LoRA ({setup.listed(base)})",
+            why="LoRA trains only the adapter, and a frozen matrix needs no optimizer state",
             do="Set requires_grad of the model's own weights to False",
         )

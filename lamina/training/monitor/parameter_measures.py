@@ -1,6 +1,7 @@
 """Measure gradients, updates, weights and moments by sub-layer.
 
-In an unstable run, updates and first moments rise before the gradient and the loss. They rise first in some layers.
+In an unstable run, updates and first moments rise before the gradient and the loss. Updates and first moments rise in
+some layers first.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class GradientNorms:
         return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
 
     def clips(self) -> bool:
-        """Return whether ``clip`` works. It needs whole gradients of one device and one dtype, in the model's order."""
+        """Return whether ``clip`` works: it needs whole gradients of one device and one dtype, in the model's order."""
         kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters if parameter.grad is not None}
         return self._all and len(kinds) == 1 and not (self.sharded or self._exact)
 
@@ -313,16 +314,16 @@ class Samples:
     """Compares a fixed sample of weights and moments to find changes that no optimizer made.
 
     In most trainings only the optimizers change weights and moments, so the alarm for other changes needs no fitted
-    limit. Metrics: ``written_ratio`` is the norm of these changes to the weights since the last record, divided by the
-    weights' norm. ``moved_ratio`` is the distance that training moved the weights before such a change, divided by the
-    weights' norm. The distance starts at the previous change of this kind, or at the first step. ``forgotten_share`` is
-    the largest loss of magnitude in one of the optimizer's tensors, divided by the tensor's norm; it is 1 if the tensor
-    is lost.
+    limit. ``written_ratio`` is the norm of such changes to the weights since the last record, divided by the weights'
+    norm. ``moved_ratio`` is the distance that training moved the weights before such a change, divided by the weights'
+    norm. This distance starts at the previous such change, or at the first step. ``forgotten_share`` is the largest
+    loss of magnitude in one of the optimizer's tensors, divided by the tensor's norm; it is 1 if the tensor is lost.
 
     Only ``rows`` waits for the device. A resumed run begins with a new sample, so its first step is not compared.
 
     Attributes:
-        resumed: whether the run has earlier steps. If so, an optimizer without a state has lost its state.
+        resumed: whether the run has earlier steps. If the run has earlier steps, an optimizer without a state has lost
+            its state.
     """
 
     resumed = False
@@ -416,7 +417,7 @@ class Samples:
     def rows(self, step: int, *, recorded: bool) -> list[Row]:
         """Return the changes since the last record as tidy rows; empty if only the optimizers made changes.
 
-        All processes of a sharded model must call it.
+        All processes of a sharded model must call this method.
         """
         drift, count, last = self._drift, len(self._sizes), self._last
         moved = self._moved
@@ -466,11 +467,11 @@ class UpdateRatios(TrainerCallback):
     ``second_moment``, the norm of sqrt(v), both in units of the gradient. ``unmoved_parameters`` is the number of
     parameters with a gradient and an update of exactly 0. ``without_gradient`` is the number of parameters that
     ``SilentParameters`` finds. If the groups have different learning rates, ``rate_ratio`` is a sub-layer's learning
-    rate divided by the optimizer's median learning rate, if it is above 1. ``rate_estimate`` is the learning rate that
-    an optimizer estimates itself.
+    rate divided by the optimizer's median learning rate, if this ratio is above 1. ``rate_estimate`` is the learning
+    rate that an optimizer estimates itself.
 
     At a recorded step, memory holds a copy of the weights from the backward pass to the end of the step. At other
-    steps, it holds only a copy of ``samples``. Only ``rows`` waits for the device.
+    steps, memory holds only a copy of ``samples``. Only ``rows`` waits for the device.
 
     Args:
         model: a Lamina model; ignored if ``groups`` is given.

@@ -50,7 +50,7 @@ _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses 
 class MonitoredTrainer(_Trainer):
     """A mixin for Trainer and TRL's trainers in which the guard checks each layer's gradient norm before clipping.
 
-    It overrides two methods, because Trainer's pre-optimizer hook runs only after clipping.
+    The mixin overrides two methods, because Trainer's pre-optimizer hook runs only after clipping.
     """
 
     processes: Processes
@@ -154,7 +154,7 @@ class MonitoredTrainer(_Trainer):
     def bare_model(self) -> LaminaForCausalLM:
         """Return the model without the wrappers of accelerate and DDP.
 
-        Lamina caches it, because unwrapping visits all modules.
+        Lamina caches the bare model, because unwrapping visits all modules.
         """
         assert self.model is not None
         if self._wrapped is not self.model:
@@ -175,7 +175,8 @@ def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
 
 @dataclass(kw_only=True, eq=False)
 class RunRecorder(Monitor, TrainerCallback):
-    """The monitor of Lamina's own runs. Trainer calls it. It also shows progress, and stops the run at Ctrl-C.
+    """The monitor of Lamina's own runs. Trainer calls it. The recorder also shows progress, and stops the run at
+    Ctrl-C.
 
     Attributes:
         tokens_of: returns the number of tokens in the first steps.

@@ -40,9 +40,9 @@ class ScheduledProbes(TrainerCallback):
 
     The results go into probes/NAME/part-STEP.parquet.
 
-    If a probe does not apply to the model, or fails at a step, it leaves a note in probes/NAME/notes.jsonl, and the run
-    continues. With several processes, only the first process runs probes. Lamina does not probe a model with sharded
-    weights.
+    If a probe does not apply to the model, or fails at a step, Lamina writes a note to probes/NAME/notes.jsonl, and the
+    run continues. With several processes, only the first process runs probes. Lamina does not probe a model with
+    sharded weights.
 
     ``stop_clock`` is called before each measurement, so that probing does not count as training time.
     """

@@ -1,4 +1,4 @@
-"""Find parameters without a gradient, such as a detached projection, in a layer whose other parameters have one."""
+"""Find single parameters of a layer that get no gradient, such as a detached projection."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from lamina.training.monitor.writers import WatchSettings
 def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, distributed.ProcessGroup | None]:
     """Return the processes that train the same layers as this process, and their group (None for all processes).
 
-    With several pipeline stages, each stage has its own folder. All processes must call it. Raises UserError if two
-    stages have the same folder.
+    With several pipeline stages, each stage has its own folder. All processes must call this function. Raises UserError
+    if two stages have the same folder.
     """
     if not (distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1):
         return Processes(), None

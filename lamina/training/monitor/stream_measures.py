@@ -46,8 +46,8 @@ def magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tensor:
-    """Return the ``count`` largest of a state's ``magnitudes`` [tokens, hidden_size] in descending order; all of them
-    if there are fewer.
+    """Return the ``count`` largest of a state's ``magnitudes`` [tokens, hidden_size] in descending order; all
+    magnitudes if there are fewer.
 
     NaN counts as the largest. Does not wait for the device.
     """
@@ -121,7 +121,8 @@ class ForwardMeter:
     Args:
         points: the points at which Lamina measures the stream. If a point combines several streams, Lamina measures the
             streams before it combines them.
-        structure: the model's structure, for attention logits and choices of experts; None measures neither.
+        structure: the model's structure, for attention logits and choices of experts; with None, Lamina measures
+            neither.
         top: the number of largest |x| of all states to keep.
         graph: the hooks at the points of a compiled model, whose logits and experts stay hidden; None for other models.
 

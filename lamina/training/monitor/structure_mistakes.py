@@ -29,13 +29,13 @@ def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what="no parameter requires a gradient",
             why="nothing can learn",
-            do="Unfreeze what you want to train. PeftModel.from_pretrained needs is_trainable=True for this",
+            do="Unfreeze what you want to train. For an adapter, pass is_trainable=True to PeftModel.from_pretrained",
         )
     elif not setup.recording and not setup.running:
         yield Mistake(
             what="gradients are switched off",
             why="torch.no_grad() or torch.set_grad_enabled(False) is active, so backward() fails",
-            do="Switch them on with torch.set_grad_enabled(True)",
+            do="Switch gradients on with torch.set_grad_enabled(True)",
         )
     elif trial is not None and not trial.stuck and not any(trial.gradients.values()):
         yield Mistake(
@@ -249,6 +249,6 @@ def norm_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
     if large:
         yield Mistake(
             what=f"the eps is {max(large.values()):g} in {len(large)} of the norms ({listing(list(large))})",
-            why="they add it to the variance, so small inputs are not normalized",
+            why="norms add eps to the variance, so small inputs are not normalized",
             do="Use 1e-5 or 1e-6",
         )

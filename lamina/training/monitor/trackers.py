@@ -52,8 +52,8 @@ def installed(report_to: str) -> list[str]:
 class Trackers:
     """Logs rows to TensorBoard, W&B and trackio, from the first row on.
 
-    W&B and trackio log into the open run, such as the run of Trainer's callbacks. If no run is open, they open a run
-    with the folder's name in the project of WANDB_PROJECT (default: lamina).
+    W&B and trackio log into the open run, such as the run of Trainer's callbacks. If no run is open, the trackers open
+    a run with the folder's name in the project of WANDB_PROJECT (default: lamina).
 
     Raises:
         UserError: for a tracker that is not installed.
@@ -118,6 +118,6 @@ class Trackers:
 
 
 def tensorboard(trackers: Trackers | None) -> list[TrainerCallback]:
-    """Return Trainer's callback for TensorBoard with this run's writer; its file also has the numbers by layer."""
+    """Return Trainer's callback for TensorBoard with this run's writer; this writer also logs the numbers by layer."""
     writer = None if trackers is None else trackers.writer()
     return [] if writer is None else [TensorBoardCallback(writer)]

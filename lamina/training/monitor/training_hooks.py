@@ -73,8 +73,8 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: Mapping[str, object])
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Arguments]:
     """Find the module whose forward names the arguments, and return it with the named arguments.
 
-    A wrapper's forward may take only ``*args``. Then Lamina looks at the module inside that holds all of the wrapper's
-    parameters. If no forward gets a tensor, return the given module.
+    A wrapper's forward may take only ``*args``. If so, Lamina looks at the module inside that holds all of the
+    wrapper's parameters. If no forward gets a tensor, return the given module.
     """
     inner = module
     while not tensors_of(arguments := named_arguments(inner, args, kwargs)):
@@ -87,8 +87,7 @@ def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tupl
 
 
 def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the batch's identifying number, and counts of labels (equal to their token, to the next token, all): [4].
-    """
+    """Return a number that identifies the batch, and counts of labels: equal to their token, to the next, all; [4]."""
     tokens = next(filter(is_tokens, inputs.values()), next(iter(inputs.values()), torch.empty(0))).detach()
     some = tokens.flatten()[:: max(1, tokens.numel() // _MARKED)].double()
     mark = (some * torch.arange(1.0, len(some) + 1, dtype=some.dtype, device=some.device).sqrt()).sum()
@@ -389,7 +388,8 @@ class Instruments:
             self.followed.notes.append(text)
 
     def differentiates(self, loss: torch.Tensor) -> None:
-        """Keep the loss that a loop differentiates. It counts only if neither the model nor the user gives a loss.
+        """Keep the loss that a loop differentiates. This loss counts only if neither the model nor the user gives a
+        loss.
 
         A loss that the loop differentiates after the optimizer's step does not belong to this step.
         """
@@ -526,8 +526,8 @@ class Instruments:
     def step_loss(self) -> torch.Tensor | None:
         """Return the step's loss so far: the sum of the loss's shares, or the mean over the step's micro-batches.
 
-        Losses that the loop differentiated are shares. If a loop differentiates chunks of the loss one by one, and then
-        their sum, the chunks do not count again.
+        Losses that the loop differentiated count as shares. If a loop differentiates chunks of the loss one by one, and
+        then their sum, the chunks do not count again.
         """
         shares = not self.losses
         if not (kept := self._differentiated or self._apart if shares else self.losses):
@@ -583,7 +583,7 @@ class Instruments:
     def gradient_rows(self) -> list[Row]:
         """Return the gradients of the steps since the last call as tidy rows; frozen sub-layers have no rows.
 
-        A step that a GradScaler skipped because of an infinite gradient has no rows either.
+        A step that a GradScaler skipped because of an infinite gradient has no rows.
         """
         if not self._squares:
             return []
@@ -621,7 +621,7 @@ class Instruments:
     def rows(self, step: int, processes: Processes) -> list[Row]:
         """Return a due step's stream, gains, updates, moments and weights as tidy rows.
 
-        All processes must call it, because the stream's rows combine the micro-batches of all processes.
+        All processes must call this method, because the stream's rows combine the micro-batches of all processes.
         """
         seen = PassNumbers()
         if self._meter is not None:
@@ -645,7 +645,7 @@ class Instruments:
                     self.note(f"step {step}: these parameters have a learning rate of 0: {named(self.model, resting)}")
             if silent := self._updates.silent:
                 self.note(
-                    "these parameters get no gradient, although the same parameters of most other layers get one: "
+                    "these parameters get no gradient, although the same parameters of most other layers do: "
                     f"{named(self.model, silent)}"
                 )
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model

@@ -65,7 +65,7 @@ class WatchedRecords(Writers):
     """The records of a watched training, with its settings, watched.json and result.json.
 
     Args:
-        resume: whether to continue the folder's records after ``step``; "auto" continues them if there are any.
+        resume: whether to continue the folder's records after ``step``; "auto" continues records if there are any.
         step: the last earlier step; 0 for a new run.
 
     Raises:
@@ -444,17 +444,17 @@ def watch(
     ...         monitor.step(loss)
 
     To add only one line to a loop, call ``lamina.watch(model, optimizer, output="runs/mine").start()`` before the loop.
-    It watches until the process ends. A step then ends when the next forward pass begins. The step's loss is the
-    ``loss`` of the model's output, or the tensor on which the loop calls ``backward``.
+    ``start`` watches until the process ends. With ``start``, a step ends when the next forward pass begins. The step's
+    loss is the ``loss`` of the model's output, or the tensor on which the loop calls ``backward``.
 
     ``watch`` works with gradient accumulation, clipping, DDP and FSDP (call it in every process, after you wrap the
-    model). With pipeline parallelism, give each stage its own folder: ``output=f"runs/mine/stage-{stage}"``.
-    `lamina report OUTPUT` draws the records, and `lamina diagnose OUTPUT` explains them. The training stays
-    bit-identical, unless ``skip_outliers`` skips a step. A model compiled in bfloat16 differs by rounding.
+    model). With pipeline parallelism, give each stage its own folder: ``output=f"runs/mine/stage-{stage}"``. `lamina
+    report OUTPUT` draws the records, and `lamina diagnose OUTPUT` explains them. The training stays bit-identical,
+    unless ``skip_outliers`` skips a step. If a compiled model computes in bfloat16, its results differ by rounding.
 
     Args:
         model: the model that is trained.
-        optimizer: the model's optimizer, or a list of several that step together.
+        optimizer: the model's optimizer, or a list of optimizers that step together.
         output: the folder of the records.
         resume: continue the records of ``output`` after ``step``; "auto" continues them if there are any. If another
             version of Lamina wrote the records, a training with ``step`` above 0 continues without recording.
@@ -533,7 +533,7 @@ def was_killed(settings: WatchSettings) -> bool:
         return False
     logger.warning(
         "lamina.watch: the training with the records in %s was killed before its first checkpoint, so the "
-        "records begin again (the old records stay in %s until it ends)",
+        "records begin again (the old records stay in %s until this training ends)",
         *(folder, old_content(folder)),
     )
     return True

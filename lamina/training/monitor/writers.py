@@ -153,7 +153,7 @@ LAYER_COLUMNS = tuple(_TYPES)
 
 
 def layer_parts(folder: Path) -> list[Path]:
-    """Return the parts of a run's layers/ in order: Parquet, or .npz where pyarrow was not installed."""
+    """Return the files of a run's layers/ in order: Parquet files, or .npz files if pyarrow was not installed."""
     return sorted(part for part in (folder / "layers").glob("part-*") if part.suffix in (".parquet", ".npz"))
 
 
@@ -205,7 +205,7 @@ def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str 
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl: one line per record, at once.
+    """Writes metrics.jsonl, one line per record, without delay.
 
     Args:
         folder: the run's folder.
@@ -380,7 +380,7 @@ class WatchSettings(Settings):
         1.0, "how far the loss must rise above its lowest value to count as diverged, in nats", not_below(0.0)
     )
     divergence_patience: int = setting(
-        20, "number of steps for which the loss must stay that high to count as diverged", at_least(1)
+        20, "number of steps above divergence_margin after which the run counts as diverged", at_least(1)
     )
     skip_outliers: float | None = setting(
         None,

@@ -24,11 +24,11 @@ FIRST = 3  # changes of all weights; later ones may reach further
 JUMP = 0.1  # series start again after an averaging that changes this share of the weights
 RESTARTED = 2.0  # factor between two learning rates of a restart
 AVERAGED = (
-    "code other than the optimizer changed all weights, but by no more than training had changed them before "
+    "code other than the optimizer changed all weights, and training had changed them at least as much before "
     "(look-ahead, DiLoCo, weight averages, a loaded checkpoint). Lamina raises no alarm for such a change"
 )
 RESTARTS = (
-    "the optimizer's moments were emptied, and the learning rate changed at once (a warm restart, ReLoRA). All series "
+    "the optimizer's moments were emptied, and the learning rate jumped (a warm restart, ReLoRA). All series "
     "start again. Lamina raises no alarm for such a restart"
 )
 Place: TypeAlias = tuple[int, str, str]

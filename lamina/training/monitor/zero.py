@@ -29,7 +29,7 @@ class ZeroPart(HeldPart):
     """This process's part of a parameter, among the float32 weights that ZeRO's optimizer updates.
 
     Args:
-        place: the flat tensor, and the part's first index and length in it.
+        place: the flat tensor, and the part's first index and length in this tensor.
         gradient: returns the part's gradient; the tensor may have another shape or be empty.
         group: the number of the optimizer's group; -1 for a frozen parameter, which is in no group.
         share: the factor on this process's part in a sum over processes.
@@ -124,7 +124,8 @@ def _stage_3(zero: Zero, parameter: Marked) -> ZeroPart:
 class ZeroGroups:
     """The groups and the state of ZeRO's torch optimizer, with a flat tensor for each parameter of a group.
 
-    It replaces the torch optimizer, because ZeRO's stage 3 empties the optimizer's groups between updates.
+    Lamina uses this object in place of the torch optimizer, because ZeRO's stage 3 empties the optimizer's groups
+    between updates.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Mapping[int, ZeroPart]):

@@ -73,7 +73,8 @@ def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """One optimizer with one state: PyTorch's Muon updates the groups with ``muon``, and PyTorch's AdamW the others.
+    """PyTorch's Muon and AdamW as one optimizer with one state. Muon updates the groups with ``muon``, AdamW all
+    others.
 
     Muon's updates have the same root mean square as AdamW's (Liu et al. 2025, arXiv 2502.16982, Eq 4), so both use the
     same learning rate and weight decay.

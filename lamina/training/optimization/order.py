@@ -75,7 +75,7 @@ class TrainOrder(Sampler[list[int]]):
         return (self.data_step(step) - 1) * self.gradient_accumulation * self.batch_size
 
     def spans(self, steps: int) -> list[tuple[int, int]]:
-        """Return the spans of positions in the order, in blocks from 0, on which the first ``steps`` steps train."""
+        """Return the spans of the order on which the first ``steps`` steps train, as block positions from 0."""
         spans, done, skipped, size = [], 0, 0, self.batch_size * self.gradient_accumulation
         later = [after for after, _ in self.skips[1:]]
         valid = [skip for i, skip in enumerate(self.skips) if all(skip[0] < after for after in later[i:])]
