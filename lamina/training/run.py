@@ -168,7 +168,9 @@ class TrainingStage(ABC, Generic[S]):
 
     @abstractmethod
     def verdict(self, run: TrainingRun) -> tuple[Status, str] | Diverged:
-        """Return the status of a run that was not interrupted, and the reason. Only the first process calls it."""
+        """Return the status of a run that was not interrupted, and the reason. Only the first process calls this
+        method.
+        """
 
     @abstractmethod
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:

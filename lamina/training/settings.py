@@ -1,4 +1,4 @@
-"""The settings of training runs, as frozen records. Lamina makes the command line's flags and config.yaml from them."""
+"""The settings of training runs, as frozen records. Lamina makes the flags and config.yaml from these records."""
 
 from __future__ import annotations
 

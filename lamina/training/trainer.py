@@ -46,7 +46,7 @@ class CheckpointedTrainer(_Trainer):
         states: further objects, whose states Lamina stores in checkpoints and restores with the trainer.
         keep_also: decides from an older checkpoint's run state whether to keep the checkpoint.
         rate_factor: the factor on all learning rates after rollbacks.
-        average: the average of the weights. Checkpoints store it, and evaluations use it.
+        average: the average of the weights. Checkpoints store this average, and evaluations use it.
         background: writes checkpoints in a thread; None if training waits for each checkpoint.
         sharded: whether each process holds a part of the model.
     """

@@ -137,7 +137,7 @@ def test_a_finished_trials_damaged_model_is_named_and_written_again(study, tmp_p
     whole = weights.read_bytes()
     weights.rename(weights.with_name("other.safetensors"))
     compare(study(), resume=True, bar=False)
-    assert "model.safetensors is missing. Lamina writes it again" in caplog.text
+    assert "model.safetensors is missing. Lamina writes the model again" in caplog.text
     assert weights.read_bytes() == whole
 
 

@@ -1,6 +1,6 @@
 """Find the settings, the result, the checkpoint and the rollbacks from which a run resumes.
 
-Lamina checks that all of them belong to the same run.
+Lamina checks that settings, result, checkpoint and rollbacks belong to the same run.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
         elif missing:
             raise UserError(f"{folder}: the model is missing")
     except UserError as error:
-        logger.warning("%s. Lamina writes it again from the last checkpoint", error.problem)
+        logger.warning("%s. Lamina writes the model again from the last checkpoint", error.problem)
         return True
     return False
 

@@ -163,7 +163,7 @@ def _code(value: object) -> str:
 
 
 def check_repository(name: str) -> None:
-    """Raise UserError for a malformed repository name or a missing hub token. Lamina calls it before training."""
+    """Raise UserError for a malformed repository name or a missing hub token. Lamina checks both before training."""
     from huggingface_hub import get_token
 
     try:

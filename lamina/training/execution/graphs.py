@@ -21,7 +21,7 @@ from lamina.modeling.wiring_lamina import Block
 
 Replayed: TypeAlias = Sequence[Callable[..., object]]
 Capture: TypeAlias = Callable[[tuple[nn.Module, ...], tuple[tuple[torch.Tensor, ...], ...]], Replayed]
-"""A function that captures functions of tensors with sample tensors, and returns functions that replay them."""
+"""A function that captures callables with sample tensors, and returns callables that replay the captures."""
 
 
 class BlockCall(NamedTuple):

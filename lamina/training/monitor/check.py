@@ -29,8 +29,8 @@ def check(
 
     >>> lamina.check(model, optimizer, batch=batch)
 
-    Call it just before training, with the final model and optimizer. The check restores gradients, buffers and random
-    states.
+    Call ``check`` just before training, with the final model and optimizer. The check restores gradients, buffers and
+    random states.
 
     Args:
         model: the model that will be trained.

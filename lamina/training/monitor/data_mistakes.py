@@ -314,5 +314,5 @@ def labels_of_others(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what="the labels are not the input's tokens",
             why="a causal language model learns to predict its own row's next token",
-            do="Pass labels equal to the input ids. The model shifts them",
+            do="Pass labels equal to the input ids. The model shifts the labels",
         )

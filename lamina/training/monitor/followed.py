@@ -40,7 +40,7 @@ class Followed:
     Attributes:
         structure: the model's structure; None if no layers were found.
         whole: whether Lamina proved that the watched tensor is the residual stream. Lamina locates the parameters even
-            without this proof.
+            without a proof of the stream.
         unproved: the layers of further stacks (such as a decoder) for which Lamina found no such proof.
         notes: notes for the user, a line each.
     """

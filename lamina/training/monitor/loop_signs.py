@@ -101,7 +101,7 @@ class LoopSigns:
             layers = ", ".join(map(str, sorted({layer for layer, _ in left_out})))
             self.note(
                 f"step {step}: the model skipped layer {layers} or a part (LayerDrop, stochastic depth, an early "
-                "exit). Lamina does not judge a skipped layer at such a step"
+                "exit). Lamina does not judge a layer at a step that skips it"
             )
         mask = tuple(parameter.requires_grad for parameter in self.norms.parameters)
         changed = dict.fromkeys(self._replaced, 1)

@@ -107,7 +107,7 @@ def _untied(what: str) -> Mistake:
     return Mistake(
         what=what,
         why="training will make the two tensors, which were tied, differ more and more",
-        do="Tie them again before you create the optimizer (model.tie_weights(), or head.weight = embedding.weight)",
+        do="Tie both again before you create the optimizer (model.tie_weights(), or head.weight = embedding.weight)",
     )
 
 

@@ -26,7 +26,8 @@ OnAlarm: TypeAlias = Callable[[Alarm], object]
 
 
 class Writers:
-    """The writers of a training's records: metrics.jsonl, layers/, and trackers. Only the first process has them.
+    """The writers of a training's records: metrics.jsonl, layers/, and trackers. Only the first process has these
+    writers.
 
     Args:
         folder: the run's folder.

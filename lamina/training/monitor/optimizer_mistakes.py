@@ -174,7 +174,9 @@ def maximizes(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find betas in the wrong order and a momentum of 1. Optimizers with three betas (Adan) order them differently."""
+    """Find betas in the wrong order and a momentum of 1. Optimizers with three betas (Adan) order their betas
+    differently.
+    """
     for _, group in setup.settings:
         betas, momentum = group.get("betas") or (), group.get("momentum") or 0.0
         if len(betas) == 2 and betas[0] > betas[1] and betas[0] >= SWAPPED:
@@ -329,7 +331,7 @@ def muon_tables(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"Muon updates embeddings or the output head ({setup.listed(found)})",
             why="Muon makes all directions of a step equally large, which suits only matrices between hidden states",
-            do="Give them to AdamW",
+            do="Give embeddings and output head to AdamW",
             note=True,
         )
 

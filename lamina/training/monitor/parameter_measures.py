@@ -102,7 +102,7 @@ def _share(tensor: torch.Tensor) -> float:
 def clip(model: nn.Module, limit: float) -> torch.Tensor:
     """Clip a sharded model's gradients, and return the gradients' norm before clipping.
 
-    The model may have several device meshes, but torch's function accepts only one mesh.
+    The model may have several device meshes, but torch's clipping function accepts only one mesh.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     parts = [local_part(gradient) for gradient in gradients]
@@ -344,7 +344,7 @@ class Samples:
         self._begun = False
 
     def choose(self) -> None:
-        """Choose the parameters whose moments are compared: the largest trained parameter of each owner."""
+        """Choose the parameters whose moments Lamina compares: the largest trained parameter of each owner."""
         parameters, groups = self.groups.parameters, self.groups.groups
         by_size = sorted(range(len(groups)), key=lambda at: (parameters[at].requires_grad, parameters[at].numel()))
         self._seen = sorted({groups[index]: index for index in by_size}.values())

@@ -57,7 +57,7 @@ def no_gradient_to_tables(setup: BeforeTraining) -> Iterator[Mistake]:
     if silent and all(layer & setup.trial.reached for layer in inside if layer):
         yield Mistake(
             what=f"{len(silent)} embeddings get no gradient ({listing([setup.modules[id(m)] for m in silent])})",
-            why="an operation after them detaches their outputs",
+            why="an operation after the embeddings detaches their outputs",
             do="Look for .detach(), .data or torch.no_grad() after them, or set their requires_grad to False",
         )
 
@@ -128,7 +128,7 @@ def equal_units(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"all rows are equal in {len(equal)} matrices ({setup.listed(equal)})",
             why="equal rows compute equal values and get similar gradients, so the layer acts like a single unit",
-            do="Initialize them at random",
+            do="Initialize these matrices at random",
         )
 
 

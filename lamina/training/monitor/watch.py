@@ -386,7 +386,7 @@ class Watch:
         return self
 
     def start(self) -> Self:
-        """Watch from now on until the process ends. Use it to watch a loop with only one added line."""
+        """Watch from now on until the process ends. Use ``start`` to watch a loop with only one added line."""
         atexit.register(self._at_exit)
         return self.__enter__()
 

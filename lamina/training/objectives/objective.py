@@ -121,7 +121,7 @@ _registry: Registry[Objective] = Registry(
 
 
 def objective(cls: type[Objective]) -> type[Objective]:
-    """Register an objective's class under the class's head. Use it as a class decorator."""
+    """Register an objective's class under the class's head. Use this function as a class decorator."""
     _registry.add(cls.head, cls(), cls.__module__)
     return cls
 
