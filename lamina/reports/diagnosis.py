@@ -548,6 +548,9 @@ def _course(evidence: Evidence) -> str:
     if rose is None:
         return f"The loss had no lasting rise in {evidence.steps} steps{status}."
     if not math.isfinite(evidence.losses.get(rose, 0.0)):
+        again = next((step for step in steps if step > rose and math.isfinite(evidence.losses[step])), None)
+        if again is not None:
+            return f"The loss is not finite at step {rose} of {evidence.steps}, but finite at step {again}{status}."
         return f"The loss is not finite from step {rose} of {evidence.steps} on{status}."
     return f"The loss rose at step {rose} of {evidence.steps}{status}."
 

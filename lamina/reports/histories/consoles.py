@@ -103,7 +103,7 @@ FORMS = (
     Form("Keras' lines", r"^\s*(?P<step>\d+)/(?P<of>\d+) (?:\[[=>.]+\]|[━\s]+\d|- \d)", _SPACED),
     Form("a progress bar's lines", rf"\b{_STEP}/(?P<of>\d+) \[", _SPACED),
     Form("lines with a step", rf"{_RATED}{_TO_STEP}{_STEP}", _SPACED),
-    Form("lines that begin with a step", rf"(?:^|\] )\[?{_STEP}(?: \| [\d.]+)?[\]|:,]\s", _SPACED),
+    Form("lines that begin with a step", rf"(?:^|\] )\[?{_STEP}(?:(?: \| [\d.]+)?[\]|:,]|\s*/\s*\d+,?)\s", _SPACED),
     Form("lines with a loss", r"(?i)loss\b[^\d\n]{0,12}(?:\d|nan|inf)", _SPACED),
 )
 """Forms, the more special ones first: of those that fit most lines of a file, the first is taken."""
@@ -172,7 +172,7 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
     """
     console, ended = _Console(form), ""
     before, last = dict[str, object](), dict[str, object]()
-    begins = re.compile(form.line).search
+    begins, line, match = re.compile(form.line).search, "", None
     for line in lines:
         match, low = begins(line), line.lower()
         suspect = any(word in low for word in ("nan", "inf", "finite", "invalid"))  # far faster than the pattern
@@ -190,10 +190,20 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
         console.begin(line, match)
         ended = ""
     if console.record:
+        if match is not None and not form.more and _is_cut(line, console.record, last):
+            console.record.popitem()
         yield console.record
         before, last = last, console.record
     if last and ended:
         yield _broken(before, last, ended)
+
+
+def _is_cut(line: str, record: Mapping[str, object], before: Mapping[str, object]) -> bool:
+    """Return whether a log ends within a number: with fewer values than the line before, and fewer digits."""
+    if not record or [*record] != [*before][: len(record)] or len(record) == len(before):
+        return False
+    name, value = [*record.items()][-1]
+    return line[-1:].isdigit() and line.endswith(str(value)) and len(str(value)) < len(str(before[name]))
 
 
 def _broken(before: Mapping[str, object], last: Mapping[str, object], sentence: str) -> Mapping[str, object]:

@@ -288,6 +288,8 @@ def _read_broken_parts(history: History, others: Mapping[str, Series]) -> None:
         broken = np.isinf(values)
         finite = np.flatnonzero(np.isfinite(values))
         broken[finite[-1] + 1 if len(finite) else len(values) :] = True
+        if not len(finite) and not broken.any():
+            history.notes.append(f"{name!r} is not finite in any record, so Lamina does not judge it")
         where = np.isin(loss[0], steps[broken]) & np.isfinite(loss[1])
         if where.any():
             loss = history.series[_MODEL, LOSS] = loss[0], np.where(where, np.nan, loss[1])

@@ -16,7 +16,7 @@ STEPS = (
     "iter", "iter_num", "time_batch", "batch", "ba", "update", "updates", "timestep", "_step", "progress_bar",
 )  # fmt: skip
 """Columns of steps, as ``plain`` writes them, the better ones first."""
-EPOCHS = ("epoch", "train_epoch")
+EPOCHS = ("epoch", "train_epoch", "pass")
 """Columns of epochs, which are the steps of a record that has no others."""
 EPOCH_STEPS = "_steps of an epoch"
 """The name under which a console's steps in an epoch are kept."""
@@ -210,4 +210,5 @@ def best(names: Mapping[str, tuple[Whole, int]]) -> str:
     long = [name for name, (_, length) in names.items() if 2 * length >= most]
     if {3, 4} & (ranks := {names[name][0].rank for name in long}) and 5 in ranks:  # of a sum, a part's CE is no whole
         long = [name for name in long if names[name][0].rank not in (1, 2)]
-    return min(long, key=lambda name: (names[name][0].rank, len(name), name))
+    trained = {name: "train" in name.lower() for name in long}  # a bare "loss" beside it may be an evaluation's
+    return min(long, key=lambda name: (names[name][0].rank, not trained[name], len(name), name))

@@ -11,8 +11,8 @@ Bins: TypeAlias = Any
 """part of a histogram, as W&B writes it"""
 
 NUMBER = r"[-+]?(?:\d+(?:[.,]\d+)*\.?|\.\d+)(?:[eE][-+]?\d+)?(?:[kKMB](?![\w/]))?|[-+]?(?:nan|inf(?:inity)?)\b"
-WHOLE = r"\d+(?:,\d{3})*(?:\.\d+)?(?:[eE]\+?\d+)?(?:[kKM](?=it|\b))?"
-"""A step: 1,000, 1.0e+02 and 12k are whole numbers, too."""
+WHOLE = r"\d+(?:,\d{3})*(?:\.(?:0+|\d+(?=[eEkM])))?(?:[eE]\+?\d+)?(?:[kKM](?=it|\b))?(?!\.?\d)"
+"""A step: 1,000, 1.0e+02 and 12k are whole numbers, too; 0.17, which is a time, is none."""
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9}
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?(?:[eE][-+]?\d+)?")

@@ -335,6 +335,10 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
         if not _is_whole(of):
             continue
         steps = _carried((at, of), columns.rows).astype(np.int64)
+        if plain(name) == "progress_bar" and len(of) > 1:  # records that a console shows before its first bar
+            early = lines[lines < at[0]]
+            counted = of[0] - (of[1] - of[0]) * np.arange(len(early), 0, -1)
+            steps[early] = np.where(counted >= 0, counted, of[0])
         different = len(np.unique(steps[lines]))
         if 1 < different < len(lines) and epochs is not None and plain(name) != "progress_bar":
             epoch = np.floor(_carried(epochs, columns.rows)[lines])

@@ -206,14 +206,20 @@ def _of_text(data: bytes, name: str) -> Columns:
     )
 
 
+_TWO_WORDS = re.compile(r"(?i)\b((?:train|valid)\w*) (?=loss\b)")
+_YOLO_LOSSES = frozenset(("box", "obj", "cls", "dfl", "seg", "total"))
+
+
 def _below_headers(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
     """Yield the rows below headers with a loss, as Ultralytics prints them in each epoch; of a row that a progress bar
     overwrites, the last.
     """
     names, row = list[str](), dict[str, str]()
     for line in lines:
-        cells = line.split()
+        cells = _TWO_WORDS.sub(r"\1_", line).split()
         if len(cells) > 2 and all(re.fullmatch(r"[A-Za-z][\w/.()-]*", cell) for cell in cells):
+            if "gpu_mem" in cells:  # YOLOv5 and YOLOv7 call the losses box, obj and cls
+                cells = [f"{cell}_loss" if cell in _YOLO_LOSSES else cell for cell in cells]
             names = cells if any("loss" in cell.lower() for cell in cells) else []
         elif names and len(cells) >= len(names) and sum(map(is_numeric, cells[1 : len(names)])) > len(names) / 2:
             new = dict(zip(names, (cell.partition("/")[0] for cell in cells), strict=False))
@@ -346,6 +352,7 @@ def _told_apart(names: Sequence[str]) -> list[str]:
 def _spaced(text: str) -> str | None:
     """Return a table in columns of spaces, as fastai prints it, with tabs; None if a text is none."""
     lines = [line for line in text.splitlines() if line.strip()]
+    lines[:1] = [_TWO_WORDS.sub(r"\1_", line) for line in lines[:1]]
     for gap in (r"\s{2,}", r"\s+"):
         first, second = (re.split(gap, line.strip()) for line in (*lines[:2], "", "")[:2])
         words = all(re.fullmatch(r"[A-Za-z][\w /.#-]*", name) for name in first)

@@ -39,7 +39,7 @@ def rows_of(lines: Sequence[str]) -> list[list[str]]:
     if not lines or number_of(re.split(r"[\s,;|]+", lines[0].strip())[0]) is None:  # most texts
         return []
     rows = [re.split(r"[\s,;|]+", line.strip()) for line in lines]
-    same = len({len(row) for row in rows}) == 1 and len(rows) > 1
+    same = len({len(row) for row in rows}) == 1 and (len(rows) > 1 or len(rows[0]) == 3)  # MLflow: time, value, step
     return rows if same and all(number_of(cell) is not None for row in rows for cell in row) else []
 
 
@@ -53,7 +53,7 @@ def without_names(rows: Sequence[Sequence[object]], stem: str) -> Iterator[Mappi
     count = f"{len(columns)} column{'s' * (len(columns) > 1)} of numbers without names"
     numbers = [[number for number in column if number is not None] for column in columns]
     wholes = [
-        bool(column) and all(a <= b and a.is_integer() and b.is_integer() for a, b in pairwise(column))
+        bool(column) and all(map(float.is_integer, column)) and all(a <= b for a, b in pairwise(column))
         for column in numbers
     ]
     times = [
