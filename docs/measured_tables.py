@@ -56,9 +56,10 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
             f"| {_marked(counts['what'], counts)} | {counts['failures']} | {counts['told']} | "
             f"{counts['rose']} | {early} | {place} | {counts['cause']} |"
         )
+    setups = {"other set-ups" if name == "other" else name: counts for name, counts in record["setups"].items()}
     healthy = [
         f"{_marked(name, counts)} ({counts['alarmed_steps']} of {counts['healthy_steps']:,} steps)"
-        for name, counts in record["setups"].items()
+        for name, counts in setups.items()
         if counts["alarmed_steps"]
     ]
     parts = record["parts"].items()
@@ -120,7 +121,7 @@ def _alarm_counts(counts: dict[str, Any]) -> str:
         f"{healthy if counts['healthy_runs'] else ''}In {counts['rose']} failures, the loss rose after the second "
         f"step. In {counts['before']} of these, the first anomaly came before the rise{heard}. Lamina named the right "
         f"location in {counts['place']} of {counts['placed']} failures, and the right cause in {counts['cause']} of "
-        f"{counts['failures']}. It named a wrong cause in {counts['wrong_cause']} failures, and raised no alarm in "
+        f"{counts['failures']}. Lamina named a wrong cause in {counts['wrong_cause']} failures, and raised no alarm in "
         f"{counts['failures'] - counts['told']}."
     )
 

@@ -39,9 +39,8 @@ def python_page() -> str:
     names = [name for name in lamina.__all__ if name not in ("__version__", "placements", "eval")]
     parts = [
         "# Python",
-        "`import lamina` loads neither torch nor transformers; each name loads what it needs when it is first used. "
-        "The jobs take the settings of their commands as keywords, with underscores: [Settings](settings.md) lists "
-        "them.",
+        "`import lamina` loads neither torch nor transformers. Each name loads other packages when you first use it. "
+        "Each job takes its command's settings as keywords, with underscores ([all settings](settings.md)).",
         *(_of_lamina(name) for name in names),
         "## lamina.placements",
         *(_of_placements(name) for name in lamina.placements.__all__),
@@ -105,8 +104,8 @@ def settings_page() -> str:
     parts = [
         "# Settings",
         "A setting has one name everywhere: `--num-layers` on the command line, `num_layers` in a YAML file for "
-        "`--config` and in Python. A command takes the settings of all groups below that name it, except those that it "
-        "leaves out ([the list is at the end](#left-out)).",
+        "`--config` and in Python. A command takes the settings of every group that names the command, except some "
+        "([the list is at the end](#left-out)).",
     ]
     for cls, takers in sorted(groups.items(), key=lambda item: -len(item[1])):
         parts += [f"## {_title(cls)}", _takers(takers), _table(cls)]
@@ -121,7 +120,7 @@ def _other_names() -> str:
         taken = [f"`{name}`" for name in aliases.TAKEN.get(setting, ())]
         near = [f"`{name}`\\*" for name in aliases.NEAR.get(setting, ())]
         rows.append(f"| `{setting}` | {', '.join([*taken, *near])} |")
-    return "\n".join([*rows, "", "\\* not taken: the error suggests the setting"])
+    return "\n".join([*rows, "", "\\* Lamina does not take this name. Its error suggests the setting."])
 
 
 def _records() -> Iterator[type[Settings]]:
@@ -150,7 +149,7 @@ def _title(cls: type[Settings]) -> str:
 
 
 def _takers(takers: list[type[Settings]]) -> str:
-    return "Taken by " + ", ".join(f"`lamina {record.command_name}`" for record in takers) + "."
+    return "For " + ", ".join(f"`lamina {record.command_name}`" for record in takers) + "."
 
 
 def _left_out(records: list[type[Settings]]) -> str:

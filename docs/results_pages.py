@@ -121,7 +121,7 @@ def study_section(
             later.append(f"The scale {name} cannot decide this study: {plain(scale.needs)}.")
         else:
             later.append(f"We have not run this study at `--scale {name}` yet: {code(said.command(study.name, name))}.")
-            says = [f"- {plain(one.get('says') or one['claim'])}" for one in here]
+            says = [f"- {said.claimed(one)}" for one in here]
             later += ["\n".join(says)] if says else []
     return [
         f"### {study.name}",
@@ -159,7 +159,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _claim(one: Json) -> list[str]:
-    says = plain(one.get("says") or one["claim"])
+    says = said.claimed(one)
     return [
         f"**{says}**" if said.is_whole(one) else says,
         said.verdict(one),

@@ -49,6 +49,23 @@ def worded(text: object) -> str:
     return plain(in_words(text).replace(_PAST, "no lower loss than a bigram table (its loss in parentheses)"))
 
 
+_CLAIMED = (  # the records' words, and the pages'
+    (r"\bturn(s?) the stream", r"change\1 the hidden states' direction"),
+    (r"(?<!learning )\brate", "learning rate"),
+    (r"(?<!residual )\bstream", "residual stream"),
+    (r"\bat (an|that) initializer", r"with \1 initializer"),
+    (r"\b([Aa])t init\b", r"\1t initialization"),
+)
+
+
+def claimed(one: Json) -> str:
+    """Return a claim in the words of the pages, escaped."""
+    text = str(one.get("says") or one["claim"])
+    for recorded, shown in _CLAIMED:
+        text = re.sub(recorded, shown, text)
+    return plain(text)
+
+
 def verdict(one: Json) -> str:
     """The verdict of a claim in the words of the pages."""
     return in_words(one["verdict"])
@@ -122,7 +139,7 @@ def row(one: Json) -> list[str]:
     p = one.get("p_holm", one.get("p"))
     note = "" if one["verdict"] in (Verdict.NOT_RUN, Verdict.NEEDS_SCALE) else worded(one.get("note") or "")
     return [
-        f"{plain(one.get('says') or '')} ({code(one['claim'])})",
+        f"{claimed(one)} ({code(one['claim'])})",
         f"**{verdict(one)}**",
         ours(one),
         plain(one.get("paper") or NONE),
