@@ -58,7 +58,7 @@ class Proxy:
 
     @property
     def init(self) -> str:
-        """The initializer from the settings. If the settings name none, it is the placement's initializer."""
+        """The initializer from the settings. If they name none, Lamina uses the placement's initializer."""
         return recommended(self.plan) if self.settings.init == "recommended" else self.settings.init
 
     @property
@@ -155,11 +155,11 @@ def take_snapshot(
 
     ``unigram`` [sequences] is the loss of a constant prediction on each sequence, in nats per token.
 
-    Rows with sublayer "block" describe hidden states: layer l for x^{l+1}, and -1 for x^0. Their metrics are the
-    state's statistics and three more metrics. ``token_similarity`` is the mean cosine over all pairs of tokens.
+    Rows with sublayer "block" describe hidden states: layer l for x^{l+1}, and -1 for x^0. The metrics of hidden states
+    are the state's statistics and three others. ``token_similarity`` is the mean cosine over all pairs of tokens.
     ``state_gradient_norm`` is the norm of the loss's gradient with respect to the state. ``jacobian_gain`` is the root
     mean square gain of the Jacobian J from the state to x^N: the Frobenius norm of J divided by the root of its number
-    of rows. Lamina estimates this gain with one random vector v as |J^T v| / |v|. The rows of a sub-layer are
+    of rows. Lamina estimates ``jacobian_gain`` with one random vector v as |J^T v| / |v|. The rows of a sub-layer are
     ``branch_variance`` (the variance of the module's output), ``added_variance`` (the variance of the sum's branch
     term, after an output norm), ``skip_variance`` (the variance of the scaled skip), and ``gradient_norm`` (the norm of
     the gradient of its weights).
@@ -255,8 +255,8 @@ class BurnIn:
     """The record of a burn-in.
 
     ``losses``, ``gradient_norms`` (before clipping) and ``learning_rates`` have one entry per step. Lamina took the
-    ``snapshots`` before the first step and after some later steps. ``stopped`` says why the burn-in ended early;
-    otherwise it is empty.
+    ``snapshots`` before the first step and after some later steps. ``stopped`` says why the burn-in ended early, or is
+    empty.
     """
 
     proxy: Proxy
@@ -381,7 +381,7 @@ def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
     """Return the unigram loss of each held-out sequence in nats per token, [sequences].
 
     Lamina counts the token frequencies on a million tokens of the train split, and adds one to each count. In a mix of
-    corpora, it counts a million tokens of each corpus.
+    corpora, Lamina counts a million tokens of each corpus.
     """
     count = max(1, MOST_TOKENS // blocks.stats.sequence_length)
     shares = blocks.train.frequencies(blocks.stats.vocab_size, count)

@@ -89,7 +89,7 @@ class Preflight:
 def ffn_share(shot: Snapshot) -> float:
     """Sum this ratio over all layers: the variance that the feed-forward adds, divided by the variance of its skip.
 
-    FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers. Then this sum has order 1 at any depth.
+    FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers, so that this sum has order 1 at any depth.
     """
     added, skip = shot.series("added_variance", "feed_forward"), shot.series("skip_variance", "feed_forward")
     return sum(added[layer] / skip[layer] if skip[layer] > 0 else math.inf for layer in added)
@@ -203,8 +203,8 @@ def burn_in_of(
 def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
     """Return the number of steps of the burn-in, and the number of its warm-up steps.
 
-    The warm-up takes at most twice the requested steps. If it were too short, a placement that needs a long warm-up
-    would get a bad verdict.
+    The warm-up takes at most twice the requested steps. If the warm-up were too short, a placement that needs a long
+    warm-up would get a bad verdict.
     """
     warmup = min(in_steps(run.warmup, run.steps), 2 * settings.burn_in)
     return min(max(settings.burn_in, warmup + settings.burn_in // 2), run.steps), warmup

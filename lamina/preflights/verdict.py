@@ -121,7 +121,7 @@ def learns(numbers: Features, fitted: Json) -> bool:
 
 
 def chance(numbers: Features, fitted: Json) -> float:
-    """Return the probability that the run trains, by the logistic rule on progress. For a collapsed model, it is 0."""
+    """Return the probability that the run trains (0 for a collapsed model), by the logistic rule on progress."""
     if not numbers.finite or collapsed(numbers, fitted):
         return 0.0
     rule = fitted["progress"]
@@ -181,9 +181,9 @@ FP16_LITTLE = 2.0
 class PreflightVerdict:
     """A verdict, its reason, and what to change.
 
-    ``chance`` is the fitted probability that the run gets clearly below the loss of a constant prediction. For an
-    undecided run, ``deciding_steps`` is the number of burn-in steps that should show whether the run trains; otherwise
-    it is 0.
+    ``chance`` is the fitted probability that the run gets clearly below the loss of a constant prediction.
+    ``deciding_steps`` is the number of burn-in steps that should show whether an undecided run trains (0 for other
+    verdicts).
     """
 
     verdict: VerdictWord

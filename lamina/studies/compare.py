@@ -113,7 +113,7 @@ def open_study(
 
 
 def is_ended(run: PretrainSettings) -> bool:
-    """Return whether a trial has ended. Raises UserError if somebody has altered its result."""
+    """Return whether a trial has ended. Raises UserError if somebody has altered the trial's result."""
     result = read_result(Path(run.output))
     return result is not None and result["status"] in ENDED
 

@@ -63,7 +63,7 @@ def coord_check(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Frame:
-    """Run the check and write its folder. Returns the rows of ``slopes``; the verdict is in result.json.
+    """Run the coordinate check and write its folder. Returns the rows of ``slopes``; the verdict is in result.json.
 
     ``settings`` is a record of all settings, or a mapping with the settings to change.
 
@@ -206,10 +206,10 @@ def slopes(table: Frame, tolerance: float) -> Frame:
     """Fit and judge the exponent e of value ~ size^e for each module and step, where the size is the width or depth.
 
     The exponent is the least-squares slope of log(value), averaged over the seeds, against log(size). For modules with
-    the same name, Lamina averages the slopes over the layers. If the depth varies, it averages over ``shares`` of the
-    depth. ``low`` and ``high`` are the smallest and the largest slope. ``verdict`` is flat, grows or shrinks. For the
-    metric "change", it is None, because Lamina does not judge changes. If a value is 0 or not finite, the slope is NaN
-    and the verdict is "broken".
+    the same name, Lamina averages the slopes over the layers. If the depth varies, Lamina averages over ``shares`` of
+    the depth. ``low`` and ``high`` are the smallest and the largest slope. ``verdict`` is flat, grows or shrinks. For
+    the metric "change", ``verdict`` is None, because Lamina does not judge changes. If a value is 0 or not finite, the
+    slope is NaN and the verdict is "broken".
     """
     axis = "depth" if "depth" in table else "width"
     table = shares(table) if axis == "depth" else table
@@ -232,7 +232,7 @@ def shares(table: Frame) -> Frame:
     """Keep the rows at equal fractions of each model's depth, and replace the layer with the number of the share.
 
     If the shallowest model has D blocks, share k - 1 of a model of L blocks ends with block ceil(k L / D), k = 1 .. D.
-    Lamina keeps the rows of these blocks, and all rows outside the blocks.
+    Lamina keeps the rows of the blocks that end a share, and all rows outside the blocks.
     """
     depth, layer, count = table["depth"].astype(int), table["layer"].astype(int), int(table["depth"].min())
     share = (layer + 1) * count // depth

@@ -7,7 +7,7 @@ The run stops at the first step s at which one of these rules holds:
 
 - non-finite: L(s), or the gradient's norm, is not finite.
 - spike: L has been above low + ``spike_margin`` at each of the last ``spike_patience`` steps. If the loss returns
-  earlier, it is not a spike.
+earlier, Lamina does not count a spike.
 - plateau: the loss has not fallen since step a, the first step at which S was less than ``plateau_margin`` above
   low(s). Since step a, the learning rate has grown by ``plateau_factor``, and at least 2 ``window`` steps have passed.
   A fall of less than ``plateau_margin`` does not count. If low is not at least ``stuck_margin`` below the corpus's
@@ -15,8 +15,8 @@ The run stops at the first step s at which one of these rules holds:
   counts only after the loss has begun to fall, which means that low is 2 ``plateau_margin`` below S(1). If a run ends
   before its loss has begun to fall, it is stuck, and its largest learning rate is 0.
 
-Lamina reports the learning rate just before the failure. For a plateau, this is the learning rate at step a. For the
-other rules, it is the learning rate at the last step with S less than ``plateau_margin`` above low.
+Lamina reports the learning rate just before the failure. For a plateau, Lamina reports the learning rate at step a. For
+the other rules, Lamina reports the learning rate at the last step with S less than ``plateau_margin`` above low.
 """
 
 from __future__ import annotations

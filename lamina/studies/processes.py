@@ -92,8 +92,8 @@ class Server:
             self.connection.send_bytes(json.dumps(request).encode())
 
     def code(self, number: int) -> int | None:
-        """Return a trial's exit code. It is None while the trial runs, and LOST if the server has ended and the trial
-        with it.
+        """Return a trial's exit code: None while the trial runs, and LOST if the server has ended together with the
+        trial.
         """
         with self.lock:
             try:

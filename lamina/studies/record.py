@@ -86,7 +86,7 @@ def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
 def refuse_mixture(
     trials: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Any], free: Collection[str] = _OF_A_TRIAL
 ) -> None:
-    """Raise UserError if the stored settings, by trial, do not belong to one experiment.
+    """Raise UserError if the trials' stored settings do not belong to one experiment.
 
     All trials must have the values in ``expected``. Trials may differ in the ``free`` settings, and in settings that
     affect only how a trial runs. Any other setting must be the same in all trials.

@@ -81,7 +81,7 @@ def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: 
     """Run every trial, ``workers`` at a time.
 
     Lamina calls ``ended`` with each trial's id and result, and ``tick`` with the ids of the running trials. On
-    KeyboardInterrupt, the running trials save a checkpoint and end as `interrupted`. Then Lamina raises the exception
+    KeyboardInterrupt, the running trials save a checkpoint and end as `interrupted`, before Lamina raises the exception
     again. If a trial's process dies, its result has the status `failed`. Each trial gets the GPU with the fewest
     trials.
 
@@ -214,7 +214,7 @@ def run_tasks(
 
     Args:
         done: number of trials that have ended before, for the progress bar.
-        waiting: number of trials that start only after these trials, for the progress bar.
+        waiting: number of trials that start only after the trials in ``tasks``, for the progress bar.
         workers: number of tasks at a time (None: one per GPU, or one per CPU core if there is no GPU).
         ended: called after each task.
 

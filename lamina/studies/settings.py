@@ -101,9 +101,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     output: str = changed("runs/compare")
 
     def check(self) -> None:
-        """Normalize the text of the learning rates. Raises UserError if it names a placement that is not in the
-        comparison.
-        """
+        """Normalize the text of the learning rates. Raises UserError for a placement outside the comparison."""
         super().check()
         rates_by_placement = self._own_rates()
         object.__setattr__(
@@ -111,7 +109,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         )
 
     def rates(self, spec: str) -> list[float]:
-        """Return a placement's learning rates from ``learning_rates_of``. If it has none, take ``learning_rates``."""
+        """Return a placement's learning rates from ``learning_rates_of``, or by default ``learning_rates``."""
         rates_text = self._own_rates().get(spec)
         return numbers(
             "learning_rates" if rates_text is None else "learning_rates_of", rates_text or self.learning_rates, float
@@ -272,7 +270,7 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
 
 @takes(Numbers)
 def sizes_list(name: str, value: object) -> str:
-    """Check that the list has at least two widths or depths. Returns them, separated by commas."""
+    """Check that the list has at least two widths or depths. Returns the list, separated by commas."""
     listed = comma_separated(name, value)
     if len(numbers(name, listed, int)) < 2:
         raise UserError(
@@ -493,5 +491,5 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         return int(resolve_backbone(self.backbone).hidden_size)
 
     def command(self) -> str:
-        """Return the command line for these settings, without the base width: it follows from the proxy's width."""
+        """Return the command line for these settings, without the base width, because the proxy's width implies it."""
         return super().command().replace(f" --base-width {self.base_width}", "")

@@ -25,9 +25,9 @@ class Task:
     """A trial to run in its own process.
 
     Attributes:
-        settings: the job's settings. Their ``output`` is the trial's folder.
-        job: a function that runs a trial. It takes the settings, ``resume`` and ``bar``, and returns the result. The
-            function must be at the top level of a module, because the trial's process finds it by name.
+        settings: the job's settings, whose ``output`` is the trial's folder.
+        job: a function that runs a trial. The function takes the settings, ``resume`` and ``bar``, and returns the
+            result. The function must be at the top level of a module, because the trial's process finds it by name.
         trains: whether the job trains for the settings' number of steps.
     """
 

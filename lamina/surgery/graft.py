@@ -1,10 +1,10 @@
 """Graft another placement onto a trained model: Lamina keeps the weights and fits the new norms on a text.
 
-Lamina runs the old model on the text, then the new model on the same text, one sub-layer at a time. It fits the gain of
-each new norm by least squares, channel by channel. The fit brings the norm's output near the old model's tensor at the
-same point: a module's input, a branch, or the residual stream. If a norm is removed or a skip gets a new factor, Lamina
-scales the weights of the projections around the module. If both placements have the same formulas, the models agree.
-Otherwise the loss rises, because the new placement cannot express the old function exactly.
+Lamina runs the old model on the text, then the new model on the same text, one sub-layer at a time. Lamina fits the
+gain of each new norm by least squares, channel by channel. The fit brings the norm's output near the old model's tensor
+at the same point: a module's input, a branch, or the residual stream. If a norm is removed or a skip gets a new factor,
+Lamina scales the weights of the projections around the module. If both placements have the same formulas, the models
+agree. Otherwise the loss rises, because the new placement cannot express the old function exactly.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ _SAME = 1e-4  # of the largest logit: the written model against the whole one wi
 
 
 class Pruning(TypedDict):
-    """The content of pruning.json. Losses are in nats per token, on ``tokens`` tokens; ``measured`` has one value per
-    layer.
+    """The content of pruning.json. Losses are in nats per token, on ``tokens`` tokens, and ``measured`` has one value
+    per layer.
     """
 
     source: str
@@ -142,7 +142,7 @@ def mean_loss(context: Context) -> tuple[float, int]:
 
 
 def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict[str, float]]:
-    """Select the layers to remove. Returns them, and the measure by layer (a group of layers counts by its first)."""
+    """Select the layers to remove. Returns the layers, and the measure by layer (for a group, by its first layer)."""
     count = context.structure.num_layers
     if not 0 < drop < count:
         raise UserError(f"drop: {drop} of {count} layers cannot be removed. Give a number from 1 to {count - 1}.")

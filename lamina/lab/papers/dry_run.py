@@ -1,7 +1,7 @@
 """Compute the sizes and costs of a study's trials without training (a dry run).
 
 For each trial, Lamina resolves settings and placement, builds the full model on the meta device, and counts parameters
-and FLOPs. It loads no text, tokenizer or weights, so you can check thousands of GPU-hours on a laptop without a
+and FLOPs. A dry run loads no text, tokenizer or weights, so you can check thousands of GPU-hours on a laptop without a
 network.
 """
 

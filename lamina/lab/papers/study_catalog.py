@@ -69,7 +69,7 @@ def catalog_folder() -> Path:
 def records_folder() -> Path:
     """Return the folder of the catalog's records: in the repository, or in the installed package.
 
-    If neither has such a folder, the returned folder does not exist.
+    If neither contains records, the returned folder does not exist.
     """
     spec = find_spec(_RECORDS)
     installed = list(spec.submodule_search_locations or ()) if spec else []
@@ -141,8 +141,8 @@ class Stage:
         job: the job of the stage's trials, a name in ``TRIAL_JOBS``.
         settings: the settings of the stage's trials.
         inputs: a mapping from a setting to the stage whose model this setting takes.
-        of: values of axes. The stage runs only for the arm with these values, and all arms' later stages use its model.
-            So all arms may share a reward model. If ``of`` is empty, the stage runs for every arm.
+        of: values of axes. The stage runs only for the arm with these values, and the later stages of all arms use this
+            arm's model. So all arms may share a reward model. If ``of`` is empty, the stage runs for every arm.
         skip: patterns of axis values. For matching arms, Lamina leaves out the stage and all stages that need it.
         measures: the training records to keep, as "records/NAME".
         folder: the folder of the study's file. Files that begin with ``./`` are relative to this folder.
@@ -191,11 +191,11 @@ class Scale:
         job: the job of a trial, a name in ``TRIAL_JOBS``.
         settings: the settings that all trials share.
         axes: the values of each axis, by label. A value is a mapping of settings.
-        rates: the learning rates of a sweep. It is empty if other settings decide the learning rate.
+        rates: the learning rates of a sweep (empty if other settings decide the learning rate).
         tuning: the search for each setting's learning rate, if there is a search.
         measures: the probes or records to keep, for each time (init, end, records).
         skip: combinations of axis values that Lamina leaves out.
-        stages: the jobs that start from the models of these trials.
+        stages: the jobs that start from the models of the scale's trials.
         needs: the reason why this scale cannot decide the claims, or "".
         looks: the number of times that somebody has judged the study, each time with more seeds. Lamina multiplies the
             corrected p values by this number.
@@ -244,7 +244,7 @@ class StudyDefinition:
 
     Attributes:
         name: the study's name, which is also the id of its main claim.
-        paper: the paper that makes the claim. It must be in ``PAPERS``.
+        paper: the paper that makes the claim, as an entry of ``PAPERS``.
         source: the table, figure or equation in the paper.
         title: the title of the comparison.
         file: the YAML file. The claims are in the Python file of the same name in the same folder.

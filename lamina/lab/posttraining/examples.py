@@ -149,7 +149,7 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
     turns. With ``turns``, texts with an answer also become turns.
 
     Raises:
-        UserError: the columns fit none of ``forms``. If they fit several forms, Lamina chooses the first form.
+        UserError: the columns fit none of ``forms``. If the columns fit several forms, Lamina chooses the first form.
     """
     columns = set(rows.column_names)
     if pictures := columns & {"image", "images"}:
@@ -410,9 +410,7 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a chat template that marks the answers, from Lamina or TRL. Returns None if the present template marks
-    them.
-    """
+    """Return a chat template that marks the answers. Returns None if the model's template marks the answers."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     template = str(tokenizer.chat_template)

@@ -32,7 +32,7 @@ _EXTREMES = {"min_reward": min, "max_reward": max}
 
 
 class Measured(NamedTuple):
-    """TRL's loss and metrics on a batch of held-out pairs. Each has a weight: the number of pairs or tokens."""
+    """TRL's loss and metrics on a batch of held-out pairs. The weights are numbers of pairs or tokens."""
 
     metrics: Mapping[str, float]
     weights: Mapping[str, int]
@@ -45,7 +45,8 @@ class PairTrainer(TunedTrainer):
         """Return the mean loss over the held-out pairs, and give TRL the metrics to log: means over pairs or tokens.
 
         TRL's evaluation averages over batches, and repeats pairs until all processes have equally many pairs. So Lamina
-        does not use it. Under DDP, an evaluation by Trainer before training would also prevent the training.
+        does not use TRL's evaluation. Under DDP, an evaluation by Trainer before training would also prevent the
+        training.
         """
         batches = [batch for part in self.processes.everyones(self.measured_here()) for batch in part]
         overall: dict[str, float] = {}

@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Score: TypeAlias = Callable[[Sequence[Fields], Sequence[Sequence[int]], Sequence[str]], list[float]]
-"""A function that returns one reward per answer. It gets the prompts (each with prompt, prompt_ids, text and row), the
-answers' token ids, and the answers' texts.
+"""A function that returns one reward per answer.
+
+The function gets the prompts (each with prompt, prompt_ids, text and row), the answers' token ids, and their texts.
 """
 Parts: TypeAlias = Mapping[str, Sequence[float]]
 """The rewards of all answers, by the reward's name."""

@@ -64,14 +64,15 @@ _ENTROPY = ("entropy_coef", "_last_world_entropy")  # what TRL's GRPOTrainer ada
 
 
 class PolicyTrainer(TunedTrainer, _Online):
-    """Lamina's common additions to TRL's RLOOTrainer and GRPOTrainer: Lamina's rewards, and a separate reference model.
+    """Add Lamina's rewards and a separate reference model to TRL's RLOOTrainer and GRPOTrainer.
 
     Args:
         rewards: the rewards of answers, not clipped.
         clip: the largest magnitude of a reward. 0 means no clipping.
         beta: the factor on the KL. Lamina sets TRL's argument ``beta`` to 0, because TRL would otherwise load the
             reference model by name.
-        reference: the frozen model from which the policy starts. With LoRA, it is the policy without LoRA's matrices.
+        reference: the frozen model from which the policy starts. With LoRA, the reference is the policy without LoRA's
+            matrices.
     """
 
     def __init__(
@@ -155,9 +156,9 @@ class PolicyTrainer(TunedTrainer, _Online):
     def held_out(self) -> dict[str, float]:
         """Sample an answer to each held-out prompt, return the mean measures, and write the answers to held_out.jsonl.
 
-        ``eval_kl`` is sum_t (logp_t - ref_t) in nats, averaged over the answers. Its expectation is the KL divergence
-        between the policy's answers and the initial model's answers. Each evaluation uses the same random numbers, and
-        restores the random state of training.
+        ``eval_kl`` is sum_t (logp_t - ref_t) in nats, averaged over the answers. The expectation of ``eval_kl`` is the
+        KL divergence between the policy's answers and the initial model's answers. Each evaluation uses the same random
+        numbers, and restores the random state of training.
         """
         data: Passed = self.eval_dataset
 

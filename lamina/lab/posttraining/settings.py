@@ -64,7 +64,7 @@ PRESETS: dict[str, Mapping[str, object]] = {
         "best_by": "loss",
     },
 }
-"""Settings of published recipes for `lamina sft`, by name. If the hub lacks a recipe's dataset, the settings name none.
+"""Settings of published recipes for `lamina sft`, by name. A recipe names no dataset if the hub lacks its dataset.
 """
 
 
@@ -72,7 +72,7 @@ LORA = (
     *("use_dora", "use_rslora", "modules_to_save", "target_parameters", "init_lora_weights", "layers_to_transform"),
     *("layers_pattern", "rank_pattern", "alpha_pattern", "bias"),
 )
-"""The arguments of peft's LoraConfig that Lamina passes on. No setting of Lamina sets them."""
+"""The arguments of peft's LoraConfig that Lamina passes on, because no setting of Lamina sets them."""
 
 
 def of_hub(source: str) -> bool:
@@ -149,7 +149,7 @@ class MemorySettings(Settings, group="machine"):
 
     @property
     def quantized(self) -> bool:
-        """Whether the linear layers are quantized. If they are, Lamina trains and saves only LoRA's matrices."""
+        """Whether the linear layers are quantized, so that Lamina trains and saves only LoRA's matrices."""
         return self.weights in ("nf4", "int8")
 
 
@@ -210,13 +210,11 @@ class TuningSettings(
 
     @property
     def changes_base(self) -> bool:
-        """Whether LoRA also changes other weights. Then the model without LoRA's matrices differs from the initial
-        model.
-        """
+        """Whether LoRA also changes weights of the model, so that a run needs a copy of the initial model."""
         return bool(self.lora.keys() & {"bias", "init_lora_weights"})
 
     def check(self) -> None:
-        """Raise UserError for contradictory values. Other checks need the number of steps, so they come later."""
+        """Raise UserError for contradictory values. Checks that need the number of steps come later."""
         if self.steps:
             super().check()
             self.as_run()

@@ -75,7 +75,7 @@ class Start:
     attention: str = "auto"
 
     def policy(self, ends: Sequence[int] = ()) -> PreTrainedModel:
-        """Return the policy. Its generation stops at the end tokens of the model, the tokenizer and the template
+        """Return the policy. It stops generating at the end tokens of the model, the tokenizer and the template
         (``ends``).
         """
         if self.plan is not None:
@@ -196,8 +196,7 @@ def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: 
 
 
 def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
-    """If the settings ask for it, quantize all linear layers except the output head with bitsandbytes, on the run's
-    device.
+    """Quantize all linear layers except the output head with bitsandbytes on the run's device, if the settings ask to.
 
     nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), and int8 is LLM.int8(). ``dtype`` is the
     dtype of nf4's products. Checkpoints of a quantized model hold only the trained weights.
@@ -294,7 +293,7 @@ def numel(parameter: torch.Tensor) -> int:
 
 
 def trained_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the trained weights by name. For a sharded model, these are only this process's parts."""
+    """Return the trained weights by name. If the model is sharded, return only this process's parts of the weights."""
     reshard(model)
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 

@@ -74,7 +74,7 @@ def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
 
 
 class NoReference(nn.Module):
-    """A placeholder for TRL's reference model. Lamina uses it if the reference is the policy without LoRA matrices."""
+    """A placeholder for TRL's reference model, for runs whose reference is the policy without LoRA matrices."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()

@@ -219,8 +219,8 @@ class BestWeights(TrainerCallback):
 
 
 class Watched:
-    """A second text and tasks, on which training may make a model worse. Lamina measures the model on them at every
-    evaluation.
+    """A second text and tasks, on which training may make a model worse. At every evaluation, Lamina measures the model
+    on this text and these tasks.
 
     Args:
         processes: the run's processes. The first process scores the tasks.
@@ -270,8 +270,8 @@ class TuningStage(TrainingStage[S]):
         made_by: the class of TRL's trainer with Lamina's additions.
         configured_by: the class of the trainer's arguments.
         head: the name of the trained model's head.
-        guarded: whether the loss is in nats, so that Lamina checks the loss for divergence. Otherwise Lamina checks
-            only whether the loss is finite.
+        guarded: whether the loss is in nats, so that Lamina checks the loss for divergence. If ``guarded`` is false,
+            Lamina checks only whether the loss is finite.
         measure: the evaluation's metric that decides the run's status.
         forms: the columns of the TRL forms that the job accepts.
         columns: the columns of the data that TRL has prepared: token ids, and the loss's inputs.
@@ -310,7 +310,7 @@ class TuningStage(TrainingStage[S]):
 
     @abstractmethod
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
-        """Prepare rows in TRL's form with the code of TRL's trainer. Do not cut them to ``start.longest``."""
+        """Prepare rows in TRL's form with the code of TRL's trainer, without cutting the rows to ``start.longest``."""
 
     @abstractmethod
     def wrong(self, row: Fields) -> str:

@@ -104,8 +104,8 @@ class Augmentation:
 def crop_box(width: int, height: int, smallest: float, generator: torch.Generator) -> tuple[int, int, int, int]:
     """Draw a crop's box (left, upper, right, lower) as Inception does (Szegedy et al. 2015, arXiv 1409.4842).
 
-    The box's share of the area is uniform from ``smallest`` to 1. The ratio of its sides is log-uniform from 3/4 to
-    4/3. After ten boxes that do not fit, the result is the largest box in the middle.
+    The box's share of the area is uniform from ``smallest`` to 1. The ratio of the box's sides is log-uniform from 3/4
+    to 4/3. After ten boxes that do not fit, the result is the largest box in the middle.
     """
     low, high = map(math.log, _RATIO)
     for _ in range(10):
@@ -137,7 +137,7 @@ class ImageItem(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class ImageItems(ItemSource[ImageItem]):
-    """The images of a split. An image processor of transformers resizes and normalizes them.
+    """The images of a split, which an image processor of transformers resizes and normalizes.
 
     Attributes:
         numbers: the numbers of the images to use, [items].
@@ -307,8 +307,10 @@ def prepare_images(
 
     Args:
         corpus: see ``lamina.lab.vision.labeled_images.ALLOWED``.
-        augmentation: the augmentation of the training images. Its ``size`` is the side of all images in pixels.
-        eval_fraction: the share of each class to hold out. It has no effect if the set has a test split.
+        augmentation: the augmentation of the training images. ``augmentation.size`` is the side of all images in
+            pixels.
+        eval_fraction: the share of each class to hold out. If the set has a test split, ``eval_fraction`` has no
+            effect.
         center_crop: the side of the center crop, as a share of the shorter side.
         progress: show a progress bar on a terminal after two seconds.
 

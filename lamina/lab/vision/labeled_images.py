@@ -47,7 +47,7 @@ class LabeledImages(ABC):
 
     Attributes:
         spec: the name of the set as the user wrote it.
-        classes: the names of the classes. Their order is the order of the class numbers.
+        classes: the names of the classes, sorted by class number.
         labels: the class of each image, [images] of int64.
         held_out: the numbers of the images in the set's test split, or None.
         channels: 1 for gray, 3 for RGB.
@@ -86,7 +86,7 @@ class LabeledImages(ABC):
 def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the training images, and the numbers of the held-out images.
 
-    If the set has its own splits, Lamina uses them. Otherwise, Lamina holds out ``eval_fraction`` of every class with
+    If the set has splits, Lamina uses these splits. Otherwise, Lamina holds out ``eval_fraction`` of every class with
     two images or more, but at least one image. The held-out images of a set are always the same.
     """
     every = np.arange(len(images.labels))

@@ -1,9 +1,9 @@
 """Plan a study: from the results so far, find the trials that are still needed.
 
 If a study tunes learning rates, its sweep runs first. If the best learning rate is at the sweep's edge, Lamina adds
-learning rates beyond the edge. Then Lamina trains each arm with the study's seeds at the arm's best learning rate. If
-the study asks for it, Lamina also trains an arm at another arm's best learning rate. ``StudyPlan.wanted`` depends only
-on the results, so resuming needs no stored state.
+learning rates beyond the edge. After the sweep, Lamina trains each arm with the study's seeds at the arm's best
+learning rate. If the study asks for a comparison at one rate, Lamina also trains an arm at another arm's best learning
+rate. ``StudyPlan.wanted`` depends only on the results, so resuming needs no stored state.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class StudyPlan:
         """Return the trials' settings by arm and name without reading the text.
 
         For a tuned arm, the result has all learning rates with the tuning seeds, and one rate with the other seeds. If
-        the sweep has other settings than the study, it is a separate arm in the result.
+        the sweep has other settings than the study, the sweep is a separate arm in the result.
         """
         scale, trials = self.scale, {}
         sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
@@ -266,10 +266,10 @@ class Best:
 def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
     """Choose the best learning rate of a sweep from the tuning seeds' results, which are sorted by rate.
 
-    The rule ``best`` chooses the rate at which the smallest share of seeds diverged or got stuck. If several rates have
-    this share, it chooses the rate with the lowest mean loss. The rule ``one-se`` chooses the lowest rate with the same
-    share and a mean loss within one standard error of the best mean loss. The means are over the seeds that learned.
-    The standard error is over the seeds at the best rate, and needs at least two.
+    The rule ``best`` chooses the rate at which the smallest share of seeds diverged or got stuck. At a tie, ``best``
+    chooses the rate with the lowest mean loss. The rule ``one-se`` chooses the lowest rate with the same share of
+    failed seeds as ``best``, and a mean loss within one standard error of the mean loss at ``best``. The means are over
+    the seeds that learned. The standard error is over the seeds at the best rate, and needs at least two.
     """
     if rule == "one-se":
         known = {

@@ -88,7 +88,7 @@ def run_plan(
 ) -> dict[str, Json]:
     """Run the missing trials, and return every trial's result by key. Lamina calls ``ended`` after each trial.
 
-    If a trial fails in this call, it does not run again in this call, and its result has the reason.
+    A trial that fails does not run again in the same call, and its result has the reason.
 
     Raises:
         OSError: the disk is full; Lamina keeps the finished trials.
@@ -149,8 +149,8 @@ def run_study(
     records the trials that have ended, unless the records already hold verdicts of this study.
 
     Raises:
-        UserError: a setting is invalid, Lamina cannot read the study, the study has changed since it ran here, the
-            output folder is in use, or a claim is about something that the study does not measure.
+        UserError: a setting is invalid, the output folder is in use, the study is unreadable or has changed since it
+            ran here, or a claim is about something that the study does not measure.
         OSError: the disk is full.
         KeyboardInterrupt: Lamina first ends the running trials as `interrupted` and writes results.csv.
     """
@@ -221,8 +221,8 @@ def store_of(settings: StudySettings) -> Store:
 def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
     """Run some of a study's trials, while other processes with the same store run the other trials.
 
-    The function returns every trial's result by key when all trials of the study have ended. It writes only the trials'
-    folders.
+    The function returns every trial's result by key when all trials of the study have ended. The function writes only
+    the trials' folders.
     """
     assert settings.study is not None
     plan, store = study_plan(read_study(settings.study), settings), store_of(settings)
@@ -411,7 +411,7 @@ def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | No
 
 
 def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
-    """Return rows as a table. Its columns are the key, the axes, and the columns of a result."""
+    """Return rows as a table. The columns are the key, the axes, and the columns of a result."""
     import pandas as pd
 
     rows = list(rows)

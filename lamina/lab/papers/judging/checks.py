@@ -108,10 +108,11 @@ def lower(
     """Judge whether arm ``a`` has the lower value, paired over seeds, by at least ``by``.
 
     The claim holds if the 95 % t interval of the difference a - b is below 0 and the mean is at most -``by``. The claim
-    is `reversed` if the same rule holds with the arms exchanged. It is `excluded` if a test at the same level excludes
-    a difference of ``by``. Otherwise, and with fewer than 3 pairs, it is inconclusive. ``by`` is the smallest
-    difference that counts (default: 0.01 for a loss; any other column needs a value). With ``any_status``, runs of
-    every status count. Use it for a column that has a meaning in a diverged run, such as the number of spikes.
+    is `reversed` if the same rule holds with the arms exchanged. The claim is `excluded` if a test at the same level
+    excludes a difference of ``by``. Otherwise, and with fewer than 3 pairs, the claim is inconclusive. ``by`` is the
+    smallest difference that counts (default: 0.01 for a loss; any other column needs a value). With ``any_status``,
+    runs of every status count. Use ``any_status`` for a column that has a meaning in a diverged run, such as the number
+    of spikes.
     """
     return _compared(trials, (a, than), column, Region(below=0.0), by=by, any_status=any_status)
 
@@ -156,7 +157,7 @@ def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: 
 
     Args:
         a: the arm in this study.
-        record: the folder of the other study's record. If it is missing, the claim is inconclusive.
+        record: the folder of the other study's record. If the folder is missing, the claim is inconclusive.
         axis: an axis of the other study.
         value: the value of the recorded arm on this axis. Lamina reads the runs at the recorded arm's tuned learning
             rate.
@@ -181,8 +182,9 @@ def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: 
 def fails_to_train(trials: Trials, a: Arm) -> Finding:
     """Judge whether at least two thirds of an arm's runs diverged or got stuck.
 
-    An exact test must also show that more than a third of the runs do so. The claim is reversed if at most a third of
-    the runs diverged or got stuck, and the exact test shows that less than two thirds do so.
+    An exact test must also show that a run diverges or gets stuck with a probability above a third. The claim is
+    reversed if at most a third of the runs diverged or got stuck, and an exact test shows a probability below two
+    thirds.
     """
     return _share(trials, a, NOT_TRAINED, "did not train")
 

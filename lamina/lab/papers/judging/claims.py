@@ -31,9 +31,9 @@ _SCORE, _GAIN = "score", "reward_gain"
 def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
     """Return the rows that claims may read, if Lamina chose each arm's learning rate with the seeds in ``tuning``.
 
-    At the chosen learning rates, only the rows of ``seeds`` outside ``tuning`` remain. If there are fewer than 5 such
-    seeds, all rows remain, and ``tuned_on`` is True for the tuning seeds at these learning rates. The column ``rates``
-    is the number of learning rates in the sweep of the row's arm.
+    At the chosen learning rates, only the rows of ``seeds`` outside ``tuning`` remain. If fewer than 5 of ``seeds`` are
+    outside ``tuning``, all rows remain, and ``tuned_on`` is True for the tuning seeds at the chosen learning rates. The
+    column ``rates`` is the number of learning rates in the sweep of the row's arm.
     """
     if not tuning or not len(results):
         return results
@@ -59,9 +59,9 @@ def limited(
     """Apply the rules of statistical power to a finding. ``reads`` says which part of ``results`` its claim has read.
 
     The verdict becomes "needs scale" if an arm trains but learns no more than a bigram table, is at chance on the
-    tasks, or has policies that do not move. It becomes "inconclusive" if Lamina chose the learning rate with the tested
-    seeds, or if the best rate is at the sweep's edge. With ``exact``, the claim follows from the model's equations, and
-    no rule applies. With ``one_learned``, it is enough that one arm is below the bigram table's loss.
+    tasks, or has policies that do not move. The verdict becomes "inconclusive" if Lamina chose the learning rate with
+    the tested seeds, or if the best rate is at the sweep's edge. With ``exact``, the claim follows from the model's
+    equations, and no rule applies. With ``one_learned``, one arm with a loss below the bigram table's loss is enough.
     """
     if exact or not reads.columns or "key" not in results or "status" not in results:
         return finding
@@ -209,8 +209,8 @@ def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool 
         paper: the paper's numbers, to print beside ours.
         exact: the claim follows from the equations of any model, even of an untrained model, so no rule of power
             applies.
-        one_learned: the claim is about a cause that keeps an arm from learning, such as an initializer. So it is enough
-            that one arm's loss is below a bigram table's loss.
+        one_learned: the claim is about a cause that keeps an arm from learning, such as an initializer. So one arm with
+            a loss below a bigram table's loss is enough.
     """
 
     def register(check: Check) -> Check:
@@ -257,8 +257,8 @@ def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Ju
     Every claim takes part in Holm's correction, with p = 1 if no test was possible. Lamina corrects findings for claims
     and findings against claims in two separate families at the same level. If you added seeds after you had read the
     verdicts, each judgment is a new test. So Lamina multiplies the corrected p values by ``looks`` (Bonferroni). If a
-    claim reads an unmeasured value or its code fails, it is inconclusive, and a warning and a note give the reason.
-    Raises UserError if all claims are inconclusive for such a reason.
+    claim reads an unmeasured value or the claim's code fails, the verdict is inconclusive, and a warning and a note
+    give the reason. Raises UserError if all claims are inconclusive because of unmeasured values or failed code.
     """
     findings, errors = [], []
     for claim in claims:

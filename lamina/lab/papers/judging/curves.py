@@ -38,8 +38,8 @@ def trained(trials: Trials) -> Trials:
 def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
     """Return the trials of ``arm`` at the learning rate chosen for ``like``, or at the arm's nearest learning rate.
 
-    The papers compare settings at one learning rate. ``arm`` may lack this rate if Lamina widened one of the two
-    sweeps.
+    The papers compare settings at one learning rate. If Lamina widened a sweep, ``arm`` may lack the learning rate of
+    ``like``.
     """
     [chosen] = {float(str(rate)) for rate in trials.arm(like).tuned().values("learning_rate")}
     ours = trials.arm(arm)
@@ -51,7 +51,8 @@ def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float
     """Apply ``value`` to each seed's table of a probe ("init" or "end") or of a record (at="records").
 
     At the end of training, Lamina leaves out runs that did not train, and arms in which most runs ended before they had
-    learned (``short``), because their layers mean nothing. It also leaves out seeds with a number that is not finite.
+    learned (``short``), because their layers mean nothing. Lamina also leaves out seeds with a number that is not
+    finite.
     """
     chosen = trials.arm(arm)
     chosen = chosen if at == "init" else trained(chosen)

@@ -91,7 +91,8 @@ class Finding:
         parts: the lines and verdicts of the findings that this finding combines. The deciding finding comes first.
         margin: the judged difference or value, in the column's unit.
         interval: the margin's 95 % interval.
-        p: the p value for the claim, one-sided and doubled. It is None if the verdict needs no test (an exact formula).
+        p: the p value for the claim, one-sided and doubled. ``p`` is None if the verdict needs no test (an exact
+            formula).
         p_not: the p value against the claim, also one-sided and doubled.
         seeds: the number of seeds behind the verdict.
         note: remarks that a reader needs with the numbers, such as failed runs or a learning rate at the sweep's edge.
@@ -141,7 +142,7 @@ def all_of(*findings: Finding) -> Finding:
     The p value for the claim is the largest p value of the parts (an intersection-union test). The p value against the
     claim is the smallest p value against a part, times the number of parts (Bonferroni). If a part fails only without
     this correction, the joined finding is inconclusive. Margin and interval come from the deciding part: the first part
-    that fails or is undecided. If there is none, it is the part with the largest p value.
+    that fails or is undecided. If all parts hold, the part with the largest p value decides.
     """
     p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
     failed = [each for each in findings if each.verdict.failed]
@@ -242,10 +243,10 @@ class Region:
         """Judge the mean of at least three values, one per seed. An infinite value stands for a failed run.
 
         The claim holds if a one-sided test at 2.5 % shows that the mean is inside each bound, and the mean is inside by
-        at least ``least``. The claim is `reversed` (with two bounds: `fails`) if such a test shows that the mean is
-        outside a bound, and the mean is outside by at least ``least``. Otherwise, the claim is `excluded` if such a
-        test shows that the mean is not inside by ``least``. All p values are doubled. If a value is infinite, Lamina
-        uses Wilcoxon's signed ranks and the median in place of the t test and the mean.
+        at least ``least``. The claim is `reversed` (with two bounds: `fails`) if a one-sided test at 2.5 % shows that
+        the mean is outside a bound, and the mean is outside by at least ``least``. Otherwise, the claim is `excluded`
+        if a one-sided test shows that the mean is not inside by ``least``. All p values are doubled. If a value is
+        infinite, Lamina uses Wilcoxon's signed ranks and the median in place of the t test and the mean.
         """
         finite, slack = all(map(math.isfinite, values)), 1e-9
         low, high = statistics.median_low(values), statistics.median_high(values)
@@ -299,7 +300,7 @@ def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) ->
 
 
 def too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding:
-    """Return the finding of a comparison without enough pairs. It names the arms without values."""
+    """Return the finding of a comparison without enough pairs. The finding names the arms without values."""
     empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
     ours, note = f"{names[0]} vs {names[1]}: {seeds_text(pairs)} in common", f"fewer than {TOO_FEW} pairs of seeds"
     return inconclusive(ours, f"{note}; no run has learned: {', '.join(empty)}" if empty else note, pairs)

@@ -1,8 +1,8 @@
 """Compare settings on equal terms: at equal pretraining loss, or at equal KL to the initial model.
 
 If a setting ended pretraining at a lower loss, this loss alone may explain a better result later. So Lamina pretrains
-the other setting longer, and compares both at equal loss. At equal steps, a policy whose logits move faster has an
-advantage. So Lamina compares policies at equal KL.
+the other setting longer, and compares the two settings at equal loss. At equal steps, a policy whose logits move faster
+has an advantage. So Lamina compares policies at equal KL.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
     """Interpolate a setting's value at each seed's loss, between the two lengths of pretraining with the nearest
     losses.
 
-    If a loss is above all losses of the setting, the function returns the value at the setting's highest loss. This
-    value belongs to a lower loss, so it can only favor the setting. Lamina leaves out a loss below all losses of the
-    setting, because the value at this loss is unknown.
+    If a loss is above all losses of the setting, the function returns the value at the setting's highest loss. The
+    value at a lower loss can only favor the setting. Lamina leaves out a loss below all losses of the setting, because
+    the value at this loss is unknown.
     """
     scores: dict[int, float] = {}
     for seed, loss in losses.items():
@@ -136,7 +136,7 @@ def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
 def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[Mapping[str, BySeed], BySeed]:
     """Return each setting's reward at the largest KL that all settings reached with a seed. Also return this KL.
 
-    Both results are by seed. ``arms`` has the frontiers by seed, under any names. Lamina interpolates the reward
+    Rewards and KLs are by seed. ``arms`` has the frontiers by seed, under any names. Lamina interpolates the reward
     between two evaluations.
     """
     seeds = set.intersection(*(set(by_seed) for by_seed in arms.values()))

@@ -1,7 +1,8 @@
 """Find each setting's best learning rate in a sweep.
 
 If you choose a setting's learning rate on the same runs that you compare, the setting looks too good.
-`Trials.choose_rate` records such a choice, and the judge gives no verdict for it.
+`Trials.choose_rate` records that a claim chose learning rates on the runs that it compares. Such a claim gets no
+verdict.
 """
 
 from __future__ import annotations

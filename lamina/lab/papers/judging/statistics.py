@@ -110,8 +110,8 @@ class Optimum:
     """The best learning rate of a sweep.
 
     Attributes:
-        rate: the lowest point of the parabola. At the sweep's edge, it is the best trained rate.
-        at_edge: whether the best trained rate is the sweep's first or last rate. Then the optimum may be outside the
+        rate: the lowest point of the parabola, or the best trained rate if this rate is at the sweep's edge.
+        at_edge: whether the best trained rate is the sweep's first or last rate, so that the optimum may be outside the
             sweep.
         trained: the best of the trained rates.
     """
@@ -125,8 +125,8 @@ class Optimum:
 def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
     """Find the learning rate with the lowest loss.
 
-    Lamina fits a parabola over the logarithm of the rate to the best point and its two neighbors. A loss that is not
-    finite counts as infinite: its rate belongs to the sweep, but the parabola skips it.
+    Lamina fits a parabola over the logarithm of the rate to the best point and its two neighbors. Learning rates with a
+    loss that is not finite belong to the sweep, but the parabola skips them.
     """
     rates = sorted(losses)
     finite = [rate for rate in rates if math.isfinite(losses[rate])]

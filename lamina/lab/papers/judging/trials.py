@@ -19,7 +19,9 @@ NO_ARM = ("learning_rate", "seed")  # the axes whose values one arm takes in tur
 
 
 class NotMeasured(LookupError):
-    """Raised if a claim asks for something that its study does not measure. The judge turns it into a UserError."""
+    """Raised if a claim asks for something that its study does not measure. The judge turns the exception into a
+    UserError.
+    """
 
 
 @dataclass
@@ -63,13 +65,13 @@ class Trials:
 
     @property
     def table(self) -> Frame:
-        """The rows of all trials. This property marks all rows and columns as read by the claim."""
+        """The rows of all trials. If a claim reads this property, all rows and columns count as read."""
         self._note("*")
         return self._table
 
     @property
     def rows(self) -> Frame:
-        """The rows of all trials, for the judge. This property does not mark them as read by the claim."""
+        """The rows of all trials, for the judge. Rows that the judge reads here do not count as read by the claim."""
         return self._table
 
     def choose_rate(self) -> None:
@@ -111,9 +113,7 @@ class Trials:
 
     @property
     def at_edge(self) -> bool:
-        """Whether a setting's best learning rate is at the edge of its sweep. Then a better rate may lie outside the
-        sweep.
-        """
+        """Whether a setting's best learning rate is at the edge of its sweep, so that a better rate may be outside."""
         return "at_edge" in self._table and bool(self._table["at_edge"].fillna(False).astype(bool).any())
 
     @property
@@ -153,8 +153,8 @@ class Trials:
     def by_seed(self, arm: Arm, column: str = "eval_loss") -> Frame:
         """Return a column and ``status`` of one arm, with one row per seed. The index is the seed.
 
-        Raises NotMeasured for an unknown column, and if ``arm`` has several trials per seed. Such trials belong to
-        several arms, so the claim must choose one of them.
+        Raises NotMeasured for an unknown column, and if ``arm`` has several trials per seed. If ``arm`` has several
+        trials per seed, they belong to several arms, and the claim must choose one arm.
         """
         rows = self.arm(arm)
         rows._require_column(column)

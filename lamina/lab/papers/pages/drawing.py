@@ -22,9 +22,9 @@ class Series:
     Attributes:
         x: the points' positions along x, sorted.
         y: the points' values.
-        low: the lower end of each point's spread. It is empty if the line has no spread.
-        high: the upper end of each point's spread. It is empty if the line has no spread.
-        lost: the x values at which no seed trained, and how these runs ended. The figure marks these values at the top
+        low: the lower end of each point's spread (empty if the line has no spread).
+        high: the upper end of each point's spread (empty if the line has no spread).
+        lost: the x values at which no seed trained, and how these runs ended. The figure marks such x values at the top
             edge.
     """
 
@@ -71,8 +71,8 @@ class Panel:
 
 
 def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
-    """Return the positions along x of a series' marks for failed points. Lamina shifts them, so that the marks of
-    several series stand side by side.
+    """Return the positions along x of a series' marks for failed points. Lamina shifts the marks of several series, so
+    that they stand side by side.
     """
     losing = [index for index, series in enumerate(panel.series) if series.lost]
     aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
@@ -84,7 +84,7 @@ def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis of a figure. ``ticks`` has the values with ticks. If the axis has categories, these are all values."""
+    """An axis of a figure. ``ticks`` has the values with ticks. An axis with categories has ticks at all values."""
 
     title: str
     log: bool = False
@@ -125,7 +125,7 @@ class Drawing:
 
     @property
     def has_legend(self) -> bool:
-        """Whether the figure needs a legend. It needs none if the ticks of x name the lines."""
+        """Whether the figure needs a legend. If the ticks of x name the lines, the figure needs none."""
         names = {series.label for panel in self.panels for series in panel.series}
         return len(names) > 1 and not names <= set(self.x.ticks)
 
@@ -148,9 +148,9 @@ class Request:
 
     Attributes:
         kind: a name in ``lamina.lab.papers.pages.study_figures.KINDS``.
-        x: the column along x. If it is "", the kind chooses it.
-        y: the column along y. If it is "", the kind chooses it.
-        color: the axis with one line per value. If it is "", Lamina takes the placement, or the first axis that varies.
+        x: the column along x, or "" if the kind chooses the column.
+        y: the column along y, or "" if the kind chooses the column.
+        color: the axis with one line per value, or "" for the placement (or the first axis that varies).
         measure: the table's file without its ending (``init-gradients``), for kinds that draw a measure.
         more: all other entries of the figure in the YAML.
     """

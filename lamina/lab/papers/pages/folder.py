@@ -1,4 +1,4 @@
-"""Read a study's folder or record. Both have the same files."""
+"""Read a study's folder or record. A study's folder and its record have the same files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StudyFolder:
 
     @property
     def arm_axes(self) -> tuple[str, ...]:
-        """The axes that distinguish arms. In a study without axes, this is the placement."""
+        """The axes that distinguish arms, or the placement in a study without axes."""
         return tuple(axis for axis in self.axes if axis not in NO_ARM) or ("placement",)
 
     @cached_property
@@ -87,7 +87,7 @@ class StudyFolder:
 
     @property
     def first_stage(self) -> Frame:
-        """The trials of the first stage. In a study without stages, these are all trials."""
+        """The trials of the first stage, or all trials of a study without stages."""
         if STAGE not in self.results:
             return self.results
         later = set(_mapping(self.definition_of_scale.get("then")))
@@ -95,7 +95,7 @@ class StudyFolder:
 
     @property
     def tuned(self) -> Frame:
-        """The trials at their arm's chosen learning rate. Without tuning, these are all trials."""
+        """The trials at their arm's chosen learning rate, or all trials of a study without tuning."""
         return self.results[self.results["tuned"]] if self.results["tuned"].any() else self.results
 
     @property
@@ -213,7 +213,7 @@ def arms(study: StudyFolder) -> Frame:
     """Return one row per arm, in the study's order: label, placement, learning_rate, and the columns of ``over_seeds``.
 
     In a study with stages, each stage has a row with the stage's value: a score, a reward, or a loss. If the study
-    chose no learning rate (a claim reads its sweep), Lamina takes the rates at which most seeds trained, and of these
+    chose no learning rate (a claim reads its sweep), Lamina compares the rates at which most seeds trained, and takes
     the rate with the lowest mean.
     """
     rows = study.tuned

@@ -86,8 +86,8 @@ def panels(
 ) -> tuple[Panel, ...]:
     """Make panels of lines (``line``) from rows. In a panel, the rows of one color form a line.
 
-    Each combination of values on the axes other than ``x`` and the colors' axis has a panel. If this gives too many
-    panels, these values become part of the lines' names. The lines have the order of the axes that vary: numbers by
+    Each combination of values on the axes other than ``x`` and the colors' axis has a panel. If a figure would have too
+    many panels, the values become part of the lines' names. The lines have the order of the axes that vary: numbers by
     size, texts as in the study. With ``lost``, Lamina also marks points at which no seed trained.
     """
     if rows.empty:
@@ -122,7 +122,7 @@ def axis(column: str, values: Iterable[object]) -> Axis:
 
 
 def joined(values: Iterable[object]) -> bool:
-    """Return whether a line may join an axis's values. It may if they are numbers, or texts that contain a number."""
+    """Return whether a line may join an axis's values: whether they are numbers, or texts that contain a number."""
     return all(isinstance(value, float) or re.search(r"\d", str(value)) for value in ordered_values(values))
 
 

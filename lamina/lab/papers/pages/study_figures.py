@@ -147,9 +147,7 @@ def sweep(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw the value of each arm at its learning rate against an axis. ``by_depth`` draws it against the number of
-    layers.
-    """
+    """Draw each arm's value at its learning rate against an axis (in ``by_depth``, against the number of layers)."""
     usual = next((a for a in study.varied if a != "placement"), study.varied[0])
     x, value = request.x or ("num_layers" if request.kind == "by_depth" else usual), _value(study, request)
     table = arms(study)

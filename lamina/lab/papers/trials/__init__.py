@@ -1,1 +1,1 @@
-"""Describe, share and store trials. Studies with the same trial share it under its key."""
+"""Describe and store trials, which several studies can share."""

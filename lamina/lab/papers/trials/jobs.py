@@ -29,7 +29,7 @@ SCORE = "score"
 def columns_of(result: Json) -> Json:
     """Return ``score``, the average of a table's shares in percent, and ``score_HEADING`` of each column.
 
-    If the result comes from a study's records, it already has these columns, and Lamina returns it unchanged.
+    A result from a study's records already has the score columns, so Lamina returns it unchanged.
     """
     if "table" not in result:
         return result
@@ -91,8 +91,8 @@ class TrialJob:
         settings: a function that returns the class of the job's settings, which have ``output`` and ``seed``.
         run: a function of the settings, ``resume`` and ``bar`` that writes a run's folder.
         trains: whether the job trains and saves a model.
-        inputs: the settings that take the folder of an earlier trial. The main setting comes first. A job that starts a
-            chain has no inputs, but has the setting ``placement``.
+        inputs: the settings that take the folder of an earlier trial. The first of these settings is the main input. A
+            job that starts a chain has no inputs, but has the setting ``placement``.
         files: the settings that name data or code. A trial's identity contains a hash of the content.
         seeded: whether the job uses the seed of the first trial in its chain.
         numbers: a function from result.json to the columns of a row.

@@ -1,7 +1,8 @@
 """Measure a study's trials with probes, before and after training, and keep training records.
 
-A measure is "TIME/NAME": ``init/gradients``, ``end/angular_distance(tokens=all)``, ``records/layers``. Its table is a
-Parquet file in the trial's folder. For each measure, measures.json records success, or the reason for a failure.
+A measure is "TIME/NAME": ``init/gradients``, ``end/angular_distance(tokens=all)``, ``records/layers``. The table of a
+measure is a Parquet file in the trial's folder. For each measure, measures.json records success, or the reason for a
+failure.
 """
 
 from __future__ import annotations

@@ -35,12 +35,12 @@ TABLES = "tables"
 
 
 class Records:
-    """The records in a folder. Lamina reads a record when it needs the record.
+    """The records in a folder. Lamina reads a record only when a trial needs it.
 
     Args:
         folder: the folder of the records, which need not exist.
-        own: the name of the present study's record. If several records have a trial, Lamina reads it in this record,
-            because a trial that ran again on another kind of machine has a slightly different loss.
+        own: the name of the present study's record. If several records have a trial, the record with this name takes
+            precedence, because a trial that ran again on another kind of machine has a slightly different loss.
     """
 
     def __init__(self, folder: Path, own: str = ""):

@@ -1,4 +1,5 @@
-"""Describe a trial of a study. Its key is a hash of its identity: everything on which its numbers depend.
+"""Describe a trial of a study. A trial's key is a hash of everything on which the trial's numbers depend (its
+identity).
 
 Two trials with the same key give the same numbers, which are bit-identical on the same machine. So several studies can
 share a trial, and a changed trial never replaces the old trial.
@@ -31,7 +32,7 @@ from lamina.training.setting_groups import ObjectiveSettings, PackingSettings, P
 from lamina.training.settings import BranchSettings
 
 NUMERICS = 1
-"""The version of the code that trains. Increase it with every change after which the same settings give other numbers.
+"""The version of the code that trains. Increase it if the same settings give other numbers after your change.
 
 tests/lab/papers/test_numerics.py trains a few small models, and fails if their losses differ from this version's."""
 
@@ -204,8 +205,8 @@ class StudyTrial:
         settings: the complete settings, without the folder, because the store chooses it.
         measures: the measures of the trial, as "TIME/NAME".
         identity: everything on which the trial's numbers depend.
-        inputs: maps a setting to the trial whose model the setting takes. It is empty for the first trial of a chain.
-        root: the first trial of the chain. In the first trial, it is None.
+        inputs: maps a setting to the trial whose model the setting takes (empty for the first trial of a chain).
+        root: the first trial of the chain, or None if this trial is the first.
     """
 
     job: str
@@ -227,7 +228,7 @@ class StudyTrial:
 
     @property
     def learning_rate(self) -> float | None:
-        """The peak learning rate of the chain's first trial. It is None for a job without a learning rate."""
+        """The peak learning rate of the chain's first trial, or None for a job without a learning rate."""
         return getattr(self.first.settings, "learning_rate", None)
 
     @property
