@@ -228,10 +228,10 @@ def prune(
         model: a folder with a saved model of Lamina or transformers, or a run's folder.
         output: a new or empty folder.
         layers: the layers to remove, counted from 0: a list, or a text such as "3,5-7".
-        by: instead of ``layers``, the measure by which Lamina chooses ``drop`` layers. "angular_distance" chooses the
-            contiguous block of layers that changes the hidden states' direction least (Gromov et al. 2024).
-            "layer_drop" chooses the layers whose single removal raises the loss least. PROBE.METRIC (any other metric)
-            chooses the layers with the metric's lowest values.
+        by: the measure by which Lamina chooses the layers, if you give ``drop`` instead of ``layers``.
+            "angular_distance" chooses the contiguous block of layers that changes the hidden states' direction least
+            (Gromov et al. 2024). "layer_drop" chooses the layers whose single removal raises the loss least.
+            PROBE.METRIC (any other metric) chooses the layers with the metric's lowest values.
         drop: the number of layers to remove.
         overwrite: first delete the files that Lamina wrote into ``output``.
         text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
@@ -270,8 +270,8 @@ def graft(
     """Put another placement on a trained decoder, as `lamina graft` does.
 
     Lamina keeps the weights and fits the new norms' gains on one half of a text, so that each sub-layer's output stays
-    close to its old output. On the other half, it measures the loss before and after the change. To remove the
-    remaining difference by training, run `lamina pretrain --from`.
+    close to its old output. On the text's other half, Lamina measures the loss before and after the change. To remove
+    the remaining difference by training, run `lamina pretrain --from`.
 
     Args:
         model: a folder with a decoder that `lamina convert` takes, or with a Lamina model.
@@ -321,7 +321,7 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 
 
 def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = None, *, which: str = "") -> Diagnosis:
-    """Name the likely cause of a run's failure, its step and layer, and what to change, and write the page.
+    """Write a page that names the likely cause of a run's failure, its step and layer, and what to change.
 
     If the records come from another tool, Lamina writes the converted records and the page into the folder NAME-lamina
     beside the originals. If packages for the page are missing, the last returned sentence names them.

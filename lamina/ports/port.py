@@ -433,8 +433,8 @@ class Initialization:
     """The numbers of the placement's initializer: one standard deviation, and the differences by role.
 
     ``std`` is the standard deviation; if it is None, the variance is ``variance`` / width. ``out`` divides the weights
-    at a branch's end; ``gains`` are Xavier's gains in the blocks, by role (None for another initializer); ``cut``
-    is the number of standard deviations at which the distribution ends (None: no cut).
+    at a branch's end. ``gains`` are Xavier's gains in the blocks, by role (None for another initializer). ``cut`` is
+    the number of standard deviations at which the distribution ends (None: no cut).
     """
 
     def __init__(self, plan: Plan, placement: Placement):

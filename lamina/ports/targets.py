@@ -28,13 +28,12 @@ class Target:
         made: the lines that create norms in the trainer's own block.
         scales: the pattern of a learned scale's name in the block, with ``{half}`` and ``{scale}``.
         halves: the names of the sub-layers in these patterns.
-        weights: the trainer's name of each of Lamina's weights. ``layers`` has the index ``{layer}``; the modules'
-            names are under ``attention`` and ``feed_forward``.
+        weights: the trainer's name for each of Lamina's weights. The name of ``layers`` contains the index ``{layer}``;
+            ``attention`` and ``feed_forward`` hold the names inside the modules.
         stacks: weights that the trainer keeps in one tensor: the tensor's name, and Lamina's names of the parts.
         layout: how the parts are stacked: in "rows", or in "groups" that hold each key head's queries, key and value.
         pairs: whether the rotary embedding rotates neighboring channels (true), or channels half a head apart (false).
-        roles: the names of the weights with a role, for the initializer, except weights that keep the trainer's
-            default.
+        roles: for the initializer, the names of the weights by role, without weights that keep the trainer's default.
         test: the parts of the trainer's test: the imports (``standard``: from the standard library), the code that
             builds the model, its logits, and the code that loads weights (default: ``load_state_dict``).
         lacks: for each of the plan's fields that the trainer does not support, a description of the missing part.

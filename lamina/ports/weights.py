@@ -42,7 +42,7 @@ class _Place:
 
 
 class Names:
-    """The trainer's names of the weights of one model."""
+    """The trainer's names for the weights of one model."""
 
     def __init__(self, model: LaminaForCausalLM, target: str, *, writes: bool = True):
         self.model, self.target = model, target_of(target)

@@ -76,7 +76,7 @@ class AngularDistance(DirectionsProbe):
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         distances = frame[frame["metric"] == "angular_distance"]
         tokens = getattr(self, "_whose", "")
-        axes = {"x_title": "first layer l of the block", "y_title": "layers n in the block"}
+        axes = {"x_title": "first layer l of the block", "y_title": "number n of layers in the block"}
         axes["scale"] = "Viridis_r"  # light is small, as in the papers
         for table, title, caption in (
             (

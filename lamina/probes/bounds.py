@@ -228,9 +228,9 @@ class Bounds(ShortProbe):
       layer -1, ``left`` is an exponent, the slope of log ||J - I|| over log sigma_l (-1 in the paper).
     - fusenorm_eq_9_depth: only in layer -1. ``left`` is the slope of log ||J - I|| over log(l + 1), which is -1/2 in
       the paper if the variance grows linearly.
-    - fusenorm_eq_21: by sub-layer. ``left`` is Var(F), and ``right`` is c / L, where L is the number of blocks and c
-      the option ``constant``. The paper states only the order, so the ratio L Var(F) / c must not grow with L. Layer -1
-      holds the mean over the layers.
+    - fusenorm_eq_21: for each sub-layer. ``left`` is Var(F), and ``right`` is c / L, where L is the number of blocks
+      and c the option ``constant``. The paper states only the order, so the ratio L Var(F) / c must not grow with L.
+      Layer -1 holds the mean over the layers.
     - fusenorm_eq_20: for each sub-layer with a norm on its sum Z. ``left`` is Var(Z), and ``right`` is Var(skip) +
       Var(F). The sides are equal if skip and branch are uncorrelated.
     - fusenorm_eq_19: for blocks with FuseNorm's structure (see ``jacobian_sides``). The right side is the paper's

@@ -439,8 +439,8 @@ class Totals:
 
 
 class StateTotals(Totals):
-    """The totals of a state x^l, and of its magnitudes: the largest and their positions, the median, massive
-    activations.
+    """The totals of a state x^l, with its median, its massive activations, and its largest magnitudes and their
+    positions.
     """
 
     def __init__(self, top: int):

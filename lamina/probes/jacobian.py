@@ -58,7 +58,7 @@ class JacobianProbe(ShortProbe):
       directions, ||J_l||_F / sqrt(tokens * channels). ``iterations`` and ``residual`` show how the iteration for the
       norm ended.
     - identity: the same metrics for J_l - I, so that ``norm`` is the distance to the identity (FuseNorm Eq 9). A single
-      token of small norm, often the first, can make the norm large while the typical stretch is near 0.
+      token of small norm, often the first, can make this spectral norm large while the typical stretch is near 0.
     - residual_path: J_l with gradients only through the skips and their norms, not through attention and feed-forward.
       ``norm`` is the geometric mean over tokens of each token's spectral norm, because this path does not mix tokens.
     - keel: ``formula`` is the residual path's norm by Keel Eq 14-19, from gains and scales alone. At gain 1 the value

@@ -241,7 +241,7 @@ class LayerDrop(Probe):
         return self.task.measure(context)
 
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
-        """Draw each metric over the layers, with one line per meaning if they differ."""
+        """Draw each metric over the layers, with one line per meaning if the meanings differ."""
         for metric, group in _harm(frame).groupby("metric", sort=False):
             several, size = _differ(group), int(group["size"].iloc[0])
             yield from chart(
@@ -352,14 +352,14 @@ def loss_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float
 
 
 def perplexity(losses: Sequence[float]) -> tuple[float, float]:
-    """Return exp(mean loss), and its error to first order."""
+    """Return exp(mean loss), and its first-order error."""
     value, error = mean_loss(losses)
     estimate = _exp(value)
     return estimate, estimate * error
 
 
 def perplexity_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return exp(mean of other) - exp(mean of whole), and its error to first order with their covariance."""
+    """Return exp(mean of other) - exp(mean of whole), and its first-order error for paired sequences."""
     a, b = np.asarray(whole), np.asarray(other)
     first, second = _exp(a.mean()), _exp(b.mean())
     return second - first, _error(second * (b - b.mean()) - first * (a - a.mean()))

@@ -36,8 +36,8 @@ class LayerUse(Probe):
     Rows have the role "block":
 
     - causal_score: ||u - u'|| / ||u||, where u = x^(l+1) - x^l is the update of a later layer l (``index``), and u' is
-      the same update if the model skips layer ``layer`` (as ``remove`` of layer_drop does). The norms are L2 norms of a
-      token, and the score is the mean over tokens.
+      the same update if the model skips layer ``layer`` (as ``remove`` of layer_drop does). The norms are L2 norms over
+      a token's channels, and the score is the mean over tokens.
     - permutation_score: |L' - L| / L, where L is the loss, and L' is the loss if Lamina exchanges layer ``layer`` and
       the next layer. Each layer keeps its weights, norms, scales and kind. A mask that depends on a layer's position
       stays at its position.

@@ -166,7 +166,7 @@ class Spectra(Probe):
         return 0 < self.tokens_per_channel * self._widths[key[0]] <= self._covariances[key].count
 
     def standard_error(self) -> float | None:
-        """Return infinity while there is so little text that the ranks are biased; ranks have no standard error."""
+        """Return infinity while too little text biases the ranks, then None: ranks have no standard error."""
         enough = min(_ENOUGH, self.tokens_per_channel or _ENOUGH)
         return math.inf if self._groups and self._tokens < enough * max(self._widths.values()) else None
 
@@ -188,7 +188,7 @@ class Spectra(Probe):
         return frame.assign(sequences=ranks * sequences, tokens=ranks * self._tokens)
 
     def measured(self, context: Context) -> None:
-        """Return None, so that ``finish`` makes the columns: rows about weights belong to no text."""
+        """Return None, because rows about weights belong to no text: ``finish`` makes the columns."""
 
     def _rank_rows(self, context: Context) -> list[Row]:
         self._reduce()

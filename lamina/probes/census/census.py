@@ -582,8 +582,8 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
     if count > _MANY_PARAMETERS:
         config = _smaller(config)
         note += (
-            f", {_FEW_LAYERS} layers and {_FEW_TOKENS} tokens, so a factor that depends on the depth has its value "
-            f"for {_FEW_LAYERS} layers"
+            f", {_FEW_LAYERS} layers and a vocabulary of {_FEW_TOKENS}, so a factor that depends on the depth has its "
+            f"value for {_FEW_LAYERS} layers"
         )
         count = _size(config)
     if count > _MANY_PARAMETERS:

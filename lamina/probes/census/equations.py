@@ -1,7 +1,8 @@
 """Fit the equations of sub-layers to the tensors of one forward pass.
 
-Lamina fits each sum on the residual stream with its possible terms: the branches, and a skip (the stream, the layer's
-input, the norm's output or the embedding). The simplest combination with no error except rounding is the equation.
+Lamina fits each sum on the residual stream as a combination of possible terms: the branches, and a skip (the stream,
+the layer's input, the norm's output or the embedding). The simplest combination with no error except rounding is the
+equation.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class Sum:
 
 
 def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()) -> list[list[Sum]]:
-    """Fit each layer's additions to the stream in two passes. In the second pass, Lamina changes the layers' own
-    scales.
+    """From two passes, fit the sums by which each layer adds to the stream. In the second pass, Lamina changes the
+    layers' own scales.
 
     ``watch`` runs the model and returns the tensors at points. Parameters of ``others`` do not count as a layer's
     scales.

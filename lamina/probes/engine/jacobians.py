@@ -30,9 +30,9 @@ class SpectralNorm:
 class Jacobian:
     """The Jacobian J of ``function`` at ``x`` as a linear map. One forward pass makes the graph, which Lamina keeps.
 
-    A backward pass gives J^T u. Because J^T u is linear in u, J v is its derivative along v: a backward pass through
-    the backward pass. Every operation needs a second derivative, but no forward-mode derivative. On a CPU, the fused
-    attention kernels have neither derivative, so run attention eagerly.
+    A backward pass gives J^T u. Because J^T u is linear in u, a backward pass through this backward pass gives J v.
+    Every operation needs a second derivative, but no forward-mode derivative. On a CPU, the fused attention kernels
+    have neither derivative, so run attention eagerly.
 
     The output of ``function`` and ``x`` may differ in shape. ``x`` is floating point, and all other inputs stay fixed.
     """
@@ -133,7 +133,7 @@ def largest_singular_value(
 
     Lanczos needs the same products as power iteration, but it computes the norm from all vectors so far. Lanczos needs
     far fewer products if the singular values are close together, as in a Jacobian near the identity. Lamina keeps all 2
-    * iterations vectors, and orthogonalizes each new vector against them. Only the small matrix is in float64.
+    * iterations vectors, and orthogonalizes each new vector against them. Only the bidiagonal matrix is in float64.
     """
     number("tolerance", tolerance, 0.0, open_low=True)
     whole_number("iterations", iterations)

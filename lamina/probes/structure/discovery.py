@@ -382,9 +382,9 @@ def _has_parameters(call: Call) -> bool:
 def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, layers: str | None = None) -> Structure:
     """Find a model's layers in one forward pass on ``inputs``. Keep the inputs tiny, because memory holds all tensors.
 
-    A Lamina model whose layers return several streams or earlier states lists these layers itself. ``layers`` is the
-    path of the list of layers (``encoder.block``). Give ``layers`` if Lamina cannot find the layers, or finds another
-    list.
+    If a Lamina model's layers return several streams or earlier states, the model itself lists its layers. ``layers``
+    is the path of the list of layers (``encoder.block``). Give ``layers`` if Lamina cannot find the layers, or finds
+    another list.
 
     Raises:
         UserError: if Lamina finds no layers; the message says what Lamina searched for, and how to name the layers.

@@ -39,8 +39,8 @@ def stream_of(output: Output) -> torch.Tensor:
 
 
 def refill(output: Output) -> Callable[[torch.Tensor], Output]:
-    """Return a function that rebuilds a module's output with another first tensor. The function does not hold the
-    original tensor.
+    """Return a function that rebuilds a module's output with another first tensor. The returned function keeps no
+    reference to the original tensor.
     """
     if isinstance(output, torch.Tensor):
         return lambda tensor: tensor

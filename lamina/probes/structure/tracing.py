@@ -1,7 +1,7 @@
 """Record one small forward pass: each call's module and tensors, and each addition of tensors.
 
-Lamina follows tensors by identity. A dispatch mode sees every addition, scaling and copy anywhere in the code.
-``discovery`` finds the layers, sub-layers and norms in the record; module names do not matter.
+Lamina follows each tensor by its Python identity. A dispatch mode sees every addition, scaling and copy anywhere in the
+code. ``discovery`` finds the layers, sub-layers and norms in the record; module names do not matter.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _ACTIVATIONS = {
 
 @dataclass(eq=False)
 class Call:
-    """A call of a module: ``began`` and ``ended`` count the trace's events, ``inputs`` and ``output`` number its
-    tensors.
+    """A call of a module: ``began`` and ``ended`` are event numbers of the trace, ``inputs`` and ``output`` tensor
+    numbers.
     """
 
     module: nn.Module
