@@ -42,7 +42,7 @@ def condition(layers: Sequence[int], count: int, index: str) -> str:
 
 
 def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
-    """Return one expression for all layers' values. If they differ, it has conditions and ends with ``last``."""
+    """Return one expression for all layers' values. Different values give a conditional that ends with ``last``."""
     if len(set(values)) == 1:
         return values[0]
     usual, count = next(v for v in reversed(values) if v != last), len(values)
@@ -215,7 +215,7 @@ class Port:
 
     @cached_property
     def inner(self) -> dict[str, Norm]:
-        """Map each sub-layer with a norm before its last projection to this norm. Raises UserError if layers differ."""
+        """Return the norms before a sub-layer's last projection, by sub-layer. Raises UserError if layers differ."""
         found = {}
         for half in SUBLAYERS:
             specs = {getattr(layer, half).inner_norm for layer in self.plan.layers}

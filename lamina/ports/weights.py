@@ -1,4 +1,4 @@
-"""Rename a model's weights to a trainer's names and back. The target's table maps the names.
+"""Rename a model's weights to a trainer's names and back, with the names in the target's table.
 
 Lamina uses each tensor exactly once, or raises a UserError that names the tensor.
 """

@@ -204,7 +204,7 @@ def _factor(point: Point) -> float | torch.Tensor:
 class Bounds(ShortProbe):
     """Both sides of the papers' inequalities, measured on this model, and the ratio of the two sides.
 
-    The role names the inequality, and the metrics are ``left``, ``right`` and ``ratio``. Values are means over
+    Each inequality has its own role, with the metrics ``left``, ``right`` and ``ratio``. Values are means over
     ``sequences`` texts of ``tokens`` tokens (0: all; default: all of your own text, 1 text of 32 tokens from a corpus),
     with their standard error.
 

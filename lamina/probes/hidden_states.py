@@ -347,8 +347,8 @@ def medians(tokens: TokenStates, magnitude: torch.Tensor) -> torch.Tensor:
     """Return the exact median of ``magnitude`` in each sequence in float64. If there are two middle values, the median
     is the lower value, as in torch.median.
 
-    The function selects without sorting. On the CPU it works in place and reorders the values of each sequence in
-    ``magnitude``.
+    The function selects without sorting. On the CPU, the function reorders the values of each sequence in ``magnitude``
+    in place.
     """
     each = list(magnitude)
     if tokens.valid is not None:

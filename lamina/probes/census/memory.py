@@ -77,7 +77,7 @@ class MemoryLayers:
         return [reader.module for reader in self.readers]
 
     def watch(self, points: Mapping[Hashable, Point]) -> Tensors:
-        """Watch the points in one pass. The layers' inputs are the sums that replace the stream."""
+        """Return the tensors at the points. The sums that replace the stream count as the layers' inputs."""
         with self._noted():
             tensors = dict(watched_rows(self.root, self.inputs, points))
         width = self.structure.hidden_size

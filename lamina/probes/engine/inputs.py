@@ -36,7 +36,7 @@ def images() -> Reader:
 
 
 READERS: dict[str, Callable[[], Reader]] = {"pixel_values": images}
-"""For each main input other than token ids, a function that loads the input's reader."""
+"""By the name of a model's main input (except token ids): the function that loads this input's reader."""
 
 
 def reads_images(model: nn.Module) -> bool:

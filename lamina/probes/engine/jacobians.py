@@ -85,7 +85,7 @@ class Jacobian:
         )
 
     def typical_stretch(self, *, identity: float = 0.0, batch_dims: int = 0, samples: int = 4) -> torch.Tensor:
-        """Estimate ||J - identity * I||_F / sqrt(n), [...] in float64, from random directions (Hutchinson)."""
+        """Estimate ||J - identity * I||_F / sqrt(n) per item, in float64, from random directions (Hutchinson)."""
         squares = []
         for sample in range(samples):
             v = start_vector(self.x, sample)

@@ -18,8 +18,8 @@ def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
 class Running:
     """Mean and standard error of a tensor's values over independent samples (sequences), in float64, in one pass.
 
-    ``add`` takes [samples, ...], and the mean is [...]. ``add`` uses Welford's update in Chan's form for batches, so
-    large means lose no digits.
+    ``add`` takes [samples, ...]; the mean has the shape of one sample. ``add`` uses Welford's update in Chan's form for
+    batches, so large means lose no digits.
     """
 
     def __init__(self) -> None:
