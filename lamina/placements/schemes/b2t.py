@@ -10,7 +10,7 @@ from lamina.placements.registry import placement
     equation=("y = LN(x + A(x))", "x' = LN(x + y + F(y))"),
     source="Takase et al. 2022 (arXiv 2206.00330) Sec 4",
     initialization="normal",
-    advice="Start from Post-LN's learning rates and warm-up. Its paper trains translation models.",
+    advice="Start from Post-LN's learning rates and warm-up. The B2T paper trains translation models.",
 )
 def b2t(num_layers: int) -> Plan:
     """A second skip from the block's input to its output bypasses all norms of the block except the last. FuseNorm's

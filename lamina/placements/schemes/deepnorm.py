@@ -14,7 +14,7 @@ from lamina.placements.registry import placement
     source="DeepNet (arXiv 2203.00555) Fig 2",
     initialization="deepnorm",
     advice=(
-        "Keep its initializer, which is a part of the method. The largest stable learning rate is 3.5e-4 at 64 "
+        "Keep the initializer, which is a part of DeepNorm. The largest stable learning rate is 3.5e-4 at 64 "
         "and 512 layers (Keel Table 1)."
     ),
 )

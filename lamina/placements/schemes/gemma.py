@@ -20,7 +20,7 @@ def _plan(num_layers: int, qk_norm: HeadNorm) -> Plan:
 
 @placement("gemma2", title="Gemma 2", equation=_EQUATION, source="Gemma 2 (arXiv 2408.00118)", advice=_ADVICE)
 def gemma2(num_layers: int) -> Plan:
-    """Gemma 2 has a norm before and after each module. The embedding is multiplied by the square root of the width."""
+    """Gemma 2 has a norm before and after each module. It multiplies the embedding by sqrt(width)."""
     return _plan(num_layers, "off")
 
 
@@ -32,5 +32,5 @@ def gemma2(num_layers: int) -> Plan:
     advice=_ADVICE,
 )
 def gemma3(num_layers: int) -> Plan:
-    """Gemma 2's placement, with norms on queries and keys instead of the soft cap on attention's scores."""
+    """Gemma 3 is Gemma 2's placement with norms on queries and keys instead of the soft cap on attention logits."""
     return _plan(num_layers, "head")

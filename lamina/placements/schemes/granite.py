@@ -16,7 +16,7 @@ from lamina.placements.registry import placement
     advice="Granite 3 uses c = 0.22 at 40 layers. HyperCLOVA X also has output norms (out_norm=true).",
 )
 def granite(num_layers: int, *, multiplier: float = 0.22, out_norm: bool = False) -> Plan:
-    """Pre-LN whose branches are multiplied by one constant.
+    """Granite is Pre-LN with one constant factor on all branches.
 
     Args:
         multiplier: the constant c, equal in all layers.
@@ -31,10 +31,10 @@ def granite(num_layers: int, *, multiplier: float = 0.22, out_norm: bool = False
     title="MiniCPM",
     equation=("y = x + c / sqrt(N) A(LN x)", "x' = y + c / sqrt(N) F(LN y)", "logits = W LN(x_N)"),
     source="MiniCPM (arXiv 2404.06395) Table 7 (scale_depth); depth-muP (arXiv 2310.02244)",
-    advice="The paper uses c = 1.4. It also uses muP's width scaling and a warm-up-stable-decay schedule.",
+    advice="The paper uses c = 1.4. The paper also uses muP's width scaling and a warm-up-stable-decay schedule.",
 )
 def minicpm(num_layers: int, *, scale_depth: float = 1.4) -> Plan:
-    """Pre-LN whose branches shrink with the square root of the depth, so that the sum of the branches does not grow
+    """MiniCPM is Pre-LN with branches divided by the square root of the depth. So the sum of the branches does not grow
     with the depth.
 
     Args:

@@ -21,8 +21,8 @@ from lamina.placements.registry import placement
     source="Keel (arXiv 2601.19895) Sec 4; first layer: Sec 4.3",
     initialization="normal",
     advice=(
-        "The paper's learning rate is 9e-3 at 64 and 128 sub-layers, 6e-3 at 512 and 4.5e-3 at 1,024. It uses 2,500 "
-        "steps of warm-up."
+        "The paper's learning rate is 9e-3 at 64 and 128 sub-layers, 6e-3 at 512 and 4.5e-3 at 1,024. The paper uses "
+        "2,500 steps of warm-up."
     ),
 )
 def keel(

@@ -16,8 +16,8 @@ from lamina.placements.registry import placement
     source="LayerNorm Scaling (arXiv 2502.05795) Eq 5",
     initialization="normal",
     advice=(
-        "The paper's learning rate is 1e-3 up to 350M parameters and 5e-4 at 1B, with 10 % warm-up. Its authors say "
-        "that the scaled initializer weakens the effect."
+        "The paper's learning rate is 1e-3 up to 350M parameters and 5e-4 at 1B, with 10 % warm-up. The authors "
+        "say that the scaled initializer weakens the effect."
     ),
 )
 def layernorm_scaling(num_layers: int) -> Plan:

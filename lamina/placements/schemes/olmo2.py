@@ -38,5 +38,5 @@ def olmo2(num_layers: int) -> Plan:
     ),
 )
 def out_ln(num_layers: int) -> Plan:
-    """OLMo 2's placement without its norms on queries and keys. Its norms are at the Peri-LN paper's position B."""
+    """Output-LN is OLMo 2's placement without the norms on queries and keys. The Peri-LN paper calls it position B."""
     return _plan(num_layers)

@@ -17,7 +17,7 @@ from lamina.placements.registry import placement
     ),
 )
 def pre_post_ln(num_layers: int) -> Plan:
-    """Post-LN with a second norm, on each branch's input. It is Keel without alpha or a special first layer."""
+    """This is Post-LN with a second norm, on each branch's input. It is Keel without alpha or a special first layer."""
     sublayer = Sublayer(pre_norm=Norm(), post_norm=Norm())
     layer = Layer.of(sublayer)
     return Plan(layers=(layer,) * num_layers)

@@ -15,7 +15,7 @@ def _plan(num_layers: int, start: float) -> Plan:
     title="ReZero",
     equation=("y = x + a_1 A(x)", "x' = y + a_2 F(y)", "a = 0 at the start, learned"),
     source="ReZero (arXiv 2003.04887) Sec 5",
-    advice="The paper uses no warm-up. Nothing bounds the logits: final_norm=true adds a norm.",
+    advice="The paper uses no warm-up. Without a norm, nothing bounds the logits. To add one, set final_norm=true.",
 )
 def rezero(num_layers: int) -> Plan:
     """Every block starts as the identity, and the gates open as they learn. In the paper, both
@@ -30,12 +30,12 @@ def rezero(num_layers: int) -> Plan:
     equation=("y = x + a_1 A(x)", "x' = y + a_2 F(y)", "a = (2 N)^(-1/2) at the start, learned"),
     source="De & Smith 2020 (arXiv 2002.10444) Sec 3",
     advice=(
-        "Its authors propose it for residual networks without batch norm. Nothing bounds the logits: "
-        "final_norm=true adds a norm."
+        "The authors propose SkipInit for residual networks without batch norm. Without a norm, nothing "
+        "bounds the logits. To add one, set final_norm=true."
     ),
 )
 def skipinit(num_layers: int, *, start: Literal["depth", "zero"] = "depth") -> Plan:
-    """ReZero with gates that start at 1 / sqrt(sub-layers), the factor by which batch norm scales a branch.
+    """SkipInit is ReZero with gates that start at 1 / sqrt(sub-layers). Batch norm scales a branch by the same factor.
 
     Args:
         start: "depth": the paper's 1 / sqrt(number of branches); "zero": the paper's other choice, which is ReZero.

@@ -28,7 +28,7 @@ def sandwich_ln(num_layers: int) -> Plan:
     advice="Arcee Trinity uses c = 1 and reports no loss spike in 17 trillion tokens at 400B parameters.",
 )
 def sandwich_depth_scaled(num_layers: int, *, c: float = 1.0) -> Plan:
-    """Sandwich-LN whose branches start small, so that the residual stream's variance does not grow with depth.
+    """The branches of this Sandwich-LN start small, so that the residual stream's variance does not grow with depth.
 
     Args:
         c: initial value of the outer gains, times the square root of the depth.
