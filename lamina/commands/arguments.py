@@ -56,8 +56,8 @@ class Argument:
         name: the name of the setting or option.
         kind: the type of the value; for a mapping, each use of the flag adds one entry, ``KEY=VALUE``.
         flags: the option's flags; empty for a positional argument.
-        default: the default in the help. If the user gives no flag, an option takes this value, and a setting takes
-            none.
+        default: the default in the help, and the value of an option that the user leaves out. A setting that the user
+            leaves out gets no value.
         metavar: the placeholder in the help, such as FILE; if empty, the type gives the placeholder.
         is_setting: whether the option is a field of the command's settings record.
         is_needed: whether the command requires this positional argument.

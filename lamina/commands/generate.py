@@ -27,7 +27,7 @@ def parser() -> Parser:
     flags.add_flag("--max-new-tokens", "maximum number of new tokens", 120)
     flags.add_flag("--temperature", "sampling temperature; 0 always takes the likeliest token", 0.8)
     flags.add_flag(
-        "--top-p", "sample only from the likeliest tokens, up to this total probability (0 to 1, not 0)", kind=float
+        "--top-p", "sample only from the likeliest tokens with this total probability (above 0, at most 1)", kind=float
     )
     flags.add_flag("--stop", "end the answer at this text (repeat the flag for more texts)", [])
     flags.add_flag("--system", "with --chat, the system message")

@@ -1,4 +1,4 @@
-"""The command of any job, made from the job's row.
+"""The command of any job. Lamina makes it from the job's entry in the catalog (``JobRow``).
 
 It parses the command line, calls the job's Python function, and prints the result.
 """

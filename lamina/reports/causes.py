@@ -235,7 +235,7 @@ CAUSES = {
             meaning="A step's gradient still contains the gradients of earlier steps.",
             check="print a parameter's .grad right before the backward pass: it should be None or zero",
             changes=(
-                "call optimizer.zero_grad() once for each optimizer.step(), for every optimizer",
+                "for every optimizer, call zero_grad() once per step()",
                 "if you accumulate micro-batches, zero the gradients after each step, not only at the start",
             ),
         ),
@@ -300,7 +300,7 @@ CAUSES = {
             meaning="A part differed from similar parts by an order of magnitude from the first steps on.",
             check="print the standard deviation of each layer's weights at step 0, and compare {where} with the rest",
             changes=(
-                "give this part the same initializer as the other layers (lamina.build(..., init=...) "
+                "give this part the initializer of the other layers (lamina.build(..., init=...) "
                 "initializes all layers)",
                 "scale the output projections by 1/sqrt(2 num_layers) (GPT-2)",
                 "check before the next run: lamina preflight",
@@ -312,7 +312,7 @@ CAUSES = {
             finding="all rewards of each group equal from step {step}",
             proofs=("first: equal equal_rewards",),
             meaning="Equal rewards make every advantage 0, so the policy cannot learn from them; no layer is at fault.",
-            check="print one group's completions with their rewards",
+            check="print the completions of one group with their rewards",
             changes=(
                 "check the reward function: if it finds no answer in any completion, all completions get the "
                 "same reward",
@@ -484,7 +484,7 @@ def signature(signs: Signs) -> dict[str, str]:
 
 
 def _rate_around(rates: Mapping[int, float], step: int) -> str:
-    """Describe the learning rate up to a step: it "jumped" if it was level and then rose to a multiple in one step."""
+    """Describe the learning rate up to a step. It "jumped" if it was constant, then rose to a multiple at once."""
     before = sorted(at for at in rates if at < step + EVENT)
     values = [rates[at] for at in before]
     if len(values) < 2:
@@ -524,8 +524,7 @@ def _loss_around(losses: Mapping[int, float], step: int) -> str:
 def _jump(losses: Mapping[int, float], step: int) -> str:
     """Describe the loss after a jump: it is "back" after a bad batch, "stays" with other data, or rises "again".
 
-    It rises "again" if something changed the weights. Returns "no" if there is no jump, and "" if there are too few
-    losses.
+    If something changed the weights, the loss rises "again". Returns "no" without a jump, and "" with too few losses.
     """
     before = [losses[at] for at in sorted(losses) if at < step][-_AROUND[0] :]
     after = [losses[at] for at in sorted(losses) if at >= step][: _AROUND[0]]
@@ -621,8 +620,8 @@ class Learned:
 
 
 def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, float]]:
-    """Return the first alarm's likely causes with odds: at most two, or only "not known". Without an alarm, the list is
-    empty.
+    """Return the likely causes of the first alarm, with their odds. The list holds at most two causes, or only "not
+    known". Without an alarm, it is empty.
     """
     if signs.first is None:
         return []

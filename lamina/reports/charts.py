@@ -1,4 +1,4 @@
-"""The kinds of charts: lines with error bands in one panel or several, and heat maps that share one color scale."""
+"""The kinds of charts: lines with error bands in one or several panels, and heat maps that share a color scale."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Line:
         name: the name in the legend, escaped.
         data_name: the name in the data that the page saves, escaped (default: ``name``).
         notes: a text for each point in the saved data.
-        group: lines of one group hide together, and only one of them is in the legend.
+        group: the lines of a group hide together, and the legend shows one of them.
         legend: whether the line is in the legend; None leaves the choice to plotly.
         width: the line's width in pixels; None: plotly's default.
         dash: plotly's name of a dash pattern.

@@ -54,7 +54,7 @@ def over_seeds(item: Shown, quantity: Quantity) -> Frame:
 
 
 def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
-    """Return the seeds' tables at the steps that all of them have, or at all of their steps if there are none."""
+    """Return the seeds' tables at their common steps. Without a common step, return the tables unchanged."""
     tables = [table for trial in item.trials if not (table := quantity.table(trial)).empty]
     if all(table.columns.equals(tables[0].columns) for table in tables):
         return tables
@@ -63,7 +63,7 @@ def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
 
 
 def _by_all_layers(tables: Sequence[Frame]) -> tuple[pd.Index, list[np.ndarray]]:
-    """Return the layers that any of the tables has, and each table's values by them."""
+    """Return all layers of the tables, and each table's values by these layers."""
     layers = tables[0].index
     if any(not table.index.equals(layers) for table in tables):
         layers = layers.append([table.index for table in tables[1:]]).unique().sort_values()

@@ -183,7 +183,7 @@ def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0
 
 
 def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
-    """Return the highest loss that is not above those before; infinite if these are too few."""
+    """Return the highest loss that does not count as above the losses before; infinite if these are too few."""
     finite = [loss for loss in before[-BEFORE:] if math.isfinite(loss)]
     if len(finite) < BEFORE // 2:
         return math.inf
@@ -303,8 +303,8 @@ def _rise_in(losses: Mapping[int, float], steps: Sequence[int], *, may_wander: b
 
 
 def _rise_near_zero(losses: Sequence[float]) -> int | None:
-    """Return where a loss too small to rise by ``_NATS`` left its level: all later ones are three times as high as 16
-    in a row were at most. None if there is no such place.
+    """Return where a loss too small to rise by ``_NATS`` left its level, or None. From there on, all losses are above
+    three times the lowest maximum of 16 losses in a row.
 
     Counts from the last loss that was as low. A policy's loss starts at exactly 0, which is no level.
     """
@@ -419,7 +419,7 @@ def answer(evidence: Evidence) -> Answer:
 
 
 def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: list[str]) -> Answer:
-    """Return the answer with its causes, and with the advice that the record decides or, without it, the usual one."""
+    """Return the answer with its causes and the advice that follows from the record, or the cause's usual advice."""
     told, changes, checks, studies = [], [], [], []
     findings: dict[str, str] = read_json(FINDINGS)
     most = _MOST_OF_HISTORIES if evidence.imported else 0.0
@@ -438,7 +438,7 @@ def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: l
 
 
 def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
-    """Return the recorded fact that proves a cause, the changes that undo it, and a check; empty without a fact."""
+    """Return the recorded fact that proves a cause, the changes that undo it, and a check; all empty without a fact."""
     first = evidence.first
     jump = rate_jump(evidence) if "rate: jumped" in cause.proofs else None
     if jump is not None:
@@ -493,7 +493,7 @@ def _filled(text: str, evidence: Evidence) -> str:
 
 
 def _early(evidence: Evidence, first: Alarm) -> list[str]:
-    """Say how early the first anomaly was, if the loss did not show it itself."""
+    """Say how early the first anomaly was. If the loss itself had this anomaly, say nothing."""
     if (lead := evidence.lead) is None or first.metric == LOSS:
         return []
     did = "rose" if math.isfinite(evidence.losses.get(evidence.rose or 0, 0.0)) else "was not finite"
@@ -504,7 +504,7 @@ def _early(evidence: Evidence, first: Alarm) -> list[str]:
 
 
 def _next(evidence: Evidence, first: Alarm, place: Alarm) -> list[str]:
-    """Name the next anomalies elsewhere, the telling ones first."""
+    """Name the next anomalies in other locations, with the strongest evidence first."""
     then: dict[tuple[int, str, bool], str] = {}
     telling = {alarm: alarm.rule in ("not_finite", "written") for alarm in evidence.alarms}
     for alarm in sorted(evidence.alarms, key=lambda alarm: not telling[alarm]):
@@ -556,7 +556,7 @@ def _course(evidence: Evidence) -> str:
 
 
 def _back(evidence: Evidence, spikes: Mapping[int, tuple[float, int | None]]) -> list[str]:
-    """Say where the loss that rose was back, or where it spiked without staying up."""
+    """Say where a risen loss came back down, or where the loss spiked."""
     if evidence.rose is not None:
         back = back_at(evidence.losses, evidence.rose)
         return [] if back is None else [f"The loss came back down at step {back}."]
@@ -569,7 +569,7 @@ def _back(evidence: Evidence, spikes: Mapping[int, tuple[float, int | None]]) ->
 
 
 def _falls(evidence: Evidence) -> list[str]:
-    """Say where the loss fell at once, if it did not rise."""
+    """If the loss did not rise, say where it suddenly fell."""
     if evidence.rose is not None:
         return []
     if stairs := epoch_stairs(evidence):
@@ -595,7 +595,7 @@ def _notable(evidence: Evidence, spikes: Collection[int]) -> list[str]:
 
 
 def _rows(evidence: Evidence) -> list[str]:
-    """Say how the rows of the first anomaly's batch begin, or those of the notable batches."""
+    """Say how the rows of the first anomaly's batch or of the notable batches begin."""
     shown = [evidence.first] if evidence.first is not None and evidence.first.step in evidence.batches else []
     steps = dict.fromkeys(alarm.step for alarm in shown or evidence.notable if alarm.step in evidence.batches)
     texts = []

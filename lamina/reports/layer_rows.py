@@ -33,7 +33,7 @@ class Layout:
     """The layers, metrics and steps of a run's rows, without the values. Runs with the same rows share a layout.
 
     Args:
-        columns: step, layer, sublayer, role, index and metric of each row; a text is given as its position in
+        columns: step, layer, sublayer, role, index and metric of each row; a text is stored as its position in
             ``names``.
         names: all texts in the rows.
     """
@@ -143,7 +143,7 @@ _layouts: WeakValueDictionary[bytes, Layout] = WeakValueDictionary()
 
 
 def _layout(columns: Columns, names: Sequence[str]) -> Layout:
-    """Return the layout of these rows; the same one while a run with the same rows is in memory."""
+    """Return the layout of these rows. Runs in memory with the same rows share a layout."""
     key = hashlib.sha256("\0".join(names).encode(errors="replace"))
     for column in columns.values():
         key.update(np.ascontiguousarray(column).tobytes())
@@ -252,7 +252,7 @@ class LayerRows:
 
 
 def _table(part: Path, columns: Sequence[str]) -> dict[str, np.ndarray | tuple[np.ndarray, list[str]]]:
-    """Read some columns of a part; of a text, the order of each row's (-1: missing) in a list of all."""
+    """Read some columns of a file. A text becomes its position in a list of all texts (-1: missing)."""
     if part.suffix == ".npz":
         read = read_part(part)
         coded = {name: np.unique(read[name], return_inverse=True) for name in _TEXTS}
@@ -289,7 +289,7 @@ def _keys(part: Columns) -> np.ndarray:
 
 
 def _shown(keys: np.ndarray, failed: int | None) -> np.ndarray:
-    """Return the sorted ``keys`` of each metric's evenly spaced steps, and of its first step from ``failed`` on."""
+    """Return the sorted ``keys`` of each metric's evenly spaced steps and of its first step from ``failed`` on."""
     shown = []
     for metric in np.unique(keys % _METRICS):
         steps = keys[keys % _METRICS == metric]

@@ -32,7 +32,7 @@ _MISSING = '<p class="none">This folder has no records by layer.</p>'
 def sections(items: Sequence[Shown]) -> list[Section]:
     """Return the sections of the metrics that these trials recorded.
 
-    In two sections the first chart is open. All other charts are folded.
+    The charts start folded, except the first chart of two sections.
     """
     html, opened = dict.fromkeys(SECTIONS, ""), dict.fromkeys(SECTIONS, "")
     for metric in METRICS.values():
@@ -69,7 +69,7 @@ def _busiest(metric: Metric, trial: Trial) -> Frame:
 
 
 def _charts(items: Sequence[Shown], metric: Metric, heading: str) -> tuple[str, str]:
-    """Draw a metric's records: the first chart, of whole blocks; and those of their parts, and outside of them."""
+    """Draw a metric's charts: first of whole blocks, then of the blocks' parts, then outside the blocks."""
     if not any(trial.layers.has(metric.name) for item in items for trial in item.trials):
         return "", ""
     first = whole = ""
@@ -89,7 +89,7 @@ def _charts(items: Sequence[Shown], metric: Metric, heading: str) -> tuple[str, 
 
 
 def _parts(items: Sequence[Shown], metric: Metric, caption: str) -> str:
-    """Draw a metric of each sub-layer or norm by layer, at a few steps; the caption stands below the last."""
+    """Draw a metric of each sub-layer or norm by layer, at a few steps. The caption is below the last chart."""
     whole = {"block"} if metric.folded else whole_of(metric.name)
     places = {place for item in items for trial in item.trials for place in trial.layers.places(metric.name)}
     pictures = []
@@ -112,8 +112,8 @@ def _part(metric: str, role: str, sublayer: str, index: int, trial: Trial) -> Fr
 def _outside(items: Sequence[Shown], metric: Metric) -> Figure | None:
     """Draw a metric outside the blocks against the step.
 
-    The line is the largest value of a step. If there are several (seeds, or the 100 largest elements), a band reaches
-    down to the lowest.
+    The line is the largest value of a step. If a step has several values (of seeds, or of the 100 largest elements), a
+    band reaches down to the lowest.
     """
     lines, steps = [], []
     for item in items:

@@ -93,8 +93,8 @@ METRICS = {
         )),
         Metric("hidden_top_abs", "Magnitudes", "The 100 largest magnitudes against FP16's limit", "the 100 largest |x|",
                limit=(65504, "FP16's limit, 65,504"), caption=(
-            "The 100 largest |x| among the embedded tokens and the outputs of all sub-layers to the residual stream, "
-            "on the monitor's held-out blocks (Peri-LN, Figure 11). The line is the largest value, and the band "
+            "The 100 largest |x| among the embedded tokens and the residual stream after each sub-layer, on the "
+            "monitor's held-out blocks (Peri-LN, Figure 11). The line is the largest value, and the band "
             "reaches "
             "down to the 100th largest. Lamina measures in float32. A value above the dashed line would be "
             "infinite in FP16, but not in BF16."
@@ -162,7 +162,8 @@ METRICS = {
             "Standard deviation of a step's rewards, as the trainer logs it."
         )),
         Metric("equal_rewards", "Policy", "Groups with equal rewards", "share of groups", log=False, caption=(
-            "Share of groups in which all completions have the same reward, so that the policy gets no gradient."
+            "Share of groups in which all completions have the same reward. The policy gets no gradient from such "
+            "groups."
         )),
         Metric("policy_entropy", "Policy", "Entropy of the policy", "nats per token", log=False, caption=(
             "Entropy of the policy's next token. Near 0, all completions of a prompt are nearly equal."
@@ -184,7 +185,8 @@ METRICS = {
             "Norm of all parameters' gradient at every step, before clipping. The tables count the spikes of this norm."
         ), folded=True),
         Metric("learning_rate", "Every step", "Learning rate", "learning rate", folded=True, caption=(
-            "Learning rate at each record. If the optimizer's groups differ, the chart shows the largest."
+            "Learning rate at each record. If the optimizer's groups have several, the chart shows the largest "
+            "learning rate."
         )),
     )
 }  # fmt: skip

@@ -64,7 +64,7 @@ def write_page(
 
 
 def _said_once(parts: Sequence[Section]) -> list[str]:
-    """Return the sections' HTML, with the note on dashed lines below the first such chart only."""
+    """Return the sections' HTML. Only the first chart with dashed lines has a note about them."""
     first = next((part for part in parts if TURNS in part.html), None)
     kept = {id(part): part.html.partition(TURNS) for part in parts}
     return [

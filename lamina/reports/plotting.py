@@ -163,7 +163,7 @@ def _number(number: int) -> str:
 
 
 def _merge(into: Json, changes: Json) -> None:
-    """Set the changes; nested ones join what is there, and None takes away."""
+    """Set the changes in a mapping. A nested mapping is merged, and None removes a key."""
     for name, value in changes.items():
         if name == "title" and isinstance(value, str):
             value = {"text": value}

@@ -55,7 +55,7 @@ def summarize(results: Frame) -> Frame:
 
 
 def is_ranked(row: Json) -> bool:
-    """Return whether a placement finished below the loss of a bigram table."""
+    """Return whether a placement finished with an eval loss below the loss of a bigram table."""
     return bool(row["finished"]) and not is_above_bigram(row)
 
 
@@ -108,7 +108,7 @@ def notices(
     recommended: Mapping[str, str] | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """List the warnings, such as other initializers, too few learning rates or seeds, or interrupted trials.
+    """List the warnings, for example about different initializers, too few seeds, or interrupted trials.
 
     ``summary`` comes from ``summarize``. ``recommended`` has the initializer that each placement's plan names, if
     known. ``settings`` are the study's settings, with the width. The warnings are plain text, so a page must escape
@@ -134,7 +134,7 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
-    """Warn if the initializers differ, or if a source uses another one than the common one."""
+    """Warn if the initializers differ, or if a source uses another initializer than the common one."""
     users: dict[str, list[str]] = {}
     for row in rows:
         if row["init"]:
@@ -150,13 +150,13 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
     if not inits:
         return ""
     return (
-        f"All placements have one initializer, {next(iter(users))}. The sources of {listed(inits)} use another "
+        f"All placements have the same initializer, {next(iter(users))}. The sources of {listed(inits)} use another "
         f"initializer and other widths. To use each placement's recommended initializer, add --init recommended"
     )
 
 
 def _widths(rows: list[Json], settings: Mapping[str, object]) -> list[str]:
-    """Warn of initializers whose standard deviation does not suit the width; width scaling changes it."""
+    """Warn of initializers whose standard deviation does not suit the width, unless width scaling changes it."""
     width, preset = settings.get("hidden_size"), PRESETS.get(str(settings.get("backbone")))
     width = preset.fields["hidden_size"] if width is None and preset is not None else width
     if not isinstance(width, int) or settings.get("width_scaling", "none") != "none":
@@ -204,7 +204,7 @@ def _edges(rows: list[Json], results: Frame) -> list[str]:
 
 
 def _budget(rows: list[Json]) -> str:
-    """Warn if the tokens are so few that they show only the start of training."""
+    """Warn if the runs saw so few tokens that they show only the start of training."""
     finished = [row for row in rows if row["finished"] and row["tokens"] > 0 and row["parameters"] > 0]
     ratio = max((row["tokens"] / row["parameters"] for row in finished), default=math.inf)
     if not ratio < USUAL_TOKENS:

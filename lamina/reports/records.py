@@ -65,14 +65,14 @@ class Trial:
         return {name: _numbers([line.get(name, math.nan) for line in self.lines]) for name in _METRICS}
 
     def known(self, *columns: str) -> list[np.ndarray]:
-        """Return columns of ``metrics``, without lines in which one of these columns is NaN."""
+        """Return columns of ``metrics``, without lines that have NaN in any of these columns."""
         found = [self.metrics[name] for name in columns]
         kept = ~np.any([np.isnan(values) for values in found], axis=0)
         return [values[kept] for values in found]
 
     @cached_property
     def task_scores(self) -> list[tuple[float, dict[str, float]]]:
-        """The tokens so far and the scores by task, for each evaluation with --eval-tasks."""
+        """The number of tokens seen and the scores by task, for each evaluation with --eval-tasks."""
         return [(line["tokens"], line["tasks"]) for line in self.lines if isinstance(line.get("tasks"), dict)]
 
     @cached_property
@@ -100,7 +100,7 @@ class Trial:
 
     @cached_property
     def probes(self) -> dict[str, Frame]:
-        """The results of scheduled probes (probes/NAME/part-*.parquet), by probe: the probe's columns and ``step``."""
+        """The results of each scheduled probe (probes/NAME/part-*.parquet): the probe's columns and ``step``."""
         folders = sorted(self.folder.glob("probes/*/"))
         return {folder.name: _parts(sorted(folder.glob("part-*.parquet"))) for folder in folders}
 
@@ -213,7 +213,7 @@ def complete(results: Frame) -> Frame:
 
 
 def _numbers(values: list[object]) -> np.ndarray:
-    """Return values as numbers, NaN for what is none."""
+    """Return values as numbers. A value that is no number becomes NaN."""
     array = np.array(values) if {type(value) for value in values} <= {int, float} else None
     if array is None or array.dtype == object:
         numbers = pd.Series(pd.to_numeric(pd.Series(values, dtype=object), errors="coerce"))
@@ -263,7 +263,7 @@ def groups(rows: Frame, columns: Sequence[str], *, dropna: bool = False) -> Iter
 
 
 def _inside(parent: Path, name: str) -> Path:
-    """Return the trial's folder, or a missing one for a name that leads out of the study's folder."""
+    """Return the trial's folder. For a name that leads out of the study, return a missing folder."""
     path = parent / name
     return path if name and real_path(path).is_relative_to(real_path(parent)) else parent / "no-such-trial"
 
@@ -302,7 +302,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def _parts(paths: Iterable[Path]) -> Frame:
-    """Join the readable parts of a probe's results, which have a step and a value, to one table."""
+    """Join the readable files of a probe's results to one table. A readable file has the columns step and value."""
     parts = []
     for path in paths:
         try:

@@ -116,7 +116,7 @@ def course(item: Shown, caption: str) -> Section:
 
 
 def _folded(equation: Sequence[str], columns: float) -> str:
-    """Return the equation's lines; a line too long for the card is broken before each further formula."""
+    """Return the equation's lines. A line that is too long for the card is broken before each further formula."""
     lines = []
     for line in equation:
         head, *formulas = re.split(r"(?<=:)\s+|(?<=,)\s+(?=[\w']+ = )", line) if len(line) > columns else [line]
@@ -125,13 +125,13 @@ def _folded(equation: Sequence[str], columns: float) -> str:
 
 
 def _scheme(spec: str) -> placements.Placement | None:
-    """Return the registered placement of a spec; None for a user's own file, which is never loaded here."""
+    """Return the registered placement of a spec; None for a user's file, which Lamina does not load here."""
     name = spec.partition("(")[0].strip()
     return placements.get(name) if name in placements.names() else None
 
 
 def _resolved(spec: str, study: Study) -> Plan | None:
-    """Resolve a plan for a registered placement whose trials left none."""
+    """Resolve a plan for a registered placement whose trials recorded no plan."""
     layers = study.settings.get("num_layers")
     try:
         if _scheme(spec) is None or not isinstance(layers, int):

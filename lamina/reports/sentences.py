@@ -159,7 +159,7 @@ def _above_bigram(summary: Frame) -> list[str]:
 
 
 def _end(row: Json) -> str:
-    """Name the fate of a placement that did not finish; placements with the same fate share a sentence."""
+    """Say how a placement that did not finish ended. Placements with the same end share a sentence."""
     entropy, loss, guess = row["unigram_entropy"], row["eval_loss"], Guess.of(row)
     nats = f" of {entropy:.2f} nats" if math.isfinite(entropy) else ""
     if row["status"] == "short":
@@ -232,13 +232,13 @@ def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
 
 
 def _worst(known: list[Json]) -> str:
-    """Return the last stuck placement, or else the last one; a diverged one's gradients explain nothing."""
+    """Return the last stuck placement, or otherwise the last: a diverged placement's gradients explain nothing."""
     stuck = [row for row in known if row["status"] == "stuck" and not row["finished"]]
     return (stuck or known)[-1]["placement"]
 
 
 def _evenness(placement: str, table: Frame, column: int) -> str:
-    """Compare a placement's gradient norms in the first and last block at the first (0) or last (-1) logged step."""
+    """Compare a placement's gradient norms in the first and last block, at the first (0) or last (-1) logged step."""
     ratio, column = _ratio(table, column) or 1.0, column if _ratio(table, column) else 0
     blocks, step = table.loc[0:], table.columns[column]
     low, high = ("first", "last") if ratio >= 1 else ("last", "first")
@@ -276,7 +276,7 @@ def _short(value: float) -> str:
 
 
 def _loss(row: Json) -> str:
-    """Say the mean loss of the finished seeds, its spread, and the number of seeds if some did not finish."""
+    """Say the mean loss of the finished seeds and its spread. If some seeds did not finish, also say how many did."""
     std, part = row["eval_loss_std"], 0 < row["finished"] < row["seeds"]
     spread = f" ± {std:.3f}" if math.isfinite(std) else ""
     return f"{row['eval_loss']:.3f}{spread}" + (f" over {row['finished']} of {row['seeds']} seeds" if part else "")

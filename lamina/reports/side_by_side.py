@@ -54,7 +54,7 @@ class SideBySide:
 
     Attributes:
         names: the runs' names.
-        series: the series that both runs have: the first run's and the second run's values by step.
+        series: for each series that both runs have, the values of the first and of the second run by step.
         alone: the layers that only the first run has, and the layers that only the second run has.
         same_until: the last step up to which all series are equal; None if they differ from the start.
         whole: the first difference in a series of the whole model; None if there is no difference.
@@ -185,7 +185,7 @@ def parting(place: Place, first: Course, second: Course) -> Parting | None:
 
 
 def _distance(first: float, second: float, *, ratio: bool) -> float:
-    """Return how far two values are apart; infinite if only one of them is finite, or 0."""
+    """Return the distance of two values; infinite if only one value is finite (or, for a ratio, positive)."""
     if math.isfinite(first) != math.isfinite(second) or (ratio and (first > 0) != (second > 0)):
         return math.inf
     if not math.isfinite(first) or (ratio and not first > 0):
@@ -194,7 +194,7 @@ def _distance(first: float, second: float, *, ratio: bool) -> float:
 
 
 def _order(one: Parting) -> tuple[float, ...]:
-    """The sort key of layers: the earliest step; there states from the first layer on, then the largest distance."""
+    """The sort key of layers: the earliest step, then hidden states by layer, then the largest distance."""
     layer, _, _, metric = one.place
     forward = metric in _FORWARD
     return one.step, not forward, layer if forward else -abs(_distance(one.first, one.second, ratio=True)), layer

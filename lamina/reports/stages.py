@@ -89,7 +89,7 @@ def notes_of_stages(folder: Path) -> list[str]:
 
 
 def _write_rows(target: Path, stages: Sequence[Path]) -> dict[Path, set[int]]:
-    """Write the rows of all stages; return each one's steps."""
+    """Write the rows of all stages, and return each stage's steps."""
     writer, steps = LayersWriter(target), dict[Path, set[int]]()
     outside: dict[tuple[int, str, str, int, str], list[float]] = {}
     for stage in stages:
@@ -115,7 +115,7 @@ def _layers(about: Json) -> list[int]:
 
 
 def _refuse_others(stages: Sequence[Path], abouts: Mapping[Path, Json]) -> None:
-    """Refuse folders whose layers overlap or have other widths: they are several runs."""
+    """Reject folders whose layers overlap or have other widths: such folders belong to several runs."""
     for stage, other in combinations(stages, 2):
         both = sorted({*_layers(abouts[stage])} & {*_layers(abouts[other])})
         widths = [about.get("hidden_size") for about in (abouts[stage], abouts[other])]

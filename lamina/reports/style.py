@@ -189,7 +189,7 @@ def polish_own(figure: Figure) -> Figure:
 
 
 def _honest_axis(figure: Figure, values: np.ndarray) -> None:
-    """Set readable ticks, and a range in which level data look level."""
+    """Set readable ticks, and an axis range in which constant data look constant."""
     axis = figure.layout["yaxis"]
     if not len(values) or "range" in axis:
         return
@@ -229,7 +229,7 @@ def to_html(figure: Figure) -> str:
 
 
 def _uncover(figure: Figure) -> bool:
-    """Dash lines that hide each other in turns, so that each color shows; returns whether there were any.
+    """Draw lines that hide each other with alternating dashes. Return whether there were such lines.
 
     Two lines of a panel hide each other if half of their points or more are within 1.2 % of the axis.
     """
@@ -269,7 +269,7 @@ def _color(trace: Json) -> object:
 
 
 def _heights(values: object, *, log: bool) -> np.ndarray:
-    """Return the positions of values on their axis; NaN for those off the axis."""
+    """Return the positions of values on their axis; NaN for values off the axis."""
     heights = np.asarray(() if values is None else values, dtype=float)
     with np.errstate(all="ignore"):
         heights = np.log10(heights) if log else heights

@@ -32,7 +32,7 @@ class Field:
 
     Attributes:
         cell: a function that returns a row's cell as HTML; it escapes users' texts.
-        kind: the cells' CSS classes; a "number" and its heading are aligned to the right.
+        kind: the cells' CSS classes; a column of the class "number" is aligned to the right.
     """
 
     title: str
@@ -157,7 +157,7 @@ def trials_table(results: Frame, colors: Mapping[str, str]) -> str:
 
 
 def _present(columns: Iterable[Column], frame: Frame) -> list[Column]:
-    """Return the columns without the optional ones that ``frame`` has no value for (short or older runs)."""
+    """Return the columns without optional columns for which ``frame`` has no value (short or older runs)."""
     return [c for c in columns if not c.optional or (c.name in frame and frame[c.name].notna().any())]
 
 
@@ -184,7 +184,7 @@ def _loss(row: Row) -> str:
 
 
 def _with_share(column: Column, share: str, row: Row) -> str:
-    """Format a count, and its share of all in percent."""
+    """Format a count, and its share in percent."""
     count = row[column.name]
     part = f' <span class="spread">{100 * row[share]:.2g} %</span>' if math.isfinite(count) and count else ""
     return in_form(count, column.format or "") + part

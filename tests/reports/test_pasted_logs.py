@@ -133,7 +133,7 @@ def test_an_average_over_the_epoch_so_far_is_read_at_the_epochs_end(tmp_path):
     path.write_text("\n".join(lines))
     history = import_history(path, tmp_path / "read")
     assert history.steps == [*range(1, 101), *range(200, 601, 100)]
-    assert "reads one loss per epoch, the last, and skips 495" in str(history)
+    assert "reads only each epoch's last loss, and skips 495" in str(history)
     evidence = gather(tmp_path / "read")
     assert (evidence.rose, evidence.alarms, evidence.epochs) == (None, (), {})
 

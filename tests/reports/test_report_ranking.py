@@ -271,7 +271,7 @@ NOTICED = [  # results, the papers' initializers, a pattern, whether a notice ha
     (THREE.assign(init=["scaled", "normal", "scaled", "scaled", ""]), {},
      r"^The initializers differ \(scaled: fusenorm, pre_ln and post_ln; normal: keel\), .* effect of the init", True),
     (THREE.assign(init="scaled"), {"keel": "normal", "pre_ln": "scaled"},
-     r"^All placements have one initializer, scaled\. The sources of keel \(normal\) use another", True),
+     r"^All placements have the same initializer, scaled\. The sources of keel \(normal\) use another", True),
     (THREE.assign(init="scaled"), {}, "nitializer", False),
     (THREE.assign(tokens=102_400, parameters=900_000, steps=100), {}, "100 steps are 0.11 tokens per parameter", True),
     (UNEVEN, {}, "a 2 and b 1.*favors", True),

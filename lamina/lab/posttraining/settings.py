@@ -339,8 +339,8 @@ class RlhfSettings(TuningSettings):
     )
     reward_function: str | None = setting(
         None,
-        "comma-separated FILE.py:NAME of functions that return a number for (prompt, answer, row), or of reward "
-        "functions in TRL's form; Lamina executes the files",
+        "comma-separated FILE.py:NAME of functions that return a number for (prompt, answer, row), or of TRL's reward "
+        "functions; Lamina executes the files",
         place,
     )
     reward_weights: str | None = setting(

@@ -46,8 +46,8 @@ class ProbeSettings(
     )
     corpus: str = changed(
         "embedded",
-        help="embedded, a .txt/.jsonl file (.gz/.xz/.zst), a folder or hf:NAME; for a vision model, noise, a .npy "
-        "file or a folder",
+        help="embedded, a .txt/.jsonl file (.gz/.xz/.zst), a folder or hf:NAME (a vision model takes noise, a .npy "
+        "file or a folder)",
     )
     tolerance: float | None = setting(
         None,

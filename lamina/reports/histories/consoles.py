@@ -39,7 +39,7 @@ _ALONE = rf"^\W*(?P<name>[A-Za-z][^:=|]*?)\s*[:=|]\s*{_VALUE}(?:\s*\([^()]*\))?\
 _RATED = r"(?i:(?:\bglobal[ _-]?|\b)(?:step|iter(?:ation)?|update|batch)s?(?:_id|_idx|_num)?)"
 _TO_STEP = r"""(?: ?\(\w+\))?["']?[ .:=#\[(]*"""
 _JUDGED = r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b|\bcost\b"
-"""What a record has at least one of."""
+"""At least one name in a record must match this."""
 
 
 class Form(NamedTuple):
@@ -49,8 +49,8 @@ class Form(NamedTuple):
         name: the trainer's name, in words.
         line: a regular expression for the line that begins a record, with the group ``step``. If the step restarts in
             each epoch, it has the groups ``epoch`` and ``of``, the number of steps in an epoch.
-        pair: a regular expression for each pair in that line, with the groups ``name`` and ``value``.
-        more: whether the following lines also hold pairs.
+        pair: a regular expression for a pair in the record, with the groups ``name`` and ``value``.
+        more: whether the record continues on the following lines.
     """
 
     name: str
@@ -106,9 +106,9 @@ FORMS = (
     Form("lines that begin with a step", rf"(?:^|\] )\[?{_STEP}(?:(?: \| [\d.]+)?[\]|:,]|\s*/\s*\d+,?)\s", _SPACED),
     Form("lines with a loss", r"(?i)loss\b[^\d\n]{0,12}(?:\d|nan|inf)", _SPACED),
 )
-"""Forms, the more special ones first: of those that fit most lines of a file, the first is taken."""
+"""The forms, the most specific form first. If several forms fit equally many lines, Lamina takes the first of them."""
 GENERAL = FORMS[[form.name for form in FORMS].index("lines with a global step") :]
-"""Forms of no trainer in particular."""
+"""Forms that no particular trainer prints."""
 _BAR = re.compile(r"(?P<step>\d+)/\d+ \[\d*\d:\d\d")  # of tqdm, before or between printed dictionaries
 _EPOCH = re.compile(r"^\s*Epoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # Keras prints it above the steps
 _BEFORE = re.compile(rf"{_RATED}{_TO_STEP}{_STEP}")  # step 10: {'loss': 2.3}
@@ -167,8 +167,7 @@ _BROKEN = re.compile(rf"{_SAID}|\bdiverged with loss\W+nan\b|\b(?:nan|invalid|no
 def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
     """Yield the records in the lines, with the step if the form has one.
 
-    If the trainer said in a sentence that the loss was not finite, this is a record: the last one, or one right after
-    the record before.
+    If the trainer printed a sentence that the loss was not finite, Lamina adds a record for this sentence.
     """
     console, ended = _Console(form), ""
     before, last = dict[str, object](), dict[str, object]()

@@ -59,7 +59,7 @@ EPOCH = "epoch"
 
 @dataclass(kw_only=True)
 class History:
-    """A run's history, with each series assigned to its place in the model.
+    """A run's history, with each series assigned to a layer, a sub-layer and a role.
 
     Attributes:
         form: the kind of file, in words.
@@ -219,7 +219,8 @@ def _placed(recording: Recording, source: Path) -> History:
         names = sorted(recording.series)
         shown = f": {', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)}" if names else ""
         raise UserError(
-            f"run: {str(source)!r} holds no loss and no gradient norm of one step. Lamina read it as "
+            f"run: {str(source)!r} holds no loss and no gradient norm (of all parameters at one step). Lamina read it "
+            f"as "
             f"{recording.form} with {len(names)} series{shown}. Use names such as loss, lm loss, train/loss, "
             "grad_norm, or gradients/layers.0.mlp.up_proj.weight."
         )
@@ -261,8 +262,8 @@ def _read_filtered_losses(history: History) -> None:
     if filtered.any():
         history.series[_MODEL, LOSS] = (loss[0], np.where(filtered, np.nan, loss[1]))
         history.notes.append(
-            f"Lamina reads {int(filtered.sum())} losses of exactly 0 as not finite, because the gradient is not "
-            "finite there (Trainer's logging_nan_inf_filter prints 0)"
+            f"Lamina reads {int(filtered.sum())} losses of exactly 0 as not finite, because the gradient of these "
+            f"steps is not finite (Trainer's logging_nan_inf_filter prints 0)"
         )
 
 
@@ -312,8 +313,8 @@ def _read_running_means(history: History) -> None:
         history.series[_MODEL, LOSS] = steps[kept], values[kept]
         del history.series[_MODEL, EPOCH]  # these losses say nothing of an epoch's beginning
         history.notes.append(
-            "the loss becomes calmer within each epoch, as an average over the epoch so far does, so Lamina reads one "
-            f"loss per epoch, the last, and skips {int((~kept).sum())}"
+            "the loss becomes calmer within each epoch, like an average over the epoch so far, so Lamina reads only "
+            f"each epoch's last loss, and skips {int((~kept).sum())}"
         )
 
 
@@ -484,8 +485,8 @@ def _rose(alarm: Alarm, losses: Mapping[int, float], calm: Sequence[int]) -> boo
 def import_history(path: Path, folder: Path, run: str = "") -> History:
     """Write a history into ``folder`` as the records of a watched run, with the rules' alarms.
 
-    If a history has gaps, the rules count records. Lamina replaces the files of an earlier import. Raises UserError as
-    ``read_history`` does, and for a folder that another job wrote.
+    If a history has gaps, the rules count records. Lamina replaces the files of an earlier import. Raises UserError if
+    ``read_history`` does, or if another job wrote the folder.
     """
     history = read_history(path, run)
     judged, rates, losses = history.steps, history.values(RATE), history.values(LOSS)

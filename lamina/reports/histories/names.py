@@ -15,13 +15,13 @@ STEPS = (
     "num_updates", "current_steps", "optimizer_step", "train_step", "step", "steps", "iteration", "iterations",
     "iter", "iter_num", "time_batch", "batch", "ba", "update", "updates", "timestep", "_step", "progress_bar",
 )  # fmt: skip
-"""Columns of steps, as ``plain`` writes them, the better ones first."""
+"""Names of columns of steps, in the form of ``plain``. If a table has several, Lamina takes the first of this list."""
 EPOCHS = ("epoch", "train_epoch", "pass")
-"""Columns of epochs, which are the steps of a record that has no others."""
+"""Names of columns of epochs. If a record has no steps, its epochs are the steps."""
 EPOCH_STEPS = "_steps of an epoch"
 """The name under which a console's steps in an epoch are kept."""
 RUNS = ("run", "run_name", "run_id", "runid", "experiment", "trial_id")
-"""Columns that tell runs from each other."""
+"""Names of columns that distinguish runs."""
 TIMES = ("timestamp", "_timestamp", "_runtime", "wall_time", "time", "created_at")
 
 
@@ -44,7 +44,7 @@ _SIDE = _set(
 _NO_LOSS = _set("scale scaler weight weights coef coefficient ratio std var slope patience delta gap num count")
 _RATED = {"lm": 0, "language": 0, "ce": 1, "cross": 1, "xent": 1, "nll": 2}
 _PART = 5
-"""The rank of a loss that may be a part of another."""
+"""The rank of a loss that may be a part of another loss."""
 _UNCLIPPED = _set("raw unclipped before pre preclip unclip")
 _CLIPPED = _set("after clipped post postclip")
 _POWERS = _set("l2 2 2norm 0")
@@ -54,12 +54,12 @@ _NO_RATE = _set("min max decay ratio warmup")
 _STEP_WORDS = _set("step steps iter iteration iterations update updates batch episode episodes timesteps")
 _NO_STEP = _set("per size ms s sec time number num skipped nan remaining left max warmup progress") | _HELD_OUT
 OTHER = _set("epoch eval val valid validation test system perf time wall timestamp runtime")
-"""Words in the names of series of the machine, the evaluation or the clock."""
+"""Words in the names of series about the machine, the evaluation or the time."""
 
 
 class Whole(NamedTuple):
-    """A series of the whole model: its metric, and a rank. If several series have one metric, Lamina takes the lowest
-    rank.
+    """A series of the whole model: its metric, and a rank. If several series have the same metric, Lamina takes the
+    series with the lowest rank.
     """
 
     metric: str
@@ -106,14 +106,14 @@ def is_side_loss(name: str) -> bool:
 
 
 def is_loss(name: str) -> bool:
-    """Return whether a name stands for any loss of the training, the task's or another."""
+    """Return whether a name stands for a training loss: the task's loss or any other loss."""
     words = set(words_of(name))
     return bool(words & _LOSSES) and not words & (_HELD_OUT | _NO_LOSS | _GRADIENT)
 
 
 def parts_of(name: str, others: Iterable[str]) -> list[str]:
-    """Return the names of a loss's parts, which differ in one word (box_loss, cls_loss, dfl_loss); empty for a total,
-    and for fewer than three.
+    """Return the names of a loss's parts, which differ in one word (box_loss, cls_loss, dfl_loss). The list is empty if
+    ``name`` is a total, or if there are fewer than three parts.
     """
     if (known := whole(name)) is None or known.rank != _PART:
         return []

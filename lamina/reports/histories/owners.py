@@ -58,7 +58,7 @@ def parts_of(name: str) -> Parts | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """The places of parameters in their model.
+    """The layer, sub-layer and role of each parameter of a model.
 
     Attributes:
         owners: a parameter's layer, sub-layer and role, by its name. A missing name is not a parameter's name.
@@ -70,7 +70,7 @@ class Places:
 
 
 def places_of(names: Iterable[str]) -> Places:
-    """Find the places of parameters from all of their names."""
+    """Find the layer, sub-layer and role of each parameter from the names of all parameters."""
     split = _joined({name: parts for name in names if (parts := parts_of(name)) is not None})
     below: dict[Parts, set[str | None]] = defaultdict(set)
     for parts in split.values():

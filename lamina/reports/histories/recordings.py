@@ -115,7 +115,7 @@ class _Column:
 
 
 def of_lines(lines: Iterable[Mapping[str, object]], form: str) -> Columns:
-    """Collect the columns of lines. Keep numbers, and texts that distinguish runs."""
+    """Collect the lines' values by column. Keep only numbers, and texts that distinguish runs."""
     columns, known, row = Columns(form=form), dict[str, _Column](), -1
     for row, line in enumerate(lines):
         for name, value in line.items():
@@ -174,7 +174,7 @@ def add_commas(columns: Columns, commas: Mapping[str, Sequence[tuple[int, str]]]
                 text = commas[name][0][1].strip()
                 raise UserError(
                     f"{name}: {text!r} may be {text.replace(',', '')} or {text.replace(',', '.')}, and no other number "
-                    "tells which. Write decimal points, and no separators of thousands."
+                    "tells which. Write decimal points, and leave out thousands separators."
                 )
             continue
         at, of = columns.values.get(name, _NOTHING)
@@ -196,7 +196,8 @@ def of_points(points: Iterable[tuple[str, int, float]], form: str) -> Recording:
 
 
 def runs_of(columns: Columns) -> dict[str, Recording]:
-    """Return the runs in a table, by name. Each run id, prefix of W&B's columns, or restart of the steps is a run.
+    """Return the runs in a table, by name. A new run id, another prefix of W&B's columns, or a restart of the steps
+    begins another run.
 
     Raises UserError for steps that are too large.
     """

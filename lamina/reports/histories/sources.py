@@ -51,7 +51,7 @@ _FILES = (
     "*metrics*.jsonl",
     "train_log.jsonl",
 )
-"""Files in the folders of trainers, the first one that is there is read."""
+"""Files in the folders of trainers. Lamina reads the first of them that exists."""
 _TRACKED = ("*.wandb", "events.out.tfevents.*")
 _ZIPPED = b"\x1f\x8b"
 _SAID = 5.0  # seconds after which a reader says how far it is
@@ -73,7 +73,7 @@ def recorded_in(folder: Path) -> Path | None:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the latest file of each of a trainer's runs in a folder, the highest number first."""
+    """Return the latest file of each run in a trainer's folder. The run with the highest number comes first."""
     newest: dict[Path, Path] = {}
     for pattern in _FILES:
         for path in sorted(folder.glob(pattern), key=_age):

@@ -19,11 +19,11 @@ Cell: TypeAlias = Any
 
 WALL = 1e9  # seconds since 1970: a time, and no step
 _VALUES = {"value", "values", "train", "training", "y"}
-"""Names that do not say what is measured."""
+"""Names that do not tell which quantity the column holds."""
 
 
 def named_by_file(columns: Columns, stem: str) -> Columns:
-    """Name a table's only column of values by its file, if that is called a loss: TensorBoard's CSV has Value."""
+    """If a file's name means a loss, name the table's only column of values by it (TensorBoard writes Value)."""
     if whole(stem) is None or any(whole(name) or parameter_of(name) for name in columns.values):
         return columns
     named = [name for name in columns.values if _VALUES.issuperset(words_of(name) or [name])]
@@ -35,7 +35,7 @@ def named_by_file(columns: Columns, stem: str) -> Columns:
 
 
 def rows_of(lines: Sequence[str]) -> list[list[str]]:
-    """Return the cells of lines that have equally many numbers each, and nothing else; empty for any other text."""
+    """Return the cells of lines that hold only numbers, the same count in each line; empty for any other text."""
     if not lines or number_of(re.split(r"[\s,;|]+", lines[0].strip())[0]) is None:  # most texts
         return []
     rows = [re.split(r"[\s,;|]+", line.strip()) for line in lines]
@@ -44,8 +44,8 @@ def rows_of(lines: Sequence[str]) -> list[list[str]]:
 
 
 def without_names(rows: Sequence[Sequence[object]], stem: str) -> Iterator[Mapping[str, object]]:
-    """Yield the records in rows of numbers. The file must be called a loss, and must have one column that is neither a
-    time nor a step, which is a whole number that rises.
+    """Yield the records in rows of numbers. The file's name must mean a loss. Exactly one column must be neither times
+    nor steps (whole numbers that rise).
 
     Raises UserError for other numbers.
     """

@@ -47,7 +47,7 @@ def _ranking_note(several: bool, summary: Frame) -> str:
     alone = len(summary) == 1
     same = summary["learning_rate"].nunique() < 2
     if several:
-        parts = [f"{'The' if alone else 'Each'} placement has its best learning rate."]
+        parts = [f"The table shows {'the' if alone else 'each'} placement at its best learning rate."]
     else:
         parts = (
             []

@@ -96,7 +96,7 @@ def _figure(sizes: Frame, verdicts: Mapping[str, str], axis: str) -> Figure:
     """Draw mean |x| against the width or depth, before the first step and after the last step, with one line per
     module.
 
-    Only a module that grows, shrinks or is broken has a color and a name of its own.
+    Only a module that grows, shrinks or is broken has a color and a name.
     """
     sizes = sizes[sizes["metric"] == "size"]
     steps = sorted({int(sizes["step"].min()), int(sizes["step"].max())})
@@ -159,7 +159,8 @@ def _table(slopes: Frame, axis: str) -> str:
         status("verdict", "verdict"),
     ]
     note = (
-        f"<p>The table shows the exponent e in mean |x| ~ {axis}<sup>e</sup>. At 0, the output is level. The column "
+        f"<p>The table shows the exponent e in mean |x| ~ {axis}<sup>e</sup>. If e is 0, the output does not change "
+        f"with the {axis}. The column "
         "&quot;of the change&quot; is the exponent of mean |x &minus; x before the first step|.</p>"
     )
     bad = [row for row in rows if row["verdict"] != "flat"]

@@ -166,7 +166,7 @@ def _in_short(result: Json, probes: Json) -> Section:
 
 
 def _prune(model: Json, probes: Json) -> Section:
-    """Say by which measure to choose the layers to remove, and how to remove them."""
+    """Say which measure shows the layers to remove, and which command removes them."""
     done = [name for name in ("layer_drop", "angular_distance") if probes.get(name, {}).get("status") == "finished"]
     if not done or not model.get("num_layers"):
         return Section("Prune", "Remove layers", "")
@@ -186,7 +186,7 @@ def _prune(model: Json, probes: Json) -> Section:
 
 
 def _removal(probes: Json) -> list[str]:
-    """Return the sentences of layer_drop that say which layers can go. They stand only above the command of prune."""
+    """Return layer_drop's sentences on the layers that can go, which stand only above the command of `lamina prune`."""
     texts = [str(text) for text in probes.get("layer_drop", {}).get("sentences") or ()][1:]
     return [text for at, text in enumerate(texts) if at == 0 or "angular distance" in text]
 
