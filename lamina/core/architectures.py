@@ -1,8 +1,8 @@
-"""The model types of transformers that Lamina knows, one row each. This module does not load torch.
+"""The table of transformers' model types that Lamina knows. This module does not load torch.
 
-A row lists the roles of the type's weights, for initialization, and the type's placement, for conversion of its
-checkpoints. Tests check each type: with the same weights and placement, Lamina's logits equal transformers' logits. A
-saved model also needs the names of its modules and heads. These names are in ``ADAPTERS`` of
+Each row lists the roles of a type's weights (for initialization) and the type's placement (for the conversion of
+checkpoints). Tests check each type: with the same weights and placement, Lamina's logits equal transformers' logits. A
+saved model also needs the names of its modules and heads. The names of modules and heads are in ``ADAPTERS`` of
 modeling/modeling_lamina.py, which is saved beside the checkpoint.
 """
 

@@ -18,7 +18,7 @@ _TRAIN = (*_REPORT, "scipy")
 _POSTTRAIN = (*_TRAIN, "trl", "peft", "datasets")
 NAME = "lamina"
 EXTRAS = {"report": _REPORT, "train": _TRAIN, "posttrain": _POSTTRAIN, "qlora": (*_POSTTRAIN, "bitsandbytes")}
-"""For each extra, the modules that commands need, including the modules of the extras that it contains."""
+"""For each extra, the modules that commands need, including the modules of extras that the extra contains."""
 
 
 def require(what: str, extra: str) -> None:
@@ -28,7 +28,7 @@ def require(what: str, extra: str) -> None:
 
 
 def missing_extra(what: str, error: ModuleNotFoundError) -> UserError | None:
-    """Return an error that names the extra with a missing module; None if no extra has the module."""
+    """Return an error that names the extra to install for a missing module; None if no extra has the module."""
     module = str(error.name).partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if module in modules and extra != "report"), None)
     return None if extra is None else _missing(what, [module], extra)

@@ -27,7 +27,7 @@ def hub_resolves() -> bool:
 
 @contextmanager
 def local_when_unreachable() -> Iterator[bool]:
-    """Restrict the hub's libraries to local files if the hub is unreachable, and yield whether it is reachable.
+    """Restrict the hub's libraries to local files if the hub is unreachable, and yield whether the hub is reachable.
 
     The libraries read their offline switch from the environment only at import. So Lamina sets the switch in the
     libraries' modules, and restores it at the end.

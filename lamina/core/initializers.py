@@ -154,11 +154,11 @@ def check(init: str) -> tuple[str, float]:
 def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
     """Return the standard deviations of an initializer and of SmallInit if the initializer does not suit the width.
 
-    An initializer suits a width d if a weight changes the size of a norm's output by at most a factor of about two. Its
-    standard deviation then lies between half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895,
-    Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun et al. 1998, Eq 16). GPT-2's standard deviation of 0.02 equals
-    SmallInit's at width 1,000. GPT-2's value does not suit widths below 250 or above 10,000. Returns None if the
-    initializer suits the width, or if the name is unknown.
+    An initializer suits a width d if a weight changes the size of a norm's output by at most a factor of about two. The
+    standard deviation of such an initializer lies between half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019,
+    arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun et al. 1998, Eq 16). GPT-2's standard deviation of
+    0.02 equals SmallInit's at width 1,000. GPT-2's value does not suit widths below 250 or above 10,000. Returns None
+    if the initializer suits the width, or if the name is unknown.
     """
     try:
         name, base = check(init)

@@ -9,7 +9,7 @@ from typing import Any
 Json = dict[str, Any]
 """A JSON object as Lamina read it, with values that nobody has checked yet."""
 RunState = Mapping[str, Any]
-"""The content of a checkpoint's run_state.json, by name. At the beginning of the run, it is empty."""
+"""The content of a checkpoint's run_state.json, by name. The content is empty at the beginning of the run."""
 
 
 def parsed(text: str) -> Json:

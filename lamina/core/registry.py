@@ -1,4 +1,4 @@
-"""Registries of named entries. Decorators add entries in Lamina, in plug-ins and in a user's file."""
+"""Registries of named entries. Lamina, plug-ins and users' files add entries with decorators."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> Non
 
 
 class Registry(Generic[Entry]):
-    """Entries by name, loaded when the first entry is needed.
+    """Entries by name. Lamina loads them when it needs the first entry.
 
     Args:
         kind: the noun for an entry ("placement"), for the messages.
-        modules: returns the names of Lamina's modules, which register their entries on import.
+        modules: a function that returns the names of Lamina's modules, which register their entries on import.
         plugins: the group of entry points under which installed packages add entries.
     """
 

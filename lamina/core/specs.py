@@ -1,4 +1,4 @@
-"""Specs: a name or file with options in parentheses, ``name(option=value, ...)``, and lists of specs.
+"""Read specs, and lists of specs. A spec is a name or file with options: ``name(option=value, ...)``.
 
 A value is written as in YAML. A comma inside brackets or quotes belongs to the value: ``name(layers=[0, 3], text='a,
 b')``.

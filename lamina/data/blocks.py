@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 2**20  # tokens whose pairs are counted together
 T = TypeVar("T")
 EVAL_SEED = 20_260_101
-"""The seed of all random numbers for held-out items. It is the same in every run, so that losses are comparable."""
+"""The seed of all random numbers for held-out items. Every run has the same seed, so that losses are comparable."""
 _SEEDS = 2**63 - 1
 
 
@@ -131,7 +131,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
     def rows(self, indices: Sequence[int]) -> np.ndarray:
         """Return the ids of these blocks, each block once, [blocks, sequence_length].
 
-        For a stream, return its known text instead, because a stream is read only once.
+        For a stream, return the known text instead, because a run reads a stream only once.
         """
 
 
@@ -172,9 +172,8 @@ class Stats:
 
     Attributes:
         unigram_entropy: cross-entropy in nats of the eval split's targets (tokens or classes) under the train split's
-            frequencies, with add-one smoothing. It is the loss of a model that has learned only the targets'
-            frequencies.
-        fingerprint: a hash of the data and of the settings that decide its items.
+            frequencies, with add-one smoothing. A model that has learned only the targets' frequencies has this loss.
+        fingerprint: a hash of the data and of the settings that decide the items.
     """
 
     unigram_entropy: float
@@ -188,7 +187,7 @@ class BlockStats(Stats):
     Attributes:
         train_bytes: UTF-8 bytes of the train split's text, without end-of-text tokens. Lamina assumes that the dropped
             remainder has as many bytes per token as the rest.
-        eval_bytes: the same for the eval split.
+        eval_bytes: UTF-8 bytes of the eval split's text, counted like ``train_bytes``.
         documents: the number of documents in the whole corpus.
     """
 
@@ -237,7 +236,7 @@ def shuffled(items: int, seed: int) -> torch.Tensor:
 
 
 def spread(available: int, wanted: int) -> list[int]:
-    """Return up to ``wanted`` evenly spread indices below ``available``. They are the same in every run."""
+    """Return up to ``wanted`` evenly spread indices below ``available``. The indices are the same in every run."""
     wanted = min(wanted, available)
     return [i * available // wanted for i in range(wanted)]
 
@@ -282,7 +281,7 @@ def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) ->
 
     Args:
         train: token ids, [blocks, sequence_length].
-        held_out: token ids of the other split.
+        held_out: token ids of the held-out split.
         vocab_size: the number of ids to smooth over.
     """
     train_counts, eval_counts = count_tokens(train, vocab_size), count_tokens(held_out, vocab_size)
@@ -293,11 +292,11 @@ def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) ->
 def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
     """Return the cross-entropy, in nats per token, of held-out tokens under a table of the train split's token pairs.
 
-    Like a model, the table predicts all tokens of a block but the first. It is smoothed after Witten and Bell (1991):
-    p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)). Here c are the counts of pairs, n(u) is the number of different
-    tokens after u, and p(v) is the frequency of v with add-one smoothing. To save memory, Lamina counts only the pairs
-    whose first token also begins a held-out pair. It does not count pairs that end in padding (the id ``vocab_size``).
-    For the arguments, see ``unigram_entropy``.
+    Like a model, the table predicts all tokens of a block but the first. The table is smoothed after Witten and Bell
+    (1991): p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)). Here c are the counts of pairs, n(u) is the number of
+    different tokens after u, and p(v) is the frequency of v with add-one smoothing. To save memory, Lamina counts only
+    the pairs whose first token also begins a held-out pair. Lamina does not count pairs that end in padding (the id
+    ``vocab_size``). For the arguments, see ``unigram_entropy``.
     """
     wanted = held_out.astype(np.int64)
     real = wanted[:, 1:] < vocab_size
@@ -320,7 +319,7 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
 
 
 class DrawnItems(ItemSource[T]):
-    """Items of another source, each changed at random.
+    """Items of another source, which Lamina changes at random.
 
     The random numbers depend only on the seed and the item's position. So a resumed run, a run after a rollback, and a
     run of several processes draw the same numbers as an undisturbed run.
@@ -341,7 +340,7 @@ class DrawnItems(ItemSource[T]):
         return torch.Generator().manual_seed((self.seed * 1_000_003 + position * 7_919 + 17) % _SEEDS)
 
     def number(self, position: int) -> int:
-        """Return the source's number for the item at a position."""
+        """Return the index in ``source`` of the item at a position."""
         if not self.training or self.source.in_order:
             return position
         turn, index = divmod(position // self.repeats, len(self.source))
@@ -371,8 +370,8 @@ class MixedBlocks(BlockSource):
     """Blocks of several corpora in one order: item ``i`` is the i-th block that a run trains on.
 
     After any n blocks, each part has contributed its share of n, to within one block. With a ``seed``, each epoch of a
-    part shuffles the part's blocks again. Without a seed, the blocks keep the part's order. The order depends on
-    nothing else, so a run that resumes at block i sees the same blocks.
+    part shuffles the part's blocks again. Without a seed, the blocks keep the part's order. The order depends only on
+    the shares and the seed, so a run that resumes at block i sees the same blocks.
     """
 
     in_order = True

@@ -1,4 +1,4 @@
-"""The cache of costly results. Each result has a folder, whose name is a hash, and which is never half written."""
+"""The cache of costly results. Each result has a folder with a hash as name, which is never half written."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def publish(folder: Path, write: Callable[[Path], object]) -> None:
     """Create ``folder`` unless it is complete. ``write`` fills a draft, to which Lamina adds a manifest before it
     renames the draft in one step.
 
-    Several processes may do this at once: the first to finish publishes the folder for all. An error in ``write``
-    leaves nothing behind. ``publish`` replaces a damaged folder, and deletes drafts of killed processes. Raises
-    UserError if the cache is not writable, and OSError for other errors of the disk.
+    Several processes may publish a folder at once: the first process to finish publishes the folder for all. An error
+    in ``write`` leaves nothing behind. ``publish`` replaces a damaged folder, and deletes drafts of killed processes.
+    Raises UserError if the cache is not writable, and OSError for other errors of the disk.
     """
     if is_whole(folder):
         return

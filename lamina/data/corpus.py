@@ -52,7 +52,7 @@ class Shard(Protocol):
     """A part of a corpus, read from its beginning or from a position (JSON types) that an earlier read returned."""
 
     def read(self, position: object = None) -> Iterator[tuple[Document, object]]:
-        """Yield the documents with text from a position on, each with the position after it.
+        """Yield the documents with text from a position on, each with the position after the document.
 
         Raises UserError if the shard cannot be read.
         """
@@ -64,8 +64,8 @@ class FileShard:
     """A file of a corpus; plain text comes in parts of about ``part_chars`` characters.
 
     ``state`` is the file's state at the beginning of a stream; the file must not change later. If ``state`` is None,
-    Lamina does not check this. ``warn`` logs a message. ``skip`` records a file that is not text; without ``skip``,
-    such a file is an error.
+    Lamina does not check whether the file has changed. ``warn`` logs a message. ``skip`` records a file that is not
+    text; without ``skip``, such a file is an error.
     """
 
     corpus: str
@@ -152,11 +152,11 @@ class Shards:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus(ABC):
-    """The text of a run, a single corpus or a mix; :meth:`parse` makes it, and its ``parts`` read the text.
+    """The text of a run: a single corpus or a mix. :meth:`parse` makes a Corpus, and ``parts`` read the text.
 
     Attributes:
         spec: the corpus as the user wrote it.
-        text_field: the field of .jsonl rows, or the column of .parquet files and datasets, that holds the text.
+        text_field: the field (in .jsonl rows) or the column (in .parquet files and datasets) with the text.
     """
 
     spec: str
@@ -225,8 +225,8 @@ class SingleCorpus(Corpus):
         """Yield the documents with text, always in the same order.
 
         The files of a folder and its subfolders come in the order of their relative names. Lamina leaves out hidden
-        files. It skips files that are not text, with one warning that counts the skipped files. Raises UserError if the
-        user named a binary file, if a row lacks the field, or if there is no text at all.
+        files. Lamina skips files that are not text, with one warning that counts the skipped files. Raises UserError if
+        the user named a binary file, if a row lacks the field, or if there is no text at all.
         """
         empty = True
         for document in self._documents():
@@ -243,9 +243,9 @@ class SingleCorpus(Corpus):
     def shards(self) -> Shards:
         """Return the corpus's shards without reading their text.
 
-        The shards' fingerprint is the corpus's fingerprint for up to 1 GiB of files. For larger files, it is a hash of
-        the files' names, sizes and times of change. For a Hub dataset, it is a hash of the dataset's name and its
-        builder's hash. Raises UserError if the corpus cannot be opened.
+        The shards' fingerprint is the corpus's fingerprint for up to 1 GiB of files. For larger files, the fingerprint
+        is a hash of the files' names, sizes and times of change. For a Hub dataset, the fingerprint is a hash of the
+        dataset's name and of the builder's hash. Raises UserError if the corpus cannot be opened.
         """
 
     @abstractmethod

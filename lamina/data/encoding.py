@@ -20,7 +20,8 @@ from lamina.data.split import Segment
 def ids_are_bytes(tokenizer: Json) -> bool:
     """Return whether a serialized tokenizer (tokenizer.json) maps every text to its UTF-8 bytes.
 
-    It does so if the id of each byte's character is the byte, and if no step of the tokenizer changes or joins bytes.
+    A tokenizer does so if the id of each byte's character is the byte, and if no step of the tokenizer changes or joins
+    bytes.
     """
     model, pre_tokenizer = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     vocabulary = model.get("vocab") or {}
@@ -99,7 +100,7 @@ class TokenJoiner:
     called :meth:`jump`. No end-of-text token precedes the first segment.
 
     Attributes:
-        last: the document and the character at which the last segment ended; None before the first.
+        last: the document and the character at which the last segment ended; None before the first segment.
         chars: the number of characters added since the last :meth:`encode`.
     """
 

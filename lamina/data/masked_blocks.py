@@ -12,7 +12,7 @@ REPLACED, RANDOM = 0.8, 0.1  # of the chosen tokens: BERT's shares; the rest sta
 
 
 class MaskedBlocks(DrawnItems[TokenBlock]):
-    """Token blocks in which a share of the tokens is masked for prediction, as in BERT; transformers masks them.
+    """Token blocks in which transformers masks a share of the tokens for prediction, as in BERT.
 
     80 % of the chosen tokens become the mask token, 10 % become a random token, and 10 % stay. ``labels`` are -100 for
     tokens that were not chosen. Special tokens are never chosen.
@@ -59,7 +59,7 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
 
 
 def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Give the tokenizer a mask token if it has none, and return it."""
+    """Return the tokenizer. If the tokenizer has no mask token, add a mask token first."""
     if tokenizer.mask_token is None:
         tokenizer.add_special_tokens({"mask_token": MASK})
     return tokenizer

@@ -151,8 +151,8 @@ def prepare_blocks(
         eval_fraction: the held-out share of the text, above 0 and up to 0.5.
         text_field: the field of .jsonl rows that holds the text.
         cache_dir: default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
-        padded: give each document a separate row, cut at ``sequence_length`` or padded to it. The document belongs to
-            the split of the piece in which it begins.
+        padded: give each document a separate row, which is cut or padded to ``sequence_length``. The document belongs
+            to the split of the piece in which it begins.
         progress: show a progress bar on a terminal after two seconds.
 
     Raises:

@@ -60,7 +60,9 @@ def is_held_out(piece: int, eval_fraction: float) -> bool:
 
 @dataclass
 class Splitter:
-    """Cuts documents into segments, one document after another. Between documents, the fields are its whole state.
+    """Cuts documents into segments, one document after another.
+
+    Between two documents, the fields are the Splitter's whole state.
 
     Attributes:
         piece: the number of the piece that is being filled.

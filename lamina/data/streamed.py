@@ -64,8 +64,8 @@ def stream_blocks(
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
     """Return blocks of a corpus without preparing them first; ``train`` is an endless :class:`StreamedBlocks`.
 
-    The held-out pieces fill ``eval_blocks``. They come from the beginnings of up to 64 files, and are spread over 64
-    million characters. Lamina never trains on these pieces. The unigram entropy is the cross-entropy of the held-out
+    The held-out pieces fill ``eval_blocks``. The pieces come from the beginnings of up to 64 files, and are spread over
+    64 million characters. Lamina never trains on these pieces. The unigram entropy is the cross-entropy of the held-out
     pieces under the token frequencies of other text. The other text lies between the held-out pieces, and has twice as
     many tokens. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0, because Lamina does not know them.
 
@@ -229,8 +229,8 @@ class Place:
         turn: the number of times that the corpus has been read to its end.
         shard: the index of the shard in this turn's order.
         position: the position of the shard's next document, as the shard encodes it; None at the shard's beginning.
-        split: the Splitter's fields before that document.
-        segments: the number of segments that have been read from this document.
+        split: the Splitter's fields before the shard's next document.
+        segments: the number of segments that have been read from the shard's next document.
         last: the document and the character at which the last packed segment ended (as in TokenJoiner).
         carry: the tokens that do not fill a block yet.
         skip: the number of blocks after this position that the stream has already returned.
@@ -257,7 +257,7 @@ class TokenStream:
         shards: the shards of the corpus, read one after the other.
         chars: characters per piece.
         held_out: for each shard with held-out pieces, the number of pieces up to the last held-out piece.
-        eval_fraction: the share of these pieces that is held out.
+        eval_fraction: the held-out share of the pieces that ``held_out`` counts.
         seed: the seed that shuffles the shards in each turn; None keeps their order.
     """
 
@@ -328,7 +328,7 @@ class TokenStream:
 
 
 class StreamedBlocks(BlockSource):
-    """The blocks of a stream by number. A run must read them in increasing order; item ``i`` is the run's i-th block.
+    """The blocks of a stream by number. A run must read the blocks in order; item ``i`` is the run's i-th block.
 
     Lamina shuffles each group of ``buffer`` consecutive blocks; the order depends only on the seed and the group's
     number. Memory holds one chunk of blocks while a thread reads the next chunk. The object keeps the Places of the

@@ -27,7 +27,7 @@ class Candidate:
     """A model to evaluate.
 
     Attributes:
-        name: the name in the records; no two candidates share one.
+        name: the name in the records; no two candidates have the same name.
         path: the model's path or hub name, for the loader.
         arm: the label of the model's row in the table: the checkpoint's name, or the value of the setting that a study
             varies.

@@ -217,8 +217,8 @@ _FORMAT = "generated-1"
 def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]:
     """Draw different items of a task. The seed decides which items.
 
-    With ``held_out``, the items come from text that `lamina pretrain` also holds out; they are the test part. No
-    question of the training part is in the test part.
+    With ``held_out``, draw items of the test part, from text that `lamina pretrain` also holds out. No question of the
+    training part is in the test part.
     """
     source = passages(held_out=held_out)
     rng = random.Random(f"{task}|{held_out}|{seed}")

@@ -39,7 +39,8 @@ class Runner:
 
     Attributes:
         model: a causal language model, on its device.
-        batch_size: sequences per forward pass. "auto" takes as many as fit on a GPU, and 8 without a GPU.
+        batch_size: sequences per forward pass. "auto" means as many sequences as fit on a GPU, and 8 sequences without
+            a GPU.
         limit: items per task; None for all.
         seed: the seed of the few-shot examples.
         chat_template: whether Lamina puts questions into the tokenizer's chat template.
@@ -92,7 +93,7 @@ class Runner:
         return [answers[index] for index in range(len(requests))]
 
     def run(self, built: TaskDict, num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
-        """Score the model on a unit's tasks; return the harness's results, and notes.
+        """Score the model on tasks; return the harness's results, and notes.
 
         Raises:
             UserError: an answer is longer than the model's context, or the harness can't score the task.
@@ -128,7 +129,9 @@ class Runner:
         )
         zero = sorted(str(name) for name, shots in results.get("n-shot", {}).items() if shots == 0)
         if num_fewshot and zero:
-            notes.append(f"{', '.join(zero)}: the task's file sets 0 examples, so Lamina does not use {num_fewshot}")
+            notes.append(
+                f"{', '.join(zero)}: the task's file sets 0 examples, so Lamina does not use {num_fewshot} examples"
+            )
         return results, notes
 
     def _prepare(self, built: TaskDict, num_fewshot: int | None) -> None:

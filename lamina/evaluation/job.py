@@ -142,10 +142,10 @@ def check_generation(options: Json, writes: bool) -> None:
 
 
 class Evaluation:
-    """An evaluation of models on tasks: ``check`` reads the tasks' data, ``run`` evaluates and writes the folder.
+    """An evaluation of models on tasks. ``check`` reads the tasks' data, and ``run`` writes the folder.
 
     Args:
-        expand: finds the runs in a study's folder.
+        expand: a function that finds the runs in a study's folder.
         processes: the processes among which Lamina divides each task's items and the text. The first process writes the
             files.
     """

@@ -33,10 +33,11 @@ class Paired:
 
     Attributes:
         low: the lower end of the difference's 95 % interval (Student's t interval over the items' differences).
-        high: the upper end of this interval.
+        high: the upper end of the difference's 95 % interval.
         won: the number of items that only this model has right; None if items are not scored right or wrong.
         lost: the number of items that only the first model has right; None if items are not scored right or wrong.
-        p: the two-sided p value: McNemar's exact test if items are scored right or wrong, otherwise the paired t test.
+        p: the two-sided p value of McNemar's exact test if items are scored right or wrong, otherwise of the paired t
+            test.
         p_holm: ``p`` adjusted by Holm's method over the model's columns.
         smallest: the smallest difference that the test would detect in four of five cases, given the number of items
             and how often the two models disagree.
@@ -130,7 +131,7 @@ def compared(
 ) -> list[Paired]:
     """Compare each model with the first model, on every column of shares that both models have.
 
-    ``items`` has the tables of items by model and unit. Raises UserError if two tables have different items.
+    ``items`` holds a table of items for each model and unit. Raises UserError if two tables have different items.
     """
     evaluated = [candidate for candidate in candidates if not candidate.left_out]
     rows: list[Paired] = []

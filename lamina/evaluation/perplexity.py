@@ -90,7 +90,7 @@ def perplexity(
 
     Args:
         model: a causal language model in evaluation mode; input [batch, tokens], logits [batch, tokens, vocab_size].
-        tokenizer: the model's tokenizer. Its beginning-of-text token (or end-of-text token) precedes each text.
+        tokenizer: the model's tokenizer. The beginning-of-text (or end-of-text) token precedes each text.
         window: tokens that the model reads at once.
         stride: tokens by which the window moves.
         batch_size: windows per forward pass.

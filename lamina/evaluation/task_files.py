@@ -1,7 +1,8 @@
 """The tasks of lm-evaluation-harness and of a user's files, with data from the hub or a folder.
 
-The harness's TaskManager reads and builds them. A user's task file can contain code (templates, functions, classes,
-metrics). So Lamina builds a user's task only with ``run_code``; otherwise, Lamina reads the file's text as data.
+The harness's TaskManager reads and builds the tasks. A user's task file can contain code (templates, functions,
+classes, metrics). So Lamina builds a user's task only with ``run_code``; otherwise, Lamina reads the file's text as
+data.
 """
 
 # pyright: reportMissingImports=false
@@ -118,7 +119,7 @@ class Tasks:
         return sorted(entry.tags) if entry is not None and entry.yaml_path is None else None
 
     def build(self, name: str) -> TaskDict:
-        """Load the harness's tasks and groups with a name, and their data.
+        """Load the tasks and groups that a name stands for, and their data.
 
         Raises:
             UserError: a task would run code without ``run_code``, or Lamina can't read or can't reach the task's data.

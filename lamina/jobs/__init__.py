@@ -1,1 +1,1 @@
-"""The base of every job: its folder and files, how it resumes and how it ends. Loads no torch."""
+"""The base of every job: the job's folder and files, and how a job resumes and ends. Loads no torch."""

@@ -26,7 +26,7 @@ class Column:
         in_ranking: the column's position from the left in the table of placements; 0 leaves the column out of that
             table.
         in_trials: whether the table of all trials has the column.
-        share: another column. The pages print its number as a percentage after this column's number.
+        share: another column. The pages print the other column's number as a percentage after this column's number.
         optional: whether the pages omit the column if no trial has a value.
     """
 
@@ -108,7 +108,7 @@ def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:
 
 
 def aggregated(aggregate: str) -> tuple[str, ...]:
-    """Return the names of the columns that the ranking aggregates in this way."""
+    """Return the names of the columns that the ranking combines by ``aggregate``."""
     return names(column for column in RESULT_COLUMNS if column.aggregate == aggregate)
 
 

@@ -110,9 +110,9 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
     With ``overwrite``, Lamina renames a folder with content to NAME.old, and deletes NAME.old at the first checkpoint
     (see ``drop_old``) or result. If the job ends without a checkpoint or result, NAME.old stays, and Lamina logs this.
 
-    Raises UserError if the path is not a folder, if another process holds the folder, or if Lamina did not write its
-    content. Also raises UserError if the folder has content and neither ``resume`` nor ``overwrite`` is set, or if
-    ``resume`` finds nothing to resume.
+    Raises UserError if the path is not a folder, if another process holds the folder, or if Lamina did not write the
+    folder's content. Also raises UserError if the folder has content and neither ``resume`` nor ``overwrite`` is set,
+    or if ``resume`` finds nothing to resume.
     """
     if overwrite and in_use(folder):
         with lock(folder, wait=wait):
@@ -209,8 +209,8 @@ def _is_ours(folder: Path) -> bool:
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     """Lock the folder against other processes, after a wait of up to ``wait`` seconds.
 
-    Raises UserError if another process holds the lock, or if the lock file, or another file that Lamina uses to manage
-    the folder, is a link. Without ``fcntl`` (on Windows), do nothing.
+    Raises UserError if another process holds the lock. Also raises UserError if a file with which Lamina manages the
+    folder is a link. Without ``fcntl`` (on Windows), do nothing.
     """
     _make(folder)
     for name in _APART:

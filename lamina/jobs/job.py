@@ -31,7 +31,7 @@ class ResumePolicy:
     Attributes:
         what: the noun for the job in messages: "run", "study".
         free: the settings that may change.
-        compared: settings that name files and folders. These may have moved, so the job itself compares their content.
+        compared: settings that name files and folders. A file may have moved, so the job itself compares the content.
     """
 
     what: str

@@ -30,7 +30,7 @@ class Kind(StrEnum):
 
 
 def kind_of(folder: Path) -> str | None:
-    """Return a folder's kind; None if its environment.json names none."""
+    """Return a folder's kind; None if environment.json names no kind."""
     try:
         kind = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["kind"]
     except (OSError, ValueError, KeyError, TypeError):

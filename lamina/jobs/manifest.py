@@ -152,7 +152,7 @@ def model_folder(path: str | Path) -> Path:
 def content_hash(path: str | Path) -> str:
     """Hash a saved model by its manifest.
 
-    Without a manifest, hash its configuration and weights, or its name on the hub.
+    Without a manifest, hash the model's configuration and weights, or the model's name on the hub.
     """
     folder = model_folder(path)
     if (folder / MANIFEST).is_file():

@@ -41,9 +41,9 @@ class Switch:
     Attributes:
         prints: whether the command ends with another text if the flag is set. ``ending_of(kind, switch=name)``
             registers the text.
-        draws: whether the flag also saves the page's figures as pictures. If so, the Python function also has the
-            switch.
-        passed: whether ``JobRow.run`` takes the switch. If so, the Python function also has the switch.
+        draws: whether the flag also saves the page's figures as pictures. With ``draws``, the Python function also has
+            the switch.
+        passed: whether ``JobRow.run`` takes the switch. With ``passed``, the Python function also has the switch.
         fails: a function of the result that says whether the exit code is 1.
     """
 
@@ -65,21 +65,22 @@ class JobRow:
         kind: the kind of the job's folder.
         summary: a line for ``lamina --help``.
         about: the description for the command's help. The Python function's docstring has only the first paragraph.
-        settings: returns the class of the job's settings.
-        run: the function that runs the job. Its arguments are the settings by name, resume, overwrite, bar and the
-            switches with ``passed``.
+        settings: a function that returns the class of the job's settings.
+        run: the function that runs the job. The function's arguments are the settings by name, resume, overwrite, bar
+            and the switches with ``passed``.
         returns: one or two sentences about the Python function's result.
         outcome: the type of the result, a class of ``lamina.api.results``, or "pd.DataFrame".
         raises: the errors for the Python function's documentation.
         resumes: the help text of --resume; empty for a job that does not resume.
         positional: the names of the settings without a flag. If a name ends in "...", the setting takes any number of
             words.
-        listing: returns the list that the help and --list print.
+        listing: a function that returns the list that the help and --list print.
         inputs: the settings that name models to start from, the main model's setting first.
         files: the settings that name data or code.
         fails: a function of the result that says whether the exit code is 1.
-        folder: returns the output folder for the settings, if the folder's default depends on other settings.
-        pages: imports the page and the printed text, if ``lamina.reports`` does not import them.
+        folder: a function that returns the output folder for the settings, if the folder's default depends on other
+            settings.
+        pages: a function that imports the page and the printed text, if ``lamina.reports`` does not import them.
         extra: the package's extra that the job needs.
         own_command: whether a module of ``lamina.commands`` holds the command.
     """
@@ -123,7 +124,7 @@ MODEL = "OUTPUT/model is the model, and OUTPUT/report.html is the page."
 CHECKPOINT = "resume from the last checkpoint in the output folder"
 
 JOBS: dict[str, JobRow] = {}
-"""All rows by the commands' names; ``lamina.catalog`` puts them here."""
+"""All rows, by the commands' names. ``lamina.catalog`` fills this mapping."""
 
 
 def refuse_other_kind(folder: Path, row: JobRow) -> None:
@@ -138,5 +139,5 @@ def refuse_other_kind(folder: Path, row: JobRow) -> None:
     wrote = f"lamina {owner}" if owner else "lamina convert" if kind == Kind.MODEL else "lamina.watch"
     raise UserError(
         f"output: {str(folder)!r} was written by {wrote}, so lamina {row.name} can't resume it. Give the folder of "
-        f"a lamina {row.name}, or a new one."
+        f"a lamina {row.name}, or a new folder."
     )

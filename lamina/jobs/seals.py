@@ -173,7 +173,7 @@ def _refuse(folder: Path, by: str, faults: Mapping[str, str]) -> None:
 def refuse_page(folder: Path) -> None:
     """Raise UserError if a job that has ended has an altered record. If the job has not ended, only log the record.
 
-    Call it before drawing the job's page. The page omits missing records, and the log names them.
+    Call this function before you draw the job's page. The page omits missing records, and the log names these records.
     """
     refuse_special("folder", folder)
     refuse_tables(folder)

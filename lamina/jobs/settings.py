@@ -153,7 +153,7 @@ class Settings:
 
     @classmethod
     def default(cls, name: str) -> Any:
-        """Return a field's default. If it is a mapping, return a copy."""
+        """Return a field's default. If the default is a mapping, return a copy."""
         entry = cls.__dataclass_fields__[name]
         return entry.default if entry.default_factory is MISSING else entry.default_factory()
 
@@ -167,7 +167,7 @@ class Settings:
 
     @classmethod
     def check_of(cls, name: str) -> Check | None:
-        """Return a field's check; None if its type decides."""
+        """Return a field's check; None if the field's type decides which values are allowed."""
         return cls.__dataclass_fields__[name].metadata["check"]
 
     @classmethod

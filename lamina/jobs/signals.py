@@ -17,9 +17,10 @@ WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasatt
 def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
     """If Ctrl-C arrives during an import, end the process with the exit code that ``leave`` returns.
 
-    An import can lose a KeyboardInterrupt. ``__set_name__`` turns it into a RuntimeError, and transformers turns it
-    into a ModuleNotFoundError. A weak reference's callback only prints the KeyboardInterrupt, and torch's C++ code
-    aborts the process. If the process already ignores SIGINT or has another handler for it, nothing changes.
+    An import can lose a KeyboardInterrupt. ``__set_name__`` turns a KeyboardInterrupt into a RuntimeError, and
+    transformers turns it into a ModuleNotFoundError. A weak reference's callback only prints the KeyboardInterrupt, and
+    torch's C++ code aborts the process. If the process already ignores SIGINT or handles SIGINT in another way, nothing
+    changes.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:

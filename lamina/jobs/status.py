@@ -6,12 +6,14 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """The status of a run in result.json, best first.
+    """The statuses of a run in result.json, from best to worst.
 
     Attributes:
-        FINISHED: trained to the last step and learned.
-        SHORT: trained to the last step without learning enough, but the loss was still falling: too few steps to tell.
-        STUCK: trained to the last step; its eval loss never got ``stuck_margin`` below the corpus's unigram entropy.
+        FINISHED: the run trained to the last step and learned.
+        SHORT: the run trained to the last step without learning enough, but the loss was still falling. So we cannot
+            tell.
+        STUCK: the run trained to the last step, but the eval loss never fell ``stuck_margin`` below the unigram
+            entropy.
         INTERRUPTED: Ctrl-C, a signal, or the end of the study stopped the run; you can resume it.
         DIVERGED: the divergence guard stopped the run.
         FAILED: an error stopped the run.

@@ -49,10 +49,11 @@ def build(
 
     Args:
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration or its folder,
-            or a model's name on the hub. Lamina does not load this model's weights; `lamina convert` keeps them.
+            or a model's name on the hub. Lamina does not load a hub model's weights; `lamina convert` keeps the
+            weights.
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
-        num_layers: the number of blocks (default: the backbone's number). In the same way, ``hidden_size``,
-            ``num_heads`` and ``vocab_size`` replace the backbone's sizes.
+        num_layers: the number of blocks (default: the backbone's number). ``hidden_size``, ``num_heads`` and
+            ``vocab_size`` also default to the backbone's sizes.
         head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification" (default: the first head in
             the backbone's row of ``ADAPTERS``).
         num_labels: a classifier's number of classes (default: the backbone's number for images; 1 for sequences, as in
@@ -173,9 +174,9 @@ def recommended(plan: Plan) -> str:
 
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
-    """Return the plan of a placement; return a given plan unchanged.
+    """Return the plan of a placement. If you give a plan, return it unchanged.
 
-    Raises UserError if a given plan has another number of layers, or comes with options.
+    Raises UserError if you give options with a plan, or if the plan has another number of layers.
     """
     if not isinstance(placement, Plan):
         return resolve(placement, num_layers, **options)
@@ -252,7 +253,7 @@ def norm(kind: str) -> Callable[[N], N]:
 
 
 def available_memory(device: str = "cpu") -> int:
-    """Return the number of free bytes on the GPU, or in RAM and swap within the container's limit."""
+    """Return the free bytes of the GPU (device "cuda"), or of RAM and swap within the container's limit."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     free = psutil.virtual_memory().available + psutil.swap_memory().free

@@ -142,7 +142,7 @@ def _class(config: PreTrainedConfig) -> ModelClass:
 def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
     """Return the Auto class for a configuration's model. If the model type has a head, the class adds the head.
 
-    Raises UserError for a model type without a model.
+    Raises UserError if transformers has no model for the model type.
     """
     for name in _HEADS:
         auto = getattr(transformers, name)

@@ -74,8 +74,8 @@ class LaminaConfig(PreTrainedConfig):
     If only the backbone has a field, such as ``hidden_size``, then ``config.hidden_size`` reads and sets the backbone's
     field. ``to_dict`` and config.json also hold copies of the fields in ``FLAT``; loading raises ValueError if a copy
     differs from the backbone's field. ``logit_scale`` is the total factor on the head's output, because serving engines
-    read only this field. ``get_text_config`` returns the configuration itself, because serving engines would take a
-    separate text part as the sign of a multimodal model. ``backbone_of`` returns the backbone's configuration.
+    read only this field. ``get_text_config`` returns the configuration itself, because serving engines would treat a
+    model with a separate text part as multimodal. ``backbone_of`` returns the backbone's configuration.
     """
 
     model_type = "lamina"

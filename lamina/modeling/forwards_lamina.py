@@ -1,7 +1,8 @@
 """Add calls to a module's forward, in source code that ``inspect.getsource`` can return.
 
-Serving engines read and rewrite the source of a forward. They would silently lose a call that exists only in bytecode.
-Transformers copies this file beside a checkpoint, so this file imports neither the package nor torch's nn at run time.
+Serving engines read and rewrite the source of a forward. The engines would silently lose a call that exists only in
+bytecode. Transformers copies this file beside a checkpoint, so this file imports neither the package nor torch's nn at
+run time.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class _Calls(ast.NodeTransformer):
 
 
 def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[str, str]) -> FunctionType:
-    """Return a module's forward that also calls the module's methods before or after inner modules.
+    """Return a module's forward with added calls of the module's methods, before or after inner modules.
 
     ``before`` maps an inner module's name to a method for its input, and ``after`` maps it to a method for its output.
-    The new forward keeps the decorators, globals, closure and defaults. Raises ValueError if an inner module is not
-    called by the forward itself, or if Lamina cannot read the forward's source.
+    The new forward keeps the decorators, globals, closure and defaults. Raises ValueError if the forward itself does
+    not call an inner module, or if Lamina cannot read the forward's source.
     """
     name = f"{base.__name__}.forward"
     wrappers, forward = list[FunctionType](), base.forward

@@ -19,7 +19,7 @@ from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read
 
 
 class Teller(TextStreamer):
-    """Passes an answer to ``tell`` in parts while the model generates the answer. The parts join to the whole answer.
+    """Passes an answer to ``tell`` in parts while the model generates the answer. The joined parts equal the answer.
 
     A Teller holds back white space, and text that may begin a stop text, until more text follows.
     """
@@ -46,7 +46,7 @@ def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
 
 
 class Speaker:
-    """A saved model that continues texts, or answers turns in its chat template.
+    """A saved model that continues a text, or answers a user in the model's chat template.
 
     ``lamina.generate`` documents the arguments. Raises UserError if the folder has no such model, or if a text fills
     the model's context.

@@ -217,7 +217,7 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
 
 
 def random_inputs(base: PreTrainedModel, items: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw a main input: uniform token ids [items, tokens], or noise images [items, channels, height, width]."""
+    """Draw a random main input: token ids [items, tokens], or noise images [items, channels, height, width]."""
     config = backbone_of(base.config)
     if base.main_input_name == "input_ids":
         return torch.randint(0, config.vocab_size, (items, tokens), generator=generator)

@@ -1,4 +1,4 @@
-"""Compute a language model's loss without storing all logits, from a few hundred tokens at a time.
+"""Compute a language model's loss from a few hundred tokens at a time, without storing all logits.
 
 With the last states H [tokens, hidden_size], the head's weight W [vocab_size, hidden_size] and labels t the loss is
 
@@ -40,8 +40,8 @@ class LinearLoss:
     If Liger's kernels are installed, LinearLoss uses them on a GPU.
 
     Args:
-        compiled: compile the operations on a chunk's logits. On a GPU, where memory limits their speed, compiled
-            operations are faster.
+        compiled: compile the operations on a chunk's logits. Compiled operations are faster on a GPU, where memory
+            limits the speed.
         elements: number of logits in a chunk (default: depends on the device).
     """
 
@@ -120,7 +120,7 @@ class LinearLoss:
 
 
 def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a ChunkKernel's result in plain PyTorch; float64 logits stay float64."""
+    """Compute a chunk's loss and gradient in plain PyTorch; float64 logits stay float64."""
     z = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -141,7 +141,7 @@ def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Sums the cross-entropies of the logits W h. The forward pass also computes the gradients; backward runs once."""
+    """Sums the cross-entropies of the logits W h. The forward pass also computes the gradients."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -59,7 +59,7 @@ class Adapter:
         input: the name of the model's input.
         embeddings: the module that computes x^0 from the input, if the model needs more than a look-up by id.
         is_decoder: whether the model is causal and caches keys and values.
-        heads: the heads (names in HEADS) that fit, the default head first.
+        heads: the heads (names in HEADS) that fit the model type, the default head first.
         roles: a weight's role by its module's attribute name, for names that core/architectures.py lacks.
         arguments: keyword arguments of the backbone's constructor.
     """
@@ -81,7 +81,7 @@ class Adapter:
 
     @property
     def parts(self) -> dict[str, str]:
-        """A mapping from each name that a layer's module may have to the module's path in a Block."""
+        """A dict: for each name that a layer's module may have, the module's path in a Block."""
         return {name: f"{half}.module" for half in HALVES for name in getattr(self, half).split("|")}
 
     def halves(self, layer: nn.Module) -> list[str]:
@@ -160,7 +160,7 @@ def adapter_of(config: PreTrainedConfig) -> Adapter:
 
 
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
-    """Build the transformers model of ``config.backbone_config``, wired by ``config.plan``, and the embedding's norm.
+    """Build the transformers model of ``config.backbone_config`` as ``config.plan`` wires it, and the embedding's norm.
 
     Raises ValueError if Lamina cannot change the architecture's layers, or if the plan normalizes projections that the
     architecture lacks.
@@ -340,7 +340,7 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
 
 
 class LaminaModel(LaminaPreTrainedModel):
-    """Maps token ids [batch, tokens] to states [batch, tokens, hidden_size]: a backbone connected as a plan says.
+    """A backbone, connected as a plan says, from token ids [batch, tokens] to states [batch, tokens, hidden_size].
 
     A vision backbone takes ``pixel_values`` [batch, channels, height, width] instead, and its tokens are the patches.
     The output's ``hidden_states`` are the residual stream x^0 .. x^N. The final norm is not applied to x^N.
@@ -367,7 +367,7 @@ class LaminaModel(LaminaPreTrainedModel):
 
     @property
     def norm(self) -> nn.Module:
-        """The norm after the last block; Identity if the plan has none."""
+        """The norm after the last block; Identity if the plan has no norm there."""
         return self.backbone.get_submodule(self._adapter.norm)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -581,7 +581,7 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWi
         """Score the last token that the mask [batch, tokens] keeps. Without a mask, score the last token that is not
         padding.
 
-        If the tokenizer pads with the end-of-text token, the two rules can choose different tokens.
+        If the tokenizer pads with the end-of-text token, a mask can change which token is scored.
         """
         kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         if attention_mask is None or attention_mask.ndim != 2:

@@ -90,7 +90,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 def one_sequence_each() -> AbstractContextManager[None]:
     """Inside the context, let transformers treat each row of a batch as one sequence, without a check.
 
-    Transformers would compare positions that it made itself, and wait for the device.
+    The check would compare positions that transformers computed itself, and wait for the device.
     """
     return patched(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
 

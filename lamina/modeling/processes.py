@@ -239,7 +239,7 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
     if size == 1:
         if {"MASTER_PORT", "ACCELERATE_USE_CPU"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
             logger.warning(
-                "accelerate launch --cpu has started a single process. To start several, use torchrun or "
+                "accelerate launch --cpu has started a single process. To start several processes, use torchrun or "
                 "docs/accelerate/ddp.yaml."
             )
         yield ALONE

@@ -7,9 +7,9 @@ the gradient's size. Under Adam, (a, b, c) and (0, a + b, a + c) therefore train
 and gradient clipping. So a checkpoint stores no multiplier for the width.
 
 CompleteP (Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth, Lamina divides every branch by
-m^alpha. For all parameters of a block, including norms and biases, the learning rate has the factor m^(alpha - 1) and
-epsilon the factor m^-alpha. Initial weights and weight decay do not depend on the depth. The multiplier is part of the
-plan (the placement's option ``depth_scaling``), so every checkpoint stores it.
+m^alpha. For all parameters of a block, including norms and biases, the learning rate has the factor m^(alpha - 1), and
+epsilon has the factor m^-alpha. Initial weights and weight decay do not depend on the depth. The multiplier is part of
+the plan (the placement's option ``depth_scaling``), so every checkpoint stores it.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Scaling:
         """Return the factors of depth scaling on a weight's learning rate and on Adam's epsilon (CompleteP, Table 1).
 
         If a branch has a learned scale, the scale's initial value is divided by m^alpha, so the scale contains the
-        multiplier. The scale's learning rate then has a further factor m^-alpha. Its epsilon lacks the factor m^-alpha,
-        because the scale's gradient grows by m^alpha.
+        multiplier. The scale's learning rate then has a further factor m^-alpha. The scale's epsilon lacks the factor
+        m^-alpha, because the scale's gradient grows by m^alpha.
         """
         if self.depth == "none" or weight.layer < 0:
             return 1.0, 1.0
@@ -128,7 +128,7 @@ class StepFactors:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledWeight:
-    """A weight, the same weight in the base model, and the factors on its steps.
+    """A weight, the base model's weight of the same name, and the factors on learning rate and epsilon.
 
     Under width scaling, the base model is on the meta device. Lamina multiplies the initializer's standard deviation at
     the base sizes by ``std``.
@@ -145,9 +145,10 @@ def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledW
     """Yield every parameter of a Lamina model once, with its factors.
 
     The learning rate of a hidden weight or output head depends on m = hidden size / base width, and the standard
-    deviation depends on the weight's fan-in divided by the base model's fan-in. If the fan-in does not grow with the
-    width, both stay unchanged, for example for weights that read MLA's latent. If the model multiplies the embedding by
-    the square root of the width, Lamina divides the embedding's factors by sqrt(m).
+    deviation depends on the weight's fan-in divided by the base model's fan-in. If a weight's fan-in does not grow with
+    the width, the weight's learning rate and standard deviation stay unchanged. Weights that read MLA's latent are an
+    example. If the model multiplies the embedding by the square root of the width, Lamina divides the embedding's
+    factors by sqrt(m).
 
     Under width scaling, raises UserError if the embeddings are tied, or if the backbone or the placement cannot have
     the base width. Under depth scaling, raises UserError if the plan lacks the multiplier.
@@ -185,7 +186,7 @@ def kind_of(weight: Weight) -> Kind:
 
 
 def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
-    """Build the model at the base width on the meta device, to get its shapes. Without width scaling, return the model
+    """Build the model at the base width on the meta device, to get the shapes. Without width scaling, return the model
     itself.
 
     Raises UserError if no model has this width, or if the embeddings are tied.

@@ -27,7 +27,7 @@ class State(NamedTuple):
 class LaminaWiring(nn.Module, ABC):
     """The base class of residual paths that learn other weights than norms and scales.
 
-    No initializer draws these weights, the weights have no weight decay, and the module computes in float32.
+    No initializer draws the weights of a LaminaWiring. They have no weight decay, and the module computes in float32.
 
     ``begin`` registers one parameter for each entry of ``starts``. If the plan learns only gains, ``begin`` keeps the
     other values as constants.
@@ -46,7 +46,7 @@ class LaminaWiring(nn.Module, ABC):
         """Return the initial values of the parameters, by name."""
 
     def initial(self) -> dict[str, torch.Tensor]:
-        """Return ``starts`` on the CPU. If Lamina builds the model on the meta device, tensors there have no values."""
+        """Return ``starts`` on the CPU, because tensors on the meta device have no values."""
         with torch.device("cpu"):
             return self.starts()
 
@@ -68,7 +68,7 @@ def mixed(matrix: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> torch.Tensor:
-    """Return a matrix [..., n, n], normalizing columns and rows in turn to sum 1 (mHC, arXiv 2512.24880 Eq 9)."""
+    """Make the rows and columns of a matrix [..., n, n] sum to 1, in turn (mHC, arXiv 2512.24880 Eq 9)."""
     matrix = logits.softmax(-1) + eps
     matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -80,7 +80,8 @@ def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> t
 class StreamMixer(LaminaWiring):
     """Reads one state from n streams [batch, tokens, n, width], and computes the weights for mixing and writing.
 
-    ``lamina.placements.plan.Streams`` documents ``weights`` and ``mix``. A mixer for a plan's readout has no ``write``.
+    ``lamina.placements.plan.Streams`` documents ``weights`` and ``mix``. The mixer of a plan's ``readout`` has no write
+    weights.
     """
 
     def __init__(self, spec: dict, width: int, eps: float):
@@ -266,8 +267,8 @@ class StateSources(LaminaWiring):
 
 
 class Collapse(nn.Module):
-    """The module that replaces the final norm. It reduces several streams, or memory and stream, to one stream, then
-    normalizes this stream.
+    """The module that replaces the final norm. Collapse reduces several streams, or memory and stream, to one stream,
+    and normalizes this stream.
     """
 
     def __init__(self, norm: nn.Module, reader: StreamMixer | DepthAttention | StateSources | None):
@@ -289,12 +290,12 @@ class Collapse(nn.Module):
 
 
 class BlockState(NamedTuple):
-    """How a block changes the streams and the memory.
+    """Describes how a block changes the streams and the memory.
 
-    In the first block, ``streams`` is the number of streams that the block makes of its input; in other blocks, it is
-    0. ``sources`` replace the stream. With ``remembers``, the block stores the stream that enters it in the memory,
-    which then has ``slots`` states. With ``remembers_inside``, the block also stores the stream between its sub-layers.
-    ``has_memory`` says whether the plan has a memory.
+    In the first block, ``streams`` is the number of streams that the block makes of its input; in other blocks,
+    ``streams`` is 0. ``sources`` replace the stream. With ``remembers``, the block stores the stream that enters it in
+    the memory, which then has ``slots`` states. With ``remembers_inside``, the block also stores the stream between its
+    sub-layers. ``has_memory`` says whether the plan has a memory.
     """
 
     streams: int = 0

@@ -40,8 +40,8 @@ class Record(dict):
 class LaminaNorm(nn.Module):
     """The base class of all norms, with a gain [hidden_size] (None if it is not learned) and an epsilon.
 
-    With ``zero_centered``, the weight is the gain minus 1. A user's norm is a subclass with a ``forward``. ``more``
-    names further parameters, whose initial values are in ``starts``.
+    With ``zero_centered``, the weight is the gain minus 1. To make a norm, write a subclass with a ``forward``.
+    ``more`` names further parameters, whose initial values are in ``starts``.
     """
 
     divides = True  # whether it is x over the root mean square, or the deviation, of a token's channels
@@ -95,9 +95,9 @@ class LaminaNorm(nn.Module):
 class LaminaRMSNorm(LaminaNorm):
     """Computes x / sqrt(mean(x^2) + eps) * gain over the last axis, bit-identical to LlamaRMSNorm.
 
-    The statistics are in float32, and the gain is learned. Each other formula has a separate class, whose name does not
-    end in "RMSNorm". Otherwise, serving engines would replace it with this formula: vLLM replaces all modules of a
-    class, and SGLang replaces all modules whose class name ends in "RMSNorm".
+    The statistics are in float32, and the gain is learned. A norm with another formula is a separate class, whose name
+    does not end in "RMSNorm". Otherwise, serving engines would compute this formula instead: vLLM replaces all modules
+    of a class, and SGLang replaces all modules whose class name ends in "RMSNorm".
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -285,8 +285,7 @@ class NormedProjections(nn.Module):
 def normed_class(
     base: type[nn.Module], normed: tuple[str, ...], stacked: str | None = None, ways: bool = False
 ) -> type[NormedProjections]:
-    """Make a subclass of a backbone's module with norms at the parts in ``normed`` ("q", "k", "v", or a last
-    projection).
+    """Make a subclass of a backbone's module with norms at ``normed``: "q", "k", "v", or a last projection's name.
 
     The subclass has the backbone's forward with two changes: ``self.q_proj(x)`` becomes
     ``self.normed_queries(self.q_proj(x))``, and ``self.o_proj(x)`` becomes ``self.o_proj(self.inner_norm(x))``. Raises
@@ -322,7 +321,7 @@ T = TypeVar("T", torch.Tensor, float)
 
 
 def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
-    """Return s, a sub-layer's input x ("stream"), its block's input ("block_input") or their sum ("both").
+    """Return s: a sub-layer's input x ("stream"), the block's input ("block_input") or the sum of the two ("both").
 
     If ``block_input`` is None, x is the block's input, as for the attention, and s is x.
     """
@@ -479,8 +478,8 @@ class Residual(nn.Module):
         return self.out_scale if self.gate is None else torch.sigmoid(self.gate / self.sublayer["gate_temperature"])
 
     def skip_factor(self) -> float | torch.Tensor:
-        """Return the factor on s: skip_scale, or, under a coupling, 1 - b or sqrt(1 - b^2) with the branch's
-        factor b.
+        """Return the factor on s: skip_scale. Under a coupling with the branch's factor b, return 1 - b or sqrt(1 -
+        b^2).
         """
         if self.coupling == "none":
             return self.skip_scale
@@ -625,12 +624,12 @@ def norm_projections(
     """Put the plan's norms on an attention's queries, keys and values, and ``inner`` before the last projection.
 
     With ``ways``, the module reads three states, side by side. If one projection computes queries, keys and values,
-    ``stacked`` is its name. Raises ValueError, before any change, if the attention lacks these projections or already
-    has norms on them.
+    ``stacked`` is its name. Raises ValueError, before any change, if the attention lacks one of the projections, or
+    already has norms on them.
     """
     last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), _LINEAR)), None)
     if inner and (last is None or hasattr(attention, "inner_norm")):
-        raise ValueError(f"inner_norm: {type(attention).__name__} has no last projection for it. Leave inner_norm out")
+        raise ValueError(f"inner_norm: {type(attention).__name__} has no last projection. Leave inner_norm out")
     scopes = {"q": plan["qk_norm"], "k": plan["qk_norm"], "v": plan["v_norm"]}
     scopes = {part: scope for part, scope in scopes.items() if scope != "off"}
     module: Any = attention

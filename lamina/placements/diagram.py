@@ -139,7 +139,7 @@ def plan_notes(plan: Plan) -> list[str]:
         )
     elif plan.has_memory:
         states = [len(layer.sources.states) if layer.sources else 0 for layer in plan.layers]
-        notes.append(f"earlier states added to a block's input: {states[0]} in the first, {states[-1]} in the last")
+        notes.append(f"earlier states added to a block's input: {states[0]} (first block) to {states[-1]} (last block)")
         if (last := plan.layers[-1].sources) and (last.dynamic or last.multiway or last.normed_states):
             moves = ["their weights depend on the stream"] * last.dynamic + ["each has a norm"] * last.normed_states
             notes.append(", ".join([*moves, *["queries, keys and values have separate sums"] * last.multiway]))

@@ -93,7 +93,8 @@ def end_facts(plan: Plan) -> dict[str, object]:
 
 
 def match(layers: Sequence[Facts], ends: Facts) -> Match:
-    """Return the registered placement nearest to the measured facts. Among exact matches, return the simplest one.
+    """Return the registered placement nearest to the measured facts. If several placements match exactly, return the
+    simplest placement.
 
     The simplest placement has the fewest options. If several placements have equally few options, Lamina compares each
     plan at a larger depth with a plain sum, and returns the placement that differs in the fewest fields.

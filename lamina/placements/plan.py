@@ -125,23 +125,23 @@ def _as_norm(field_name: str, value: object) -> Norm | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """How a sub-layer uses n streams S [batch, tokens, n, width]: it reads a sum of them, mixes them, and writes to
-    each.
+    """How a sub-layer reads, mixes and writes n streams S [batch, tokens, n, width].
 
         h = sum_j read_j S_j        S'_i = C( skip_scale * sum_j mix_ji s_j + write_i * branch )
 
     ``read`` and ``write`` are the initial values of the n weights; ``mix`` starts at (or near) the identity.
-    ``weights`` names the rule for the weights. "constant" and "learned" weights are numbers. "tanh" weights are learned
-    numbers plus the tanh of a projection of each normed stream (Hyper-Connections). "sigmoid" weights are the sigmoid
-    of a projection of all streams; for writing, they are multiplied by ``magnitude`` (mHC). "gate" weights are Qwen's:
-    a share of each channel, from a projection of rank ``rank``. ``mix`` is the "identity", a "free" matrix or a doubly
-    stochastic matrix ("sinkhorn"). ``normed`` names the streams that the post_norm normalizes; if ``normed`` is empty,
-    the post_norm normalizes all streams. ``norms`` gives each stream an RMSNorm: "stream" normalizes the stream itself,
-    "read" normalizes only the values that the sub-layer reads. If ``norms`` is empty, the streams have no norms.
+    ``weights`` names the rule that computes the weights. "constant" and "learned" weights are numbers. "tanh" weights
+    are learned numbers plus the tanh of a projection of each normed stream (Hyper-Connections). "sigmoid" weights are
+    the sigmoid of a projection of all streams; for writing, they are multiplied by ``magnitude`` (mHC). "gate" weights
+    are Qwen's: a share of each channel, from a projection of rank ``rank``. ``mix`` is the "identity", a "free" matrix
+    or a doubly stochastic matrix ("sinkhorn"). ``normed`` names the streams that the post_norm normalizes; if
+    ``normed`` is empty, the post_norm normalizes all streams. ``norms`` gives each stream an RMSNorm: "stream"
+    normalizes the stream itself, "read" normalizes only the values that the sub-layer reads. If ``norms`` is empty, the
+    streams have no norms.
 
-    mHC starts with ``diagonal`` times the identity before Sinkhorn's iterations, and with projections N(0, noise^2).
-    With ``transposed``, mix_ij is the weight of stream j in stream i. ``eps`` is the epsilon of mHC's RMS and of
-    Sinkhorn's iterations; 0 means the backbone's epsilon for the RMS and 1e-6 for the iterations.
+    mHC's mixing starts as ``diagonal`` times the identity, before Sinkhorn's iterations. mHC's projections start as
+    N(0, noise^2). With ``transposed``, mix_ij is the weight of stream j in stream i. ``eps`` is the epsilon of mHC's
+    RMS and of Sinkhorn's iterations; 0 means the backbone's epsilon for the RMS and 1e-6 for the iterations.
     """
 
     weights: Weights
@@ -193,11 +193,11 @@ class Sources:
     """The sum that replaces the stream x in a layer: ``stream`` * x plus weighted earlier states.
 
     ``states`` holds pairs of a state's index and its initial weight. State 0 is x^0, and state l is the output of the
-    l-th block. ``learned`` makes each weight a "scalar" or a "vector". With ``dynamic``, the scalars depend on the
-    stream through two projections with ``hidden`` channels between them (0: one channel per weight). With ``multiway``,
-    the attention's queries, keys and values read three separate sums, and a fourth sum replaces x (MUDD). The three
-    sums share the pre_norm; with ``own_norms``, each sum has a separate norm. With ``normed_states``, x passes an
-    RMSNorm before Lamina adds and stores it (DLCL).
+    l-th block. With ``learned`` "scalar" or "vector", each weight is a learned number or a learned vector. With
+    ``dynamic``, the scalars depend on the stream through two projections with ``hidden`` channels between them (0: one
+    channel per weight). With ``multiway``, the attention's queries, keys and values read three separate sums, and a
+    fourth sum replaces x (MUDD). The three sums share the pre_norm; with ``own_norms``, each sum has a separate norm.
+    With ``normed_states``, x passes an RMSNorm before Lamina adds and stores it (DLCL).
     """
 
     states: tuple[tuple[int, float], ...]
@@ -235,8 +235,8 @@ class Sources:
 class Sublayer:
     """One residual sub-layer (attention or feed-forward).
 
-    ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes the factor 1 - b, and "variance" makes it
-    sqrt(1 - b^2). A learned b is then sigmoid(parameter / ``gate_temperature``). ``read`` names the input. A
+    ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes the factor 1 - b, and "variance" makes the
+    factor sqrt(1 - b^2). A learned b is then sigmoid(parameter / ``gate_temperature``). ``read`` names the input. A
     feed-forward may read the "block_input", in parallel with the attention (GPT-J). "depth" is a softmax-weighted sum
     of the memory's states and the stream (Attention Residuals). "memory" is a softmax-weighted sum of the memory's
     states alone. ``inner_norm`` is inside the module, before its last projection (SubLN).
@@ -360,9 +360,9 @@ class Plan:
     "sqrt_hidden_size" stands for the square root of the model's width. ``initialization`` is the recommended
     initializer's name ("": the initializer with which the placement is registered). ``qk_norm`` normalizes queries and
     keys, and ``v_norm`` normalizes values, per head or over the full projected width. ``qkv_norm`` is the norm for
-    queries, keys and values. If it has the kind "group" and works per head, it is an RMSNorm, because a head is a
-    group. ``readout`` joins several streams into one stream after the last block. ``final_sources`` replace the stream
-    after the last block.
+    queries, keys and values. If ``qkv_norm`` has the kind "group" and works per head, it is an RMSNorm, because a head
+    is a group. ``readout`` joins several streams into one stream after the last block. ``final_sources`` replace the
+    stream after the last block.
     """
 
     placement: str = ""
@@ -410,7 +410,7 @@ class Plan:
         if len(counts) > 1:
             raise UserError(
                 f"streams: the plan's sub-layers have {sorted(counts)} streams. Give all sub-layers and the readout "
-                "the same number."
+                "the same number of streams."
             )
         if self.readout and (self.readout.write or self.readout.mix != "identity"):
             raise UserError(
@@ -473,7 +473,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Plan:
-        """Make a plan from plain dicts. Raises UserError, which names an unknown field or an invalid value."""
+        """Make a plan from plain dicts. Raises UserError that names an unknown field or an invalid value."""
         if isinstance(data, Mapping) and "placement" not in data:
             raise UserError("plan: field 'placement' is missing")
         return _read(cls, data, "plan")

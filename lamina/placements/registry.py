@@ -1,6 +1,6 @@
 """The registry of placements: ``@placement`` adds a placement.
 
-A scheme is one file of ``schemes/``. Everything else (command line, docs, diagrams, tests) iterates over the registry.
+A scheme is one file of ``schemes/``. The command line, the docs, the diagrams and the tests iterate over the registry.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ COMMON: tuple[Option, ...] = (
 
 
 def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
-    """Return a function's summary and options. Keyword-only parameters are options; ``Args:`` has their help texts."""
+    """Return a function's summary and options. Keyword-only parameters are options, with help texts in ``Args:``."""
     hints = get_type_hints(make)
     summary, _, rest = inspect.cleandoc(make.__doc__ or "").partition("\nArgs:\n")
     block = re.split(r"\n(?=\S)", rest, maxsplit=1)[0]

@@ -1,4 +1,4 @@
-"""Make a plan from a placement's name, or from a user's file, and from options (``resolve``).
+"""Make a plan from options and a placement, which you name or write in a file (``resolve``).
 
 A YAML file holds rules (see ``from_rules``), or the full plan for one depth, as ``Plan.to_dict`` writes it. A Python
 file registers a placement with ``@placement``. Lamina executes the Python file, with the user's rights. A YAML file

@@ -1,8 +1,8 @@
 """Wirings: residual paths other than a single stream, for the option ``wiring`` of every placement.
 
 A wiring is a function that changes a finished plan. Some wirings also take ``size``: the number of streams, or the
-number of layers in a block of attn_res (None: the wiring's default). Some take ``start``, which sets the initial
-values.
+number of layers in a block of attn_res (None: the wiring's default). Some wirings take ``start``, which sets the
+initial values.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
 
 @wiring("identity_hc", equation="h = r S, S' = S + w b", source="HY-V4; transformers' hy_v4")
 def identity_hc(plan: Plan, size: int | None) -> Plan:
-    """Add streams that are never mixed. The weights to read and write are sigmoids of a projection of all streams."""
+    """Add streams that are never mixed. The weights for reading and writing are sigmoids of a projection."""
     return _sigmoid(plan, size)
 
 
@@ -113,8 +113,9 @@ def identity_hc(plan: Plan, size: int | None) -> Plan:
 def mhc(plan: Plan, size: int | None, start: str | None = None) -> Plan:
     """Add Hyper-Connections whose mixing keeps the streams' sum. Sinkhorn's iterations run in float32.
 
-    ``start`` "liger" initializes them as Liger's kernels do: all biases are 0, and the projections are N(0, 0.02^2). So
-    at first each sub-layer reads all streams equally and mixes them fully. The readout is the streams' mean.
+    ``start`` "liger" initializes the weights as Liger's kernels do: all biases are 0, and the projections are N(0,
+    0.02^2). With these values, each sub-layer at first reads all streams equally and mixes the streams fully. The
+    readout is the streams' mean.
     """
     if start is None:
         return _sigmoid(plan, size, mix="sinkhorn")
@@ -240,7 +241,7 @@ def _all_before(index: int, dynamic: bool = False) -> Sources | None:
 
 @wiring("dynamic_dense", equation="x_l <- sum_i a_li(x_l) x_i after each block", source="arXiv 2502.12170 Eq 5, 6")
 def dynamic_dense(plan: Plan) -> Plan:
-    """Let DenseFormer's weights depend on the stream: they are a + W_2 GELU(W_1 RMS(x)), with W_2 = 0 at the start."""
+    """Let DenseFormer's weights depend on the stream: each is a + W_2 GELU(W_1 RMS(x)), with W_2 = 0 at the start."""
     return _with_sources(plan, lambda index: _all_before(index, dynamic=True), _all_before(plan.num_layers, True))
 
 
@@ -250,11 +251,11 @@ def dynamic_dense(plan: Plan) -> Plan:
     source="MUDDFormer (arXiv 2502.12170) Eq 7, 8",
 )
 def mudd(plan: Plan, size: int | None) -> Plan:
-    """Add multiway dynamic dense connections: queries, keys, values and the stream each read their own weighted sum.
+    """Add multiway dynamic dense connections: queries, keys, values and the stream read separate weighted sums.
 
     As in MUDDFormer's code, q, k and v have separate norms, and W_1 is four times as wide after the last block. With
     ``size``, Lamina rounds W_1's width up to a multiple of ``size``; MUDDFormer's code uses 64 ("round64"). Lamina
-    leaves out the paper's wider feed-forwards in later layers, because they belong to the backbone.
+    leaves out the paper's wider feed-forwards in later layers, because feed-forwards belong to the backbone.
     """
     size = size if size is None else whole_number("size", size)
 
