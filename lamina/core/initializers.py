@@ -82,13 +82,13 @@ def _normal(weight: Facts, std: float) -> float:
     return std
 
 
-@initializer("scaled", "Megatron: N(0, std^2), attention-out and FFN-out divided by sqrt(2 * num_layers)")
+@initializer("scaled", "Megatron: N(0, std^2); the std of attention-out and FFN-out is divided by sqrt(2 * num_layers)")
 def _scaled(weight: Facts, std: float) -> float:
     return std / math.sqrt(2 * weight.num_layers) if weight.role in BRANCH_OUT else std
 
 
 @initializer(
-    "deepnorm", "Xavier normal with gain beta on value, attention-out and FFN weights, 1 elsewhere (DeepNet Fig 2)"
+    "deepnorm", "Xavier normal; value, attention-out and FFN weights have gain beta, others have gain 1 (DeepNet Fig 2)"
 )
 def _deepnorm(weight: Facts, std: float) -> float:
     if weight.layer < 0:
@@ -101,7 +101,7 @@ def _deepnorm(weight: Facts, std: float) -> float:
     return gain * math.sqrt(2 / (weight.fan_in + weight.fan_out))
 
 
-@initializer("xavier", "Xavier normal (variance 2 / (fan_in + fan_out)) in the blocks, std elsewhere")
+@initializer("xavier", "Xavier normal (variance 2 / (fan_in + fan_out)) in the blocks, N(0, std^2) elsewhere")
 def _xavier(weight: Facts, std: float) -> float:
     return std if weight.layer < 0 else math.sqrt(2 / (weight.fan_in + weight.fan_out))
 
@@ -113,13 +113,13 @@ def _small(weight: Facts, std: float) -> float:
 
 @initializer(
     "small_scaled",
-    "HybridNorm's: SmallInit cut off at 3 std, attention-out and FFN-out divided by sqrt(2 * num_layers)",
+    "HybridNorm: SmallInit, cut off at 3 std; attention-out and FFN-out are divided by sqrt(2 * num_layers)",
     truncated=3.0,
 )
 @initializer(
     "small_scaled_uncut",
-    "Mix-LN Table 8's Scaled Initialization: small_scaled without a cut (the paper states a deviation "
-    "only for attention-out and FFN-out; we take SmallInit's for all other weights)",
+    "Mix-LN Table 8's Scaled Initialization: small_scaled without a cut (the paper states only the std of "
+    "attention-out and FFN-out; for all other weights, we take SmallInit's std)",
 )
 def _small_scaled(weight: Facts, std: float) -> float:
     return _scaled(weight, _small(weight, std))

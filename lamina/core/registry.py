@@ -62,8 +62,8 @@ class Registry(Generic[Entry]):
         return sorted(self._entries)
 
     def get(self, name: str, *, other_names: Iterable[str] = ()) -> Entry:
-        """Return the entry of this name. Raises UserError for an unknown name, and suggests the nearest name, including
-        ``other_names``.
+        """Return the entry of this name. Raises UserError for an unknown name, and suggests the nearest name.
+        ``other_names`` are also suggested.
         """
         self._load()
         if name not in self._entries:

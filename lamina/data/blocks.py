@@ -51,8 +51,8 @@ class ItemSource(Dataset[T], Generic[T], ABC):
     """Items by number; each is a mapping from the model's arguments to tensors.
 
     Attributes:
-        in_order: True if item ``i`` is the i-th item that a run trains on, and the items never end (a stream, a mix).
-            False if the items are a finite set, which the run shuffles.
+        in_order: whether item ``i`` is the i-th item that a run trains on, and the items never end (a stream, a mix).
+            Otherwise, the items are a finite set, which the run shuffles.
     """
 
     in_order: bool = False

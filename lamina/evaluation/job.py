@@ -76,7 +76,8 @@ def evaluate(
     """Evaluate models, write the folder ``settings.output``, and return the content of result.json.
 
     ``settings`` is a whole record, or the user's values by name. With ``resume``, Lamina computes only the scores that
-    the folder lacks. ``expand`` finds the runs in a study's folder; by default every path is a single checkpoint.
+    the folder lacks. ``expand`` finds the runs in a study's folder; by default, Lamina takes every path as a single
+    checkpoint.
 
     Raises:
         UserError: a setting is invalid, a task is unknown, data or a checkpoint can't be read, or the output folder is

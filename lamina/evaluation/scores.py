@@ -205,7 +205,7 @@ class ScoreTable:
     Attributes:
         best: for each column, the lines with the best number. Lamina compares the numbers as they are printed.
         chance: for each column, the score of guessing in percent; NaN without choices.
-        shares: for each column, whether the numbers are shares, which Lamina prints in percent.
+        shares: for each column, whether the numbers are shares. Lamina prints shares in percent.
     """
 
     headings: tuple[str, ...]

@@ -100,7 +100,7 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column("reason", "reason", aggregate="own", in_trials=True),
 )
 BESIDES = ("from", "mix", "tasks")
-"""The fields that the result.json of some runs holds besides the columns."""
+"""Fields of result.json that are not columns. Only some runs have these fields."""
 
 
 def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ suits models of different sizes.
 Everett et al. 2024 (arXiv 2407.05872): at width n, a weight has the multiplier n^-a, the initial standard deviation
 n^-b and the learning rate n^-c. Lamina folds the multiplier into the other two factors. Adam's steps don't depend on
 the gradient's size. Under Adam, (a, b, c) and (0, a + b, a + c) therefore train the same function, up to Adam's epsilon
-and gradient clipping. So a checkpoint stores no multiplier for the width.
+and gradient clipping. A checkpoint therefore stores no multiplier for the width.
 
 CompleteP (Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth, Lamina divides every branch by
 m^alpha. For all parameters of a block, including norms and biases, the learning rate has the factor m^(alpha - 1), and

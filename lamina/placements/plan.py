@@ -136,8 +136,8 @@ class Streams:
     are Qwen's: a share of each channel, from a projection of rank ``rank``. ``mix`` is the "identity", a "free" matrix
     or a doubly stochastic matrix ("sinkhorn"). ``normed`` names the streams that the post_norm normalizes; if
     ``normed`` is empty, the post_norm normalizes all streams. ``norms`` gives each stream an RMSNorm: "stream"
-    normalizes the stream itself, "read" normalizes only the values that the sub-layer reads. If ``norms`` is empty, the
-    streams have no norms.
+    normalizes the stream itself, and "read" normalizes only the values that the sub-layer reads. If ``norms`` is empty,
+    the streams have no norms.
 
     mHC's mixing starts as ``diagonal`` times the identity, before Sinkhorn's iterations. mHC's projections start as
     N(0, noise^2). With ``transposed``, mix_ij is the weight of stream j in stream i. ``eps`` is the epsilon of mHC's

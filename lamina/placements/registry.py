@@ -74,8 +74,8 @@ COMMON: tuple[Option, ...] = (
         type=int | None,
         default=None,
         help=(
-            "with wiring: number of streams (default: 4), layers per block of attn_res (0: one sub-layer), or "
-            "mudd's width step"
+            "with wiring: number of streams (default: 4); for attn_res, layers per block (0: one sub-layer); for "
+            "mudd, the step of a width"
         ),
     ),
     Option(
