@@ -29,8 +29,8 @@ def hub_resolves() -> bool:
 def local_when_unreachable() -> Iterator[bool]:
     """Restrict the hub's libraries to local files if the hub is unreachable, and yield whether the hub is reachable.
 
-    The libraries read their offline switch from the environment only at import. So Lamina sets the switch in the
-    libraries' modules, and restores it at the end.
+    The libraries read their offline switch from the environment only at import. Lamina therefore sets the offline
+    switch in the libraries' modules, and restores the switch at the end.
     """
     from huggingface_hub import constants
 

@@ -1,4 +1,4 @@
-"""The initializers: each maps a weight, by its role, to the standard deviation of its initial distribution.
+"""The initializers. An initializer maps a weight's role to the standard deviation of the weight's initial values.
 
 This module loads no torch; lamina/modeling/initialization.py draws the weights.
 """

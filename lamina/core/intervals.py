@@ -1,6 +1,6 @@
 """Statistics of paired numbers, for all packages.
 
-The functions import scipy themselves, because this import is slow.
+Each function imports scipy when it runs, because the import is slow.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Callbacks for imports: a callback runs at once if the module is loaded, otherwise after the module's import.
 
-So `import lamina` loads no other package, and users may import packages in any order.
+`import lamina` therefore loads no other package, and users may import packages in any order.
 """
 
 from __future__ import annotations

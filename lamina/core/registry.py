@@ -27,7 +27,7 @@ def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> Non
 
 
 class Registry(Generic[Entry]):
-    """Entries by name. Lamina loads them when it needs the first entry.
+    """Entries by name. Lamina loads the entries when it needs the first entry.
 
     Args:
         kind: the noun for an entry ("placement"), for the messages.

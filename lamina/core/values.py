@@ -187,7 +187,7 @@ def path(name: str, value: object) -> str:
 
 
 def writable_folder(name: str, folder: Path) -> None:
-    """Raise UserError if ``folder`` is not writable or can't be created. Lamina creates nothing yet."""
+    """Raise UserError if ``folder`` is not writable or can't be created. This check creates no folder."""
     path(name, folder)
     for parent in (folder, *folder.absolute().parents):
         try:
@@ -306,7 +306,7 @@ def factors(name: str, value: object) -> str | None:
 
 
 def numbers(name: str, text: object, kind: type[Number]) -> list[Number]:
-    """Parse a comma-separated list of different finite numbers, at least one."""
+    """Parse a comma-separated list of one or more different finite numbers."""
     try:
         values = [kind(part) for part in str(text).split(",") if part.strip()] if "_" not in str(text) else []
     except ValueError:

@@ -321,8 +321,8 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
 class DrawnItems(ItemSource[T]):
     """Items of another source, which Lamina changes at random.
 
-    The random numbers depend only on the seed and the item's position. So a resumed run, a run after a rollback, and a
-    run of several processes draw the same numbers as an undisturbed run.
+    The random numbers depend only on the seed and the item's position. A resumed run, a run after a rollback, and a run
+    of several processes therefore draw the same numbers as an undisturbed run.
 
     Args:
         source: the items before the change.

@@ -116,7 +116,7 @@ class FileShard:
 
 @dataclass(frozen=True)
 class HubShard:
-    """A shard of a streamed dataset on the hub; its positions are states of the datasets library."""
+    """A shard of a streamed dataset on the hub. A position is a state of the datasets library."""
 
     corpus: str
     dataset: IterableDataset

@@ -42,15 +42,15 @@ def ids_are_bytes(tokenizer: Json) -> bool:
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of embeddings that a tokenizer needs; it exceeds the number of tokens if the ids have gaps."""
+    """Return the number of embeddings that a tokenizer needs: more than the number of tokens if the ids have gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
 
 
 class TextEncoder:
     """Encodes texts without special tokens: the encoder neither adds special tokens nor recognizes them in the text.
 
-    So a text that contains ``<|endoftext|>`` cannot forge the end of a document. Truncation and padding are off. The
-    tokenizer itself stays unchanged.
+    A text that contains ``<|endoftext|>`` therefore cannot forge the end of a document. Truncation and padding are off.
+    The tokenizer itself stays unchanged.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -80,7 +80,7 @@ class TextEncoder:
         return [np.array(ids, dtype=self.dtype) for ids in cast("list[list[int]]", encoded["input_ids"])]
 
     def content_hash(self) -> str:
-        """Hash everything that decides a text's ids, and the id that ends a document."""
+        """Hash everything that decides the ids of texts, including the end-of-text id."""
         digest = hashlib.sha256(f"{self.tokenizer.eos_token_id}\0{self.vocab_size}\0".encode())
         if self.backend is not None:
             digest.update(self.backend.to_str().encode())

@@ -138,9 +138,9 @@ def prepare_blocks(
     """Tokenize a corpus, hold out a part, and pack both parts into blocks, or read the blocks from the cache.
 
     Lamina cuts the corpus at line ends into pieces of 1 to 64 thousand characters (fewer in tiny corpora), and holds
-    out every n-th piece. So the eval split is spread over the whole corpus, and no training block contains eval text.
-    In each split, an end-of-text token separates documents. An end-of-text token also replaces each stretch of pieces
-    in the other split.
+    out every n-th piece. The eval split is therefore spread over the whole corpus, and no training block contains eval
+    text. In each split, an end-of-text token separates documents. An end-of-text token also replaces each stretch of
+    pieces in the other split.
 
     If ``eval_fraction`` of a small corpus would not fill one block, Lamina holds out more.
 
@@ -309,8 +309,8 @@ def pack(
     """Tokenize a corpus and write the blocks of both splits, [blocks, sequence_length] of the encoder's dtype.
 
     Lamina holds out the share ``fraction`` of the corpus. With ``padded``, each block is one document, and its dtype is
-    ``padded_dtype``. The progress bar counts characters; it appears after two seconds, and only on a terminal. Raises
-    OSError if the disk is full.
+    ``padded_dtype``. The progress bar counts characters. The bar appears after two seconds, and only on a terminal.
+    Raises OSError if the disk is full.
     """
     documents = 0
     quiet = not (progress and has_bars())

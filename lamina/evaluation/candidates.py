@@ -29,8 +29,7 @@ class Candidate:
     Attributes:
         name: the name in the records; no two candidates have the same name.
         path: the model's path or hub name, for the loader.
-        arm: the label of the model's row in the table: the checkpoint's name, or the value of the setting that a study
-            varies.
+        arm: the label of the model's row in the table, such as a checkpoint's name or the setting that a study varies.
         seed: the seed of the model's run, if known.
         status: the status of the model's run. If the status is neither finished nor short, Lamina counts the model but
             does not evaluate it.

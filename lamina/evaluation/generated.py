@@ -49,7 +49,7 @@ class Passages:
 
 @cache
 def passages(*, held_out: bool) -> Passages:
-    """Return the sentences that `lamina pretrain` holds out of the corpus by default, or the rest."""
+    """Return the sentences that `lamina pretrain` holds out of the corpus by default, or all other sentences."""
     corpus = EmbeddedCorpus()
     chars = piece_chars(count_chars(corpus))
     book, books = "", {title: list[str]() for title in BOOKS}
@@ -63,7 +63,7 @@ def passages(*, held_out: bool) -> Passages:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of at least four lower-case letters. So names are left out."""
+    """Return the words of at least four lower-case letters. Names are therefore left out."""
     return re.findall(r"(?<![\w'-])[a-z]{4,}(?![\w'-])", text)
 
 

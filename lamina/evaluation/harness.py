@@ -35,7 +35,7 @@ SCORING_ERRORS = (AssertionError, ValueError, RuntimeError, KeyError, IndexError
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """A model, and the options with which the harness queries it.
+    """A model, and the options with which the harness queries the model.
 
     Attributes:
         model: a causal language model, on its device.

@@ -107,7 +107,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         None, "bytes, or a transformers tokenizer's name or folder (default: the checkpoint's)", place
     )
     batch_size: int | str = setting(
-        8, "sequences per forward pass, or auto (on a GPU as many as fit, on a CPU 8)", batch_or_auto
+        8, "sequences per forward pass, or auto (as many as fit on a GPU, 8 on a CPU)", batch_or_auto
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "float32", "float32, bfloat16, float16, or auto (the checkpoint's)"

@@ -1,4 +1,4 @@
-"""The seal of a folder's records: result.json holds its own digest, its trial's key and each record's hash.
+"""The seal of a folder's records: result.json holds the file's digest, the trial's key and each record's hash.
 
 When Lamina reads the folder, it therefore notices an edited digit or a file of another trial.
 """
@@ -71,7 +71,7 @@ def write_result(folder: Path, result: Mapping[str, object]) -> None:
 
 
 def write_with_seal(folder: Path, name: str, data: Mapping[str, object], patterns: Iterable[str]) -> None:
-    """Write a JSON file with its own digest and the hashes of the folder's files that match ``patterns``.
+    """Write a JSON file with the file's digest and the hashes of the folder's files that match ``patterns``.
 
     Raises OSError.
     """

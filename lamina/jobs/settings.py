@@ -92,7 +92,7 @@ class Settings:
     """The base class of all settings records.
 
     ``command_name`` is the record's ``lamina`` command. ``without`` names inherited fields that the record does not
-    offer. These fields keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
+    offer. Such fields keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
     files and help texts. The other fields follow base class by base class, and the record's new fields come last.
     ``group``, a keyword of the class statement, is the heading of a group's flags in ``--help all``. A command's own
     record has no group. ``main`` names the ten settings that ``--help`` shows. ``needed`` names the settings that a job

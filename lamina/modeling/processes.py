@@ -34,8 +34,8 @@ class Processes:
 
     Groups of ``tensor`` processes share each layer's matrices.
 
-    Decisions that must be equal in all processes (stop, diverged, failed) use separate CPU collectives. So no process
-    waits for a process that has ended, or for a device.
+    Decisions that must be equal in all processes (stop, diverged, failed) use separate CPU collectives. With CPU
+    collectives, no process waits for a process that has ended, or for a device.
     """
 
     rank: int = 0
@@ -73,7 +73,7 @@ class Processes:
         return bool(flag.item())
 
     def mean(self, value: float) -> float:
-        """Return the mean of a number over all processes; it is finite only if every process's number is finite."""
+        """Return the mean of a number over all processes, which is finite only if every process's number is finite."""
         if self.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64)

@@ -27,7 +27,8 @@ class State(NamedTuple):
 class LaminaWiring(nn.Module, ABC):
     """The base class of residual paths that learn other weights than norms and scales.
 
-    No initializer draws the weights of a LaminaWiring. They have no weight decay, and the module computes in float32.
+    No initializer draws the weights of a LaminaWiring. The weights have no weight decay, and the module computes in
+    float32.
 
     ``begin`` registers one parameter for each entry of ``starts``. If the plan learns only gains, ``begin`` keeps the
     other values as constants.

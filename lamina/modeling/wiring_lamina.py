@@ -119,7 +119,7 @@ class LaminaGainlessNorm(LaminaRMSNorm):
 
 
 class LaminaGroupedNorm(LaminaNorm):
-    """A LaminaRMSNorm over each of ``groups`` equal parts of a token's channels. So the norm is causal."""
+    """A LaminaRMSNorm over each of ``groups`` equal parts of a token's channels, and therefore causal."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.to(torch.float32).unflatten(-1, (self.groups, -1))
@@ -232,9 +232,9 @@ class NormedProjections(nn.Module):
     """A backbone's module with norms on its queries, keys or values, or before its last projection.
 
     The norms are ``q_norm``, ``k_norm``, ``v_norm`` and ``inner_norm``. Each norm is a separate module, and its
-    projection stays a linear layer of transformers. So code that wraps, swaps or merges linear layers (LoRA,
-    quantization, serving engines) leaves the norms alone. ``norm_projections`` mixes this class into the module's
-    class; the module's ``forward`` then calls the methods below on the projections' outputs and inputs. With ``ways``,
+    projection stays a linear layer of transformers. Code that wraps, swaps or merges linear layers (LoRA, quantization,
+    serving engines) therefore leaves the norms alone. ``norm_projections`` mixes this class into the module's class;
+    the module's ``forward`` then calls the methods below on the projections' outputs and inputs. With ``ways``,
     queries, keys and values come from three states, side by side in the last axis of the input.
     """
 
@@ -289,7 +289,8 @@ def normed_class(
 
     The subclass has the backbone's forward with two changes: ``self.q_proj(x)`` becomes
     ``self.normed_queries(self.q_proj(x))``, and ``self.o_proj(x)`` becomes ``self.o_proj(self.inner_norm(x))``. Raises
-    ValueError if the backbone's forward does not call the projections itself, or if its source is not available.
+    ValueError if the backbone's forward does not call the projections itself, or if the forward's source is not
+    available.
     """
     key = (base, normed, stacked, ways)
     if key not in _NORMED_CLASSES:
@@ -357,7 +358,7 @@ class Residual(nn.Module):
 
     Constant scales are floats, because a buffer would lose its value on the meta device. Learned scales are Parameters.
     ``scaled`` names scales that the sub-layer applies even if they are 1, because other layers of the plan have these
-    scales. So layers that differ only in a scale's value share one compiled graph.
+    scales. Layers that differ only in a scale's value therefore share one compiled graph.
     """
 
     def __init__(
@@ -565,9 +566,7 @@ class Block(GradientCheckpointingLayer):
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """The facts that decide the compiled graph, besides the sub-layers' facts: new streams, and the memory's
-        states.
-        """
+        """The facts about the block's state that decide the compiled graph: the new streams and the memory's states."""
         own = self.sources
         read = (
             None

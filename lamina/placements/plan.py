@@ -454,7 +454,7 @@ class Plan:
 
     @property
     def num_layers(self) -> int:
-        """The number of blocks (twice as many sub-layers)."""
+        """The number of blocks. Each block has two sub-layers."""
         return len(self.layers)
 
     def kinds(self) -> list[tuple[Layer, list[int]]]:
