@@ -139,8 +139,8 @@ def prepare_blocks(
 
     Lamina cuts the corpus at line ends into pieces of 1 to 64 thousand characters (fewer in tiny corpora), and holds
     out every n-th piece. The eval split is therefore spread over the whole corpus, and no training block contains eval
-    text. In each split, an end-of-text token separates documents. An end-of-text token also replaces each stretch of
-    pieces in the other split.
+    text. In each split, an end-of-text token separates documents. If pieces of the other split lie between two pieces,
+    an end-of-text token replaces these pieces.
 
     If ``eval_fraction`` of a small corpus would not fill one block, Lamina holds out more.
 
@@ -151,8 +151,8 @@ def prepare_blocks(
         eval_fraction: the held-out share of the text, above 0 and up to 0.5.
         text_field: the field of .jsonl rows that holds the text.
         cache_dir: default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
-        padded: give each document a separate row, which is cut or padded to ``sequence_length``. The document belongs
-            to the split of the piece in which it begins.
+        padded: give each document a separate row, which is cut or padded to ``sequence_length``. Each document belongs
+            to the split of the piece in which the document begins.
         progress: show a progress bar on a terminal after two seconds.
 
     Raises:

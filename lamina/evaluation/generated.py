@@ -270,7 +270,7 @@ def write(folder: Path, *, train: int = TRAIN, test: int = TEST, path: Path | No
 
 
 def version() -> str:
-    """Return a hash, 32 hexadecimal digits, that changes whenever the items do."""
+    """Return a hash of 32 hexadecimal digits. If the items change, the hash changes."""
     return hashlib.sha256(f"{_FORMAT}|{TRAIN}|{TEST}".encode()).hexdigest()[:32]
 
 
