@@ -371,7 +371,7 @@ class MixedBlocks(BlockSource):
 
     After any n blocks, each part has contributed its share of n, to within one block. With a ``seed``, each epoch of a
     part shuffles the part's blocks again. Without a seed, the blocks keep the part's order. The order depends only on
-    the shares and the seed, so a run that resumes at block i sees the same blocks.
+    the parts, the shares and the seed, so a run that resumes at block i sees the same blocks.
     """
 
     in_order = True

@@ -69,7 +69,7 @@ def mixed(matrix: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> torch.Tensor:
-    """Make the rows and columns of a matrix [..., n, n] sum to 1, in turn (mHC, arXiv 2512.24880 Eq 9)."""
+    """Turn logits [..., n, n] into a matrix whose rows and columns sum to 1 (mHC, arXiv 2512.24880 Eq 9)."""
     matrix = logits.softmax(-1) + eps
     matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):

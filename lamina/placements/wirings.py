@@ -105,7 +105,7 @@ def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
 
 @wiring("identity_hc", equation="h = r S, S' = S + w b", source="HY-V4; transformers' hy_v4")
 def identity_hc(plan: Plan, size: int | None) -> Plan:
-    """Add streams that are never mixed. The weights for reading and writing are sigmoids of a projection."""
+    """Add streams that are never mixed. Weights to read and write are sigmoids of a projection of all streams."""
     return _sigmoid(plan, size)
 
 
