@@ -340,7 +340,9 @@ class GuardSettings(Settings, group="divergence"):
         1.0, "how far the loss must rise above its lowest value to count as diverged, in nats", not_below(0.0)
     )
     divergence_patience: int = setting(
-        20, "number of steps above divergence_margin after which the run counts as diverged", at_least(1)
+        20,
+        "number of steps for which the loss must stay divergence_margin above its lowest value to count as diverged",
+        at_least(1),
     )
     stuck_margin: float = setting(
         0.1,

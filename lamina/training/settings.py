@@ -250,7 +250,7 @@ class PretrainSettings(
             if not max(1, earliest) <= begins < steps or steps >= self.steps or begins > latest:
                 raise UserError(
                     f"branches: a run of {steps} steps would begin to decay after step {begins}. Choose lengths below "
-                    f"steps = {self.steps} that begin to decay between step {earliest} (the end of the warm-up) and "
+                    f"steps = {self.steps} whose decay begins between step {earliest} (the end of the warm-up) and "
                     f"step {latest}."
                 )
 

@@ -31,7 +31,7 @@ from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
 AfterStep = Callable[[int], bool]
-"""A function of the number of finished steps that returns whether to take another step."""
+"""Decides from the number of finished steps whether to take another step."""
 
 
 class ShortRun(TrainerCallback):

@@ -224,7 +224,7 @@ class OrderedTrainer(_Trainer):
 
 
 Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
-"""A function of logits and labels that returns a tensor [batch] for each score's name."""
+"""Computes from logits and labels a tensor [batch] for each score's name."""
 
 
 class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Trainer):

@@ -3,7 +3,7 @@
 All blocks share the code of one forward function. Weights, indices and scales, which differ between layers, are inputs
 of the function's graph. So torch compiles one graph for each kind of layer. Layers of one kind have the same structure
 and, in some backbones, the same kind of attention. If a scale differs in many layers (1/sqrt(l)), torch compiles one
-more graph, which takes any value.
+more graph, which accepts any scale.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Alarm:
 
 @dataclass(kw_only=True)
 class Alarms(Rules):
-    """Raises alarms from the rows of each step. A series raises no second alarm before it is back in its usual range.
+    """Raises alarms for unusual rows. A series raises no second alarm before it is back in its usual range.
 
     An unusual gradient becomes an alarm if it stays unusual for more consecutive steps than its limit, or if another
     series, such as the loss, becomes unusual soon after. Otherwise, Lamina records the gradient's batch as a notable

@@ -71,8 +71,8 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
                 what=f"no gradient reaches {len(silent)} of the layers' parameters ({setup.listed(silent)})",
                 why="their modules run, and the layers' other parameters get a gradient: an operation detaches their "
                 "outputs",
-                do="Look for .detach(), .data, torch.no_grad() or .item() after their modules, and for a router whose "
-                "probabilities weigh no expert",
+                do="Look for .detach(), .data, torch.no_grad() or .item() after their modules, and for router "
+                "probabilities that do not multiply the experts' outputs",
             )
 
 

@@ -78,7 +78,7 @@ class PolicyCourse:
         begun: the first step of the current period in which all rewards of each group are equal; 0 if rewards differ.
         run: the number of records in the current period.
         records: the number of records before the current period.
-        equal: the number of records before the current period with equal rewards in each group.
+        equal: before the current period, the number of records with equal rewards in each group.
         idle: whether the rewards have given no gradient for too long to be chance.
         first: the first values of each metric.
         recent: the last KL values inside the usual range.

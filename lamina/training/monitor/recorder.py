@@ -164,9 +164,7 @@ class MonitoredTrainer(_Trainer):
 
 TWICE_SECONDS = 3.0
 Measure = Callable[[nn.Module, torch.Tensor, int], list[Row]]
-"""A function of the model, held-out inputs [items, ...] and the step that returns tidy rows of the residual stream and
-the gains.
-"""
+"""Computes tidy rows of the residual stream and the gains from the model, held-out inputs [items, ...] and the step."""
 
 
 def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:

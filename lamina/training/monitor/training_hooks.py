@@ -524,10 +524,10 @@ class Instruments:
         return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
 
     def step_loss(self) -> torch.Tensor | None:
-        """Return the step's loss so far: the sum of the loss's shares, or the mean over the step's micro-batches.
+        """Return the step's loss so far: the sum of its parts, or the mean over the step's micro-batches.
 
-        Losses that the loop differentiated count as shares. If a loop differentiates chunks of the loss one by one, and
-        then their sum, the chunks do not count again.
+        Losses that the loop differentiated are parts of the step's loss. If a loop differentiates chunks of the loss
+        one by one, and then their sum, the chunks do not count again.
         """
         shares = not self.losses
         if not (kept := self._differentiated or self._apart if shares else self.losses):

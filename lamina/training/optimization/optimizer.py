@@ -44,7 +44,7 @@ def scaling_of(settings: RunSettings) -> Scaling | None:
 
 
 def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "adamw") -> dict[str, StepFactors]:
-    """Return each parameter's factors, by the parameter's name. Raises UserError if ``scaled_weights`` raises it."""
+    """Return each parameter's factors, by the parameter's name. Raises the UserErrors of ``scaled_weights``."""
     scaled = {each.weight.name: each for each in scaled_weights(model, scaling)}
     if optimizer == "adamw":
         return {name: each.factors for name, each in scaled.items()}
