@@ -63,7 +63,7 @@ def renamed_setting(old: str, new: str) -> Iterator[None]:
 class TrialsFailed(UserError):
     """Every trial of a study failed. The message gives the first trial's reason.
 
-    The command line exits with code 1.
+    If all trials fail, the command line exits with code 1.
 
     Attributes:
        results: the rows of results.csv.

@@ -145,7 +145,7 @@ def fused(block: LayerCall) -> bool:
 
 
 def unnormed(block: LayerCall) -> bool:
-    """Return whether a block has no norm on its sums, so that its residual path is the identity. If Lamina did not find
+    """Return whether a block has no norm on its sums: its residual path is then the identity. If Lamina did not find
     the sums, the result is False.
     """
     return bool(block.site.sublayers) and all(

@@ -320,8 +320,8 @@ def condition_rows(site: LayerSite) -> list[Row]:
 class Covariance:
     """The centered covariance [channels, channels] of samples [n, channels] that come batch by batch.
 
-    Lamina subtracts the first batch's mean and multiplies in at least float32, so a channel with a massive mean
-    does not lower the precision of other channels. The sum is in float64.
+    Lamina subtracts the first batch's mean and multiplies in at least float32, so a channel with a massive mean does
+    not lower the precision of other channels. Lamina sums in float64.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class Jacobian:
 
     A backward pass gives J^T u. Because J^T u is linear in u, a backward pass through this backward pass gives J v.
     Every operation needs a second derivative, but no forward-mode derivative. On a CPU, the fused attention kernels
-    have neither derivative, so run attention eagerly.
+    have no second and no forward-mode derivative, so run attention eagerly.
 
     The output of ``function`` and ``x`` may differ in shape. ``x`` is floating point, and all other inputs stay fixed.
     """

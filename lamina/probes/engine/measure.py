@@ -229,7 +229,7 @@ def make_context(
     *,
     sample: bool = False,
 ) -> Context:
-    """Load the model, find its layers, and read the inputs. Raises UserError if Lamina cannot do this.
+    """Load the model, find its layers, and read the inputs. Raises UserError if one of these steps fails.
 
     With ``sample``, the inputs are Lamina's sample of a corpus. Without ``sample``, the inputs are the user's own, and
     probes measure all inputs.
@@ -288,7 +288,7 @@ def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> L
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Raise UserError if a weight has no values. The message names the first such weight."""
+    """Raise UserError if a weight has no values. The message names the first weight without values."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UserError(f"model: the weight {name!r} is on the meta device. Load the model's weights first.")

@@ -39,7 +39,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     agree.
 
     Raises:
-        UserError: if one of these conditions fails, because probes would then not measure the stream.
+        UserError: if the passes show that the traced tensors are not the residual stream.
     """
     fixed = not all(isinstance(value, torch.Tensor) for value in inputs.values())
     few = dict(inputs) if fixed else few_inputs(inputs, structure.hidden_size)

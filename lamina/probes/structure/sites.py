@@ -148,8 +148,7 @@ class LayerSite:
     """One layer's call. In ALBERT, several layers share ``module``; ``call`` tells them apart.
 
     ``carries_more`` says whether the layer returns several streams, or earlier states in addition to the stream.
-    ``reads`` is the state that the layer's first sub-layer reads from these streams or states; None if it reads the
-    stream.
+    ``reads`` is the state that the layer's first sub-layer reads instead of the stream; None if it reads the stream.
     """
 
     index: int
