@@ -80,7 +80,10 @@ def read_json(path: Path) -> Json:
     """Read a JSON file that holds an object. Raises OSError, ValueError."""
     if is_special(path):
         raise OSError(errno.EINVAL, SPECIAL, str(path))
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
 
 
 def noted(path: Path) -> Json:

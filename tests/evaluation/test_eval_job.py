@@ -79,6 +79,9 @@ def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys
     assert "guessing</td>" in page
     assert "pre_ln" in page
     assert main(["report", str(out)]) == 0
+    (out / "result.json").write_text((out / "result.json").read_text()[:-20])
+    assert main(["report", str(out)]) == 2
+    assert "result.json" in capsys.readouterr().err
 
 
 def test_a_killed_evaluation_resumes_with_what_is_missing(model, quiz, text, tmp_path, monkeypatch):

@@ -86,9 +86,11 @@ def folder(path: Path, draw: random.Random) -> None:
 
 def stray(path: Path, draw: random.Random) -> None:
     """One more file beside it, under a name of its kind, with other content of its kind."""
-    other = path.with_name(
-        re.sub(r"(\d+)?(?=\.\w+$)", lambda m: f"{int(m[1] or 0) + 7:0{len(m[1] or '')}d}", path.name, count=1)
-    )
+    number = re.search(r"(\d*)(\.\w+)$", path.name)
+    assert number is not None
+    begin, digits, end = path.name[: number.start()], number[1], number[2]
+    names = (f"{begin}{int(digits or 0) + more:0{len(digits)}d}{end}" for more in range(7, 99))
+    other = next(other for name in names if not (other := path.with_name(name)).exists())
     shutil.copyfile(path, other)
     if path.suffix in (".json", ".jsonl", ".yaml", ".csv"):
         digit(other, draw)

@@ -243,6 +243,7 @@ def size_of_another_type(folder: Path, draw: random.Random) -> str:
 def size_huge(folder: Path, draw: random.Random) -> str:
     field = draw.choice(["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
     value = draw.choice([10**6 + 1, 10**9, 10**12, 10**30, 10**400])
+    value = max(value, 10**9) if field == "vocab_size" else value  # a million tokens of this width fit into memory
     _edit(folder, "config.json", lambda data: _sizes_of(data).update({field: value}))
     return f"{field} of {len(str(value))} digits"
 
