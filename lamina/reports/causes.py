@@ -621,7 +621,7 @@ class Learned:
 
 def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, float]]:
     """Return the likely causes of the first alarm, with their odds. The list holds at most two causes, or only "not
-    known". Without an alarm, it is empty.
+    known". Without an alarm, the list is empty.
     """
     if signs.first is None:
         return []

@@ -22,7 +22,7 @@ from lamina.training.monitor.writers import LAYER_COLUMNS, layer_parts, read_par
 logger = logging.getLogger(__name__)
 
 MOST_STEPS = 240
-"""The number of steps of a metric that Lamina reads. No chart shows more than a third of them."""
+"""The number of steps of a metric that Lamina reads. No chart shows more than a third of these steps."""
 _TEXTS = ("sublayer", "role", "metric")
 _AT_ONCE = 2**22  # bytes of parts that are read once, and not first for their steps
 _METRICS = 2**20  # more than there are names

@@ -68,8 +68,9 @@ METRICS = {
             "depth. If it becomes brighter to the right, the variance grows during training."
         )),
         Metric("update_ratio", "Updates", "Update-to-weight ratio by layer", "|update| / |weights|", caption=(
-            "Norm of the optimizer's change to each block's weights, divided by the norm of these weights. It shows "
-            "how fast a layer moves, with clipping, learning rate and weight decay included. Around 10⁻³ is usual. "
+            "Norm of the optimizer's change to each block's weights, divided by the norm of these weights. The ratio "
+            "shows how fast a layer moves, with clipping, learning rate and weight decay included. Around 10⁻³ is "
+            "usual. "
             "In large runs, this ratio has risen before the gradient and the loss, and first in the lower layers."
         ), over_steps=(
             "The layers go upward and the steps to the right. The ratio follows the learning rate. If only some "
@@ -88,8 +89,8 @@ METRICS = {
             "the loss spiked."
         )),
         Metric("second_moment", "Updates", "Second moments", "|sqrt(v)|", folded=True, caption=(
-            "Norm of the root of Adam's second moment, which is the usual size of a gradient. It adapts slowly, "
-            "so after a calm phase a burst of gradients makes large updates."
+            "Norm of the root of Adam's second moment, which is the usual size of a gradient. The second moment adapts "
+            "slowly, so after a calm phase a burst of gradients makes large updates."
         )),
         Metric("hidden_top_abs", "Magnitudes", "The 100 largest magnitudes against FP16's limit", "the 100 largest |x|",
                limit=(65504, "FP16's limit, 65,504"), caption=(
@@ -130,7 +131,7 @@ METRICS = {
         )),
         Metric("written_ratio", "Updates", "Written weights", "change / weights", folded=True, log=False, caption=(
             "Norm of the change in a sample of the weights between two optimizer steps, divided by the sample's "
-            "norm. It should be 0, because only the optimizer should change weights."
+            "norm. The change should be 0, because only the optimizer should change weights."
         )),
         Metric("forgotten_share", "Updates", "Lost moments", "change / moments", folded=True, log=False, caption=(
 
@@ -147,7 +148,7 @@ METRICS = {
             "Largest magnitude of each norm's gain. If it is far above the mean, the norm amplifies few channels."
         )),
         Metric("row_norm_abs_max", "Norm gains", "Longest rows", "largest row norm", folded=True, log=False, caption=(
-            "Largest row norm of the embedding, and of the output head if it is not tied. It rises if a single "
+            "Largest row norm of the embedding, and of the output head if it is not tied. This norm rises if a single "
             "token's vector grows."
         )),
         Metric("expert_load", "Experts", "Load of the experts", "busiest expert's load / balanced load", caption=(

@@ -122,8 +122,8 @@ def words(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def packed_plotly() -> str:
-    """Return plotly.js with only the kinds of traces in the figures, gzipped, as base64. It has a third of the full
-    size.
+    """Return plotly.js with only the kinds of traces in the figures, gzipped, as base64. The result has a third of the
+    full size.
     """
     return base64.b64encode(_ASSETS.joinpath("plotly-cartesian.min.js.gz").read_bytes()).decode()
 

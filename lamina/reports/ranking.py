@@ -26,11 +26,11 @@ ONE_SEED = "One seed cannot show which differences are noise. Add --seeds 0,1,2.
 def summarize(results: Frame) -> Frame:
     """Return one row per placement at its best learning rate, sorted by the mean eval loss of the finished seeds.
 
-    To find the best learning rate, Lamina keeps the learning rates at which the largest share of seeds finished. The
-    lowest mean loss among them wins. So a learning rate cannot win because its bad seeds failed. After the ranked
-    placements come placements that finished above the loss of a bigram table. Then come placements without a finished
-    seed, sorted by status (short, stuck, interrupted, diverged, failed), then by eval loss. ``eval_loss_std`` is over
-    the finished seeds (ddof 1), and NaN for fewer than two.
+    To find the best learning rate, Lamina keeps the learning rates at which the largest share of seeds finished. Among
+    these, the learning rate with the lowest mean loss wins. So a learning rate cannot win because its bad seeds failed.
+    After the ranked placements come placements that finished above the loss of a bigram table. Then come placements
+    without a finished seed, sorted by status (short, stuck, interrupted, diverged, failed), then by eval loss.
+    ``eval_loss_std`` is over the finished seeds (ddof 1), and NaN for fewer than two.
 
     The columns are rank (NaN for a placement that did not finish, or finished above a bigram table), placement,
     learning_rate, learning_rates (the number of learning rates), seeds, finished, status (the worst), status_text

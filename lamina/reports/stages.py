@@ -123,7 +123,7 @@ def _refuse_others(stages: Sequence[Path], abouts: Mapping[Path, Json]) -> None:
         if both or (None not in widths and widths[0] != widths[1]):
             raise UserError(
                 f"folder: {stage.name!r} and {other.name!r} in {str(stage.parent)!r} are not stages of one run: "
-                f"they {why}. Give the folder of one of them, or give lamina.watch the first_layer of each stage."
+                f"they {why}. Give the folder of one run, or give lamina.watch the first_layer of each stage."
             )
 
 

@@ -283,8 +283,8 @@ def thin(columns: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
 
 
 def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
-    """Return the ticks between two powers of ten, as exponents and as texts. Over more than two decades, the ticks are
-    decades.
+    """Return the ticks between two powers of ten, as exponents and as texts. A range of more than two decades has one
+    tick per decade.
     """
     steps = (1, 2, 3, 5, 7) if high - low < 1.2 else (1, 2, 5) if high - low < 2 else (1,)
     every = max(1, math.ceil((high - low) / 9))

@@ -200,7 +200,7 @@ def settings_table(settings: Mapping[str, object]) -> str:
 
 
 def spike_note(summary: Frame) -> str:
-    """Explain what counts as a spike, if a table counts them."""
+    """Explain what counts as a spike, if a table counts spikes."""
     return f'<p class="source">{escape(_SPIKE_NOTE)}</p>' if any(c.share for c in _present(RANKING, summary)) else ""
 
 

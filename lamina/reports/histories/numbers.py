@@ -22,7 +22,7 @@ _MAYBE = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}")  # 2,310 is 2310 or 2.31; 2,31 a
 
 
 def number_of(value: object) -> float | None:
-    """Return a value as a number; for a histogram, the norm of the values in its bins; None for anything else."""
+    """Return a value as a number. A histogram becomes the norm of its values, and anything else None."""
     if isinstance(value, float):
         return value
     if value is None or isinstance(value, bool):

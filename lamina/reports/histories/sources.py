@@ -51,7 +51,7 @@ _FILES = (
     "*metrics*.jsonl",
     "train_log.jsonl",
 )
-"""Files in the folders of trainers. Lamina reads the first of them that exists."""
+"""Files in the folders of trainers. Lamina reads the first file of this list that exists."""
 _TRACKED = ("*.wandb", "events.out.tfevents.*")
 _ZIPPED = b"\x1f\x8b"
 _SAID = 5.0  # seconds after which a reader says how far it is

@@ -67,7 +67,7 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
             Section(name="Charts", title="What shows it", html=html),
             Section(name="Evidence", title="Evidence", html=_paragraphs(said.evidence if said.cause else [])),
             batches(evidence),
-            Section(name="Notes", title="How far to trust it", html=_paragraphs(said.notes)),
+            Section(name="Notes", title="How far to trust the diagnosis", html=_paragraphs(said.notes)),
             Section(
                 name="Alarms",
                 title="Alarms by step",

@@ -139,7 +139,7 @@ def notices(rows: Sequence[Json]) -> list[str]:
 
 
 def headline(rows: Sequence[Json]) -> str:
-    """Return the finding in a line. It names all placements that reached the end of the warm-up."""
+    """Return the finding in a line. The line names all placements that reached the end of the warm-up."""
     beyond = [row["placement"] for row in rows if row["open"]]
     if len(beyond) > 1:
         top = min(row["mean"] for row in rows if row["open"])
@@ -150,7 +150,7 @@ def headline(rows: Sequence[Json]) -> str:
 
 
 def sentences(rows: Sequence[Json]) -> list[str]:
-    """Report which placement tolerates the highest learning rate, and its ratio to the lowest of them."""
+    """Report which placement tolerates the highest learning rate, and its ratio to the lowest learning rate."""
     measured = [row for row in rows if row["seeds"] and row["mean"] > 0]
     if not measured:
         return ["No run has found a largest learning rate."]
