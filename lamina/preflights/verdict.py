@@ -159,7 +159,7 @@ def deciding_share(numbers: Features, fitted: Json) -> float:
     If the loss is still far above a constant prediction's loss, Lamina extrapolates the pace of the burn-in's second
     half, until the loss is clearly below a constant prediction's loss. Lamina multiplies this share by a fitted factor,
     because the fall of the loss slows down. If the loss is near a constant prediction's loss, the result is a fitted
-    multiple of the burn-in's share. The result is at most 1, which means the whole run.
+    multiple of the share that the burn-in has spent. The result is at most 1, which means the whole run.
     """
     rule = fitted["deciding"]
     if not learns_frequencies(numbers):
@@ -271,13 +271,14 @@ def _longer(numbers: Features, burn_in: BurnIn, deciding: int, better: str) -> s
     by = f"by step {deciding}" if deciding < burn_in.planned.steps else "only toward the end or not at all"
     if learns_frequencies(numbers):
         estimate = (
-            f"at the pace of these steps, which usually slows, the loss is clearly below a constant prediction's {by}"
+            "at the pace of these steps, which usually slows, the loss gets clearly below a constant prediction's "
+            f"loss {by}"
         )
     else:
         times = calibration()["deciding"]["times"]
         estimate = (
-            "the loss is close to a constant prediction's; of the runs that got below it, four in five did so within "
-            f"{times:g} times the sum of learning rates so far, {by}"
+            "the loss is close to a constant prediction's loss; of the runs that fell below it, four in five did so "
+            f"within {times:g} times the sum of learning rates so far, {by}"
         )
     if deciding >= burn_in.planned.steps:
         return f"only the whole run can decide: {estimate}; or {_faster(numbers, burn_in, better)}"

@@ -81,7 +81,7 @@ def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
 def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = False) -> Stop | None:
     """Find the first failure in the losses, which begin with step 1. Returns None if there is no failure yet.
 
-    ``broken`` is true if the run ended after these losses because another value was not finite.
+    ``broken`` is true if the run ended after ``losses`` because another value was not finite.
     """
     values = np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(values)

@@ -4,7 +4,7 @@ Lamina runs the old model on the text, then the new model on the same text, one 
 gain of each new norm by least squares, channel by channel. The fit brings the norm's output near the old model's tensor
 at the same point: a module's input, a branch, or the residual stream. If a norm is removed or a skip gets a new factor,
 Lamina scales the weights of the projections around the module. If both placements have the same formulas, the models
-agree. Otherwise the loss rises, because the new placement cannot express the old function exactly.
+agree. If the formulas differ, the loss rises, because the new placement cannot express the old function exactly.
 """
 
 from __future__ import annotations

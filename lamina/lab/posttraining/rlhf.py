@@ -415,9 +415,9 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 class PromptOrder(TrainOrder):
     """The order of the prompts for TRL's online trainers. Each prompt occurs ``copies`` times in a row.
 
-    In each group of ``steps_per_generation`` micro-batches (default: a step's micro-batches), TRL generates answers
-    only at the first micro-batch, and trains on these answers ``num_iterations`` times. TRL ignores the prompts of the
-    other micro-batches in the group.
+    TRL forms groups of ``steps_per_generation`` micro-batches (default: a step's micro-batches). It generates answers
+    only at a group's first micro-batch, and trains on the answers ``num_iterations`` times. TRL ignores the prompts of
+    the other micro-batches in the group.
     """
 
     def __init__(

@@ -210,7 +210,7 @@ class TuningSettings(
 
     @property
     def changes_base(self) -> bool:
-        """Whether LoRA also changes weights of the model, so that a run needs a copy of the initial model."""
+        """Whether LoRA also changes weights of the initial model."""
         return bool(self.lora.keys() & {"bias", "init_lora_weights"})
 
     def check(self) -> None:

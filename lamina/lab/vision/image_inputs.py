@@ -50,8 +50,8 @@ def _from_corpus(
 ) -> torch.Tensor:
     """Read images from a .npy file of pixel values, a file of labeled pixels, or a folder of picture files.
 
-    The checkpoint's ``processor`` resizes and normalizes pictures. Otherwise, Lamina scales pictures to the range -1 to
-    1.
+    The checkpoint's ``processor`` resizes and normalizes pictures. If there is no processor, Lamina
+    scales pictures to the range -1 to 1.
     """
     path = Path(corpus)
     if corpus == MNIST or corpus.endswith((".csv", ".csv.gz")):

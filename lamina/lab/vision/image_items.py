@@ -140,7 +140,7 @@ class ImageItems(ItemSource[ImageItem]):
     """The images of a split, which an image processor of transformers resizes and normalizes.
 
     Attributes:
-        numbers: the numbers of the images to use, [items].
+        numbers: the indices of the images to use, [items].
         processor: the image processor, which resizes, crops and normalizes.
         augmentation: the changes that ``for_run`` makes to training images.
     """

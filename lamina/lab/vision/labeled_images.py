@@ -86,8 +86,8 @@ class LabeledImages(ABC):
 def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the training images, and the numbers of the held-out images.
 
-    If the set has splits, Lamina uses these splits. Otherwise, Lamina holds out ``eval_fraction`` of every class with
-    two images or more, but at least one image. The held-out images of a set are always the same.
+    If the set has splits, Lamina uses these splits. For a set without splits, Lamina holds out ``eval_fraction`` of
+    every class with two images or more, but at least one image. The held-out images of a set are always the same.
     """
     every = np.arange(len(images.labels))
     if images.held_out is not None:

@@ -87,7 +87,7 @@ def dry_run_text(settings: StudySettings) -> str:
         }
         for arm, each in plan.dry().items()
     }
-    note = "" if TRIAL_JOBS[scale.job].trains else f"The job {scale.job} trains nothing. It only builds the models.\n"
+    note = "" if TRIAL_JOBS[scale.job].trains else f"The job {scale.job} only builds the models and trains nothing.\n"
     frame = dry_run(arms)
     here = scale.name == "cpu" and TRIAL_JOBS[scale.job].trains
     workers = settings.workers or usual_workers()

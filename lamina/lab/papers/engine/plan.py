@@ -1,4 +1,4 @@
-"""Plan a study: from the results so far, find the trials that are still needed.
+"""Plan a study: find the trials that it still needs after the results so far.
 
 If a study tunes learning rates, its sweep runs first. If the best learning rate is at the sweep's edge, Lamina adds
 learning rates beyond the edge. After the sweep, Lamina trains each arm with the study's seeds at the arm's best

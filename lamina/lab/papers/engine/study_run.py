@@ -64,7 +64,7 @@ def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[s
 
 
 def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
-    """Return the result "failed" if an input of the trial has failed. Otherwise, return None."""
+    """Return the result "failed" if an input of the trial has failed, and None otherwise."""
     for source in trial.inputs.values():
         result = failed.get(source.key)
         if result is None or result["status"] in ENDED:  # it ended, and only a measurement failed

@@ -109,10 +109,10 @@ def lower(
 
     The claim holds if the 95 % t interval of the difference a - b is below 0 and the mean is at most -``by``. The claim
     is `reversed` if the same rule holds with the arms exchanged. The claim is `excluded` if a test at the same level
-    excludes a difference of ``by``. Otherwise, and with fewer than 3 pairs, the claim is inconclusive. ``by`` is the
-    smallest difference that counts (default: 0.01 for a loss; any other column needs a value). With ``any_status``,
-    runs of every status count. Use ``any_status`` for a column that has a meaning in a diverged run, such as the number
-    of spikes.
+    excludes a difference of ``by``. If no rule decides, or with fewer than 3 pairs, the claim is inconclusive. ``by``
+    is the smallest difference that counts (default: 0.01 for a loss; any other column needs a value). With
+    ``any_status``, runs of every status count. Use ``any_status`` for a column that has a meaning in a diverged run,
+    such as the number of spikes.
     """
     return _compared(trials, (a, than), column, Region(below=0.0), by=by, any_status=any_status)
 

@@ -50,7 +50,7 @@ class Verdict(StrEnum):
 
     @property
     def shown(self) -> bool:
-        """Whether the trials show the claimed effect, for any reason."""
+        """Whether the trials show the claimed effect, even if a lower loss explains it."""
         return self in (Verdict.HOLDS, Verdict.HOLDS_AT_ISO_LOSS, Verdict.EXPLAINED)
 
     @property

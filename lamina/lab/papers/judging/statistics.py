@@ -30,14 +30,14 @@ def share_interval(count: int, runs: int) -> tuple[float, float]:
 
 
 def share_above(count: int, runs: int, share: float) -> float:
-    """Return the exact one-sided p value, doubled, that a share of runs is above ``share``."""
+    """Test exactly whether a share of runs is above ``share``. Returns the one-sided p value, doubled."""
     from scipy import stats
 
     return min(1.0, 2 * float(stats.binom.sf(count - 1, runs, share)))
 
 
 def shares_differ(counts: tuple[int, int], runs: tuple[int, int]) -> float:
-    """Return the two-sided p value of Fisher's exact test that two shares of runs differ."""
+    """Test with Fisher's exact test whether two shares of runs differ. Returns the two-sided p value."""
     from scipy import stats
 
     table = [[count, total - count] for count, total in zip(counts, runs, strict=True)]
@@ -45,7 +45,7 @@ def shares_differ(counts: tuple[int, int], runs: tuple[int, int]) -> float:
 
 
 def p_above(values: Sequence[float]) -> float:
-    """Return the one-sided p value, doubled, that the values' center is above 0. The level is 2.5 % for each side.
+    """Test whether the values' center is above 0. Returns the one-sided p value, doubled (2.5 % for each side).
 
     The test is Student's t test. If a value is infinite (a run that did not train, ranked last), the test is Wilcoxon's
     signed-rank test with the exact distribution. If all values are equal (counts, shares), the test is the sign test.
@@ -125,8 +125,8 @@ class Optimum:
 def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
     """Find the learning rate with the lowest loss.
 
-    Lamina fits a parabola over the logarithm of the rate to the best point and its two neighbors. Learning rates with a
-    loss that is not finite belong to the sweep, but the parabola skips them.
+    Lamina fits a parabola over the logarithm of the rate to the best point and its two neighbors. If a learning rate's
+    loss is not finite, the rate belongs to the sweep, but the parabola does not use it.
     """
     rates = sorted(losses)
     finite = [rate for rate in rates if math.isfinite(losses[rate])]

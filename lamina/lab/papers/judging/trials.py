@@ -26,7 +26,7 @@ class NotMeasured(LookupError):
 
 @dataclass
 class Reads:
-    """The values that a claim has read. The rules of power use this record.
+    """The values that a claim has read, for the rules of power.
 
     Attributes:
         columns: the columns and final tables that the claim has read, by the trial's key. "*" is the whole row.

@@ -86,9 +86,10 @@ def panels(
 ) -> tuple[Panel, ...]:
     """Make panels of lines (``line``) from rows. In a panel, the rows of one color form a line.
 
-    Each combination of values on the axes other than ``x`` and the colors' axis has a panel. If a figure would have too
-    many panels, the values become part of the lines' names. The lines have the order of the axes that vary: numbers by
-    size, texts as in the study. With ``lost``, Lamina also marks points at which no seed trained.
+    Lamina makes a panel for each setting of the remaining axes (all except ``x`` and the axis of the colors). If a
+    figure would have too many panels, the settings become part of the lines' names. The lines have the order of the
+    axes that vary: numbers by size, texts as in the study. With ``lost``, Lamina also marks points at which no seed
+    trained.
     """
     if rows.empty:
         return ()
@@ -129,8 +130,8 @@ def joined(values: Iterable[object]) -> bool:
 def ordered_values(values: Iterable[object]) -> list[Value]:
     """Return the different values of an axis: numbers by size, texts in the study's order.
 
-    If the numbers include 0 and span decades, they become texts, because neither a linear nor a logarithmic axis can
-    show them.
+    Numbers that include 0 and span several powers of ten become texts, because no linear or logarithmic axis can show
+    them.
     """
     once = list(dict.fromkeys(point(value) for value in values))
     numbers = sorted(value for value in once if isinstance(value, float))
@@ -152,7 +153,7 @@ def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std", nume
     """Make a line with a point for each row of ``over_seeds``. Returns None without points.
 
     ``band`` is the kind of spread: the standard deviation ("std") or the range ("range"). With ``numeric``, x stays a
-    number, even if its values include 0 and span decades, as training steps do.
+    number, even if its values include 0 and span several powers of ten, as training steps do.
     """
     points = rows[rows["mean"].notna()]
     values = sorted({float(value) for value in rows[x]}) if numeric else ordered_values(rows[x])

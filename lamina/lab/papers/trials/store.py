@@ -255,7 +255,7 @@ class Store:
         )
 
     def result(self, trial: StudyTrial) -> Json | None:
-        """Return the result of a trial that has ended. Otherwise, return None."""
+        """Return the result of a trial, or None if the trial has not ended."""
         if trial.key in self._ended:
             return self._ended[trial.key]
         result = self.outcome(trial)
@@ -301,7 +301,7 @@ class Store:
         return None
 
     def complete(self, trial: StudyTrial) -> Json | None:
-        """Return the result of a trial that has ended and has all measures. Otherwise, return None."""
+        """Return the result of a trial, or None if the trial has not ended or lacks a measure."""
         result, trial_id = self.result(trial), (trial.key, trial.measures)
         if result is None or not trial.measures or trial_id in self._complete or self._inherited(trial) is not None:
             return result
