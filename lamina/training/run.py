@@ -168,9 +168,7 @@ class TrainingStage(ABC, Generic[S]):
 
     @abstractmethod
     def verdict(self, run: TrainingRun) -> tuple[Status, str] | Diverged:
-        """Return the status of a run that was not interrupted, and the reason. Only the first process calls this
-        method.
-        """
+        """Return the status of an uninterrupted run, and the reason. Only the first process calls this method."""
 
     @abstractmethod
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:

@@ -201,9 +201,7 @@ def push(folder: Path, name: str) -> bool:
 def save_model(
     model: PreTrainedModel, processor: Processor, folder: Path, processes: Processes, card: ModelCard | None = None
 ) -> None:
-    """Write a model with its tokenizer or image processor; after an error, write nothing. Gathers a sharded model
-    first.
-    """
+    """Write a model with its tokenizer or image processor, or nothing. Lamina gathers a sharded model first."""
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:

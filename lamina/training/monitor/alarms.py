@@ -196,9 +196,7 @@ class Alarms(Rules):
             self._write()
 
     def _followed(self, step: float, begun: float) -> list[Alarm]:
-        """Return the waiting alarms that an alarm at ``begun`` confirms, and the notable batches that no alarm
-        followed.
-        """
+        """Return waiting alarms that an alarm at ``begun`` confirms, and notable batches that no alarm followed."""
         told: list[Alarm] = []
         high = [(key, values[0]) for key, values in self._high.items()]
         for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:

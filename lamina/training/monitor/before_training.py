@@ -79,9 +79,7 @@ class BeforeTraining:
 
     @cached_property
     def unregistered(self) -> dict[str, torch.Tensor]:
-        """The trainable tensors, by name, that plain lists, tuples, mappings or attributes hide from
-        model.parameters().
-        """
+        """Trainable tensors, by name, that lists, tuples, mappings or attributes hide from model.parameters()."""
         found: dict[str, torch.Tensor] = {}
         for path, module in self.model.named_modules():
             for name, value in vars(module).items():

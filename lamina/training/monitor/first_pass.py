@@ -280,9 +280,7 @@ class _Repeats:
 
     @torch.no_grad()
     def _again(self, places: Places, seed: int = 0) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the model's logits and the cross-entropy's logits, with other values for some of the model's
-        arguments.
-        """
+        """Return the model's and the cross-entropy's logits, with other values for some of the model's arguments."""
 
         def swapped(module: nn.Module, a: tuple, k: dict[str, Output]) -> tuple[tuple, dict[str, Output]]:
             return tuple(places.get(at, x) for at, x in enumerate(a)), {at: places.get(at, x) for at, x in k.items()}

@@ -79,9 +79,7 @@ class DivergenceGuard:
         self.above_since, self.best, self._recent = None, math.inf, []
 
     def see_steps(self, rows: Iterable[Row]) -> None:
-        """Read the loss and gradient norm of each step since the last record. This class does nothing; subclasses use
-        the method.
-        """
+        """Read each step's loss and gradient norm since the last record. Only subclasses do this."""
 
     def see_gradient(self, step: int, norm: float, first: int | None = None, rows: Sequence[Row] = ()) -> None:
         """Check the total gradient norm before clipping. Raises Diverged.

@@ -174,9 +174,7 @@ def maximizes(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find betas in the wrong order and a momentum of 1. Optimizers with three betas (Adan) order their betas
-    differently.
-    """
+    """Find two betas in the wrong order, and a momentum of 1. Three betas (Adan) have another order."""
     for _, group in setup.settings:
         betas, momentum = group.get("betas") or (), group.get("momentum") or 0.0
         if len(betas) == 2 and betas[0] > betas[1] and betas[0] >= SWAPPED:

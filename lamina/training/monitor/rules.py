@@ -155,9 +155,7 @@ def noise_of(losses: Sequence[float]) -> float:
 
 
 def series_of(row: Row) -> Series:
-    """Return the series to which a row belongs. Norms with the same role, such as query and key norms, have separate
-    series.
-    """
+    """Return a row's series. Norms with the same role, such as query and key norms, have separate series."""
     _, layer, sublayer, role, index, metric, _ = row
     return layer, sublayer, f"{role} {index + 1}" if index else role, metric
 

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from lamina.training.settings import PretrainSettings
 
 Processor: TypeAlias = "PreTrainedTokenizerBase | BaseImageProcessor"
-"""The tokenizer or image processor, which turns raw data into a model's input. Lamina saves the processor beside the
-model.
-"""
+"""The tokenizer or image processor, which turns raw data into a model's input. Lamina saves it beside the model."""
 Collate: TypeAlias = Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]
 """A function that joins items into a batch."""
 
