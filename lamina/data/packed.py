@@ -156,8 +156,7 @@ def prepare_blocks(
         progress: show a progress bar on a terminal after two seconds.
 
     Raises:
-        UserError: the corpus is missing, empty, binary or too short for a block per split, or an argument is out of
-            range.
+        UserError: the corpus is missing, empty, binary or too short for two blocks, or an argument is out of range.
         OSError: the disk is full. Lamina leaves nothing in the cache.
     """
     check_split(sequence_length, eval_fraction)
@@ -356,8 +355,7 @@ def whole_blocks(
     """Return the whole text of a corpus in blocks, in the corpus's order. Lamina packs the blocks or reads the cache.
 
     An end-of-text token stands between documents. Lamina drops tokens after the last full block. ``spec`` is a single
-    corpus, and ``tokenizer`` is any tokenizer of transformers. For other arguments and errors, see
-    :func:`prepare_blocks`.
+    corpus, and ``tokenizer`` is any tokenizer of transformers. For the rest, see :func:`prepare_blocks`.
     """
     corpus, encoder = single_corpus_of(spec, text_field), TextEncoder(tokenizer)
     identity = f"{_WHOLE_FORMAT}{'-padded' * padded}|{corpus.fingerprint()}|{encoder.content_hash()}|{sequence_length}"

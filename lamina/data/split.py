@@ -52,8 +52,7 @@ def piece_chars(total_chars: int) -> int:
 def is_held_out(piece: int, eval_fraction: float) -> bool:
     """Return whether the piece with this number is held out.
 
-    Held-out pieces are evenly spread. The first held-out piece is in the middle of the first 1 / ``eval_fraction``
-    pieces.
+    Held-out pieces are evenly spread. The first is in the middle of the first 1 / ``eval_fraction`` pieces.
     """
     return math.floor((piece + 1) * eval_fraction + 0.5) > math.floor(piece * eval_fraction + 0.5)
 

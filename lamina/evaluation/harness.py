@@ -39,8 +39,7 @@ class Runner:
 
     Attributes:
         model: a causal language model, on its device.
-        batch_size: sequences per forward pass. "auto" means as many sequences as fit on a GPU, and 8 sequences without
-            a GPU.
+        batch_size: sequences per forward pass. "auto" means as many as fit on a GPU, and 8 without a GPU.
         limit: items per task; None for all.
         seed: the seed of the few-shot examples.
         chat_template: whether Lamina puts questions into the tokenizer's chat template.

@@ -76,15 +76,13 @@ def evaluate(
     """Evaluate models, write the folder ``settings.output``, and return the content of result.json.
 
     ``settings`` is a whole record, or the user's values by name. With ``resume``, Lamina computes only the scores that
-    the folder lacks. ``expand`` finds the runs in a study's folder; by default, Lamina takes every path as a single
-    checkpoint.
+    the folder lacks. ``expand`` finds the runs in a study's folder; by default, each path is one checkpoint.
 
     Raises:
-        UserError: a setting is invalid, a task is unknown, data or a checkpoint can't be read, or the output folder is
-            in use.
+        UserError: a setting is invalid, a task is unknown, data or a checkpoint can't be read, or the folder is in use.
         OSError: the disk is full; finished scores are kept.
-        KeyboardInterrupt: you stopped the evaluation. result.json has the status `interrupted`, and finished scores are
-            kept.
+        KeyboardInterrupt: you stopped the evaluation. result.json has the status `interrupted`, and finished scores
+            stay.
     """
     if not isinstance(settings, EvalSettings):
         lists = ("models", "tasks")
@@ -147,8 +145,7 @@ class Evaluation:
 
     Args:
         expand: a function that finds the runs in a study's folder.
-        processes: the processes among which Lamina divides each task's items and the text. The first process writes the
-            files.
+        processes: the processes among which Lamina divides each task's items and the text. The first process writes.
     """
 
     def __init__(self, settings: EvalSettings, expand: Expand, processes: Processes, *, bar: bool):

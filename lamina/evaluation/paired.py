@@ -36,8 +36,7 @@ class Paired:
         high: the upper end of the difference's 95 % interval.
         won: the number of items that only this model has right; None if items are not scored right or wrong.
         lost: the number of items that only the first model has right; None if items are not scored right or wrong.
-        p: the two-sided p value of McNemar's exact test if items are scored right or wrong, otherwise of the paired t
-            test.
+        p: the two-sided p value of McNemar's exact test if items are right or wrong, otherwise of the paired t test.
         p_holm: ``p`` adjusted by Holm's method over the model's columns.
         smallest: the smallest difference that the test would detect in four of five cases, given the number of items
             and how often the two models disagree.

@@ -131,11 +131,11 @@ def lower_is_better(name: str) -> bool:
 def item_table(samples: Mapping[str, Sequence[Json]]) -> pd.DataFrame:
     """Make a table with one row per item.
 
-    Columns: ``task``; ``filter`` (the filter for answers; an item has one row per filter); ``doc_id`` (the item's
-        number in the data); ``doc_hash`` (a hash of its content); ``target``; ``log_likelihoods`` (in nats, for each
-        choice, or for the one continuation or text) and ``greedy`` (whether each is the likeliest continuation);
-        ``answer`` (the text that the model wrote, for a task that generates text); ``metrics`` (JSON: the item's part
-        in each metric).
+    Columns: ``doc_id`` is the item's number in the data, and ``doc_hash`` is a hash of its content. An item has one row
+        per ``filter`` of answers. ``log_likelihoods`` are in nats, for each choice, or for the single continuation or
+        text. ``greedy`` says whether each choice or continuation is the likeliest. ``answer`` is the text that the
+        model wrote, if the task generates text. ``metrics`` is JSON with the item's value of each metric. The other
+        columns are ``task`` and ``target``.
     """
     return pd.DataFrame(
         [_row(task, sample) for task, listed in samples.items() for sample in listed],

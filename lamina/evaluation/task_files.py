@@ -1,8 +1,7 @@
 """The tasks of lm-evaluation-harness and of a user's files, with data from the hub or a folder.
 
 The harness's TaskManager reads and builds the tasks. A user's task file can contain code (templates, functions,
-classes, metrics). So Lamina builds a user's task only with ``run_code``; otherwise, Lamina reads the file's text as
-data.
+classes, metrics). So Lamina builds a user's task only with ``run_code``. Otherwise, it reads the file as data.
 """
 
 # pyright: reportMissingImports=false
@@ -56,8 +55,8 @@ class Tasks:
             same name.
         folders: the user's folders of task files.
         data: the folder of the tasks' data in files ``NAME/CONFIG/SPLIT.jsonl`` (or .arrow, .parquet). NAME is the
-            dataset's name on the hub. CONFIG is ``default`` if the dataset has no configurations. If None, Lamina reads
-            the hub.
+            dataset's name on the hub. CONFIG is ``default`` if there are no configurations. If None, Lamina reads the
+            hub.
         run_code: whether Lamina may run the user's task files, and code that a model writes.
     """
 
@@ -211,8 +210,7 @@ def local_fields(config: Json, task: str, data: Path) -> Json:
     """Return the fields that make a task read its data from the folder; empty if the task already reads files.
 
     If the folder lacks a split, its field is None, so that the harness takes another split. Raises UserError if the
-    dataset is missing, or lacks a split on which the task can be scored. The message suggests the nearest name in the
-    folder.
+    dataset is missing, or lacks a split on which the task can be scored. The message suggests the nearest name there.
     """
     name = config.get("dataset_path")
     if not isinstance(name, str) or name in READERS.values():

@@ -82,8 +82,7 @@ def is_text(option: str, files: tuple[str, ...]) -> bool:
 def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
     """Return the setting that holds another library's option, and the option's name; None if there is no such setting.
 
-    Like ``Settings.outside``, ``outside`` maps a setting to another library's options, or to the files that declare
-    them.
+    Like ``Settings.outside``, ``outside`` maps a setting to another library's options, or to files that declare them.
     """
     if name not in offered and meaning(name, offered, near=True) is None:
         for setting, files in outside.items():

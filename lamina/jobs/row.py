@@ -41,9 +41,9 @@ class Switch:
     Attributes:
         prints: whether the command ends with another text if the flag is set. ``ending_of(kind, switch=name)``
             registers the text.
-        draws: whether the flag also saves the page's figures as pictures. With ``draws``, the Python function also has
-            the switch.
-        passed: whether ``JobRow.run`` takes the switch. With ``passed``, the Python function also has the switch.
+        draws: whether the flag also saves the page's figures as pictures. With ``draws``, the Python function has the
+            flag.
+        passed: whether ``JobRow.run`` takes the switch. With ``passed``, the Python function has the flag.
         fails: a function of the result that says whether the exit code is 1.
     """
 
@@ -78,8 +78,7 @@ class JobRow:
         inputs: the settings that name models to start from, the main model's setting first.
         files: the settings that name data or code.
         fails: a function of the result that says whether the exit code is 1.
-        folder: a function that returns the output folder for the settings, if the folder's default depends on other
-            settings.
+        folder: a function that returns the output folder, if the folder's default depends on other settings.
         pages: a function that imports the page and the printed text, if ``lamina.reports`` does not import them.
         extra: the package's extra that the job needs.
         own_command: whether a module of ``lamina.commands`` holds the command.

@@ -19,8 +19,7 @@ def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
 
     An import can lose a KeyboardInterrupt. ``__set_name__`` turns a KeyboardInterrupt into a RuntimeError, and
     transformers turns it into a ModuleNotFoundError. A weak reference's callback only prints the KeyboardInterrupt, and
-    torch's C++ code aborts the process. If the process already ignores SIGINT or handles SIGINT in another way, nothing
-    changes.
+    torch's C++ code aborts the process. If the process ignores SIGINT or has another handler, nothing changes.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -49,8 +49,7 @@ def build(
 
     Args:
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration or its folder,
-            or a model's name on the hub. Lamina does not load a hub model's weights; `lamina convert` keeps the
-            weights.
+            or a model's name on the hub. Lamina does not load the model's weights; `lamina convert` does.
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
         num_layers: the number of blocks (default: the backbone's number). ``hidden_size``, ``num_heads`` and
             ``vocab_size`` also default to the backbone's sizes.

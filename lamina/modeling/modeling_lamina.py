@@ -51,8 +51,7 @@ class Adapter:
         layers: the backbone's list of layers. ``attention`` and ``feed_forward`` are a layer's two modules. If you give
             several names ("self_attn|mamba"), Lamina takes the first name that the layer has. ``norm`` is the
             backbone's final norm.
-        dropout: the configuration's field for the dropout on the branches; None if the layer's modules apply this
-            dropout.
+        dropout: the configuration's field for dropout on the branches; None if the layer's modules apply the dropout.
         head_bias: whether the output head has a bias.
         stacked: the attention's joint projection to queries, keys and values; None if it has separate projections.
         embedding_norm: the norm at the end of the backbone's embeddings, if any. The plan's norm replaces this norm.

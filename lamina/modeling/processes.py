@@ -225,8 +225,7 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
         tensor: the number of processes that share each layer's matrices.
 
     Raises:
-        UserError: there are more processes than GPUs, the device allows only one process, or the processes cannot
-            connect.
+        UserError: there are more processes than GPUs, the device allows one process, or the processes cannot connect.
         OSError: another process ended while this process waited for it; the other process has reported why.
     """
     rank, size, local_rank, local_size = launched()

@@ -81,7 +81,7 @@ def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> t
 class StreamMixer(LaminaWiring):
     """Reads one state from n streams [batch, tokens, n, width], and computes the weights for mixing and writing.
 
-    ``lamina.placements.plan.Streams`` documents ``weights`` and ``mix``. The mixer of a plan's ``readout`` has no write
+    ``lamina.placements.plan.Streams`` documents ``weights`` and ``mix``. The mixer of a ``readout`` has no write
     weights.
     """
 
@@ -268,8 +268,8 @@ class StateSources(LaminaWiring):
 
 
 class Collapse(nn.Module):
-    """The module that replaces the final norm. Collapse reduces several streams, or memory and stream, to one stream,
-    and normalizes this stream.
+    """The module that replaces the final norm. Collapse reads one state from the streams, or from the memory and the
+    stream, and normalizes this state.
     """
 
     def __init__(self, norm: nn.Module, reader: StreamMixer | DepthAttention | StateSources | None):

@@ -289,8 +289,7 @@ def normed_class(
 
     The subclass has the backbone's forward with two changes: ``self.q_proj(x)`` becomes
     ``self.normed_queries(self.q_proj(x))``, and ``self.o_proj(x)`` becomes ``self.o_proj(self.inner_norm(x))``. Raises
-    ValueError if the backbone's forward does not call the projections itself, or if the forward's source is not
-    available.
+    ValueError if the backbone's forward does not call the projections itself, or if its source is missing.
     """
     key = (base, normed, stacked, ways)
     if key not in _NORMED_CLASSES:

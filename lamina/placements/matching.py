@@ -87,14 +87,13 @@ def layer_facts(layer: Layer) -> dict[str, object]:
 
 
 def end_facts(plan: Plan) -> dict[str, object]:
-    """Return a plan's facts outside the layers, by field: the embedding, the final norm, the norms on q, k and v."""
+    """Return the facts outside a plan's layers: on the embedding, the final norm, and the norms on q, k and v."""
     values = {name: getattr(plan, name) for name in _ENDS}
     return {name: norm_fact(v) if v is None or isinstance(v, Norm) else v for name, v in values.items()}
 
 
 def match(layers: Sequence[Facts], ends: Facts) -> Match:
-    """Return the registered placement nearest to the measured facts. If several placements match exactly, return the
-    simplest placement.
+    """Return the registered placement nearest to the measured facts, or the simplest of several exact matches.
 
     The simplest placement has the fewest options. If several placements have equally few options, Lamina compares each
     plan at a larger depth with a plain sum, and returns the placement that differs in the fewest fields.

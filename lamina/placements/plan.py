@@ -242,8 +242,7 @@ class Sublayer:
     states alone. ``inner_norm`` is inside the module, before its last projection (SubLN).
 
     ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
-    output projections. ``gate_gain`` is the factor for a gated feed-forward's gate. The forward pass uses neither
-    factor.
+    output projections. ``gate_gain`` is the factor for a gated feed-forward's gate. The forward pass uses neither.
     """
 
     pre_norm: Norm | None = None
