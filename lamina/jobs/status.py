@@ -11,7 +11,7 @@ class Status(StrEnum):
     Attributes:
         FINISHED: the run trained to the last step and learned.
         SHORT: the run trained to the last step without learning enough, but the loss was still falling (too few steps).
-        STUCK: the run trained to the last step, but the loss never fell ``stuck_margin`` below the unigram entropy.
+        STUCK: the run reached the last step, but the eval loss never fell ``stuck_margin`` below the unigram entropy.
         INTERRUPTED: Ctrl-C, a signal, or the end of the study stopped the run; you can resume it.
         DIVERGED: the divergence guard stopped the run.
         FAILED: an error stopped the run.
