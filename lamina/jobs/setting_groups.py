@@ -26,7 +26,7 @@ class TextSettings(Settings, group="data"):
 class BatchSettings(Settings, group="steps and learning rate"):
     """The number of blocks that Lamina processes together."""
 
-    batch_size: int = setting(4, "blocks per forward pass", at_least(1))
+    batch_size: int = setting(4, "text blocks or images per forward pass", at_least(1))
 
 
 class SequencesSettings(Settings, group="data"):
