@@ -59,6 +59,51 @@ PASTED = {  # a few lines of a public log, and the losses by step
         "     1/99     2.1G    0.125      0.25     0.25       133       640: 100%|#| 38/38 [00:04<00:40,  1.15s/it]\n",
         {0: 0.875, 1: 0.625},
     ),
+    "BigDL, with the samples of an epoch beside the iteration": (
+        "INFO  DistriOptimizer$:295 - [Epoch 64 736512/1281167][Iteration 45457][Wall Clock 197331.8s] Train 1792 in 4.38seconds. Throughput is 408.4 records/second. Loss is 1.2645824. Current learning rate is 0.046284.\n"
+        "INFO  DistriOptimizer$:295 - [Epoch 64 738304/1281167][Iteration 45458][Wall Clock 197336.2s] Train 1792 in 4.49seconds. Throughput is 398.6 records/second. Loss is Infinity. Current learning rate is 0.046282.\n",
+        {45457: 1.2645824, 45458: math.inf},
+    ),
+    "PaddleDetection, with names and values in quotes": (
+        "2020-12-22 08:01:34,034-INFO: iter: 620, lr: 0.013559, 'loss_cls': '0.539213', 'loss': '1.024392', eta: 8:56:30, batch_cost: 0.32392 sec\n"
+        "2020-12-22 08:01:41,942-INFO: iter: 640, lr: 0.013964, 'loss_cls': '0.807732', 'loss': '1.377929', eta: 10:49:24, batch_cost: 0.39215 sec\n",
+        {620: 1.024392, 640: 1.377929},
+    ),
+    "NeMo's bars in one line": (
+        "Epoch 0:   3%|3| 565/20101 [2:12:19<76:15:08, 14.05s/it, loss=nan, reduced_train_loss=3.910, gradient_norm=1.010, Epoch 0:   3%|3| 566/20101 [2:12:32<76:14:33, 14.05s/it, loss=nan, reduced_train_loss=4.000, gradient_norm=1.010\n",
+        {565: 3.91, 566: 4.0},
+    ),
+    "Keras, from the end of an epoch on": (
+        "3425/3425 [==============================] - 861s 251ms/step - loss: 2.8501 - val_loss: 2.8839\n"
+        "Epoch 9/50\n3424/3425 [============================>.] - ETA: 0s - loss: 2.8159\n",
+        {8 * 3425: 2.8501, 8 * 3425 + 3424: 2.8159},
+    ),
+    "GDR-Net, with a norm that is not measured": (
+        "eta: 15:06:27 iter: 50699/102400[49.5%] lr: 1.0000e-04  total_grad_norm: N/A total_loss: 1.3978e+01 (1.5329e+01)  loss_mask: 1.5607e-02\n"
+        "eta: 15:12:08 iter: 50799/102400[49.6%] lr: 1.0000e-04  total_grad_norm: N/A total_loss: 1.4628e+01 (1.5328e+01)  loss_mask: 1.5910e-02\n",
+        {50699: 13.978, 50799: 14.628},
+    ),
+    "LLaMA2-Accessory's closs": (
+        "[03:24:35.668475] Epoch: [0]  [1490/1504]  lr: 0.000026  closs: 1.0779 (1.1312)  grad_norm: 0.4995 (1.1826)\n"
+        "[03:25:21.899546] Epoch: [0]  [1500/1504]  lr: 0.000026  closs: 1.0741 (1.1309)  grad_norm: 0.4995 (1.1826)\n",
+        {1490: 1.0779, 1500: 1.0741},
+    ),
+    "LightGBM's logloss": (
+        "[LightGBM] [Info] Iteration:17, training binary_logloss : 0.423602\n[LightGBM] [Info] Iteration:17, valid_1 binary_logloss : 0.448656\n"
+        "[LightGBM] [Info] Iteration:18, training binary_logloss : 0.404427\n[LightGBM] [Info] Iteration:18, valid_1 binary_logloss : 0.414532\n",
+        {17: 0.423602, 18: 0.404427},
+    ),
+    "mxnet's epochs": (
+        "Epoch[4] Batch [680-700]\tSpeed: 6.13 samples/sec\tLoss=8.638573\nEpoch[4] Batch [700-720]\tSpeed: 6.21 samples/sec\tLoss=8.566004\n"
+        "Epoch[4] Train-Loss=8.566004\nEpoch[4] Validation-Loss=87.491226\n"
+        "Epoch[5] Batch [0-20]\tSpeed: 4.22 samples/sec\tLoss=8.725228\nEpoch[5] Batch [20-40]\tSpeed: 4.99 samples/sec\tLoss=8.592930\n",
+        {680: 8.638573, 700: 8.566004, 701: 8.725228, 721: 8.59293},
+    ),
+    "pytorch-kaldi's ep": (
+        "ep=22 tr=['train_clean_100'] loss=0.671 err=0.214 valid=dev_clean loss=0.693 err=0.212 lr_architecture1=6.25e-06\n"
+        "ep=23 tr=['train_clean_100'] loss=nan err=0.218 valid=dev_clean loss=nan err=0.911 lr_architecture1=3.125e-06\n",
+        {22: 0.671, 23: NAN},
+    ),
     "a loss of the training beside the validation's": (
         "train loss = 0.3392277657985687\nloss: 0.37952178716659546, Performance is better... saving the model\n"
         "train loss = 0.3034765124320984\nloss: 0.35377445816993713, Performance is better... saving the model\n",

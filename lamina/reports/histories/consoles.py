@@ -24,10 +24,10 @@ _NAME = r"(?<![\w./-])[A-Za-z][\w./-]*"
 _SIGNED = rf"(?P<name>(?<![\w./-])[A-Za-z][\w./()-]*(?: (?:norm|loss|rate)\b)?)\s*[:=]\s*\[?{_VALUE}"
 """loss: 2.3, grad_norm=1.0, learning rate: 1e-4"""
 _SPACED = (
-    rf"(?P<name>{_NAME}(?: [A-Za-z][\w./-]*)?(?: ?\(\w+\))?)\]?(?: so far(?: is)?)?"
-    rf"(?:\s*[:=]\s*\[?\s*| +\[?)\s*{_VALUE}"
+    rf"(?P<name>{_NAME}(?: [A-Za-z][\w./-]*)?(?: ?\(\w+\))?)['\]]?(?: so far(?: is)?)?"
+    rf"(?:\s*[:=]\s*['\[]?\s*| +\[?|\[)\s*{_VALUE}"
 )
-"""loss 2.3, train loss 2.3, grad norm = 1.0, Iter(train) [ 10/500], [Loss] 2.3, avg loss so far is 2.3"""
+"""loss 2.3, train loss 2.3, grad norm = 1.0, Iter(train) [ 10/500], [Loss] 2.3, 'loss': '2.3', loss so far is 2.3"""
 _QUOTED = rf"""['"](?P<name>[^'"]+)['"]\s*:\s*['"]?{_VALUE}"""
 """'loss': 2.3, "loss": "2.3" """
 _INDENTED = rf"^\s+(?:Train )?(?P<name>[A-Za-z].*?)\s*(?:=|:(?=\s))\s*{_VALUE}\s*$"
@@ -112,7 +112,10 @@ GENERAL = FORMS[[form.name for form in FORMS].index("lines with a global step") 
 _BAR = re.compile(r"(?P<step>\d+)/\d+ \[\d*\d:\d\d")  # of tqdm, before or between printed dictionaries
 _EPOCH = re.compile(r"^\s*Epoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # Keras prints it above the steps
 _BEFORE = re.compile(rf"{_RATED}{_TO_STEP}{_STEP}")  # step 10: {'loss': 2.3}
+_OWN = re.compile(r"step|Iteration")  # names of a step beside an epoch's: iter[14/15] [step] 89
 _MOVES = re.compile(r"\x1b\[\d*[ABEF]")  # a bar goes to another line, and leaves its text in this one
+_BAR_BEGINS = re.compile(r"(?=\b[A-Z]\w*(?: \d+)?: +\d+%\|)|(?<=[^\s:])\s+(?=\d+%\|)")
+_NO_VALUE = re.compile(r"(?<=[:=]) *(?:N/A|n/a|None|null)(?=[\s,|]|$)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _HELD_OUT = re.compile(
     r"(?i)(?<![\w/-])(?:(?:val|valid|validati(?:on|ng)|eval|evaluati(?:on|ng)|test|testing|dev)\b(?![\w/-])|eval_)"
@@ -125,7 +128,9 @@ _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
 def lines_of(text: str) -> Iterator[str]:
     """Yield a console's lines without colors. A text that a progress bar has overwritten is also a line."""
     text = (_ANSI.sub("", _MOVES.sub("\n", text)) if "\x1b" in text else text).replace("**", "")  # bold, in pasted text
-    yield from (line for line in re.split(r"[\r\n]+", text) if line and not line.isspace())
+    for line in re.split(r"[\r\n]+", text):
+        parts = _BAR_BEGINS.split(line) if line.count("%|") > 1 else (line,)  # bars whose returns a paste has lost
+        yield from (_NO_VALUE.sub("", part) for part in parts if part and not part.isspace())
 
 
 def form_of(lines: Iterable[str]) -> Form | None:
@@ -252,10 +257,10 @@ class _Console:
         step = _step(groups.get("step"))
         if step is None and match.start() and (seen := _BEFORE.search(line, 0, match.start())) is not None:
             step = _step(seen["step"])
-        named = self.pairs(line) if self.general and "step" in line and "step" not in match[0].lower() else ()
-        own = next((part for part in named if part["name"].strip().lower() == "step"), None)
+        named = self.pairs(line) if self.general and "step" not in match[0].lower() and _OWN.search(line) else ()
+        own = next((part for part in named if _OWN.fullmatch(part["name"].strip())), None)
         if own is not None and not line[own.end() :][:1].isalpha() and _step(own["value"]) is not None:
-            self.record["step"] = _step(own["value"])  # iter[14/15] [step] 89
+            self.record["step"] = _step(own["value"])
         elif step is not None:
             self.record["step"] = step
             if groups.get("of"):

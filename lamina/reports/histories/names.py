@@ -16,7 +16,7 @@ STEPS = (
     "iter", "iter_num", "time_batch", "batch", "ba", "update", "updates", "timestep", "_step", "progress_bar",
 )  # fmt: skip
 """Names of columns of steps, in the form of ``plain``. If a table has several, Lamina takes the first of this list."""
-EPOCHS = ("epoch", "train_epoch", "pass")
+EPOCHS = ("epoch", "train_epoch", "ep", "pass")
 """Names of columns of epochs. If a record has no steps, its epochs are the steps."""
 EPOCH_STEPS = "_steps of an epoch"
 """The name under which a console's steps in an epoch are kept."""
@@ -69,7 +69,8 @@ class Whole(NamedTuple):
 def words_of(name: str) -> list[str]:
     """Return a name's words in lower case: "optim/LR (group 0)" has optim, lr, group and 0."""
     apart = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", name.replace("gNorm", "gnorm").replace("L.r.", "lr"))  # Marian's
-    return [word for word in re.split(r"[^a-z0-9]+", apart.lower()) if word]
+    joined = re.sub(r"(?<=[a-z0-9])(?=loss(?:es)?(?![a-z]))", "_", apart.lower())  # trainloss, logloss, closs
+    return [word for word in re.split(r"[^a-z0-9]+", joined) if word]
 
 
 @cache

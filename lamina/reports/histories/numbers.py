@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 Bins: TypeAlias = Any
 """part of a histogram, as W&B writes it"""
 
-NUMBER = r"[-+]?(?:\d+(?:[.,]\d+)*\.?|\.\d+)(?:[eE][-+]?\d+)?(?:[kKMB](?![\w/]))?|[-+]?(?:nan|inf(?:inity)?)\b"
+NUMBER = r"[-+]?(?:\d+(?:[.,]\d+)+|\d+\.?|\.\d+)(?:[eE][-+]?\d+)?(?:[kKMB](?![\w/]))?|[-+]?(?:nan|inf(?:inity)?)\b"
 WHOLE = r"\d+(?:,\d{3})*(?:\.(?:0+|\d+(?=[eEkM])))?(?:[eE]\+?\d+)?(?:[kKM](?=it|\b))?(?!\.?\d)"
 """A step: 1,000, 1.0e+02 and 12k are whole numbers, too; 0.17, which is a time, is none."""
 

@@ -270,6 +270,7 @@ def _count_on(columns: Columns) -> list[str]:
     if epochs is None or not len(known) or not _is_whole(epochs[1]):
         return []
     epoch, of = (_carried(series, columns.rows)[at] for series in (epochs, (known, of)))
+    epoch = epoch - (at < epochs[0][0])  # a log that begins within an epoch
     moves = np.diff(epoch)
     if not (moves > 0).any() or (np.diff(steps)[moves > 0] > 0).any() or (np.diff(of)[moves >= 0] != 0).any():
         return []
