@@ -69,8 +69,8 @@ class PolicyTrainer(TunedTrainer, _Online):
     Args:
         rewards: the rewards of answers, not clipped.
         clip: the largest magnitude of a reward. 0 means no clipping.
-        beta: the factor on the KL. Lamina sets TRL's argument ``beta`` to 0, because TRL would otherwise load the
-            reference model by name.
+        beta: the factor on the KL. While Lamina constructs the trainer, TRL's argument ``beta`` is 0, because TRL would
+            otherwise load the reference model by name.
         reference: the frozen model from which the policy starts. With LoRA, the reference is the policy without LoRA's
             matrices.
     """

@@ -63,7 +63,7 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
 
 
 def refuse_without_effect(scale: Scale, changes: Json) -> None:
-    """Raise UserError if a change would have no effect, because an axis or the engine decides this setting."""
+    """Raise UserError if a change would have no effect, because the study or its engine decides this setting."""
     decided: dict[str, str] = {**ENGINE, "seed": "--seeds"}
     if scale.rates or scale.tuning is not None:
         decided["learning_rate"] = "a copy of the study with other rates"
