@@ -20,7 +20,7 @@ from lamina.data.split import Segment
 def ids_are_bytes(tokenizer: Json) -> bool:
     """Return whether a serialized tokenizer (tokenizer.json) maps every text to its UTF-8 bytes.
 
-    A tokenizer does so if the id of each byte's character is the byte, and if no step changes or joins bytes.
+    Text maps to bytes if the id of each byte's character is the byte, and if no step changes or joins bytes.
     """
     model, pre_tokenizer = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     vocabulary = model.get("vocab") or {}

@@ -135,9 +135,9 @@ class Settings:
     def check_names(self) -> None:
         """Raise UserError for a missing file or an unknown name.
 
-        Lamina calls this method once, before a job begins, and only for settings that the user gives now, because a
-        folder's settings may name files that have moved. A subclass adds its checks after ``super().check_names()``,
-        and loads no torch.
+        Lamina calls this method once, before a job begins. The method checks only settings that the user gives now,
+        because a folder's settings may name files that have moved. A subclass adds its checks after
+        ``super().check_names()``, and loads no torch.
         """
 
     @classmethod

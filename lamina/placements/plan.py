@@ -196,8 +196,8 @@ class Sources:
     l-th block. With ``learned`` "scalar" or "vector", each weight is a learned number or a learned vector. With
     ``dynamic``, the scalars depend on the stream through two projections with ``hidden`` channels between them (0: one
     channel per weight). With ``multiway``, the attention's queries, keys and values read three separate sums, and a
-    fourth sum replaces x (MUDD). The three sums share the pre_norm; with ``own_norms``, each sum has a separate norm.
-    With ``normed_states``, x passes an RMSNorm before Lamina adds and stores it (DLCL).
+    fourth sum replaces x (MUDD). The sums for queries, keys and values share the pre_norm; with ``own_norms``, each has
+    a separate norm. With ``normed_states``, x passes an RMSNorm before Lamina adds and stores it (DLCL).
     """
 
     states: tuple[tuple[int, float], ...]
