@@ -66,6 +66,7 @@ class Evidence(Signs):
         settings: the run's settings from config.yaml; for a watched training, the settings that Lamina saw.
         epochs: the epoch by step; empty if the run did not record it.
         falls: in another tool's record, the steps at which the loss fell by more than its noise.
+        opposed: in another tool's record, whether the loss is a generator's or a discriminator's.
         batches: the rows of the recorded batches, by step.
     """
 
@@ -77,6 +78,7 @@ class Evidence(Signs):
     settings: Json = field(default_factory=dict)
     epochs: Mapping[int, float] = field(default_factory=dict)
     falls: tuple[int, ...] = ()
+    opposed: bool = False
     batches: Mapping[int, Sequence[Json]] = field(default_factory=dict)
 
     @property
@@ -91,7 +93,7 @@ class Evidence(Signs):
     @cached_property
     def spikes(self) -> Mapping[int, tuple[float, int | None]]:
         """The short rises of the loss (``spikes_of``). The mapping is empty if the loss rose and stayed up."""
-        return spikes_of(self.losses) if self.rose is None else {}
+        return spikes_of(self.losses) if self.rose is None and not self.opposed else {}
 
     @property
     def lead(self) -> int | None:
@@ -130,7 +132,9 @@ def gather(folder: Path) -> Evidence:
     )
     status = str(result.get("status") or "unfinished")
     begin = first if isinstance(first := about.get("first_layer"), int) else 0
-    rose = loss_rise(losses, told, rates if history else None)
+    opposed = bool(history.get("opposed"))
+    judged = {step: loss for step, loss in losses.items() if not opposed or not math.isfinite(loss)}
+    rose = loss_rise(judged, told, rates if history else None)
     if rose is None and status == Status.DIVERGED:  # as the guard saw it
         rose = next((record["step"] for record in logged if "diverged" in record), None)
     steps, batches = sorted({row[0] for row in every if row[5] in (LOSS, NORM)}), dict[int, list[Json]]()
@@ -141,6 +145,7 @@ def gather(folder: Path) -> Evidence:
         clock={step: number for number, step in enumerate(steps, start=1)} if apart > 1 else {},
         view=_view(history.get("metrics", ())) if history else "",
         falls=tuple(history.get("falls", ())),
+        opposed=opposed,
         epochs={row[0]: row[6] for row in every if row[5] == EPOCH},
         rows=rows,
         batches=batches,
@@ -540,6 +545,8 @@ def _course(evidence: Evidence) -> str:
     if not evidence.losses:
         return f"The record has no loss, so Lamina cannot tell whether the loss rose{status}."
     steps = sorted(evidence.losses)
+    if rose is None and evidence.opposed:
+        return "A generator trains against a discriminator, so Lamina judges only whether their losses are finite."
     if rose is None and len(steps) < BEFORE:
         count = "1 loss is" if len(steps) == 1 else f"{len(steps)} losses are"
         return f"{count} too few to see whether the loss rose{status}."
@@ -570,7 +577,7 @@ def _back(evidence: Evidence, spikes: Mapping[int, tuple[float, int | None]]) ->
 
 def _falls(evidence: Evidence) -> list[str]:
     """If the loss did not rise, say where it suddenly fell."""
-    if evidence.rose is not None:
+    if evidence.rose is not None or evidence.opposed:
         return []
     if stairs := epoch_stairs(evidence):
         return [_stairs(stairs)]

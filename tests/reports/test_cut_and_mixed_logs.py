@@ -143,3 +143,16 @@ def test_a_loss_beside_the_loss_that_is_never_finite_is_named(tmp_path):
     path = tmp_path / "verl.log"
     path.write_text("step:1 - critic/vf_loss:nan - critic/lr:0.001 - actor/pg_loss:-0.013 - actor/grad_norm:9.819\n")
     assert "'critic/vf_loss' is not finite in any record" in str(read_history(path))
+
+
+@pytest.mark.parametrize(("names", "opposed"), [(("d_loss", "g_loss"), True), (("d_loss", "x_loss"), False)])
+def test_losses_of_a_generator_and_a_discriminator_rise_in_healthy_trainings(tmp_path, names, opposed):
+    path = tmp_path / "gan.log"
+    losses = [1.2 + 0.01 * (step % 3) + 2 * (step > 60) for step in range(100)]
+    line = f"Epoch:[ 0/25] [{{}}/20018] time: 9.3, {names[0]}: {{:.8f}}, {names[1]}: 0.00077718\n"
+    path.write_text("".join(line.format(step, loss) for step, loss in enumerate(losses)))
+    said = lamina.diagnose(path).sentences
+    assert ("The loss rose at step 61 of 99." in said) != opposed
+    assert any("judges only whether their losses are finite" in text for text in said) == opposed
+    path.write_text("".join(line.format(step, NAN if step > 60 else loss) for step, loss in enumerate(losses)))
+    assert "The loss is not finite from step 61 of 99 on." in lamina.diagnose(path).sentences

@@ -25,6 +25,7 @@ from lamina.reports.diagnosis import BEFORE, restarts, wander_of
 from lamina.reports.histories.names import (
     OTHER,
     RATE,
+    are_opposed,
     best,
     is_loss,
     is_side_loss,
@@ -69,6 +70,7 @@ class History:
         parameters: the number of parameters with a series, by metric.
         layers: the path of each layer in the model, by the layer's number.
         unused: the names of the series that Lamina does not use.
+        opposed: whether the loss is a generator's or a discriminator's, which train against each other.
         notes: lines for the user.
     """
 
@@ -79,6 +81,7 @@ class History:
     parameters: dict[str, int] = field(default_factory=dict)
     layers: Mapping[int, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
+    opposed: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -193,6 +196,7 @@ def _placed(recording: Recording, source: Path) -> History:
         if names:
             history.read[metric] = best(names)
             history.series[_MODEL, metric] = recording.series[history.read[metric]]
+    history.opposed = are_opposed(history.read.get(LOSS, ""), recording.series)
     parts = _add_parts(history, recording.series)
     for metric in ("gradient_norm", "weight_norm"):
         own = {inner: recording.series[name] for name, (kind, inner) in named.items() if kind == metric}
@@ -393,7 +397,7 @@ def judge(history: History) -> tuple[list[Alarm], list[int]]:
     for alarm in told:
         if alarm.metric == LOSS and alarm.rule == "fall":
             falls.append(alarm.step)
-        elif alarm.metric != LOSS or alarm.rule != "rise" or _rose(alarm, losses, calm):
+        elif alarm.metric != LOSS or alarm.rule != "rise" or (not history.opposed and _rose(alarm, losses, calm)):
             kept.append(alarm)
     return kept, falls
 
@@ -505,6 +509,7 @@ def import_history(path: Path, folder: Path, run: str = "") -> History:
                 "clock": history.clock,
                 "metrics": sorted({metric for _, metric in history.series}),
                 "falls": falls,
+                "opposed": history.opposed,
             },
         }
         write_json(folder / WATCHED, about)

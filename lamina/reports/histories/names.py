@@ -112,6 +112,13 @@ def is_loss(name: str) -> bool:
     return bool(words & _LOSSES) and not words & (_HELD_OUT | _NO_LOSS | _GRADIENT)
 
 
+def are_opposed(name: str, others: Iterable[str]) -> bool:
+    """Return whether a loss is a generator's or a discriminator's, and another loss is the opponent's."""
+    sides = (_set("g gen generator"), _set("d dis disc discriminator"))
+    words = [set(words_of(other)) for other in (name, *filter(is_loss, others))]
+    return any(words[0] & side for side in sides) and all(any(each & side for each in words) for side in sides)
+
+
 def parts_of(name: str, others: Iterable[str]) -> list[str]:
     """Return the names of a loss's parts, which differ in one word (box_loss, cls_loss, dfl_loss). The list is empty if
     ``name`` is a total, or if there are fewer than three parts.
