@@ -84,10 +84,8 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     scores = trial.calls.get("cross_entropy", {}).get("input")
     classes = scores.shape[1] if isinstance(scores, torch.Tensor) and scores.ndim > 1 else 0
     classes *= trial.logits is not None and trial.logits.shape[-1] == classes  # not the other rows of the batch
-    losses = [
-        *trial.entropies,
-        *([trial.loss] if len(trial.entropies) == 1 else []),
-    ]  # of several, any sum may be meant
+    total = [trial.loss] if len(trial.entropies) == 1 else []  # of several, any sum may be meant
+    losses = [*trial.entropies, *(x for x in total if x >= 2 * trial.entropies[0])]  # AdaLoRA adds a regularizer
     width = setup.structure.hidden_size if setup.structure is not None else 0
     if classes >= 8 and max(losses, default=0.0) > math.log(classes) + ABOVE + WIDER * width:
         yield Mistake(
@@ -97,6 +95,20 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
                 "Initialize head and embedding with a standard deviation of about 0.02 (or 1/sqrt(width)), and use a "
                 "mean loss"
             ),
+        )
+
+
+@checks
+def start_of_decoder(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find labels of an encoder-decoder that begin with the token that the model itself puts before them."""
+    start, labels = getattr(getattr(setup.model, "config", None), "decoder_start_token_id", None), setup.labels
+    if labels is None or not setup.is_encoder_decoder or any("decoder" in name for name in setup.batch):
+        return
+    if isinstance(start, int) and labels.ndim == 2 and len(labels) > 1 and bool((labels[:, 0] == start).all()):
+        yield Mistake(
+            what=f"all labels begin with decoder_start_token_id ({start})",
+            why="the model puts this token before the labels itself, so the decoder reads it twice",
+            do="Leave out the first label",
         )
 
 

@@ -24,6 +24,9 @@ LossOf: TypeAlias = Callable[[nn.Module, Output], Output]
 Places: TypeAlias = Mapping[int | str, torch.Tensor]
 Target: TypeAlias = tuple[int | str, torch.Tensor, int]
 IGNORED = -100  # a label without a loss
+_KEPT = 2**20  # elements of a tensor that outlive the pass
+LAST = 0.5  # of the logits' standard deviation: a change by a hidden last token alone
+_CLASSES = 256  # of logits, by which two passes are compared
 SAME = 0.99  # of the labels
 
 
@@ -33,7 +36,7 @@ class FirstPass:
 
     Attributes:
         loss: the loss's value.
-        logits: the model's logits, if it returns any.
+        logits: the model's logits, if it returns any; of large ones the first rows.
         gradients: the root mean square of each gradient, by the parameter's id; only for parameters with a gradient.
         ran: the ids of the modules that were called.
         offset: how many tokens ahead the targets are (1 for the next token); None if the targets are not the model's
@@ -41,9 +44,13 @@ class FirstPass:
         reads: whether the logits for a target depend on the target or on later tokens; None if unknown.
         causal: whether logits are independent of later tokens; None if unknown.
         stuck: the ids of matrices of zeros whose gradient stays 0 forever.
+        idle: the ids of matrices whose gradient is 0, unless zeros in the model may stop it.
+        foreign: parameters that the loss depends on, and the model does not hold.
         mixes: whether a row's logits depend on the other rows of the batch; None if unknown.
         by_row: whether equal rows have different logits.
-        calls: the arguments of the first call of each function of ``WATCHED``, by the function's name.
+        pools_padding: whether the logits of a row are those of padding at its end.
+        calls: the arguments of the first call of each function of ``WATCHED``, by its name; first rows of large ones.
+        teaches: whether kl_div's target comes from other trained weights than its input.
         entropies: the values of all cross-entropies.
         rises: whether the loss falls when its only cross-entropy rises.
         half: whether autocast computes in float16.
@@ -54,15 +61,19 @@ class FirstPass:
     gradients: Mapping[int, float]
     ran: frozenset[int]
     stuck: frozenset[int]
+    idle: frozenset[int] = frozenset()
+    foreign: Sequence[nn.Parameter] = ()
     offset: int | None = None
     reads: bool | None = None
     causal: bool | None = None
     mixes: bool | None = None
     by_row: bool = False
+    pools_padding: bool = False
     calls: Mapping[str, Mapping[str, Output]] = field(default_factory=dict)
     entropies: Sequence[float] = ()
     rises: bool = False
     half: bool = False
+    teaches: bool = False
 
     @property
     def reached(self) -> Set[int]:
@@ -85,13 +96,18 @@ WATCHED = {
 
 
 class _Calls(TorchFunctionMode):
-    """Keeps the arguments of the first call of each watched function, and all cross-entropies."""
+    """Keeps the arguments of the first call of each watched function, and all cross-entropies.
 
-    def __init__(self) -> None:
+    ``part`` returns what to keep of an argument.
+    """
+
+    def __init__(self, part: Callable[[Output], Output]) -> None:
         super().__init__()
+        self._part = part
         self.first: dict[str, dict[str, Output]] = {}
         self.losses: list[torch.Tensor] = []
-        self.half = False
+        self.entropies: list[torch.Tensor] = []
+        self.half = self.teaches = False
 
     def __torch_function__(
         self, func: Callable[..., Output], types: Output, args: tuple = (), kwargs: dict[str, Output] | None = None
@@ -101,16 +117,21 @@ class _Calls(TorchFunctionMode):
         if name is None:
             return output
         self.half = self.half or (isinstance(args[0], torch.Tensor) and in_half(args[0].device.type))
-        if name == "attention" and name not in self.first:  # a function of torch's own has no signature
+        if name == "attention":  # a function of torch's own has no signature
             given = kwargs or {}
             mask = given.get("attn_mask")
             mask = args[3] if mask is None and 3 < len(args) < 8 else mask
-            self.first[name] = {"mask": mask, "padding": given.get("key_padding_mask")}
-        elif name != "attention":
-            self.first.setdefault(name, inspect.signature(func).bind(*args, **(kwargs or {})).arguments)
+            self.first.setdefault(name, {"mask": mask, "padding": given.get("key_padding_mask")})
+        else:
+            arguments = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            if name == "kl_div" and name not in self.first:
+                ids = [leaves_of(arguments[of]).keys() for of in ("input", "target")]
+                self.teaches = all(ids) and ids[0].isdisjoint(ids[1])
+            self.first.setdefault(name, {key: self._part(value) for key, value in arguments.items()})
             if name == "cross_entropy" and output.requires_grad:
                 output.retain_grad()
                 self.losses.append(output)
+                self.entropies.append(output.detach().clone())  # AdaLoRA adds to the output in place
         return output
 
     @property
@@ -118,6 +139,36 @@ class _Calls(TorchFunctionMode):
         slopes = [loss.grad for loss in self.losses]
         slope = slopes[0] if len(slopes) == 1 else None
         return slope is not None and bool(slope.any()) and float(slope.max()) <= 0
+
+
+def _first_rows(value: Output) -> Output:
+    """Return a tensor without its graph, of a large one its first rows."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    large = value.is_floating_point() and value.numel() > _KEPT
+    return value.detach()[: max(1, _KEPT * len(value) // value.numel())].clone() if large else value.detach()
+
+
+def _few_classes(value: Output, of: int = 1) -> Output:
+    """Return some classes of a tensor of logits, which stand for all when two passes are compared."""
+    if not isinstance(value, torch.Tensor) or value.ndim < 2 or not value.is_floating_point():
+        return value
+    step = -(-value.shape[of] // _CLASSES)
+    return value.detach().movedim(of, -1)[..., ::step].movedim(-1, of).clone()
+
+
+def leaves_of(value: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the leaves that a tensor was computed from and that require a gradient, by id."""
+    found = {id(value): value} if value.is_leaf and value.requires_grad else {}
+    nodes, seen = [value.grad_fn], set[Output]()
+    while nodes:
+        node: Output = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [next_node for next_node, _ in node.next_functions]
+            if (leaf := getattr(node, "variable", None)) is not None:
+                found[id(leaf)] = leaf
+    return found
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,8 +201,7 @@ def first_pass(
     """
     every = [*model.parameters(), *others]
     args, kwargs = arguments_of(model, batch)
-    ran, outputs, calls = set[int](), [], _Calls()
-    given: list[tuple[tuple, dict[str, Output]]] = []
+    ran, outputs, given, calls = set[int](), [], [], _Calls(_first_rows)
     hooks = [module.register_forward_pre_hook(lambda m, a: ran.add(id(m))) for module in model.modules()]
     hooks.append(model.register_forward_hook(lambda m, a, output: outputs.append(output)))
     hooks.append(model.register_forward_pre_hook(lambda m, a, k: given.append((a, k)), with_kwargs=True))
@@ -172,22 +222,24 @@ def first_pass(
                 loss, logits = loss_and_logits()
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 return None
+            logits, value, leaves = _first_rows(logits), float(loss.detach()), leaves_of(loss)
+            outputs.clear()  # the logits of a large vocabulary
             if loss.requires_grad:
                 loss.backward()
-            gradients = {
-                id(p): float(whole(p.grad).float().square().mean().sqrt()) for p in every if p.grad is not None
-            }
-            logits = None if logits is None else logits.detach()
+            gradients, idle = _gradients(model, every)
             stuck = _stuck(model, lambda: loss_and_logits()[0])
             repeats = _Repeats(model, given[0], loss_and_logits).found(calls.first) if given else {}
         return FirstPass(
-            loss=float(loss.detach()),
+            loss=value,
             logits=logits,
             gradients=gradients,
             ran=frozenset(ran),
             stuck=stuck,
+            idle=idle,
+            foreign=[x for key, x in leaves.items() if isinstance(x, nn.Parameter) and key not in map(id, every)],
+            teaches=calls.teaches,
             calls=calls.first,
-            entropies=[float(each.detach()) for each in calls.losses if each.numel() == 1],
+            entropies=[float(each) for each in calls.entropies if each.numel() == 1],
             rises=calls.rises,
             half=calls.half,
             **repeats,
@@ -200,6 +252,14 @@ def first_pass(
         for name, buffer in model.named_buffers():
             if name in buffers and buffers[name].shape == buffer.shape:
                 buffer.copy_(buffers[name])
+
+
+def _gradients(model: nn.Module, every: Iterable[torch.Tensor]) -> tuple[dict[int, float], frozenset[int]]:
+    """Return the gradients' root mean squares by the parameters' ids, and ``FirstPass.idle``."""
+    sizes = {id(p): float(whole(p.grad).float().square().mean().sqrt()) for p in every if p.grad is not None}
+    shown = {name: p for name, p in model.named_parameters() if id(p) in sizes and not isinstance(p, DTensor)}
+    zeros = any(not name.endswith("bias") and not bool(p.detach().any()) for name, p in shown.items())  # LoRA, a scale
+    return sizes, frozenset(id(p) for p in shown.values() if p.ndim > 1 and not zeros and sizes[id(p)] == 0)
 
 
 def _stuck(model: nn.Module, loss_of: Callable[[], torch.Tensor | None]) -> frozenset[int]:
@@ -285,11 +345,11 @@ class _Repeats:
         def swapped(module: nn.Module, a: tuple, k: dict[str, Output]) -> tuple[tuple, dict[str, Output]]:
             return tuple(places.get(at, x) for at, x in enumerate(a)), {at: places.get(at, x) for at, x in k.items()}
 
-        swap, calls = self._model.register_forward_pre_hook(swapped, with_kwargs=True), _Calls()
+        swap, calls = self._model.register_forward_pre_hook(swapped, with_kwargs=True), _Calls(_few_classes)
         try:
             with torch.random.fork_rng(devices=[]), evaluating(self._model), calls:
                 torch.manual_seed(seed)
-                found = [self._run()[1], _scores(calls.first)]
+                found = [_few_classes(self._run()[1], -1), _scores(calls.first)]
         except Exception:  # a loss may not take other inputs
             return None, None
         finally:
@@ -300,10 +360,26 @@ class _Repeats:
     def found(self, calls: Mapping[str, Mapping[str, Output]]) -> dict[str, Output]:
         """Return attributes of ``FirstPass``."""
         (mixes, by_row), target = self.rows(), self.target(calls)
+        found = {"mixes": mixes, "by_row": by_row, "pools_padding": self.pools_padding()}
         if target is None:
-            return {"mixes": mixes, "by_row": by_row}
+            return found
         reads, causal = self.reads(*target)
-        return {"mixes": mixes, "by_row": by_row, "offset": target[-1], "reads": reads, "causal": causal}
+        return {**found, "offset": target[-1], "reads": reads, "causal": causal}
+
+    def pools_padding(self) -> bool:
+        """Return whether a row's only logits depend mostly on its last token, where a mask hides this token."""
+        tables = [(at, x) for at, x in self._given.items() if x.ndim == 2 and not x.is_floating_point()]
+        pairs = [(at, x, mask) for at, x in tables for _, mask in tables if mask.shape == x.shape and mask.max() <= 1]
+        before = self._logits
+        for at, tokens, mask in pairs if before is not None and before.ndim == 2 else []:
+            hidden = next((mask == v for v in (0, 1) if 1 == len(tokens[mask == v].unique()) < tokens.max()), None)
+            if before is not None and hidden is not None and hidden[:, -1].any() and len(hidden) == len(before):
+                others = tokens.clone()
+                others[:, -1] = torch.where(tokens[:, -1] == tokens[:, 0], tokens[:, 1], tokens[:, 0])
+                if (logits := self._again({at: others})[0]) is not None and logits.shape == before.shape:
+                    change = (logits - before)[hidden[:, -1]].abs().amax(-1).median()
+                    return bool(change > LAST * before.std())
+        return False
 
     def target(self, calls: Mapping[str, Mapping[str, Output]]) -> Target | None:
         """Find the argument whose tokens are the targets: its index, the targets that count, and their offset."""

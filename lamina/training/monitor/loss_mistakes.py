@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +11,9 @@ from lamina.training.monitor.before_training import BeforeTraining, Mistake, che
 
 SMOOTHED = 0.5  # of a label's weight
 FEW = 16  # numbers that lie between 0 and 1 by chance
+CLOSE = 0.1  # of the loss of guessing: the first loss of a new model
+FAR = 100.0  # times the outputs, and times 1: targets that were not scaled
+DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
 def _called(setup: BeforeTraining, name: str) -> dict[str, object]:
@@ -68,7 +72,7 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
                 else "Pass log_softmax of the student's logits, and softmax of the teacher's",
             )
             break
-    for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
+    for name in DISTANCES:
         shapes = [[*x.shape] for x in _called(setup, name).values() if isinstance(x, torch.Tensor)][:2]
         if shapes[:1] != shapes[1:]:
             yield Mistake(
@@ -76,6 +80,33 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
                 why="torch compares each output with each target, so the model learns the targets' mean",
                 do="Give both the same shape, for example with outputs.squeeze(-1)",
             )
+
+
+@checks
+def targets(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find targets that no output can reach, or reaches after very many steps, and a teacher that is trained."""
+    given = _called(setup, "binary_cross_entropy_with_logits").get("target")
+    if isinstance(given, torch.Tensor) and given.numel() and not 0 <= float(given.min()) <= float(given.max()) <= 1:
+        yield Mistake(
+            what=f"binary_cross_entropy_with_logits gets targets from {float(given.min()):g} to {float(given.max()):g}",
+            why="beyond 0 and 1 its loss has no lower limit",
+            do="Pass targets of 0 and 1: count the two classes from 0",
+        )
+    for name in DISTANCES:
+        values = [x for x in _called(setup, name).values() if isinstance(x, torch.Tensor) and x.numel()][:2]
+        sizes = [float(x.float().square().mean().sqrt()) for x in values]
+        if len(sizes) == 2 and sizes[1] > FAR * max(sizes[0], 1.0):
+            yield Mistake(
+                what=f"the targets of {name} are about {sizes[1]:.2g}, and the model's outputs about {sizes[0]:.2g}",
+                why="the outputs need very many steps to get there, and the gradients are as large as the targets",
+                do="Scale the targets to a mean of 0 and a standard deviation of 1, and the predictions back",
+            )
+    if setup.trial is not None and setup.trial.teaches:
+        yield Mistake(
+            what="the target of kl_div requires a gradient, and comes from other weights than its input",
+            why="the loss also trains the teacher to agree with the student",
+            do="Compute the teacher's output under torch.no_grad(), and set the teacher's requires_grad to False",
+        )
 
 
 @checks
@@ -92,12 +123,17 @@ def label_smoothing(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a loss that falls when its only cross-entropy rises."""
-    if setup.trial is not None and setup.trial.rises and not any(g.get("maximize") for _, g in setup.settings):
+    """Find a loss that falls when its only cross-entropy rises, and a mean log-probability as the loss."""
+    trial = setup.trial
+    if trial is None or any(g.get("maximize") for _, g in setup.settings):
+        return
+    classes = trial.logits.shape[-1] if trial.logits is not None and not trial.calls.keys() - {"attention"} else 0
+    guessing = math.log(max(classes, 1))
+    if trial.rises or (classes >= FEW and abs(trial.loss + guessing) < CLOSE * guessing):
         yield Mistake(
             what="the loss is minus a cross-entropy",
             why="to minimize it, the model avoids the labels",
-            do="Remove the minus sign",
+            do="Remove the minus sign, or put a minus before the labels' log-probabilities",
         )
 
 
@@ -110,6 +146,17 @@ def additive_mask(setup: BeforeTraining) -> Iterator[Mistake]:
             what="attention gets a float mask of zeros and ones",
             why="torch adds such a mask to the scores, so it hides no token",
             do="Pass a boolean mask, or 0 and -inf",
+        )
+
+
+@checks
+def pooled_padding(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find a model whose output for a row is computed from the padding at the row's end."""
+    if setup.trial is not None and setup.trial.pools_padding:
+        yield Mistake(
+            what="the output of a padded row depends mostly on its last token, which the mask hides",
+            why="the model takes the last position as the row's summary, and there is padding",
+            do="Take the last token that the mask shows: hidden[torch.arange(len(hidden)), mask.sum(1) - 1]",
         )
 
 

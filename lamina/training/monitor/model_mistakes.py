@@ -41,8 +41,11 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
                 why="reentrant checkpointing needs an input that requires a gradient, but these layers' inputs are "
                 "frozen"
                 if reentrant
-                else "an operation between these layers and the loss detaches the residual stream",
-                do=do if reentrant else "Look for .detach(), .data, torch.no_grad() or .item() after these layers",
+                else "an operation after these layers detaches the residual stream, or nothing reads their outputs",
+                do=do
+                if reentrant
+                else "Look for .detach(), .data, argmax or torch.no_grad() after these layers, and for a loop that "
+                "gives each layer the same input",
             )
 
 
@@ -53,8 +56,11 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
         return
     for _, layers in setup.blocks:
         peers: dict[str, list[nn.Parameter]] = {}
+        spared = set[int]()
         for layer in layers:
             for name, module, parameter in named_alike(layer):
+                own = {*map(id, module.parameters(recurse=False))}  # of them, XLNet's forward may not need all
+                spared |= own if own & setup.trial.reached else set()
                 if parameter.requires_grad and id(module) in setup.trial.ran:
                     peers.setdefault(name, []).append(parameter)
         alive = {id(layer): {*map(id, layer.parameters())} & setup.trial.reached for layer in layers}
@@ -64,7 +70,7 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
             for of in peers.values()
             if not 0 < sum(id(p) in setup.trial.reached for p in of) <= len(of) / 2
             for p in of
-            if id(p) not in setup.trial.reached and id(p) in inside
+            if id(p) not in setup.trial.reached | spared and id(p) in inside
         ]
         if silent:
             yield Mistake(

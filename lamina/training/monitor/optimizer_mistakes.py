@@ -134,6 +134,19 @@ def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 @checks
+def ended_schedule(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find a learning rate of 0 in an optimizer that has taken steps: its schedule has ended."""
+    begun = any(float(state.get("step", 0)) > 0 for o in setup.optimizers for state in o.state.values())
+    rates = [(float(g["lr"]), _rate_of([g])) for _, g in setup.settings if g.get("lr") is not None]
+    if begun and rates and all(rate == 0 < first for rate, first in rates):
+        yield Mistake(
+            what=f"the learning rate is 0, and it began at {max(first for _, first in rates):g}",
+            why="the optimizer has taken steps, so a schedule has ended, and further steps change nothing",
+            do="Create a schedule for all steps, the new ones included",
+        )
+
+
+@checks
 def rate_of_adam(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find an Adam or SGD that changes most layers' weights by more than their size in a single step."""
     steps = {

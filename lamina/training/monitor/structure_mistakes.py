@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -16,7 +17,6 @@ from lamina.training.monitor.first_pass import whole
 
 MUCH_DROPPED = 0.8  # of a dropout's elements
 TRAINED = 0.05  # the range of a norm's gains after more than a few steps
-LARGE_EPSILON = 1e-2  # of a norm; keras's batch norms have 1e-3
 _TASKS = re.compile(r"For(\w*Classification|QuestionAnswering|MultipleChoice)$")
 _HEADS = ("classifier", "score", "qa_outputs", "classification_head")
 
@@ -42,7 +42,54 @@ def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
             what="all gradients are 0" if trial.reached else "no parameter gets a gradient",
             why="the loss depends on no trainable weight",
             do="Look for .detach(), .item(), argmax or torch.no_grad() between the model and the loss, for adapters "
-            "that are disabled or scaled by 0, and for a dropout of 1",
+            "that are disabled, merged or scaled by 0, for pairs whose two sides are equal, and for a dropout of 1",
+        )
+
+
+@checks
+def without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find matrices outside the layers whose gradient is 0: what they compute is selected nowhere."""
+    inside = {id(p) for _, layers in setup.blocks for layer in layers for p in layer.parameters()}
+    idle = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.idle - inside]
+    if idle and setup.trial is not None and any(setup.trial.gradients.values()):
+        yield Mistake(
+            what=f"the gradient is exactly 0 for {len(idle)} matrices ({setup.listed(idle)})",
+            why="nothing that they compute has an effect on the loss",
+            do="Look for a mask that selects nothing (an image token that the batch lacks), and for inputs that are "
+            "all padding",
+        )
+
+
+@checks
+def never_run(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find trained matrices of layers, and adapters, whose modules forward never calls, in no layer."""
+    if setup.trial is None or not setup.trial.reached:
+        return
+    ran, reached = setup.trial.ran, setup.trial.reached
+    parts = {n: m for n, m in setup.model.named_modules() if isinstance(m, nn.Linear) and id(m.weight) in setup.groups}
+    used = {re.sub(r"\d+", "", n) for n, m in parts.items() if id(m) in ran or id(m.weight) in reached}
+    inside = {id(m) for _, layers in setup.blocks for layer in layers if id(layer) in ran for m in layer.modules()}
+    unused = [
+        m.weight for n, m in parts.items() if re.sub(r"\d+", "", n) not in used and (id(m) in inside or "lora" in n)
+    ]
+    if unused := [p for p in unused if p.requires_grad]:
+        yield Mistake(
+            what=f"forward uses {len(unused)} of the trained matrices nowhere ({setup.listed(unused)})",
+            why="it calls another module twice instead of theirs, or the loss reads a weight without its module",
+            do="Call their modules, or remove them",
+        )
+
+
+@checks
+def made_in_forward(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find parameters that the loss depends on, and that neither the model nor an optimizer has."""
+    foreign = [p for p in setup.trial.foreign if id(p) not in setup.groups] if setup.trial is not None else []
+    if foreign and not setup.unregistered:
+        yield Mistake(
+            what=f"the loss depends on {len(foreign)} parameters that are not among model.parameters() (such as one of "
+            f"shape {[*foreign[0].shape]})",
+            why="a layer made inside forward is new at each call, and no optimizer trains it",
+            do="Make layers in __init__, and run other models under torch.no_grad()",
         )
 
 
@@ -111,6 +158,14 @@ def not_finite(setup: BeforeTraining) -> Iterator[Mistake]:
             what=f"{len(broken)} parameters are not finite ({setup.listed(broken)})",
             why="NaN or infinity reaches the loss and then all weights",
             do="Load an earlier checkpoint, and initialize what torch.empty created",
+        )
+    seen = setup.trial.gradients if setup.trial is not None and math.isfinite(setup.trial.loss) else {}
+    if not broken and (nan := [p for p in setup.trained if not math.isfinite(seen.get(id(p), 0.0))]):
+        yield Mistake(
+            what=f"the loss is finite, but the gradients of {len(nan)} parameters are not ({setup.listed(nan)})",
+            why="a step writes NaN to these weights; sqrt and norm have no gradient at 0, and log and division none "
+            "behind torch.where",
+            do="Add a small number inside the root, the logarithm or the divisor",
         )
 
 
@@ -236,19 +291,3 @@ def frozen_head(setup: BeforeTraining) -> Iterator[Mistake]:
                 why="the model must answer through a random head",
                 do='Unfreeze it. With LoRA, set task_type="SEQ_CLS" or modules_to_save',
             )
-
-
-@checks
-def norm_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find norms whose epsilon is as large as the variance of their input."""
-    large = {}
-    for path, module in setup.model.named_modules():
-        values = [getattr(module, name, None) for name in ("eps", "variance_epsilon", "epsilon")]
-        if is_norm(module) and (size := max((x for x in values if isinstance(x, float)), default=0)) >= LARGE_EPSILON:
-            large[path] = size
-    if large:
-        yield Mistake(
-            what=f"the eps is {max(large.values()):g} in {len(large)} of the norms ({listing(list(large))})",
-            why="norms add eps to the variance, so small inputs are not normalized",
-            do="Use 1e-5 or 1e-6",
-        )
