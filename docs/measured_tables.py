@@ -22,17 +22,19 @@ def history_odds_table() -> str:
         },
     )
     ranges = [name for name in record["views"]["loss"]["judged"]["rate"] if name != NOT_KNOWN]
-    lines = [f"| recorded | {' | '.join(f'odds {name}: right' for name in ranges)} | not known |"]
+    heads = [f"causes with odds of {name.replace('% to', ' to').replace('%', ' %')}" for name in ranges]
+    lines = [f'| the history has | {" | ".join(heads)} | runs with "not known" |']
     lines.append("|---" * (len(ranges) + 2) + "|")
     for view, words in held.items():
         cells = record["views"][view]["judged"]["rate"]
-        right = " | ".join(f"{cells[name][1]} of {cells[name][0]}" for name in ranges)
+        right = " | ".join(f"{cells[name][1]} of {cells[name][0]} right" for name in ranges)
         lines.append(f"| {words} | {right} | {cells[NOT_KNOWN][0]} |")
     runs = record["runs"]
     counted = (
-        f"We fitted the odds on {runs['fitted']} broken runs, and judged them on {runs['judged']} with other seeds."
+        f"We fitted the odds on {runs['fitted']} broken runs, and judged the odds on {runs['judged']} broken runs with "
+        "other seeds."
     )
-    return "\n".join([*lines, "", f"{counted} We set the limit of 70 % after we had seen the judged runs."])
+    return "\n".join([*lines, "", f"{counted} After we had seen the results, we chose the limit of 70 %."])
 
 
 def alarms_table(record: dict[str, Any] | None, where: str) -> str:
@@ -40,7 +42,7 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
     if record is None:
         return _unmeasured("alarms")
     lines = [
-        "| failure | runs | alarm | loss rose | alarm before | location | cause |",
+        "| failure | runs | runs with an alarm | loss rose | alarm before | right location | right cause |",
         "|---|---|---|---|---|---|---|",
     ]
     whole = []
@@ -48,7 +50,8 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
         missed = (counts["failures"] - counts["told"], counts["rose"] - counts["before"])
         missed += (counts["placed"] - counts["place"], counts["failures"] - counts["cause"])
         if not any(missed):
-            whole.append(f"- {_marked(counts['what'], counts)} ({counts['failures']})")
+            runs = counts["failures"]
+            whole.append(f"- {_marked(counts['what'], counts)} ({runs} run{'s' * (runs > 1)})")
             continue
         early = f"{counts['before']}" if counts["rose"] else ""
         place = f"{counts['place']} of {counts['placed']}" if counts["placed"] else ""
@@ -63,13 +66,13 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
         if counts["alarmed_steps"]
     ]
     parts = record["parts"].items()
-    names = {"seen": "seen before"}
-    texts = [f"- Runs that were {names.get(name, name)}: {_alarm_counts(c)}" for name, c in parts if c["failures"]]
+    names = {"seen": "seen before", "judged": "in this table", "fitted": "of the fit"}
+    texts = [f"- Runs {names.get(name, name)}: {_alarm_counts(c)}" for name, c in parts if c["failures"]]
     said = [
-        "In all runs of these failures, Lamina named the right location and cause. If the loss rose, the alarm came "
-        "before. The number of runs is in parentheses:",
+        "In all runs of the failures in the next list, Lamina named the right location and cause. If the loss rose, "
+        "the alarm came before the rise:",
         "\n".join(whole),
-        *([f"These healthy set-ups had alarms: {', '.join(healthy)}."] if healthy else []),
+        *([f"In these healthy set-ups, some steps raised an alarm: {', '.join(healthy)}."] if healthy else []),
     ]
     return "\n".join([*lines, *(f"\n{line}" for line in said), "", *texts, "", where])
 
@@ -92,6 +95,7 @@ _WORDS = {  # the record's words, and the page's
     "readout": "output head",
     "drawn anew, larger": "drawn again, with larger values",
     "higher rate": "higher learning rate",
+    "'s group has": "'s parameter group has",
     "reaches the stream": "reaches the residual stream",
     "missing in the optimizer, the norm is not": "missing from the optimizer, but not its norm",
     "missing in the": "missing from the",
@@ -116,13 +120,17 @@ def _alarm_counts(counts: dict[str, Any]) -> str:
         f"In healthy runs, {counts['alarmed_steps']} of {counts['healthy_steps']:,} steps had an alarm{spikes}, and "
         f"{counts['diverged']} of {counts['healthy_runs']} runs counted as diverged. "
     )
-    heard = f", and in {counts['heard_before']}, Lamina also reported it before" if "heard_before" in counts else ""
+    heard = (
+        f", and in {counts['heard_before']}, Lamina also raised an alarm before the rise"
+        if "heard_before" in counts
+        else ""
+    )
     return (
         f"{healthy if counts['healthy_runs'] else ''}In {counts['rose']} failures, the loss rose after the second "
-        f"step. In {counts['before']} of these, the first anomaly came before the rise{heard}. Lamina named the right "
-        f"location in {counts['place']} of {counts['placed']} failures, and the right cause in {counts['cause']} of "
-        f"{counts['failures']}. Lamina named a wrong cause in {counts['wrong_cause']} failures, and raised no alarm in "
-        f"{counts['failures'] - counts['told']}."
+        f"step. In {counts['before']} of these {counts['rose']}, the first anomaly came before the rise{heard}. Lamina "
+        f"named the right location in {counts['place']} of {counts['placed']} failures, and the right cause in "
+        f"{counts['cause']} of {counts['failures']}. Lamina named a wrong cause in {counts['wrong_cause']} failures, "
+        f"and raised no alarm in {counts['failures'] - counts['told']}."
     )
 
 
@@ -201,9 +209,12 @@ def evaluation_table(record: dict[str, Any] | None, where: str) -> str:
         f"{row['seconds']:.1f} s |"
         for row in record["tasks"]
     ]
-    head = ["| task | items | largest difference of a log-likelihood | harness | Lamina |", "|---|---|---|---|---|"]
+    head = [
+        "| task | items | largest difference of a log-likelihood (nats) | the harness's time | Lamina's time |",
+        "|---|---|---|---|---|",
+    ]
     summary = (
-        f"The largest difference is {record['largest_difference']:.1g} nats. "
+        f"In all tasks, the log-likelihoods differ by at most {record['largest_difference']:.1g} nats. "
         f"Lamina's throughput is {record['throughput_ratio']:.2f} times the harness's."
     )
     return "\n".join([*head, *rows, "", summary, "", where])
@@ -220,8 +231,8 @@ def after_pretraining_table(record: dict[str, Any] | None, where: str) -> str:
         for row in record["rows"]
     ]
     head = [
-        "| placement | minutes of the stages | reward model's accuracy | gain of the held-out reward (95 % interval) | "
-        "KL in nats |",
+        "| placement | minutes of the four stages | reward model's accuracy | "
+        "gain of the held-out reward (95 % interval) | KL in nats |",
         "|---|---|---|---|---|",
     ]
     return "\n".join([*head, *rows, "", where])
@@ -231,7 +242,7 @@ def studies_sentence(record: dict[str, Any] | None, where: str) -> str:
     """How long the engine of studies takes to start the next trial."""
     if record is None:
         return _unmeasured("studies")
-    return f"Starting the next trial takes {record['overhead']['between']:.1f} seconds. {where}"
+    return f"In a study, {record['overhead']['between']:.1f} seconds pass between two trials. {where}"
 
 
 def _unmeasured(name: str) -> str:

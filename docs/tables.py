@@ -105,7 +105,7 @@ def placements_speed(name: str) -> str:
     s = record["settings"]
     return (
         f"{len(rows)} of {len(names())} placements train at {min(speeds):.2f} to {max(speeds):.2f} times the speed of "
-        f"transformers' Llama, and take {min(memory):.2f} to {max(memory):.2f} times its memory (eager, "
+        f"transformers' Llama, and take {min(memory):.2f} to {max(memory):.2f} times this Llama's memory (eager, "
         f"{s['num_hidden_layers']} layers of width {s['hidden_size']}). {_where(name)}"
     )
 
@@ -119,7 +119,7 @@ def training_table(name: str) -> str:
     if record is None:
         return _unmeasured(name)
     part = record["parts"][-1]
-    lines = ["| trained in fp32 | speed | peak memory | first step |", "|---|---|---|---|"]
+    lines = ["| trained in fp32 | speed | peak memory | time of the first step |", "|---|---|---|---|"]
     measured = [row for row in part["results"] if "absent" not in row]
     for row in (row for row in measured if not _label(row).endswith("eager") or _label(row).startswith(_BESIDE)):
         cells = [_label(row), f"{row['speed_ratio']:.2f}", f"{row['peak_memory_mib']:,} MiB"]
@@ -135,7 +135,7 @@ def wirings_speed(*records: str) -> str:
     if any(record is None for record in measured):
         return _unmeasured(records[0])
     ratios = [{row["model"]: row for row in record["results"]} for record in measured if record]
-    lines = ["| relative to Pre-LN | speed, compiled | speed, eager | memory, compiled |", "|---|---|---|---|"]
+    lines = ["| wiring | compiled speed | eager speed | compiled memory |", "|---|---|---|---|"]
     for model in ratios[0]:
         compiled, eager = (each[model] for each in ratios)
         cells = [f"{compiled['speed_ratio']:.2f}", f"{eager['speed_ratio']:.2f}", f"{compiled['memory_ratio']:.2f}"]
@@ -152,16 +152,16 @@ def depth_speed(name: str) -> str:
     compiled = []
     for case in record["compiling"]:
         shallow, deep = case["runs"][0]
-        compiled.append(f"{case['compile_ratio']:.2f} times as long for `{deep['placement']}`")
+        compiled.append(f"{case['compile_ratio']:.2f} times as long with `{deep['placement']}`")
         fewest, most = shallow["num_layers"], deep["num_layers"]
     trained = [
-        f"{row['num_layers']} blocks of `{row['placement']}` ({row['parameters'] / 1e9:.1f}B parameters, "
+        f"{row['num_layers']} blocks with `{row['placement']}` ({row['parameters'] / 1e9:.1f}B parameters, "
         f"{row['step_seconds']:.0f} s per step, {row['peak_memory_mib'] / 1024:.1f} GiB)"
         for row in record["training"]
     ]
     return (
-        f"Compiling {most:,} layers instead of {fewest} takes {' and '.join(compiled)}. "
-        f"We trained {' and '.join(trained)} on a CPU. {_where(name)}"
+        f"Compared with compiling {fewest} layers, compiling {most:,} layers takes {' and '.join(compiled)}. "
+        f"On a CPU, we trained {' and '.join(trained)}. {_where(name)}"
     )
 
 

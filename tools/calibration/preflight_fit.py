@@ -291,9 +291,14 @@ GROUPS: dict[str, Callable[[Record], bool]] = {
 
 
 GROUP_TITLES = {  # where the records' names are too short for a page
-    "all that were not fitted on": "all that we did not use to fit the rules",
-    "run after the rules' form was chosen": "trained after we had chosen the form of the rules",
-    "rates below 1e-3": "learning rates below 1e-3",
+    "all that were not fitted on": "all runs that we did not use to fit the rules",
+    "run after the rules' form was chosen": "runs that we trained after we had chosen the form of the rules",
+    "rates below 1e-3": "runs with learning rates below 1e-3",
+    "200 planned steps or more": "runs with 200 planned steps or more",
+    "another corpus (Python code)": "runs on another corpus (Python code)",
+    "the studies' trials": "runs (trials) of the studies",
+    "6 to 20 layers": "runs with 6 to 20 layers",
+    "30 to 64 layers": "runs with 30 to 64 layers",
 }
 
 
@@ -452,9 +457,13 @@ def details(made: dict[str, Any]) -> str:
 
 def _groups(made: dict[str, Any]) -> list[str]:
     rule = "below a constant prediction after the burn-in"
-    lines = ["The table counts the verdicts that were right, on runs outside the fit (with 95 % intervals):", ""]
+    lines = [
+        "On runs that we did not use for the fit, the table counts the verdicts that were right (with 95 % intervals):",
+        "",
+    ]
     lines += [
-        "| runs | number | trained | fine | will not train | undecided | a rule of one number |",
+        "| runs | number of runs | runs that trained | `fine`: right | `will not train`: right | `undecided` | "
+        "rule of one number: right |",
         "|---|---:|---:|---|---|---:|---|",
     ]
     for name, found in made["groups"].items():
@@ -471,8 +480,9 @@ def _groups(made: dict[str, Any]) -> list[str]:
         *lines,
         "",
         _wrapped(
-            f"Of the runs called `fine`, {badly} trained badly. For comparison, a rule with one number calls a run "
-            "`fine` if its held-out loss is below a constant prediction's after the first burn-in."
+            f"Of the runs with the verdict `fine`, {badly} trained badly. The table's last column shows a simpler rule "
+            "for comparison. This rule of one number calls a run `fine` if, after the first burn-in, the run's "
+            "held-out loss is below a constant prediction's loss."
         ),
         "",
     ]
@@ -510,9 +520,9 @@ def _share(found: list[Any]) -> str:
 def _deciding(found: dict[str, int]) -> list[str]:
     return [
         _wrapped(
-            f"{found['undecided']} runs were undecided. For {found['told a step']} of them, preflight named a "
-            f"deciding step before the planned end. Of these runs, {found['trained']} trained, and "
-            f"{found['shown by it']} had learned by that step."
+            f"{found['undecided']} runs were undecided. For {found['told a step']} of the undecided runs, preflight "
+            f"named a deciding step before the planned end. {found['trained']} of these {found['told a step']} runs "
+            f"trained, and {found['shown by it']} had learned by the deciding step."
         ),
         "",
     ]
