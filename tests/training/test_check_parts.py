@@ -9,6 +9,8 @@ from training.test_check import adamw, trained
 from training.test_check_losses import IDS, Mean, Words, next_tokens
 from training.watching.loops import VOCAB, NanoGpt, llama
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     XLNetConfig,
@@ -157,6 +159,13 @@ def xlnet():
     return model, None, {"batch": {"input_ids": IDS, "labels": torch.arange(6) % 2}}
 
 
+def decoder_alone():
+    sizes = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    model = BartForCausalLM(BartConfig(vocab_size=VOCAB, d_model=16, is_decoder=True, **sizes))
+    ids = IDS % 50 + 3  # this model does not shift its labels
+    return model, None, {"batch": {"input_ids": ids[:, :-1], "labels": ids[:, 1:].contiguous()}}
+
+
 def regularized():
     def loss(model, batch):
         return ENTROPY(model(batch[0]).flatten(0, 1), batch[1].flatten()) + 1.5
@@ -176,6 +185,7 @@ SOUND = {
     "an image in the batch": lambda: words(lambda x, y: ENTROPY(x.flatten(0, 1), y.flatten()), Shown(int(IDS[0, 0]))),
     "parts for other arguments": xlnet,
     "a regularizer": regularized,
+    "a decoder without its encoder": decoder_alone,
 }
 
 

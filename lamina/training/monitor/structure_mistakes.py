@@ -68,7 +68,8 @@ def never_run(setup: BeforeTraining) -> Iterator[Mistake]:
     ran, reached = setup.trial.ran, setup.trial.reached
     parts = {n: m for n, m in setup.model.named_modules() if isinstance(m, nn.Linear) and id(m.weight) in setup.groups}
     used = {re.sub(r"\d+", "", n) for n, m in parts.items() if id(m) in ran or id(m.weight) in reached}
-    inside = {id(m) for _, layers in setup.blocks for layer in layers if id(layer) in ran for m in layer.modules()}
+    run = (m for _, layers in setup.blocks for layer in layers for m in layer.modules() if id(m) in ran)
+    inside = {id(child) for module in run for child in module.children()}  # a decoder alone has no cross-attention
     unused = [
         m.weight for n, m in parts.items() if re.sub(r"\d+", "", n) not in used and (id(m) in inside or "lora" in n)
     ]
