@@ -140,6 +140,7 @@ FAULTS = {
     "made_in_forward": lambda: words(lambda x, y: ENTROPY(x.flatten(0, 1), y.flatten()), Inside()),
     "never_run": unused,
     "not_finite: gradients": at_zero,
+    "norm_epsilon": lambda: (llama(rms_norm_eps=1.0), None, {}),
 }
 
 

@@ -16,6 +16,7 @@ from lamina.training.monitor.before_training import BeforeTraining, Mistake, che
 from lamina.training.monitor.first_pass import whole
 
 MUCH_DROPPED = 0.8  # of a dropout's elements
+LARGE_EPSILON = 1e-2  # of a norm; keras's batch norms have 1e-3
 TRAINED = 0.05  # the range of a norm's gains after more than a few steps
 _TASKS = re.compile(r"For(\w*Classification|QuestionAnswering|MultipleChoice)$")
 _HEADS = ("classifier", "score", "qa_outputs", "classification_head")
@@ -292,3 +293,19 @@ def frozen_head(setup: BeforeTraining) -> Iterator[Mistake]:
                 why="the model must answer through a random head",
                 do='Unfreeze it. With LoRA, set task_type="SEQ_CLS" or modules_to_save',
             )
+
+
+@checks
+def norm_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find norms whose epsilon is as large as the variance of their input."""
+    large = {}
+    for path, module in setup.model.named_modules():
+        values = [getattr(module, name, None) for name in ("eps", "variance_epsilon", "epsilon")]
+        if is_norm(module) and (size := max((x for x in values if isinstance(x, float)), default=0)) >= LARGE_EPSILON:
+            large[path] = size
+    if large:
+        yield Mistake(
+            what=f"the eps is {max(large.values()):g} in {len(large)} of the norms ({listing(list(large))})",
+            why="norms add eps to the variance, so small inputs are not normalized",
+            do="Use 1e-5 or 1e-6",
+        )
