@@ -164,7 +164,7 @@ def _claim(one: Json) -> list[str]:
         f"**{says}**" if said.is_whole(one) else says,
         said.verdict(one),
         said.in_short(one),
-        plain(one.get("paper") or NONE),
+        said.in_paper(one),
         f"[{plain(one['claim'])}](#{one['study']})",
     ]
 
