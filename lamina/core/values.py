@@ -52,7 +52,7 @@ def takes(kind: object) -> Callable[[C], C]:
 
 
 def taken(check: object) -> Any:
-    """Return the types that Python callers may pass for a setting with this check; None for the setting's own type."""
+    """Return the types that this check accepts from Python callers, or None if it accepts only the setting's type."""
     return getattr(check, "takes", getattr(getattr(check, "func", None), "takes", None))
 
 

@@ -66,8 +66,8 @@ class JobRow:
         summary: a line for ``lamina --help``.
         about: the description for the command's help. The Python function's docstring has only the first paragraph.
         settings: a function that returns the class of the job's settings.
-        run: the function that runs the job. The function's arguments are the settings by name, resume, overwrite, bar
-            and the switches with ``passed``.
+        run: the function that runs the job. The function's keyword arguments are the settings, resume, overwrite,
+            bar, and each switch whose ``passed`` is true.
         returns: one or two sentences about the Python function's result.
         outcome: the type of the result, a class of ``lamina.api.results``, or "pd.DataFrame".
         raises: the errors for the Python function's documentation.

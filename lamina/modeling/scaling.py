@@ -99,9 +99,9 @@ class Scaling:
     def depth_factors(self, weight: Weight) -> tuple[float, float]:
         """Return the factors of depth scaling on a weight's learning rate and on Adam's epsilon (CompleteP, Table 1).
 
-        If a branch has a learned scale, the scale's initial value is divided by m^alpha, so the scale contains the
-        multiplier. The scale's learning rate then has a further factor m^-alpha. The scale's epsilon lacks the factor
-        m^-alpha, because the scale's gradient grows by m^alpha.
+        If a branch has a learned scale, the scale's initial value is divided by m^alpha (m: the depth ratio), so the
+        scale contains the multiplier. In this case, the scale's learning rate has a further factor m^-alpha. The
+        scale's epsilon lacks the factor m^-alpha, because the scale's gradient grows by m^alpha.
         """
         if self.depth == "none" or weight.layer < 0:
             return 1.0, 1.0

@@ -294,9 +294,10 @@ class BlockState(NamedTuple):
     """Describes how a block changes the streams and the memory.
 
     In the first block, ``streams`` is the number of streams that the block makes of its input; in other blocks,
-    ``streams`` is 0. ``sources`` replace the stream. With ``remembers``, the block stores the stream that enters it in
-    the memory, which then has ``slots`` states. With ``remembers_inside``, the block also stores the stream between its
-    sub-layers. ``has_memory`` says whether the plan has a memory.
+    ``streams`` is 0. If ``sources`` is set, the block reads these earlier states instead of the stream. With
+    ``remembers``, the block stores the stream that enters it in the memory, which then has ``slots`` states. With
+    ``remembers_inside``, the block also stores the stream between its sub-layers. ``has_memory`` says whether the plan
+    has a memory.
     """
 
     streams: int = 0

@@ -118,7 +118,7 @@ class AngularDistance(DirectionsProbe):
 
 
 def best_blocks(frame: Frame) -> pd.DataFrame:
-    """Return a row ``best_start`` per block size: the start of the block with the smallest distance, except NaN."""
+    """Return a row ``best_start`` per block size: the start of the block with the smallest distance that is not NaN."""
     rows = []
     for size, group in frame.groupby("size"):
         measured = group.dropna(subset="value")

@@ -166,8 +166,8 @@ def count_parameters(config: PreTrainedConfig) -> Count:
 
     If transformers registers a model type without a head, the count has no head.
 
-    All layers after the leading dense layers are equal, so Lamina counts two shallow models on the meta device. A depth
-    of 512 takes no longer than a depth of 2.
+    All layers after the leading dense layers have equal sizes. So Lamina counts the parameters of two shallow models on
+    the meta device and extrapolates. A depth of 512 takes no longer than a depth of 2.
     """
     first = (getattr(config, "first_k_dense_replace", None) or 0) + 1
     if config.num_hidden_layers <= first:

@@ -70,7 +70,7 @@ class BranchTerm:
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """One addition to the stream: its branches (two if they run side by side), the skip's source, and the norm C.
+    """Describes one addition to the stream: its branches (two if they run side by side), skip and norm after the sum.
 
     ``coupling`` says whether skip and branch have factors a and b with a + b = 1 ("lerp") or a^2 + b^2 = 1
     ("variance"). ``error`` is the largest difference from the layer's own sum, as a share of the sum's largest value.

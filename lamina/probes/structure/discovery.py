@@ -435,7 +435,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
 def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
     """Return the structure of a Lamina model whose blocks return more than one stream; None for other models.
 
-    The model may run any copy of Lamina's code, because a checkpoint contains a copy.
+    The model's classes may be a checkpoint's copy of Lamina's code, so Lamina compares the classes by name.
     """
     named = list(model.named_modules())
     mixers = {type(getattr(part, "mixer", None)).__name__ for _, part in named}  # Mamba's blocks have one, too

@@ -157,7 +157,7 @@ Point = tuple[float, float]  # step, loss
 
 
 def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
-    """Return a clause with two losses if the loss still falls at the end of ``steps`` steps; otherwise None.
+    """Return a phrase that quotes two losses if the loss is still falling after ``steps`` steps; otherwise None.
 
     The loss still falls if ``steps`` more steps at its final pace would lower it by STILL_FALLING nats. Runs get stuck
     at ``entropy``. So a loss above ``entropy`` also counts as falling if its final pace is at least UNSLOWED times the

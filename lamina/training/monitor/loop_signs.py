@@ -1,7 +1,7 @@
 """Detect when a training loop skips, freezes or replaces layers, or keeps gradients.
 
-Most of these actions are intentional, such as LayerDrop, gradual unfreezing or LISA. Lamina writes one note about each
-action, and the alarm rules allow for the action.
+Most of these changes are intentional, such as LayerDrop, gradual unfreezing or LISA. If the loop makes such a change,
+Lamina writes one note about the change, and the alarm rules take the change into account.
 """
 
 from __future__ import annotations

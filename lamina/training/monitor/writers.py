@@ -125,7 +125,7 @@ class StepSeries:
 
 
 def spike_columns(folder: Path) -> Json:
-    """Count spikes and surges of a run's losses and gradients in its layers/; the keys are the names in ``SPIKES``.
+    """Count spikes and surges in the losses and gradients of a run's folder layers/; ``SPIKES`` has the keys.
 
     Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge. Surges are None for an empty
     series.
