@@ -34,9 +34,9 @@ _UNDECIDED = (  # where no sentence is decided
 )
 _FRONT_PAGE = """## What learns fastest with which initializer?
 
-The table shows each placement at its best learning rate. "Std" is the weights' initial standard deviation. An std of
-0.09 suits this width (`small_scaled`, or `normal(std=0.0924)` for unscaled branches). An std of 0.02 (`scaled`) is 4.5
-times too small.
+The table shows each placement at its best learning rate. "Std" is the weights' initial standard deviation. At width
+48, use an std of about 0.09: the initializer `small_scaled`, or `normal(std=0.0924)` if no branch is scaled. An std of
+0.02 (`scaled`) is 4.5 times too small.
 
 <!-- front-page -->
 <!-- /front-page -->
@@ -61,7 +61,7 @@ def page(verdicts: list[Json], scale: str, links: Mapping[str, str]) -> str:
 def _introduction(scale: str) -> str:
     return f"""# Which placement?
 
-Choose which placements to compare, then compare them on your own text:
+Choose which placements (positions of the norms) to compare, then compare them on your own text:
 
 ```bash
 lamina compare --corpus my_texts/ --placements pre_ln,peri_ln,keel,fusenorm --learning-rates 1e-3,3e-3,1e-2

@@ -73,7 +73,7 @@ def columns_table() -> str:
         title = column.title or column.name.replace("_", " ")
         shown = f" ({title})" if title != column.name.replace("_", " ") else ""
         columns.append(f"`{column.name}`{_STAR * column.optional}{shown}")
-        stars = "\\* The column exists only where it applies. Parentheses hold the column's name on the pages"
+        stars = "\\* A starred column is absent if no run has a value for it. Parentheses hold a column's title on report pages"
     return f"{', '.join(columns)}.\n\n{stars}"
 
 
@@ -81,7 +81,7 @@ def verified_types() -> str:
     """The model types whose wiring is tested against transformers: all that Lamina knows."""
     others = [row.title for row in ARCHITECTURES.values() if row.conversion is None]
     page = "edit-layers.md#convert-from-transformers-and-back"
-    return f"We test the types that [`lamina convert`]({page}) takes, and {' and '.join(others)}."
+    return f"We test the model types that [`lamina convert`]({page}) takes, and {' and '.join(others)}."
 
 
 def conversions_table() -> str:
@@ -204,7 +204,7 @@ def gpu_table(name: str) -> str:
 
 _FRONT_PAGE = {
     "front-page": "std 0.09, branches scaled by depth",
-    "front-page-second": "the same on a second text",
+    "front-page-second": "std 0.09, branches scaled, second text",
     "front-page-unscaled": "std 0.09, no branch scaled",
     "front-page-scaled": "std 0.02, branches scaled by depth",
 }

@@ -13,12 +13,12 @@ from lamina.placements.registry import placement
     "admin",
     title="Admin",
     equation=("y = LN(omega_1 * x + A(x))", "x' = LN(omega_2 * y + F(y))", "omega: one learned vector per sub-layer"),
-    source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; profile-free: admin-torch",
+    source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; the form without profiling: admin-torch",
     initialization="admin",
     advice=(
         "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. If the embedding "
-        "starts with a standard deviation of 0.02, set embedding_norm=true. Without it, all omegas except the "
-        "first start near 0.02 instead of 1."
+        "starts with a standard deviation of 0.02, set embedding_norm=true. Without that norm, all omegas except "
+        "the first start near 0.02 instead of 1."
     ),
 )
 def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] = "profiled") -> Plan:

@@ -46,7 +46,7 @@ def hybridnorm(num_layers: int) -> Plan:
     advice=_ADVICE,
 )
 def hybridnorm_star(num_layers: int) -> Plan:
-    """HybridNorm with a Pre-LN block as the first block. The first block also has norms on q, k and v."""
+    """The first block of this HybridNorm is a Pre-LN block, and also has norms on q, k and v."""
     pre = Sublayer(pre_norm=Norm())
     first = Layer.of(pre)
     rest = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)

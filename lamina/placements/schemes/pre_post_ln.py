@@ -11,13 +11,12 @@ from lamina.placements.registry import placement
     source="Peri-LN (arXiv 2502.02732) Table 5, positions A + C",
     initialization="normal",
     advice=(
-        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. At this learning rate, this placement was "
-        "as "
-        "good as Post-LN in the paper."
+        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. At this learning rate, Pre-Post-LN was "
+        "as good as Post-LN in the paper."
     ),
 )
 def pre_post_ln(num_layers: int) -> Plan:
-    """This is Post-LN with a second norm, on each branch's input. It is Keel without alpha or a special first layer."""
+    """Pre-Post-LN is Post-LN with a second norm, on each branch's input. Keel adds alpha and a special first layer."""
     sublayer = Sublayer(pre_norm=Norm(), post_norm=Norm())
     layer = Layer.of(sublayer)
     return Plan(layers=(layer,) * num_layers)

@@ -15,7 +15,7 @@ from lamina.placements.registry import placement
     ),
 )
 def sandwich_ln(num_layers: int) -> Plan:
-    """CogView uses this placement to keep a text-to-image model's fp16 activations in range."""
+    """CogView uses Sandwich-LN to keep a text-to-image model's fp16 activations in range."""
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm())
     return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())
 
