@@ -73,7 +73,9 @@ def columns_table() -> str:
         title = column.title or column.name.replace("_", " ")
         shown = f" ({title})" if title != column.name.replace("_", " ") else ""
         columns.append(f"`{column.name}`{_STAR * column.optional}{shown}")
-        stars = "\\* A starred column is absent if no run has a value for it. Parentheses hold a column's title on report pages"
+        stars = (
+            "\\* A starred column is absent if no run has a value. Parentheses hold a column's title on report pages"
+        )
     return f"{', '.join(columns)}.\n\n{stars}"
 
 

@@ -21,7 +21,8 @@ from lamina.placements.registry import placement
 def deepnorm(
     num_layers: int, *, alpha: float | None = None, beta: float | None = None, scale_gate: bool = False
 ) -> Plan:
-    """DeepNorm bounds how much an update changes the model. Alpha strengthens the skip, and beta shrinks each branch at the start.
+    """DeepNorm bounds how much an update changes the model. Alpha strengthens the skip, and beta shrinks each
+    branch at the start.
 
     Args:
         alpha: the constant on the skip; default (2 N)^(1/4) with N blocks, for decoder-only and encoder-only models. In

@@ -32,8 +32,7 @@ def olmo2(num_layers: int) -> Plan:
     source="Peri-LN (arXiv 2502.02732) Table 5, position B",
     initialization="normal",
     advice=(
-        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. At this learning rate, Output-LN "
-        "diverged in the paper."
+        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. At this learning rate, Output-LN diverged."
     ),
 )
 def out_ln(num_layers: int) -> Plan:

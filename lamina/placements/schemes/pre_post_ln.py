@@ -12,7 +12,7 @@ from lamina.placements.registry import placement
     initialization="normal",
     advice=(
         "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. At this learning rate, Pre-Post-LN was "
-        "as good as Post-LN in the paper."
+        "as good as Post-LN."
     ),
 )
 def pre_post_ln(num_layers: int) -> Plan:

@@ -17,6 +17,6 @@ from lamina.placements.registry import placement
     advice="Magneto scales its initial weights by sqrt(log 2 N). Lamina has no such initializer.",
 )
 def subln(num_layers: int) -> Plan:
-    """Each module's last projection reads normed channels, so only the projection's weights set the scale of its output."""
+    """Each module's last projection reads normed channels, so only the projection's weights set its output's scale."""
     sublayer = Sublayer(pre_norm=Norm(), inner_norm=Norm())
     return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())
