@@ -23,8 +23,7 @@ from lamina.placements.registry import placement
     ),
 )
 def group_ln(num_layers: int, *, groups: int = 8) -> Plan:
-    """The norms act on groups of one token's channels, so no token depends on a later token. In contrast,
-    Megalodon's norm accumulates over tokens.
+    """The norms act on groups of one token's channels, so no token depends on a later token.
 
     Args:
         groups: parts of equal width; must divide the hidden size.

@@ -16,7 +16,7 @@ from lamina.placements.registry import placement
     ),
 )
 def pre_post_ln(num_layers: int) -> Plan:
-    """Pre-Post-LN is Post-LN with a second norm, on each branch's input. Keel adds alpha and a special first layer."""
+    """Pre-Post-LN is Post-LN with a second norm, on each branch's input."""
     sublayer = Sublayer(pre_norm=Norm(), post_norm=Norm())
     layer = Layer.of(sublayer)
     return Plan(layers=(layer,) * num_layers)
