@@ -497,16 +497,18 @@ def _rate_around(rates: Mapping[int, float], step: int) -> str:
     return "grown" if values[-1] > GROWN * min(values[-3:]) else "level"
 
 
-def rate_jump(signs: Signs) -> tuple[int, float, float] | None:
-    """Return the step at which the learning rate jumped before the first alarm, and the learning rates before and
-    after. Return None if it did not jump.
+def rate_jump(signs: Signs, step: int | None = None) -> tuple[int, float, float] | None:
+    """Return the step at which the learning rate jumped before ``step``, and the learning rates before and after.
+
+    ``step`` is the first alarm's by default. Returns None if the learning rate did not jump.
     """
-    if (first := signs.first) is None or signature(signs)["rate"] != "jumped":
+    step = signs.first.step if step is None and signs.first is not None else step
+    number = step if step is None or not signs.clock else bisect_right(sorted(signs.clock), step)
+    if step is None or number is None or _rate_around(signs.counted.rates, number) != "jumped":
         return None
-    steps = sorted(signs.rates)
-    pairs = [(later, signs.rates[step], signs.rates[later]) for step, later in pairwise(steps) if signs.rates[step] > 0]
-    near = [pair for pair in pairs if pair[2] > JUMPED * pair[1]]
-    return min(near, key=lambda pair: abs(pair[0] - first.step), default=None)
+    rates = sorted(signs.rates.items())
+    pairs = [(later, rate, high) for (_, rate), (later, high) in pairwise(rates) if high > JUMPED * rate > 0]
+    return min(pairs, key=lambda pair: abs(pair[0] - step), default=None)
 
 
 def _loss_around(losses: Mapping[int, float], step: int) -> str:

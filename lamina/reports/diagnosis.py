@@ -342,6 +342,7 @@ _RECORDED = {
     "layers": "the gradient norms by layer fit",
 }
 EPOCH = "epoch"
+_JUMPED = next(cause for cause in CAUSES.values() if "rate: jumped" in cause.proofs)
 _MOST_OF_HISTORIES = 0.95  # odds: so few histories were judged that no more can be promised
 _STAIR = 8  # losses before and after the start of an epoch
 
@@ -379,6 +380,9 @@ def headline(evidence: Evidence) -> str:
     proves it.
     """
     first = evidence.first
+    if first is None and _jump(evidence) is not None:
+        finding = _filled(_JUMPED.finding, evidence, _JUMPED)
+        return finding[0].upper() + finding[1:]
     if first is None and evidence.rose is None:
         spike = next(iter(evidence.spikes), None)
         return "No problem found" if spike is None else f"The loss spiked at step {spike} and did not stay up"
@@ -386,7 +390,7 @@ def headline(evidence: Evidence) -> str:
         return f"The loss rose at step {evidence.rose}"
     (cause, _), *_ = causes_of(evidence)
     if cause != NOT_KNOWN:
-        finding = _filled(CAUSES[cause].finding, evidence)
+        finding = _filled(CAUSES[cause].finding, evidence, CAUSES[cause])
         _, proved, _ = _recorded(evidence, CAUSES[cause])
         return finding[0].upper() + finding[1:] if proved else f"Likely cause: {finding}"
     return f"Anomaly at {describe(first)}"
@@ -397,6 +401,8 @@ def answer(evidence: Evidence) -> Answer:
     first, rose, spikes = evidence.first, evidence.rose, evidence.spikes
     course = [*_back(evidence, spikes), _course(evidence)] if spikes else [_course(evidence), *_back(evidence, {})]
     course += [*_falls(evidence), *_notable(evidence, spikes)]
+    if first is None and _jump(evidence) is not None:
+        return _explained(evidence, [(_JUMPED.name, 1.0)], [*course, *_rows(evidence)])
     if first is None:
         other = "other " * (bool(spikes) or rose is not None)
         finding = f"Lamina found no {other}anomaly in the record." if evidence.imported else "No layer has an anomaly."
@@ -437,7 +443,7 @@ def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: l
         studies += [findings[claim] for claim in cause.claims if claim in findings and not decided]
         likely = "Or" if number else "Cause" if decided else "Likely cause"
         share = f" (odds {min(odds, most):.0%})" if most and not decided else ""
-        told.append(f"{likely}: {_filled(cause.finding, evidence)}{share}. {fact or cause.meaning}")
+        told.append(f"{likely}: {_filled(cause.finding, evidence, cause)}{share}. {fact or cause.meaning}")
     how_far = [] if all(text.startswith("Cause") for text in told) else [_ODDS if evidence.imported else _SMALL]
     return Answer(cause=told, evidence=texts, changes=changes + checks, notes=studies + how_far)
 
@@ -445,8 +451,7 @@ def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: l
 def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
     """Return the recorded fact that proves a cause, the changes that undo it, and a check; all empty without a fact."""
     first = evidence.first
-    jump = rate_jump(evidence) if "rate: jumped" in cause.proofs else None
-    if jump is not None:
+    if "rate: jumped" in cause.proofs and (jump := _jump(evidence)) is not None:
         step, before, after = jump
         return (
             f"The record shows that the learning rate went from {before:.3g} to {after:.3g} at step {step}.",
@@ -490,11 +495,21 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
     return "", [], ""
 
 
-def _filled(text: str, evidence: Evidence) -> str:
-    """Fill a cause's text with the step of the first anomaly and its location."""
-    first = evidence.first
-    assert first is not None
-    return text.replace("{step}", str(first.step)).replace("{where}", place_in_words(evidence.place or first))
+def _jump(evidence: Evidence) -> tuple[int, float, float] | None:
+    """Return ``rate_jump`` before the first anomaly, or else before the loss rose; None for a schedule's restart."""
+    if evidence.first is not None:
+        return rate_jump(evidence)
+    rose = next(iter(evidence.spikes), None) if evidence.rose is None else evidence.rose
+    jump = None if rose is None else rate_jump(evidence, rose)
+    return None if jump is None or jump[0] in restarts(evidence.rates) else jump
+
+
+def _filled(text: str, evidence: Evidence, cause: Cause | None = None) -> str:
+    """Fill a cause's text with the step and the location of the first anomaly, or the step of a recorded cause."""
+    first, jump = evidence.first, _jump(evidence) if cause is not None and "rate: jumped" in cause.proofs else None
+    step = jump[0] if jump is not None else "" if first is None else first.step
+    where = "" if first is None else place_in_words(evidence.place or first)
+    return text.replace("{step}", str(step)).replace("{where}", where)
 
 
 def _early(evidence: Evidence, first: Alarm) -> list[str]:
@@ -594,11 +609,12 @@ def _notable(evidence: Evidence, spikes: Collection[int]) -> list[str]:
     if not evidence.notable:
         return []
     steps = [str(alarm.step) for alarm in evidence.notable[:_SHOWN]]
-    if len(steps) == 1:
-        after = "" if spikes else ", and nothing went wrong after it"
-        return [f"The batch of step {steps[0]} had an unusually large gradient{after}."]
-    after = "" if spikes else ", and nothing went wrong after them"
-    return [f"The batches of steps {', '.join(steps)} had unusually large gradients{after}."]
+    batches = f"The batch of step {steps[0]} had an unusually large gradient"
+    if len(steps) > 1:
+        batches = f"The batches of steps {', '.join(steps)} had unusually large gradients"
+    after = f", and nothing went wrong after {'it' if len(steps) == 1 else 'them'}"
+    harmless = not spikes and evidence.rose is None
+    return [f"{batches}{after * harmless}."]
 
 
 def _rows(evidence: Evidence) -> list[str]:

@@ -196,3 +196,42 @@ def spied(seen):
         return whole(self, rows, rate)
 
     return see
+
+
+def log_of_few(path, rates, losses, high=()):
+    """A console log with a line at every tenth step, with a high gradient in some lines."""
+    lines = [
+        f"step {10 * at} | loss {loss:.2f} | lr {rate:.1e} | grad norm {30.0 if at in high else 1.0}"
+        for at, (rate, loss) in enumerate(zip(rates, losses, strict=True))
+    ]
+    path.write_text("\n".join(lines))
+    return lamina.diagnose(path)
+
+
+FALLING = [5.5, 4.6, 3.9, 3.7, 3.5, 3.3, 3.3, 3.2, 3.1, 3.0, 3.1, 3.0]
+
+
+@pytest.mark.parametrize("after", [[3.0, 3.8, 3.5, 3.3, 3.3, 3.3, 3.4, 3.4], [3.0, 6.8, 7.5, 7.3, 7.3, 7.3, 7.4, 7.4]])
+def test_a_learning_rate_that_jumps_before_the_loss_does_is_the_cause_in_few_records_too(tmp_path, after):
+    """Twenty records are what a Trainer logs of 200 steps; no other series leaves its range in so few."""
+    found = log_of_few(tmp_path / "run.log", [1e-3] * 12 + [5e-2] * 8, [*FALLING, *after])
+    assert found.sentences[0] == (
+        "Cause: learning rate too high from step 120. The record shows that the learning rate went from 0.001 to 0.05 "
+        "at step 120."
+    )
+    assert "<title>Learning rate too high from step 120" in found.page.read_text()
+
+
+def test_without_a_jump_or_after_a_schedules_restart_the_learning_rate_is_no_cause(tmp_path):
+    losses = [*FALLING, 3.0, 3.8, 3.5, 3.3, 3.3, 3.3, 3.4, 3.4]
+    for name, rates in (("level", [1e-3] * 20), ("restart", [5e-2] * 6 + [1e-3] * 6 + [5e-2] * 8)):
+        said = " ".join(log_of_few(tmp_path / f"{name}.log", rates, losses).sentences)
+        assert "Cause" not in said
+        assert "The loss spiked at step 130" in said
+
+
+def test_large_gradients_of_a_risen_loss_are_not_called_harmless(tmp_path):
+    found = log_of_few(tmp_path / "run.log", [1e-3] * 15, [*FALLING, 6.8, 7.5, 7.3], high=(12, 13, 14))
+    said = " ".join(found.sentences)
+    assert "The batches of steps 120, 130, 140 had unusually large gradients." in said
+    assert "The loss rose at step 120 of 140." in said
