@@ -314,8 +314,8 @@ class Sublayer:
 class Layer:
     """One block: an attention and a feed-forward sub-layer, run in this order.
 
-    ``sources`` replace the stream. ``boundary`` stores the stream that enters the block in the memory;
-    ``inner_boundary`` stores the stream between the two sub-layers.
+    With ``sources``, the block reads these earlier states instead of the stream. ``boundary`` stores the stream that
+    enters the block in the memory; ``inner_boundary`` stores the stream between the two sub-layers.
     """
 
     attention: Sublayer = field(default_factory=Sublayer)

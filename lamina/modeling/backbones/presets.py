@@ -66,8 +66,8 @@ def resolve_backbone(
         width = config.hidden_size if hidden_size is None else hidden_size
         if num_heads not in (fitting := _fitting_heads(width)):
             raise UserError(
-                f"num_heads: {num_heads} heads do not divide hidden_size {width} into even widths (allowed: "
-                f"{', '.join(map(str, fitting))})"
+                f"num_heads: with {num_heads} heads, a hidden_size of {width} gives each head a width that is no even "
+                f"whole number (allowed: {', '.join(map(str, fitting))})"
             )
         key_heads = getattr(config, "num_key_value_heads", None)
         changes["num_attention_heads"] = num_heads

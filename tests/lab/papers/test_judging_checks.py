@@ -95,7 +95,7 @@ def test_a_difference_below_the_smallest_that_counts_does_not_hold():
     assert found.p < 0.05
     assert found.verdict == "excluded"
     assert lower(small, "keel", than="pre_ln", by=0.003).verdict == "holds"
-    with pytest.raises(UserError, match="by: 'spikes' needs a smallest difference"):
+    with pytest.raises(UserError, match="by: for 'spikes', give the smallest difference"):
         lower(trials(rows("a", BASE, spikes=1), rows("b", BASE, spikes=2)), "a", than="b", column="spikes")
 
 

@@ -223,7 +223,7 @@ def _compared(
 ) -> Finding:
     ours, other = (_read(trials, arm, column, any_status=any_status) for arm in arms)
     if by is None and column != "eval_loss":
-        raise UserError(f"by: {column!r} needs a smallest difference that counts. Give by in the column's unit.")
+        raise UserError(f"by: for {column!r}, give the smallest difference that counts, in the column's unit.")
     region = replace(region, least=SMALLEST if by is None else by)
     if (failures := _by_failures(ours, other, column, region)) is not None:
         return failures
