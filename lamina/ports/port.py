@@ -397,7 +397,7 @@ class Port:
 
     @property
     def index(self) -> str:
-        """Return the code for the layer's index in a block's constructor."""
+        """Return the source expression for the layer's index in a block's constructor."""
         return self.target.code.get("index", "layer")
 
     @property
