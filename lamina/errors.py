@@ -52,12 +52,12 @@ class UserError(ValueError):
 
 
 @contextmanager
-def renamed_setting(old: str, new: str) -> Iterator[None]:
-    """Make UserErrors in the context name the setting ``new`` instead of ``old``."""
+def renamed_setting(old: str, new: str = "") -> Iterator[None]:
+    """Make UserErrors in the context name the setting ``new`` instead of ``old``, or no setting if ``new`` is empty."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{new}: {str(error).removeprefix(f'{old}: ')}") from error
+        raise UserError(f"{new}{new and ': '}{str(error).removeprefix(f'{old}: ')}") from error
 
 
 class TrialsFailed(UserError):

@@ -7,6 +7,7 @@ import textwrap
 from lamina.api.models import diagnose
 from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
+from lamina.errors import renamed_setting
 
 EXAMPLES = """
   lamina diagnose runs/mine
@@ -37,6 +38,8 @@ def parser() -> Parser:
     return flags
 
 
+@renamed_setting("run")
+@renamed_setting("against")
 def run(argv: list[str]) -> int:
     options = parser().parse(argv)
     diagnosis = diagnose(options.run, against=options.against, which=options.which)

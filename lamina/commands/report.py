@@ -9,6 +9,7 @@ from lamina.commands.arguments import Parser
 from lamina.core.extras import require
 from lamina.core.terminal import show
 from lamina.core.values import number, path, whole_number
+from lamina.errors import renamed_setting
 
 EXAMPLES = """
   lamina report runs/compare
@@ -31,6 +32,7 @@ def parser() -> Parser:
     return flags
 
 
+@renamed_setting("folder")
 def run(argv: list[str]) -> int:
     """Rewrite report.html and, on request, take a screenshot of the page."""
     options = parser().parse(argv)

@@ -80,9 +80,9 @@ def prose(texts: Iterable[str], colors: Mapping[str, str], kind: str = "") -> st
 
 
 def callouts(texts: Iterable[str]) -> str:
-    """Return warnings as HTML. A command-line flag and its value appear as code."""
-    flag = r"(--[a-z-]+(?: (?:[\d.,e-]+\d|same:\w+|recommended\b))?)"
-    marked = (re.sub(flag, r"<code>\1</code>", escape(text)) for text in texts)
+    """Return warnings as HTML. A command at the end, or a command-line flag and its value, appear as code."""
+    code = r"((?<=[Rr]un: )(?:lamina|pip) .+$|--[a-z-]+(?: (?:[\d.,e-]+\d|same:\w+|recommended\b))?)"
+    marked = (re.sub(code, r"<code>\1</code>", escape(text)) for text in texts)
     return "".join(f'<p class="notice">{text}</p>' for text in marked)
 
 

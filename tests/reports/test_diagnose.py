@@ -155,8 +155,16 @@ def test_a_run_that_ended_in_numbers_that_are_not_finite(tmp_path, capsys, poiso
     assert main(["report", str(tmp_path / "run")]) == 0
 
 
+def test_the_page_of_a_watched_run_shows_the_command_as_code(broken):
+    page = lamina.report(broken).read_text(encoding="utf-8")
+    assert f"For charts of the failure, run: <code>lamina diagnose {broken}</code></p>" in page
+
+
 def test_what_it_cannot_read_is_one_line(tmp_path, broken, refused):
-    assert "does not exist" in refused("diagnose", tmp_path / "nothing")
+    for command in ("diagnose", "report"):  # no name stands before the path: nobody typed one
+        assert refused(command, tmp_path / "nothing").startswith(f"lamina: '{tmp_path / 'nothing'}' does not exist")
+    with pytest.raises(UserError, match=r"^run: '.*nothing' does not exist"):  # in Python, the argument has a name
+        lamina.diagnose(tmp_path / "nothing")
     assert "is an address" in refused("diagnose", "https://wandb.ai/me/project/runs/abc")
     assert "has no records by layer" in refused("diagnose", tmp_path)
     record = json.loads((broken / "watched.json").read_text())
