@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,9 +14,9 @@ from tqdm.auto import tqdm
 
 from lamina.core.initializers import SUITS
 from lamina.core.json_types import Json
-from lamina.core.progress import has_bars
+from lamina.core.progress import ProgressLines, has_bars
+from lamina.core.terminal import show_line
 from lamina.data.blocks import Blocks
-from lamina.errors import printable
 from lamina.jobs.files import write_parquet
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
@@ -95,6 +95,46 @@ def ffn_share(shot: Snapshot) -> float:
     return sum(added[layer] / skip[layer] if skip[layer] > 0 else math.inf for layer in added)
 
 
+class PlanProgress:
+    """Show a progress bar over the steps of all plans (or a line every few seconds), and a line for each plan that
+    ends.
+
+    A plan can take more than the requested steps, so the total number of steps grows.
+    """
+
+    def __init__(self, plans: int, steps: int, *, show: bool):
+        self.plans, self.steps, self.show = plans, steps, show
+        self.done, self.count = 0, 0
+        off = not (show and has_bars())
+        self.bar = tqdm(
+            total=plans * steps, desc=f"0/{plans} plans", unit="step", disable=off, leave=False, dynamic_ncols=True
+        )
+        self.lines = ProgressLines(plans * steps, show=show and off)
+        self._write()
+
+    def tick(self) -> None:
+        """Count a step of the plan that is running."""
+        self.done += 1
+        self.lines.total = max(self.lines.total, self.done + (self.plans - self.count - 1) * self.steps, self.done + 1)
+        self._write()
+
+    def ended(self, run: PretrainSettings, verdict: VerdictWord) -> None:
+        self.count += 1
+        self.lines.total = self.done + (self.plans - self.count) * self.steps
+        if self.show:
+            which = f"{run.placement} at {run.learning_rate:g}"
+            show_line(f"{verdict:>{max(map(len, VERDICTS))}}  {which}  plans done {self.count}/{self.plans}")
+
+    def close(self) -> None:
+        self.bar.close()
+
+    def _write(self) -> None:
+        self.bar.total = self.lines.total
+        self.bar.set_description(f"{self.count}/{self.plans} plans", refresh=False)
+        self.bar.update(self.done - self.bar.n)
+        self.lines.see(self.done, {"plans done": f"{self.count}/{self.plans}"})
+
+
 def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Preflight]:
     """Measure and judge every planned run of the settings, without writing files.
 
@@ -108,24 +148,18 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
     with _threads(settings.threads):
         blocks, _ = read_text(runs[0], bar)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        steps = burn_in_steps(settings, runs[0])[0]
-        progress = tqdm(
-            total=len(runs) * steps, unit="step", disable=not (bar and has_bars()), leave=False, dynamic_ncols=True
-        )
-        with progress:
-            preflights = []
-            for number, run in enumerate(runs):
-                progress.set_description(printable(run.placement), refresh=False)
-                burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=progress.update)
+        preflights = []
+        with closing(PlanProgress(len(runs), burn_in_steps(settings, runs[0])[0], show=bar)) as progress:
+            for run in runs:
+                burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=progress.tick)
                 numbers, advice = features(burn_in), find(run.placement).advice
                 verdict = judge(numbers, burn_in)
                 if verdict.verdict != "fine" and (disconnected(numbers) or not numbers.finite):
-                    progress.set_description(f"{printable(run.placement)}, other settings", refresh=False)
                     others = other_settings(run, burn_in.proxy.init, 3 if numbers.finite else 10)
-                    better = best_of(others, verdict.verdict, settings, blocks, device=device, tick=progress.update)
+                    better = best_of(others, verdict.verdict, settings, blocks, device=device, tick=progress.tick)
                     verdict = judge(numbers, burn_in, better)
                 preflights.append(Preflight(run=run, advice=advice, burn_in=burn_in, features=numbers, verdict=verdict))
-                progress.n = (number + 1) * steps
+                progress.ended(run, verdict.verdict)
     return preflights
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -11,6 +12,7 @@ from training.tiny_runs import flags
 
 import lamina
 from lamina.cli import main
+from lamina.core.progress import ProgressLines
 from lamina.errors import UserError
 from lamina.placements.registry import get
 from lamina.preflights.planned_runs import burn_in_steps
@@ -57,11 +59,28 @@ def test_the_table_the_reason_and_the_papers_advice(corpus, capsys):
 
 def test_placement_and_learning_rate_are_taken_as_pretrain_takes_them(corpus, capsys):
     assert main([*argv(corpus, placement="fusenorm", learning_rate="2e-3"), "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    (row,) = json.loads(said.out)  # the progress is elsewhere
+    assert "plans done 1/1" in said.err
     assert (row["placement"], row["learning_rate"], row["num_layers"], row["init"]) == ("fusenorm", 2e-3, 3, "scaled")
     assert row["verdict"] in ("fine", "risky", "undecided", "will not train")
     assert row["fp16_headroom"] > 1
     assert row["ffn_variance_share"] > 0
+
+
+def test_progress_is_a_line_for_each_plan_that_ends_and_lines_with_the_steps(corpus, capsys, monkeypatch):
+    """A plan takes more steps than it asked for: it tries other settings, or stays undecided."""
+    monkeypatch.setattr("lamina.preflights.planned_runs.ProgressLines", partial(ProgressLines, every=0.0))
+    assert main(argv(corpus, placements="keel,pre_ln", learning_rates="1e-3,1e6", steps=40)) == 0
+    said = capsys.readouterr()
+    told = said.err.splitlines()
+    steps = [line for line in told if line.startswith("step ")]
+    assert steps[0].endswith("(0%)  plans done 0/4")
+    assert not any("100%" in line for line in steps)
+    ends = [line.strip() for line in told if line not in steps]
+    judged = re.findall(r"^(\w+ at [^:]+): (.+)$", said.out, flags=re.MULTILINE)
+    assert ends == [f"{verdict}  {plan}  plans done {number}/4" for number, (plan, verdict) in enumerate(judged, 1)]
+    assert len(ends) == 4
 
 
 def full(*args, **kwargs):
