@@ -45,6 +45,21 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
 
 
+def known(token: int, size: int | None, source: str, notes: list[str] | None) -> int | None:
+    """Return the end-of-text token, or None if the model's vocabulary of ``size`` lacks it.
+
+    A vocabulary of 256 bytes lacks the token. Lamina then omits the token, and ``notes`` gets a line, which begins with
+    ``source``.
+    """
+    if size is None or token < size:
+        return token
+    if notes is not None:
+        notes.append(
+            f"{source}: the model's vocabulary of {size} lacks the end-of-text token {token}, so Lamina omits it"
+        )
+    return None
+
+
 class TextEncoder:
     """Encodes texts without special tokens: the encoder neither adds special tokens nor recognizes them in the text.
 

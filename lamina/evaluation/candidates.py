@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.core.values import real_path
@@ -111,7 +110,8 @@ def _single(path: str) -> Candidate:
 def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
     """Return a checkpoint's configuration without loading the weights.
 
-    Raises UserError if weights or tokenizer are missing.
+    Raises UserError if weights or tokenizer are missing, or if the tokenizer has more tokens than the model. A
+    perplexity needs no special tokens.
     """
     with renamed_setting("checkpoint", "models"):
         folder = str(model_folder(path))
@@ -121,6 +121,15 @@ def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
         raise UserError(
             f"chat_template: the tokenizer of {path!r} has no chat template. Name a --tokenizer with a chat template."
         )
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    ids = set(tokenizer.get_vocab().values())
+    if isinstance(size, int) and max(ids, default=-1) >= size:
+        fix = "Use the model's tokenizer."
+        if max(ids - set(tokenizer.all_special_ids), default=-1) < size:  # as in a model of 256 bytes
+            if not settings.task_list():
+                return config
+            fix = f"Tasks need the token {tokenizer.eos_token}. Leave out --tasks, or choose another model."
+        raise UserError(f"tokenizer: it has {max(ids) + 1} tokens, but the model {path!r} has {size}. {fix}")
     return config
 
 
@@ -128,8 +137,7 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
     """Load a causal language model in evaluation mode, and its tokenizer.
 
     Raises:
-        UserError: the path holds no checkpoint, the model does not predict next tokens or has no tokenizer, or the
-            tokenizer has more tokens than the model.
+        UserError: the path holds no checkpoint, or the model does not predict next tokens or has no tokenizer.
     """
     with renamed_setting("checkpoint", "models"):
         loaded = load(str(model_folder(path)), dtype=settings.dtype, device=device)
@@ -142,13 +150,6 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
     if loaded.notes:
         raise UserError(f"models: {path!r}: {loaded.notes[0]}. Choose a checkpoint with all its weights.")
     tokenizer = _tokenizer(loaded.tokenizer, path, settings)
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    size = model.get_input_embeddings().num_embeddings
-    if isinstance(size, int | torch.Tensor) and largest >= int(size):
-        raise UserError(
-            f"tokenizer: it has {largest + 1} tokens, but the model {path!r} has {int(size)}. Use the model's "
-            "tokenizer."
-        )
     return model, tokenizer
 
 

@@ -290,7 +290,7 @@ class Evaluation:
             Score(task=PERPLEXITY, metric=name, value=value, items=measured.documents, higher_is_better=False)
             for name, value in measured.numbers().items()
         ]
-        return scores, [note]
+        return scores, [note, *measured.notes]
 
     def _texts(self) -> Iterable[str]:
         return documents_of(str(self.settings.corpus), self.settings.text_field, self.settings.limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.data.blocks import perplexity as exp
 from lamina.data.corpus import Corpus
+from lamina.data.encoding import TextEncoder, known
 from lamina.errors import UserError
 from lamina.modeling.processes import ALONE, Processes
 
@@ -34,6 +35,8 @@ class Perplexity:
             text begins or ends with white space, the empty part there also counts.
         bytes: the number of UTF-8 bytes.
         documents: the number of texts; Lamina scores each text separately.
+        notes: a line if the model's vocabulary lacks the token that precedes each text. Lamina then neither scores each
+            text's first token nor counts its bytes.
     """
 
     nll: float
@@ -41,6 +44,7 @@ class Perplexity:
     words: int
     bytes: int
     documents: int
+    notes: Sequence[str] = ()
 
     def numbers(self) -> dict[str, float]:
         """Return exp(nll / count) per token, word and byte, the loss in nats per token, and the bits per byte."""
@@ -105,22 +109,32 @@ def perplexity(
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(prefix, int):
         raise UserError("tokenizer: it has neither a beginning-of-text nor an end-of-text token. Choose another.")
+    notes, size = list[str](), getattr(model.config.get_text_config(), "vocab_size", None)
+    first, encoder = known(prefix, size, "corpus", notes), TextEncoder(tokenizer)
+    if first is None:
+        notes.append("corpus: Lamina does not score the first token of each text")
     counts = {"tokens": 0, "words": 0, "bytes": 0, "documents": 0}
 
     def all_windows() -> Iterator[Window]:
         for text in texts:
-            tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if first is None:  # the text's own first token precedes the others
+                ids = encoder.encode([text])[0].tolist()
+                before, tokens = ids[0] if ids else 0, ids[1:]
+                unscored = len(ids[:1]) if encoder.is_bytes else len(str(tokenizer.decode(ids[:1])).encode())
+            else:
+                tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                before, unscored = first, 0
             counts["tokens"] += len(tokens)
             counts["words"] += len(re.split(r"\s+", text))
-            counts["bytes"] += len(text.encode())
+            counts["bytes"] += len(text.encode()) - unscored
             counts["documents"] += 1
-            yield from windows(tokens, prefix, window, stride)
+            yield from windows(tokens, before, window, stride)
 
     windows_left, number, losses = all_windows(), 0, []
     while taken := list(islice(windows_left, share or batch_size)):
         for at in range(0, len(taken), batch_size) if number % processes.size == processes.rank else ():
             batch = taken[at : at + batch_size]
-            losses.append((number, _nll(model, batch, prefix)))
+            losses.append((number, _nll(model, batch, first or 0)))
             if progress is not None:
                 progress(sum(len(targets) for _, targets in batch))
         number += 1
@@ -133,7 +147,7 @@ def perplexity(
         raise UserError(
             f"corpus: the model's loss on this text is {total}. Check the model's weights, or try --dtype float32."
         )
-    return Perplexity(nll=total, **counts)
+    return Perplexity(nll=total, **counts, notes=notes)
 
 
 def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:

@@ -299,6 +299,19 @@ def test_weights_that_do_not_fit_are_refused(text, tmp_path, vocab_size, spoil, 
         lamina.evaluate(models=str(place), corpus=str(text), output=str(tmp_path / "out"), bar=False)
 
 
+def test_a_model_of_256_bytes_is_read_as_probe_and_prune_read_it(quiz, text, tmp_path, capsys):
+    place = saved_model(tmp_path / "one", vocab_size=256)
+    for file in place.glob("tokenizer*"):
+        file.unlink()
+    argv = ["eval", str(place), "--tokenizer", "bytes", "--corpus", str(text), "--output", str(tmp_path / "out")]
+    assert main(argv) == 0
+    (unit,) = result(tmp_path / "out")["units"]
+    assert f"{len(text.read_bytes()) - 1:,} tokens" in unit["notes"][0]
+    assert "the model's vocabulary of 256 lacks the end-of-text token 256, so Lamina omits it" in unit["notes"][1]
+    with pytest.raises(UserError, match=r"has 256\. Tasks need the token <\|endoftext\|>\. Leave out --tasks"):
+        lamina.evaluate(**quiz, models=str(place), tokenizer="bytes", output=str(tmp_path / "quiz"))
+
+
 WRITTEN = {"task": "written", "dataset_path": "toy/quiz", "output_type": "generate_until"}
 WRITTEN |= {"test_split": "test", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[answer]}}"}
 WRITTEN |= {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False}}

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from evaluation.conftest import loaded
+from evaluation.conftest import loaded, saved_model
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from lamina.errors import UserError
 from lamina.evaluation.candidates import Candidate
@@ -82,12 +83,26 @@ def test_a_text_without_tokens_is_refused(model):
         perplexity(*loaded(model), [""], window=8, stride=4)
 
 
+def test_without_an_end_of_text_token_the_text_s_first_token_is_not_scored(tmp_path):
+    network, tokenizer = loaded(saved_model(tmp_path, vocab_size=256))
+    texts = ["the norm<|endoftext|> sits", "é after a layer", "", "x"]
+    found = perplexity(network, tokenizer, texts, window=64, stride=64, batch_size=3)
+    expected = 0.0
+    for ids in (torch.tensor(list(text.encode())) for text in texts[:2]):
+        with torch.no_grad():
+            chances = network(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
+        expected -= float(chances.gather(1, ids[1:, None]).sum())
+    assert found.nll == pytest.approx(expected, rel=1e-5)
+    assert found.tokens == found.bytes == sum(len(text.encode()) - 1 for text in texts[:2])
+    assert "lacks the end-of-text token 256, so Lamina omits it" in found.notes[0]
+
+
 def test_the_loss_is_that_of_the_same_logits_in_float64(model):
     """At a vocabulary of 50,000 float32 loses 2e-5 nats per token."""
     _, tokenizer = loaded(model)
 
     class Wide(torch.nn.Module):
-        device = torch.device("cpu")
+        device, config = torch.device("cpu"), LlamaConfig(vocab_size=50_000)
 
         def forward(self, input_ids, use_cache):
             draw = torch.Generator().manual_seed(int(input_ids.sum()))

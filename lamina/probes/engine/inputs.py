@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lamina.data.blocks import Blocks, spread
 from lamina.data.corpus import EMBEDDED, single_corpus
-from lamina.data.encoding import TextEncoder
+from lamina.data.encoding import TextEncoder, known
 from lamina.errors import UserError
 from lamina.probes.structure.token_rows import token_rows
 
@@ -139,11 +139,7 @@ def _pack(
     notes: list[str] | None,
     size: int | None,
 ) -> torch.Tensor:
-    """Pack the texts' tokens into blocks [blocks, length], with the tokenizer's special tokens around each text.
-
-    If the model's vocabulary of ``size`` lacks the end-of-text token, as a vocabulary of 256 bytes does, Lamina omits
-    this token.
-    """
+    """Pack the texts' tokens into blocks [blocks, length], with the tokenizer's special tokens around each text."""
     if tokenizer is None:
         raise UserError(
             f"tokenizer: the checkpoint has none, so Lamina cannot read {source}. Add --tokenizer FOLDER, or "
@@ -157,12 +153,8 @@ def _pack(
             "Raise it."
         )
     end = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) and not suffix else None
-    if end is not None and size is not None and end >= size:
-        if notes is not None and len(texts) > 1:
-            notes.append(
-                f"{source}: the model's vocabulary of {size} lacks the end-of-text token {end}, so Lamina omits it"
-            )
-        end = None
+    if end is not None:
+        end = known(end, size, source, notes if len(texts) > 1 else None)
     encoder, stream = TextEncoder(tokenizer), list[int]()  # what looks like a special token in a text is text
     for start in range(0, len(texts), 256):
         for ids in encoder.encode(list(texts[start : start + 256])):
