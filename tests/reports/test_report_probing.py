@@ -1,5 +1,6 @@
 """The page of `lamina probe`, from the folder's files alone."""
 
+import html
 import json
 import re
 
@@ -26,6 +27,19 @@ def test_a_section_for_each_probe_and_one_for_the_model(page):
     assert len(re.findall(r'class="plotly-graph-div"', page)) == 2
     assert "12 layers of width 32" in page
     assert "12,345 parameters" in page
+
+
+def test_the_command_to_prune_reads_the_text_that_the_probe_read(tmp_path):
+    given = {"corpus": "my text.txt", "tokenizer": "bytes", "sequence_length": 32, "sequences": None}
+    folder = write_probing(tmp_path / "out", settings={"checkpoint": "models/tiny", **given})
+    written = json.loads((folder / "result.json").read_text())
+    written["probes"]["layer_drop"] = {**written["probes"]["dummy_states"], "figures": []}
+    (folder / "dummy_states.parquet").rename(folder / "layer_drop.parquet")
+    del written["probes"]["dummy_states"]
+    (folder / "result.json").write_text(json.dumps(written))
+    text = " --corpus 'my text.txt' --tokenizer bytes --sequence-length 32"
+    command = f"lamina prune models/tiny --by layer_drop --drop 1{text} --output pruned"
+    assert html.escape(command) in report(folder).read_text(encoding="utf-8")
 
 
 def test_what_was_skipped_says_why(page):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import tempfile
 from functools import partial
 from html import escape
@@ -22,6 +23,7 @@ from lamina.errors import UserError
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import ENVIRONMENT, RESULT
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.job.compact import compact
 from lamina.reports import sections, tables
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, sentence, write_page
@@ -61,7 +63,7 @@ def probing_report(folder: Path) -> Path:
         command=environment.get("command"),
         sections=[
             _in_short(result, probes),
-            _prune(model, probes),
+            _prune(result, probes),
             Section("Model", "The model", (tables.settings_table(facts) if facts else "") + notes),
             *(_probe(folder, name, entry, opened[name], told) for name, entry in probes.items()),
             sections.settings_of(result.get("settings"), environment),
@@ -165,9 +167,10 @@ def _in_short(result: Json, probes: Json) -> Section:
     return Section("In short", "In short", callouts(map(str, result.get("warnings") or ())) + lines + notes)
 
 
-def _prune(model: Json, probes: Json) -> Section:
+def _prune(result: Json, probes: Json) -> Section:
     """Say which measure shows the layers to remove, and which command removes them."""
     done = [name for name in ("layer_drop", "angular_distance") if probes.get(name, {}).get("status") == "finished"]
+    model, settings = result.get("model") or {}, result.get("settings") or {}
     if not done or not model.get("num_layers"):
         return Section("Prune", "Remove layers", "")
     predicted = (
@@ -177,7 +180,11 @@ def _prune(model: Json, probes: Json) -> Section:
     texts = _removal(probes) if done[0] == "layer_drop" else [predicted]
     if len(done) == 2 and not any("angular distance" in text for text in texts):
         texts.append("If the angular distance disagrees, believe layer_drop, which measures the harm.")
-    command = f"lamina prune {model.get('name') or 'MODEL'} --by {done[0]} --drop 1 --output pruned"
+    command = f"lamina prune {shlex.quote(str(model.get('name') or 'MODEL'))} --by {done[0]} --drop 1"
+    for name in ("corpus", "tokenizer", "sequences", "sequence_length"):  # the text that the probe measured
+        if settings.get(name) not in (None, ProbeSettings.default(name)):
+            command += f" --{name.replace('_', '-')} {shlex.quote(str(settings[name]))}"
+    command += " --output pruned"
     run = (
         '<p>To remove the layer whose removal harms least, run:</p><pre class="command" '
         f'tabindex="0">{escape(command)}</pre>'
