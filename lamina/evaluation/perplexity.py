@@ -111,19 +111,12 @@ def perplexity(
         raise UserError("tokenizer: it has neither a beginning-of-text nor an end-of-text token. Choose another.")
     notes, size = list[str](), getattr(model.config.get_text_config(), "vocab_size", None)
     first, encoder = known(prefix, size, "corpus", notes), TextEncoder(tokenizer)
-    if first is None:
-        notes.append("corpus: Lamina does not score the first token of each text")
+    notes += ["corpus: Lamina does not score the first token of each text"] * len(notes)
     counts = {"tokens": 0, "words": 0, "bytes": 0, "documents": 0}
 
     def all_windows() -> Iterator[Window]:
         for text in texts:
-            if first is None:  # the text's own first token precedes the others
-                ids = encoder.encode([text])[0].tolist()
-                before, tokens = ids[0] if ids else 0, ids[1:]
-                unscored = len(ids[:1]) if encoder.is_bytes else len(str(tokenizer.decode(ids[:1])).encode())
-            else:
-                tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-                before, unscored = first, 0
+            before, tokens, unscored = _tokens(text, tokenizer, encoder, first)
             counts["tokens"] += len(tokens)
             counts["words"] += len(re.split(r"\s+", text))
             counts["bytes"] += len(text.encode()) - unscored
@@ -148,6 +141,20 @@ def perplexity(
             f"corpus: the model's loss on this text is {total}. Check the model's weights, or try --dtype float32."
         )
     return Perplexity(nll=total, **counts, notes=notes)
+
+
+def _tokens(
+    text: str, tokenizer: PreTrainedTokenizerBase, encoder: TextEncoder, first: int | None
+) -> tuple[int, list[int], int]:
+    """Return the token before the scored tokens, the scored tokens, and the text's bytes that are not scored.
+
+    Without ``first``, the text's own first token precedes the others.
+    """
+    if first is not None:
+        return first, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], 0
+    ids = encoder.encode([text])[0].tolist()
+    unscored = len(ids[:1]) if encoder.is_bytes else len(str(tokenizer.decode(ids[:1])).encode())
+    return ids[0] if ids else 0, ids[1:], unscored
 
 
 def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
