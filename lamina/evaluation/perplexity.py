@@ -106,12 +106,8 @@ def perplexity(
     Raises:
         UserError: no text has tokens, the tokenizer has no token to put first, or the loss is not finite.
     """
-    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if not isinstance(prefix, int):
-        raise UserError("tokenizer: it has neither a beginning-of-text nor an end-of-text token. Choose another.")
-    notes, size = list[str](), getattr(model.config.get_text_config(), "vocab_size", None)
-    first, encoder = known(prefix, size, "corpus", notes), TextEncoder(tokenizer)
-    notes += ["corpus: Lamina does not score the first token of each text"] * len(notes)
+    notes, encoder = list[str](), TextEncoder(tokenizer)
+    first = _first(model, tokenizer, notes)
     counts = {"tokens": 0, "words": 0, "bytes": 0, "documents": 0}
 
     def all_windows() -> Iterator[Window]:
@@ -141,6 +137,17 @@ def perplexity(
             f"corpus: the model's loss on this text is {total}. Check the model's weights, or try --dtype float32."
         )
     return Perplexity(nll=total, **counts, notes=notes)
+
+
+def _first(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> int | None:
+    """Return the token that precedes each text; None, with notes, if the model's vocabulary lacks this token."""
+    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if not isinstance(prefix, int):
+        raise UserError("tokenizer: it has neither a beginning-of-text nor an end-of-text token. Choose another.")
+    first = known(prefix, getattr(model.config.get_text_config(), "vocab_size", None), "corpus", notes)
+    if first is None:
+        notes.append("corpus: Lamina does not score the first token of each text")
+    return first
 
 
 def _tokens(
