@@ -141,7 +141,7 @@ def section(trials: Frame, figures: Sequence[Drawing]) -> str:
             ),
             "**The gaps to Pre-LN**",
             table(["size", "tokens per parameter:", *(f"{code(arm)}:" for arm in arms)], cells),
-            "**The trend, and what a loss costs**",
+            "**The trend, and the compute that a loss needs**",
             _trends(trials, arms),
             "</details>",
         ]

@@ -215,7 +215,7 @@ def evaluation_table(record: dict[str, Any] | None, where: str) -> str:
     ]
     summary = (
         f"In all tasks, the log-likelihoods differ by at most {record['largest_difference']:.1g} nats. "
-        f"Lamina's throughput is {record['throughput_ratio']:.2f} times the harness's."
+        f"Lamina's throughput is {record['throughput_ratio']:.2f} times that of lm-evaluation-harness."
     )
     return "\n".join([*head, *rows, "", summary, "", where])
 

@@ -22,7 +22,7 @@ JOBS.update({row.name: row for row in ROWS})
 GROUPS: dict[str, dict[str, str]] = {
     "watch and diagnose": {
         "diagnose": "find out why a run went wrong: the likely cause, its step and layer, and what to change",
-        "report": "rewrite the page of a folder that a command wrote",
+        "report": "write the page of an output folder again",
     },
     "look inside": {
         "probe": JOBS["probe"].summary,

@@ -118,7 +118,7 @@ def _small(weight: Facts, std: float) -> float:
 )
 @initializer(
     "small_scaled_uncut",
-    "Mix-LN Table 8's Scaled Initialization: small_scaled without a cut (the paper states only the std of "
+    "Mix-LN Table 8's Scaled Initialization: small_scaled without truncation (the paper states only the std of "
     "attention-out and FFN-out; for all other weights, we take SmallInit's std)",
 )
 def _small_scaled(weight: Facts, std: float) -> float:

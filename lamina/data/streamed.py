@@ -229,7 +229,7 @@ class Place:
         turn: the number of times that the corpus has been read to its end.
         shard: the index of the shard in this turn's order.
         position: the position of the shard's next document, as the shard encodes it; None at the shard's beginning.
-        split: the Splitter's fields before the shard's next document.
+        split: the Splitter's state before it reads the shard's next document.
         segments: the number of segments that have been read from the shard's next document.
         last: the document and the character at which the last packed segment ended (as in TokenJoiner).
         carry: the tokens that do not fill a block yet.

@@ -32,7 +32,7 @@ class Perplexity:
         nll: the negative log-likelihood of the whole text, in nats.
         tokens: the number of tokens; Lamina scores each token once.
         words: the number of words by lm-evaluation-harness's rule: the parts between stretches of white space. If a
-            text begins or ends with white space, the empty part there also counts.
+            text begins or ends with white space, the rule counts the empty string there as a word.
         bytes: the number of UTF-8 bytes.
         documents: the number of texts; Lamina scores each text separately.
         notes: a line if the model's vocabulary lacks the token that precedes each text. Lamina then neither scores each

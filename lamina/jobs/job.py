@@ -43,7 +43,7 @@ class ResumePolicy:
     ) -> dict[str, object]:
         """Return the stored settings with the user's changes.
 
-        If a setting may not change, the user's value ``auto`` stands for the stored value.
+        For a setting that may not change, the user's value ``auto`` means the stored value.
 
         Args:
             stored: the folder's settings.

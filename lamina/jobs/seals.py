@@ -241,7 +241,7 @@ def _is_cut(path: Path) -> bool:
 def hash_of(path: Path, *state: int) -> str:
     """Return a file's SHA-256.
 
-    Lamina caches the hash by the file's size, time and inode, because each result of a job hashes all records.
+    Each result of a job needs the hashes of all records. So Lamina caches a hash by the file's size, time and inode.
     """
     return sha256(path)
 

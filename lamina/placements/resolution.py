@@ -322,7 +322,7 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
     whole_number("base_depth", base_depth)
     if more := next(_on_the_stream(plan), None):
         raise UserError(
-            f"{name} depth_scaling {scheme!r} needs a residual stream to which blocks only add, but {more}. Choose "
+            f"{name} depth_scaling {scheme!r} works only if blocks just add to the residual stream, but {more}. Choose "
             "a placement with norms and scales only in its branches, or leave depth_scaling out."
         )
     factor = (plan.num_layers / base_depth) ** -DEPTH_SCHEMES[scheme]

@@ -261,8 +261,8 @@ class JacobianProbe(ShortProbe):
         )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Report the layers with the largest spectral norms, their product, the distance to the identity, and the
-        residual path's product.
+        """Report the largest spectral norms, the product of all layers' norms, the distance to the identity, and the
+        product along the residual path.
         """
         norms = frame[(frame.sublayer == "block") & (frame.metric == "norm")].set_index("layer")
         norm, distance = (norms[norms.role == role].value for role in ("jacobian", "identity"))

@@ -15,7 +15,7 @@ def _plan(num_layers: int, start: float) -> Plan:
     title="ReZero",
     equation=("y = x + a_1 A(x)", "x' = y + a_2 F(y)", "a = 0 at the start, learned"),
     source="ReZero (arXiv 2003.04887) Sec 5",
-    advice="The paper uses no warm-up. Nothing bounds the logits. To add a norm before them, set final_norm=true.",
+    advice="The paper uses no warm-up. Nothing bounds the logits. For a norm before the head, set final_norm=true.",
 )
 def rezero(num_layers: int) -> Plan:
     """Every block starts as the identity, because each branch's learned gate starts at 0. In the paper, both
@@ -31,7 +31,7 @@ def rezero(num_layers: int) -> Plan:
     source="De & Smith 2020 (arXiv 2002.10444) Sec 3",
     advice=(
         "The authors propose SkipInit for residual networks without batch norm. Nothing bounds the "
-        "logits. To add a norm before them, set final_norm=true."
+        "logits. For a norm before the output head, set final_norm=true."
     ),
 )
 def skipinit(num_layers: int, *, start: Literal["depth", "zero"] = "depth") -> Plan:

@@ -24,7 +24,7 @@ from lamina.probes.structure.sites import LayerSite, Point
 class LayerCall:
     """One call of a layer by the model: the stream x^l and all other arguments of the layer.
 
-    ``calls`` has the number of times that each module ran before the layer, so that points match the same call.
+    ``calls`` counts how often each module ran before the layer, so that all points belong to the same call.
     """
 
     site: LayerSite

@@ -262,9 +262,9 @@ class Measuring:
 class Bars:
     """Show ``Context.progress`` as one progress bar at a time, with the time left for all probes.
 
-    ``plan`` gets the expected seconds of each probe and of the forward passes; ``start`` gets the name of the part that
-    begins. The time left is the planned time of the unfinished parts, times the finished parts' ratio of actual to
-    planned time.
+    ``plan`` takes the expected seconds of each probe and of the forward passes. ``start`` takes the name of the part (a
+    probe or the forward passes) that begins. The time left is the planned time of the unfinished parts, times
+    the finished parts' ratio of actual to planned time.
     """
 
     def __init__(self, *, show: bool):

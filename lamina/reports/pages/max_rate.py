@@ -182,7 +182,7 @@ def rules(settings: Mapping[str, object]) -> list[str]:
         f"spike: the loss stayed more than {value['spike_margin']} nats above the lowest smoothed loss for "
         f"{patience}. If the loss came back sooner, it is not a spike.",
         f"plateau: the smoothed loss fell by less than {value['plateau_margin']} nats while the learning rate "
-        f"grew by a factor of {value['plateau_factor']}. A plateau is called stuck if the loss was not "
+        f"grew by a factor of {value['plateau_factor']}. A plateau is called stuck if the loss was less than "
         f"{value['stuck_margin']} nats below the corpus's unigram entropy.",
         "The largest learning rate is the value just before the failure: at the last step at which the smoothed loss "
         "was at its minimum. For a plateau, it is the value at the last step at which the loss fell.",

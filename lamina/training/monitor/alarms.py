@@ -1,7 +1,7 @@
 """Early alarms: a layer's gradient, update, moments or residual stream becomes unusual before the loss rises.
 
-Each alarm names one sub-layer and one step. This module does not load transformers, because the pages read alarms.jsonl
-and notable.jsonl with it.
+Each alarm names one sub-layer and one step. This module does not import transformers, because report pages use this
+module to read alarms.jsonl and notable.jsonl.
 """
 
 from __future__ import annotations
