@@ -8,7 +8,7 @@ import lamina
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind, kind_of
-from lamina.reports.pages.max_rate import spread, summarize
+from lamina.reports.pages.max_rate import headline, spread, summarize
 from lamina.studies.compare import run_max_rate
 from lamina.studies.max_rate_rules import MaxRateRules, find_stop
 from lamina.studies.settings import MaxRateSettings
@@ -128,3 +128,12 @@ def test_other_thresholds_do_not_mix_with_finished_trials(studied):
     folder, _ = studied
     with pytest.raises(UserError, match=r"plateau_margin: 0.2 differs from the study's 0.05"):
         lamina.max_lr(output=str(folder), plateau_margin=0.2, resume=True, bar=False)
+
+
+def test_a_rate_that_never_failed_has_no_spread_and_the_title_names_who_failed_first():
+    row = {"seeds": 2, "std": 0.0, "ends": "", "open": 0}
+    rows = [{**row, "placement": name, "mean": 0.15, "open": 2} for name in ("pre_ln", "keel")]
+    rows += [{**row, "placement": "post_ln", "mean": 0.035, "std": 0.0035}]
+    assert [spread(each) for each in rows] == ["≥ 0.15", "≥ 0.15", "0.035 ± 0.0035"]
+    assert headline(rows) == "pre_ln and keel tolerate a learning rate of at least 0.15, post_ln only 0.035"
+    assert headline(rows[:2]) == "pre_ln and keel tolerate a learning rate of at least 0.15"
