@@ -9,13 +9,13 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.row import Given, JobRow, Modes
 
 if TYPE_CHECKING:
-    from lamina.studies.settings import CompareSettings, CoordCheckSettings, MaxRateStudySettings, TransferSettings
+    from types import ModuleType
 
 
-def compare_settings() -> type[CompareSettings]:
-    from lamina.studies.settings import CompareSettings
+def every_settings() -> ModuleType:
+    from lamina.studies import settings
 
-    return CompareSettings
+    return settings
 
 
 def compare(settings: Given, **modes: Unpack[Modes]) -> Frame:
@@ -39,7 +39,7 @@ COMPARE = JobRow(
   lamina compare --placements "mix_ln(alpha=0.5),my_placement.yaml" --init same:normal
   lamina compare --output runs/books --resume
 """,
-    settings=compare_settings,
+    settings=lambda: every_settings().CompareSettings,
     run=compare,
     returns=(
         "Returns the rows of results.csv and the page. ``placements``, ``learning_rates`` and ``seeds`` may also "
@@ -48,12 +48,6 @@ COMPARE = JobRow(
     ),
     outcome="Comparison",
 )
-
-
-def coord_check_settings() -> type[CoordCheckSettings]:
-    from lamina.studies.settings import CoordCheckSettings
-
-    return CoordCheckSettings
 
 
 def coord_check(settings: Given, **modes: Unpack[Modes]) -> Frame:
@@ -77,18 +71,12 @@ COORD_CHECK = JobRow(
   lamina coord-check --backbone llama-71m --num-layers 12 --widths 128,256,512,1024 --width-scaling mup
   lamina coord-check --depths 8,16,32 --depth-scaling completep --output runs/depths
 """,
-    settings=coord_check_settings,
+    settings=lambda: every_settings().CoordCheckSettings,
     run=coord_check,
     returns="Returns the rows of slopes.csv and the page; OUTPUT/result.json has the verdict.",
     outcome="Comparison",
     resumes="measure only the sizes and seeds that the folder lacks",
 )
-
-
-def transfer_settings() -> type[TransferSettings]:
-    from lamina.studies.settings import TransferSettings
-
-    return TransferSettings
 
 
 def transfer(settings: Given, **modes: Unpack[Modes]) -> Frame:
@@ -112,7 +100,7 @@ TRANSFER = JobRow(
   lamina transfer --learning-rates 1e-3,4e-3,1.6e-2,6.4e-2 --verify-rates 4e-3,6.4e-2 --verify-width 256
   lamina transfer --output runs/ws --resume
 """,
-    settings=transfer_settings,
+    settings=lambda: every_settings().TransferSettings,
     run=transfer,
     returns=(
         "Returns the rows of results.csv and the page; OUTPUT/transfer.json holds the interval, the "
@@ -120,12 +108,6 @@ TRANSFER = JobRow(
     ),
     outcome="Comparison",
 )
-
-
-def max_lr_settings() -> type[MaxRateStudySettings]:
-    from lamina.studies.settings import MaxRateStudySettings
-
-    return MaxRateStudySettings
 
 
 def max_lr(settings: Given, **modes: Unpack[Modes]) -> Frame:
@@ -153,7 +135,7 @@ MAX_LR = JobRow(
   lamina max-lr --backbone llama-71m --corpus books/ --tokenizer bpe:8192 --steps 5000 --max-learning-rate 5e-2
   lamina max-lr --output runs/limits --resume
 """,
-    settings=max_lr_settings,
+    settings=lambda: every_settings().MaxRateStudySettings,
     run=max_lr,
     returns=(
         "Returns the rows of results.csv (``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of "
