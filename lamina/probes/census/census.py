@@ -96,9 +96,7 @@ class Census:
 
     @property
     def placement(self) -> str | None:
-        """Return the placement with its options, for ``lamina.placements.resolve``; None if Lamina has no such
-        placement.
-        """
+        """Return the placement with its options, for ``lamina.placements.resolve``; None if there is none."""
         return self.match.placement if self.match is not None and not self.match.differences else None
 
     @property
@@ -577,24 +575,20 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
 
 def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
     """Build a model from its configuration with random weights; a large one gets fewer layers and tokens."""
-    note = "Lamina built the model from its configuration alone, with random weights"
-    count = _size(config)
-    if count > _MANY_PARAMETERS:
-        config = _smaller(config)
-        note += (
-            f", {_FEW_LAYERS} layers and a vocabulary of {_FEW_TOKENS}, so a factor that depends on the depth has its "
-            f"value for {_FEW_LAYERS} layers"
-        )
-        count = _size(config)
-    if count > _MANY_PARAMETERS:
-        narrow = _narrower(config)
-        config, count = narrow, _size(narrow)
-    if count > _MOST_PARAMETERS:
-        config = _with_fewer_heads(config)
-        note, count = (
-            f"{note}, and fewer heads, so a factor that depends on the width has the value of a smaller width",
-            _size(config),
-        )
+    note, count = "Lamina built the model from its configuration alone, with random weights", _size(config)
+    fewer_layers = (
+        f", {_FEW_LAYERS} layers and a vocabulary of {_FEW_TOKENS}, so a factor that depends on the depth has its "
+        f"value for {_FEW_LAYERS} layers"
+    )
+    fewer_heads = ", and fewer heads, so a factor that depends on the width has the value of a smaller width"
+    for shrink, most, told in (
+        (_smaller, _MANY_PARAMETERS, fewer_layers),
+        (_narrower, _MANY_PARAMETERS, ""),
+        (_with_fewer_heads, _MOST_PARAMETERS, fewer_heads),
+    ):
+        if count > most:
+            config, note = shrink(config), note + told
+            count = _size(config)
     if count > _MOST_PARAMETERS:
         raise UserError(
             f"model: {config.model_type!r} has {count:,} parameters even with {_FEW_LAYERS} layers. Give a folder "

@@ -39,9 +39,7 @@ def stream_of(output: Output) -> torch.Tensor:
 
 
 def refill(output: Output) -> Callable[[torch.Tensor], Output]:
-    """Return a function that rebuilds a module's output with another first tensor. The returned function keeps no
-    reference to the original tensor.
-    """
+    """Return a function that rebuilds a module's output with another first tensor, without keeping the original."""
     if isinstance(output, torch.Tensor):
         return lambda tensor: tensor
     named = isinstance(output, Mapping)
@@ -187,9 +185,7 @@ def takes_cache(cls: type[nn.Module]) -> bool:
 
 
 def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return the model without its head if this part takes the same inputs and holds all layers; otherwise return the
-    model.
-    """
+    """Return the model without its head if this part takes the same inputs and holds all layers, or the model."""
     base = getattr(model, "base_model", model)
     if not isinstance(base, nn.Module) or base is model:
         return model
@@ -228,20 +224,14 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode, eagerly and without gradients. Afterwards, restore the mode, gradients and random
-    states.
-    """
-    modes = [(module, module.training) for module in model.modules()]
+    """Run in evaluation mode, eagerly and without gradients, and restore the mode, gradients and random states."""
     states = random.getstate(), np.random.get_state()
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     rng = torch.random.fork_rng(devices=[d.index for d in devices])
-    with rng, uncompiled(model), fresh_gradients(model.parameters()):
-        model.eval()
+    with rng, uncompiled(model), fresh_gradients(model.parameters()), evaluating(model):
         try:
             yield
         finally:
-            for module, mode in modes:
-                module.training = mode
             random.setstate(states[0])
             np.random.set_state(states[1])
 
