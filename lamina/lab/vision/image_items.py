@@ -126,9 +126,7 @@ def _uniform(generator: torch.Generator) -> float:
 
 
 class ImageItem(TypedDict):
-    """An item with ``pixel_values`` (float [channels, height, width]), ``labels`` (the class), and ``draw`` (its
-    number).
-    """
+    """An item: ``pixel_values`` [channels, height, width], ``labels`` (the class), and ``draw`` (its number)."""
 
     pixel_values: torch.Tensor
     labels: torch.Tensor

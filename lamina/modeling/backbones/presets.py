@@ -120,9 +120,7 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
 
 
 def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
-    """Cut a configuration of ``count`` layers to the layers ``kept``: change their number, and lists with one entry per
-    layer.
-    """
+    """Cut a configuration of ``count`` layers, and its lists with one entry per layer, to the layers ``kept``."""
     if isinstance(config, LaminaConfig) and config.plan is not None:
         config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}
     text = backbone_of(config)
@@ -153,9 +151,7 @@ def _fitting_heads(width: int) -> list[int]:
 
 
 class Count(NamedTuple):
-    """Parameter counts, including embeddings and head. ``active`` leaves out routed experts that a token does
-    not use.
-    """
+    """Parameter counts with embeddings and head. ``active`` leaves out experts that a token does not use."""
 
     total: int
     active: int

@@ -255,9 +255,7 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
 
 
 def wirings_of(site: LayerSite) -> list[Wiring]:
-    """Return the ``Wiring`` of each sub-layer of a layer: a Lamina model's skips and scales, or plain skips for other
-    models.
-    """
+    """Return the ``Wiring`` of each sub-layer of a layer: a Lamina model's skips and scales, or plain skips."""
     return [_wiring(site, sublayer) for sublayer in site.sublayers]
 
 
