@@ -70,10 +70,7 @@ class PackedBlocks(ArrayBlocks):
 
 
 class PaddedBlocks(PackedBlocks):
-    """Padded blocks with one document each.
-
-    In the file, padding has the id ``padding``. The model gets the id ``filler`` for padding, with the label -100.
-    """
+    """Padded blocks with one document each. In the file, padding is ``padding``; the model gets ``filler``."""
 
     padding: int
     filler: int
@@ -251,10 +248,7 @@ def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, 
 
 @dataclass
 class SplitFile:
-    """Writes the file of a split: tokens in the corpus's order, joined by ``joiner``.
-
-    ``tokens`` counts the written tokens, and ``bytes`` counts the UTF-8 bytes of the added text.
-    """
+    """Writes a split's tokens in the corpus's order, joined by ``joiner``, and counts tokens and UTF-8 bytes."""
 
     file: BinaryIO
     joiner: TokenJoiner

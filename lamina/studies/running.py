@@ -175,10 +175,7 @@ class Executor(Protocol):
 
 
 def gpus() -> list[str]:
-    """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them, without starting CUDA.
-
-    The list is empty if PyTorch is built only for the CPU.
-    """
+    """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them, without starting CUDA."""
     import torch
 
     if not torch.backends.cuda.is_built():
