@@ -182,8 +182,11 @@ class Stats:
 class BlockStats(Stats):
     """Statistics of two splits of text. Lamina counts tokens and bytes only in whole blocks.
 
-    Bytes are of UTF-8 text without end-of-text tokens. Lamina assumes that the dropped remainder has as many bytes per
-    token as the rest.
+    Attributes:
+        train_bytes: UTF-8 bytes of the train split's text, without end-of-text tokens. Lamina assumes that the dropped
+            remainder has as many bytes per token as the rest.
+        eval_bytes: UTF-8 bytes of the eval split's text, counted like ``train_bytes``.
+        documents: the number of documents in the whole corpus.
     """
 
     train_tokens: int
@@ -202,7 +205,11 @@ class BlockStats(Stats):
 
 @dataclass(frozen=True, kw_only=True)
 class Splits(Generic[T]):
-    """The two splits of a corpus or an image set, their statistics, and perhaps a ``second`` corpus to evaluate on."""
+    """The two splits of a corpus or an image set, with their statistics.
+
+    Attributes:
+        second: items of a second corpus for evaluation; None if there is no second corpus.
+    """
 
     train: ItemSource[T]
     eval: ItemSource[T]
@@ -268,7 +275,13 @@ def smoothed(counts: np.ndarray) -> np.ndarray:
 
 
 def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
-    """Return the cross-entropy, in nats per token, of held-out tokens under the train split's smoothed frequencies."""
+    """Return the cross-entropy, in nats per token, of held-out tokens under the train split's smoothed frequencies.
+
+    Args:
+        train: token ids, [blocks, sequence_length].
+        held_out: token ids of the held-out split.
+        vocab_size: the number of ids to smooth over.
+    """
     train_counts, eval_counts = count_tokens(train, vocab_size), count_tokens(held_out, vocab_size)
     log_probability = np.log(train_counts + 1) - np.log(train_counts.sum() + vocab_size)
     return float(-(eval_counts * log_probability).sum() / eval_counts.sum())
@@ -500,7 +513,10 @@ def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
 
 
 def _entropy(parts: Sequence[Part], blocks: Sequence[Blocks]) -> float:
-    """Return the cross-entropy of mixed held-out tokens under sum over the parts of share * p_part(t), in nats."""
+    """Return the cross-entropy of mixed held-out tokens under mixed, add-one smoothed train frequencies, in nats.
+
+    Both are mixed by the shares: p(t) = sum over the parts of share * p_part(t).
+    """
     train, held_out = np.zeros(1), np.zeros(1)
     for part, part_blocks in zip(parts, blocks, strict=True):
         share, vocab_size = float(part.share), part_blocks.stats.vocab_size

@@ -70,7 +70,10 @@ class PackedBlocks(ArrayBlocks):
 
 
 class PaddedBlocks(PackedBlocks):
-    """Padded blocks with one document each. In the file, padding is ``padding``; the model gets ``filler``."""
+    """Padded blocks with one document each.
+
+    In the file, padding has the id ``padding``. The model gets the id ``filler`` for padding, with the label -100.
+    """
 
     padding: int
     filler: int
@@ -248,7 +251,10 @@ def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, 
 
 @dataclass
 class SplitFile:
-    """Writes a split's tokens in the corpus's order, joined by ``joiner``, and counts tokens and UTF-8 bytes."""
+    """Writes the file of a split: tokens in the corpus's order, joined by ``joiner``.
+
+    ``tokens`` counts the written tokens, and ``bytes`` counts the UTF-8 bytes of the added text.
+    """
 
     file: BinaryIO
     joiner: TokenJoiner

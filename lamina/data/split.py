@@ -59,11 +59,15 @@ def is_held_out(piece: int, eval_fraction: float) -> bool:
 
 @dataclass
 class Splitter:
-    """Cuts documents into segments. Between two documents, the fields are the Splitter's whole state.
+    """Cuts documents into segments, one document after another.
+
+    Between two documents, the fields are the Splitter's whole state.
 
     Attributes:
-        piece, filled: the number of the piece that is being filled, and its characters so far.
-        document, position: the number of the last document, and the characters that have been cut from it.
+        piece: the number of the piece that is being filled.
+        filled: the number of characters in this piece so far.
+        document: the number of the last document.
+        position: the number of characters that have been cut from this document.
     """
 
     piece: int = 0
@@ -109,7 +113,10 @@ def split_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
 
 
 def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
-    """Yield each document (of a long file, the first part) as a segment of the piece in which it begins."""
+    """Yield each document whole, as a segment of the piece in which the document begins.
+
+    If a long file comes in several parts, yield only the first part.
+    """
     splitter = Splitter()
     for document in documents:
         first, *_ = splitter.cut(document, chars)

@@ -143,10 +143,13 @@ class Excerpt:
 
 @dataclass
 class Division:
-    """The division of a stream into ``held_out`` text and the rest, of which ``known`` lies between held-out pieces.
+    """The division of a stream into held-out text and the rest.
 
     Attributes:
+        chars: characters per piece.
         fraction: the share of the scanned pieces that is held out.
+        held_out: the text to evaluate on.
+        known: a part of the training text, between the held-out pieces.
         limits: for each shard with held-out pieces, the number of pieces up to the last held-out piece.
     """
 

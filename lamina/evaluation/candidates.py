@@ -23,11 +23,15 @@ from lamina.modeling.checkpoint import config_of, load, tokenizer_of
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A model to evaluate, and its run's status. Lamina evaluates only models of finished and short runs.
+    """A model to evaluate.
 
     Attributes:
         name: the name in the records; no two candidates have the same name.
+        path: the model's path or hub name, for the loader.
         arm: the label of the model's row in the table, such as a checkpoint's name or the setting that a study varies.
+        seed: the seed of the model's run, if known.
+        status: the status of the model's run. If the status is neither finished nor short, Lamina counts the model but
+            does not evaluate it.
     """
 
     name: str
@@ -130,7 +134,11 @@ def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
 
 
 def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer. Raises UserError if the path does not have both."""
+    """Load a causal language model in evaluation mode, and its tokenizer.
+
+    Raises:
+        UserError: the path holds no checkpoint, or the model does not predict next tokens or has no tokenizer.
+    """
     with renamed_setting("checkpoint", "models"):
         loaded = load(str(model_folder(path)), dtype=settings.dtype, device=device)
     model = loaded.model

@@ -34,9 +34,12 @@ SHORTEST, LONGEST = 40, 160  # characters of a sentence
 
 @dataclass(frozen=True, kw_only=True)
 class Passages:
-    """The sentences from which items are drawn, by book and of all books.
+    """The sentences from which items are drawn.
 
-    ``words`` lists every word of at least four lower-case letters as often as it occurs.
+    Attributes:
+        books: each book's sentences, in the book's order.
+        sentences: the sentences of all books.
+        words: every word of at least four lower-case letters, listed as often as it occurs.
     """
 
     books: Mapping[str, Sequence[str]]

@@ -416,7 +416,13 @@ def runner_of(settings: EvalSettings, model: PreTrainedModel, tokenizer: PreTrai
 
 @dataclass(frozen=True, kw_only=True)
 class TaskMeasure:
-    """The ``tasks`` that `lamina pretrain --eval-tasks` scores at each evaluation, and a column for each number."""
+    """The tasks that `lamina pretrain --eval-tasks` scores at each evaluation.
+
+    Attributes:
+        settings: the settings by which the harness queries the model.
+        columns: the columns, one for each number that Lamina records.
+        tasks: the tasks that the columns need.
+    """
 
     settings: EvalSettings
     columns: tuple[Wanted, ...]

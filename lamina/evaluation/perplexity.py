@@ -153,7 +153,10 @@ def _first(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: li
 def _tokens(
     text: str, tokenizer: PreTrainedTokenizerBase, encoder: TextEncoder, first: int | None
 ) -> tuple[int, list[int], int]:
-    """Return the token before the scored tokens (``first`` or the text's own), these, and the unscored bytes."""
+    """Return the token before the scored tokens, the scored tokens, and the text's bytes that are not scored.
+
+    Without ``first``, the text's own first token precedes the others.
+    """
     if first is not None:
         return first, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], 0
     ids = encoder.encode([text])[0].tolist()

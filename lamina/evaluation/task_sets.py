@@ -17,6 +17,7 @@ class Wanted:
     """A task to run, and the metric to print in a table.
 
     Attributes:
+        task: the name of a task of lm-evaluation-harness, or of a generated task.
         num_fewshot: examples before each question; None for the task's default.
         metric: the metric that the table prints; None for the task's main metric.
         heading: the column's heading; "" for the task's name.

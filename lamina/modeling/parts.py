@@ -19,7 +19,10 @@ SUBLAYERS = ("attention", "feed_forward")
 
 
 def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
-    """Return the LaminaModel inside a model. Raises UserError, which begins with ``user``, for another model."""
+    """Return the LaminaModel inside a model with a head; return a LaminaModel unchanged.
+
+    Raises UserError for any other model. The message begins with ``user``.
+    """
     body = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
     if not isinstance(body, LaminaModel):
         raise UserError(
@@ -70,7 +73,10 @@ def patched(holder: object, **attributes: object) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run compiled modules eagerly, because they would skip inner hooks, and recompile for each shape."""
+    """Inside the context, run compiled modules eagerly.
+
+    Compiled modules would skip inner hooks, and recompile for each shape.
+    """
     calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
     for module in calls:
         module._compiled_call_impl = None

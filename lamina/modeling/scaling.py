@@ -182,7 +182,8 @@ def kind_of(weight: Weight) -> Kind:
 
 
 def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
-    """Build the model at the base width on the meta device, for its shapes; without width scaling, return it.
+    """Build the model at the base width on the meta device, to get the shapes. Without width scaling, return the model
+    itself.
 
     Raises UserError if no model has this width, or if the embeddings are tied.
     """

@@ -136,7 +136,11 @@ class PlanProgress:
 
 
 def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Preflight]:
-    """Measure and judge every planned run, without writing. Raises UserError for invalid settings or a corpus."""
+    """Measure and judge every planned run of the settings, without writing files.
+
+    Raises:
+        UserError: for invalid settings, a corpus that cannot be read.
+    """
     runs = settings.runs()
     for run in runs:
         objective_of(backbone_config(run)).refuse_for("preflight", CausalLM.head, run.backbone)

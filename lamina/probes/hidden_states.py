@@ -251,7 +251,10 @@ class HiddenStates(Probe):
 
 
 def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Add the ``stream_figures`` of several streams [sequences, tokens, n, width] to a ratio."""
+    """Add the ``stream_figures`` of streams [sequences, tokens, n, width] to a ratio.
+
+    A single stream [sequences, tokens, width] adds nothing.
+    """
     if streams.ndim < 4:
         return
     values = stream_figures(streams.detach().double())
@@ -303,7 +306,11 @@ def _state_rows(totals: StateTotals, tokenizer: PreTrainedTokenizerBase | None) 
 
 @dataclass(frozen=True)
 class Moments:
-    """Each token's moments over its channels, float64 [sequences, tokens], and ``valid`` as in TokenStates."""
+    """The moments of each token over its channels, float64 [sequences, tokens]; the variance is the population
+    variance.
+
+    ``valid`` is as in TokenStates.
+    """
 
     valid: torch.Tensor | None
     mean: torch.Tensor
@@ -509,7 +516,10 @@ def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: i
 
 
 def growth(variance: Frame, linear: float, exponential: float) -> str:
-    """Return a sentence on how the variance by state changes with depth, from the R^2 of both fits."""
+    """Return a sentence on how the variance changes with depth.
+
+    The inputs are the values by state, the R^2 of a line, and the R^2 of an exponential.
+    """
     last = variance.index[-1]
     if not np.isfinite(variance).all():
         return f"The hidden states are not finite from state {variance.index[~np.isfinite(variance)][0]} on."

@@ -84,7 +84,10 @@ class Spectra(Probe):
         return 2.0 * min(context.tokens(), 8192)
 
     def begin(self, context: Context) -> None:
-        """Choose the covariances of each pass over the text. Raises UserError if there is too little text."""
+        """Choose the covariances that Lamina computes in each pass over the text.
+
+        Raises UserError if there is too little text for the ranks.
+        """
         self._groups: list[dict[Key, Point]] = []
         self._covariances: dict[Key, Covariance] = {}
         self._ranks: dict[Key, dict[str, float]] = {}
@@ -143,7 +146,10 @@ class Spectra(Probe):
         return False
 
     def points(self) -> Mapping[Key, Point]:
-        """Return the points of the covariances that fit into memory together; later passes compute the others."""
+        """Return the points of the covariances that fit into memory together.
+
+        Later passes compute the remaining covariances.
+        """
         return self._groups[0] if self._groups else {}
 
     def see(self, key: Key, value: torch.Tensor) -> None:
@@ -165,7 +171,10 @@ class Spectra(Probe):
         return math.inf if self._groups and self._tokens < enough * max(self._widths.values()) else None
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """Compute the spectra and ranks. If memory is too small for all covariances, read the text again."""
+        """Compute the weights' spectra, and the activations' ranks from their covariances.
+
+        If memory cannot hold all covariances at once, Lamina reads the text again for each further group.
+        """
         rows = embedding_rows(context)
         for site in context.structure.layers:
             rows += condition_rows(site)

@@ -67,7 +67,10 @@ def max_lr(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Raise every placement's and seed's learning rate until training fails. Returns the rows, as ``compare`` does."""
+    """Raise the learning rate of every placement and seed until training fails. Returns the rows of results.csv.
+
+    The settings, ``resume`` and the errors are as in ``compare``.
+    """
     job, complete, trials = open_study(Kind.MAX_LR, MaxRateStudySettings, settings, resume, overwrite, bar)
     with job:
         return run_missing(job, complete, trials, bar=bar, keys=("placement", "seed"), of_trial=run_max_rate)

@@ -56,8 +56,10 @@ class Stop:
 
     Attributes:
         rule: the name of the rule that held, or ``NONE``.
-        step: the last step before the failure, with its ``rate`` and its smoothed ``loss``.
+        step: the last step before the failure.
+        loss: the smoothed loss at this step.
         seen: the step at which the rule held.
+        reason: the reason in words, for result.json.
     """
 
     rule: str

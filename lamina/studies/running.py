@@ -175,7 +175,10 @@ class Executor(Protocol):
 
 
 def gpus() -> list[str]:
-    """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them, without starting CUDA."""
+    """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them, without starting CUDA.
+
+    The list is empty if PyTorch is built only for the CPU.
+    """
     import torch
 
     if not torch.backends.cuda.is_built():

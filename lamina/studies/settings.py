@@ -139,7 +139,10 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         return rates_by_placement
 
     def trials(self) -> dict[str, PretrainSettings]:
-        """Return the trials by id, the folder's name. Raises UserError for an invalid value in a trial."""
+        """Return the trials by id, which is also the folder's name.
+
+        Raises UserError for an invalid value in a trial.
+        """
         trials: dict[str, PretrainSettings] = {}
         common = self.shared_with(PretrainSettings) | {"init": self.init.removeprefix(SAME)}
         rates = {spec: self.rates(spec) for spec in self.specs}
@@ -249,7 +252,10 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
             trial.run()
 
     def trials(self) -> dict[str, MaxRateSettings]:
-        """Return the trials by id, the folder's name. Raises UserError for an invalid value in a trial."""
+        """Return the trials by id, which is also the folder's name.
+
+        Raises UserError for an invalid value in a trial.
+        """
         common: Json = self.shared_with(MaxRateSettings) | {"init": self.init.removeprefix(SAME)}
         trials = {}
         # Seeds outermost: a study that stops early has every placement once before any twice.

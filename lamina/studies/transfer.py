@@ -52,7 +52,10 @@ class Rate:
 def transfer(
     settings: TransferSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
-    """Train the proxy at every rate, and a wider model at verify_rates. Returns the rows, as ``compare`` does."""
+    """Train the proxy at every learning rate, and a wider model at verify_rates. Returns the rows of results.csv.
+
+    The settings, ``resume`` and the errors are as in ``compare``.
+    """
     job, complete, trials = open_study(Kind.TRANSFER, TransferSettings, settings, resume, overwrite, bar)
     factors = role_rates(complete)  # fails before hours of training if the target cannot be built
     with job:

@@ -74,7 +74,10 @@ def serve(descriptor: int, driver: int) -> NoReturn:
 
 
 def alone() -> int:
-    """Run the trial that standard input describes, where a fork after importing torch is not safe."""
+    """Run the trial that standard input describes.
+
+    Lamina calls this function on systems where a fork after importing torch is not safe.
+    """
     request = json.loads(sys.stdin.readline())
 
     def wait() -> None:

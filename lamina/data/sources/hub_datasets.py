@@ -65,7 +65,8 @@ def load(source: HubSource) -> Dataset:
 
 
 def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
-    """Load the split to train on and the first existing split of ``held_out``, or only the requested split.
+    """Load the split to train on and the first existing split of ``held_out``, or only the split that the user
+    requested.
 
     Raises UserError as :func:`load` does.
     """

@@ -159,7 +159,8 @@ def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
 
 
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Copy buffers that no checkpoint stores, such as rotary frequencies, which casting a model rounds.
+    """Copy buffers that no checkpoint stores, such as rotary frequencies. Casting a model rounds these buffers, but
+    loading it does not.
 
     ``names`` maps the target's names to the source's names.
     """
@@ -577,7 +578,10 @@ def convert(
 
 @contextmanager
 def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a folder for a model's files. Without an error, move them and the tokenizer to ``output`` at the end."""
+    """Yield a folder for a model's files; at the end, move its files and the source's tokenizer to ``output``.
+
+    After an error, ``output`` is unchanged.
+    """
     transformers_logging.disable_progress_bar()
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))

@@ -93,7 +93,11 @@ class DirectionsProbe(Probe):
         self._compared += int(counts.sum())
 
     def cosines(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the cosine of every two states over tokens: [batch, N + 1, N + 1] in float32. Also count tokens."""
+        """Sum the cosine of every two states over tokens. Returns [batch, N + 1, N + 1] in float32, and the token
+        counts.
+
+        One matrix product over tokens and channels gives all sums.
+        """
         vectors = self._vectors.flatten(2)
         rows = vectors.shape[1]
         products = vectors.new_empty(len(vectors), rows, rows)

@@ -74,7 +74,10 @@ def with_argument(args: Args, kwargs: Kwargs, place: int | str, value: torch.Ten
 def observe(
     points: Mapping[Key, Point], see: Callable[[Key, torch.Tensor], None], *, root: nn.Module
 ) -> Iterator[None]:
-    """Call ``see(key, tensor)``, with the point's factor in the tensor, whenever ``root`` reaches a point."""
+    """Call ``see(key, tensor)`` for each point whenever a forward pass of ``root`` reaches the point.
+
+    If the point has a factor, ``see`` gets the tensor times the factor.
+    """
 
     def look(key: Key, tensor: torch.Tensor) -> None:
         factor = points[key].factor
@@ -235,7 +238,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fresh_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Set the parameters' gradients to None inside the context, then restore them and ``requires_grad``."""
+    """Set the parameters' gradients to None inside the context.
+
+    Afterwards, restore the gradients and each parameter's requires_grad.
+    """
     held = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
     for parameter, _, _ in held:
         parameter.grad = None

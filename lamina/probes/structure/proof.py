@@ -277,7 +277,8 @@ def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tens
 def combination(
     total: torch.Tensor, terms: Sequence[torch.Tensor], by_channel: bool, largest: float | None = None
 ) -> tuple[list[torch.Tensor], float]:
-    """Fit factors [1 or channels] of the terms [tokens, channels] to a total. Returns the factors and the error.
+    """Fit factors [1 or channels] of the terms [tokens, channels] to a total. Returns the factors and the remaining
+    error.
 
     The error is the largest difference, as a share of ``largest`` (default: the largest value of the total and the
     terms).
