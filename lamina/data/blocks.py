@@ -81,7 +81,9 @@ class ItemSource(Dataset[T], Generic[T], ABC):
         return {}
 
     def state_dict(self, index: int) -> object:
-        """Return a state (JSON types) from which a resumed run can read item ``index``, or None."""
+        """Return a state (JSON types) from which a resumed run can read item ``index``; None if the source has no
+        state.
+        """
         return None
 
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:

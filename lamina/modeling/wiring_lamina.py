@@ -128,7 +128,9 @@ class LaminaGroupedNorm(LaminaNorm):
 
 
 class LaminaLayerNorm(LaminaNorm):
-    """Computes (x - mean) / sqrt(var + eps) * gain + bias over the last axis; ``bias`` may be missing."""
+    """Computes (x - mean) / sqrt(var + eps) * gain + bias over the last axis; no bias if ``bias`` is False, as in
+    ModernBERT.
+    """
 
     def __init__(self, hidden_size: int, *, bias: bool = True, **options: Any):
         super().__init__(hidden_size, **options)
@@ -476,7 +478,9 @@ class Residual(nn.Module):
         return self.out_scale if self.gate is None else torch.sigmoid(self.gate / self.sublayer["gate_temperature"])
 
     def skip_factor(self) -> float | torch.Tensor:
-        """Return the factor on s: skip_scale, or under a coupling with the branch's b, 1 - b or sqrt(1 - b^2)."""
+        """Return the factor on s: skip_scale. Under a coupling with the branch's factor b, return 1 - b or sqrt(1 -
+        b^2).
+        """
         if self.coupling == "none":
             return self.skip_scale
         b = self.branch_factor()

@@ -90,7 +90,9 @@ def norm_detail(norms: list[Norm]) -> str:
 
 
 def scale_label(values: Iterable[float], learned: Learned) -> str:
-    """Return a scale as text: "64"; "1 … 0.177" from first to last layer; "64 learned"; "" for 1."""
+    """Return a scale as text: "64"; "1 … 0.177" if the first and last layers differ; "64 learned"; an empty
+    text for 1.
+    """
     distinct = list(dict.fromkeys(values))
     label = number(distinct[0]) if len(distinct) == 1 else f"{number(distinct[0])} … {number(distinct[-1])}"
     if learned == "no":
@@ -123,7 +125,9 @@ def head_norms(plan: Plan) -> list[str]:
 
 
 def plan_notes(plan: Plan) -> list[str]:
-    """Return notes on what the drawing leaves out: norms inside the attention, streams, earlier states."""
+    """Return notes on parts that the drawing does not show: norms inside the attention, several streams, earlier
+    states.
+    """
     notes, first = head_norms(plan), plan.layers[0].attention
     if first.streams:
         norms = f", norms: {', '.join(first.streams.norms)}" if first.streams.norms else ""

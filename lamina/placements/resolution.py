@@ -48,7 +48,9 @@ _FIELDS = ("placement", "title", "equation", "source", "initialization", "advice
 
 
 def load(path: Path) -> Placement:
-    """Read a placement from a YAML or Python file. Raises UserError that names the file and the field."""
+    """Read a placement from a YAML or Python file. Raises UserError for an invalid file, and names the file and the
+    field.
+    """
     if not path.is_file():
         raise UserError(f"placement {str(path)!r}: no such file. Give a YAML or Python file, or a placement's name.")
     if path.suffix != ".py":

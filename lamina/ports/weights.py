@@ -57,7 +57,9 @@ class Names:
         self._layer = re.compile(rf"model\.backbone\.{layers}\.(\d+)\.(attention|feed_forward)\.(?:module\.)?(.+)")
 
     def place(self, key: str) -> _Place:
-        """Return where the trainer keeps a tensor of Lamina. Raises UserError for a tensor outside the table."""
+        """Return where the trainer keeps one of Lamina's tensors. Raises UserError for a tensor that the table does not
+        name.
+        """
         table, match = self.target.weights, self._layer.fullmatch(key)
         owner, _, last = key.rpartition(".")
         transposed = last == "weight" and isinstance(self.model.get_submodule(owner), Conv1D)

@@ -137,13 +137,17 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
 
 
 def fused(block: LayerCall) -> bool:
-    """Return whether a block has FuseNorm's structure: norms on both sums, and the second skip from its input."""
+    """Return whether a block has FuseNorm's structure: norms on both sums, and a feed-forward skip from the block's
+    input.
+    """
     wirings = wirings_of(block.site)
     return len(wirings) == 2 and all(w.post_gain is not None for w in wirings) and wirings[1].skip == "block_input"
 
 
 def unnormed(block: LayerCall) -> bool:
-    """Return whether a block has no norm on its sums, so that its residual path is the identity."""
+    """Return whether a block has no norm on its sums: its residual path is then the identity. If Lamina did not find
+    the sums, the result is False.
+    """
     return bool(block.site.sublayers) and all(
         post_norm(block, index) is None for index in range(len(block.site.sublayers))
     )

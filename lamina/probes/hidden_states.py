@@ -263,7 +263,9 @@ def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) 
 
 
 def r_squared(values: Sequence[float]) -> float:
-    """Return R^2 of the least-squares line through values at 0, 1, 2, ...; NaN below three values, or if equal."""
+    """Return R^2 of the least-squares line through values at 0, 1, 2, ...; NaN for fewer than three values, or if all
+    are equal.
+    """
     y = np.asarray(values, dtype=np.float64)
     if len(y) < 3 or not np.isfinite(y).all() or np.ptp(y) == 0:
         return math.nan
@@ -412,7 +414,9 @@ class Totals:
             self.abs_max = torch.maximum(self.abs_max, moments.abs_max.max().cpu())
 
     def average(self, name: str) -> tuple[float, float]:
-        """Return the mean and its standard error; for abs_max, the largest value."""
+        """Return the mean over tokens (for variance, over all elements; for abs_max, the largest value), and the
+        standard error.
+        """
         if name == "abs_max":
             return float(self.abs_max), math.nan
         if name == "variance":  # the tokens' mean variance and the variance of their means
@@ -426,14 +430,18 @@ class Totals:
         return float(self.sums[index]) / max(self.tokens, 1), float(self.samples.standard_error[index])
 
     def relative_error(self) -> float:
-        """Return the variance's standard error over sequences / its mean; infinite below two sequences."""
+        """Return the variance's standard error over sequences, divided by its mean; infinite for fewer than two
+        sequences.
+        """
         mean = float(self.samples.mean[_VARIANCE]) if self.samples.count else 0.0
         error = float(self.samples.standard_error[_VARIANCE]) if self.samples.count else math.inf
         return error / mean if mean > 0 else 0.0 if error == 0 else math.inf
 
 
 class StateTotals(Totals):
-    """The totals of a state x^l, with its median, massive activations, and largest magnitudes."""
+    """The totals of a state x^l, with its median, its massive activations, and its largest magnitudes and their
+    positions.
+    """
 
     def __init__(self, top: int):
         super().__init__()

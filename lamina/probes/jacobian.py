@@ -261,7 +261,9 @@ class JacobianProbe(ShortProbe):
         )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Report the largest spectral norms, both products of norms, and the distance to the identity."""
+        """Report the largest spectral norms, the product of all layers' norms, the distance to the identity, and the
+        product along the residual path.
+        """
         norms = frame[(frame.sublayer == "block") & (frame.metric == "norm")].set_index("layer")
         norm, distance = (norms[norms.role == role].value for role in ("jacobian", "identity"))
         model = {(str(row.role), str(row.metric)): float(row.value) for row in frame[frame.layer == -1].itertuples()}

@@ -498,7 +498,9 @@ class PassesWithoutLayers(ExitStack):
 
 
 class HarnessTask:
-    """A task of lm-eval. Raises UserError without lm-eval, the task, or a task file's run_code."""
+    """A task of lm-eval. Raises UserError if lm-eval is not installed, for an unknown task, or for a task file without
+    run_code.
+    """
 
     def __init__(
         self,

@@ -181,7 +181,9 @@ def _updates(context: Context, inputs: Inputs) -> list[torch.Tensor]:
 
 
 def exchanges(context: Context) -> Iterator[AbstractContextManager]:
-    """Yield contexts in which a layer and the next are exchanged. Raises UserError if there are none."""
+    """Yield contexts in which a layer and the next layer are exchanged. Raises UserError if no layers can be
+    exchanged.
+    """
     sites = context.structure.layers
     if any(getattr(site.module, "has_memory", False) for site in sites) or shared_layers(context.structure):
         raise UserError("permutation_score: the layers share weights, or read earlier states. Choose another metric.")

@@ -248,13 +248,17 @@ class Tail:
             )
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits [tokens, vocabulary] for states [tokens, channels], both in float32."""
+        """Return the logits [tokens, vocabulary] in float32 for states [tokens, channels]. Call the tail inside
+        ``instead_of_the_layers``.
+        """
         self._states = states.unsqueeze(0)
         return logits_of(forward(self.model, {"input_ids": self._ids[:, : len(states)]}))[0].float()
 
     @contextmanager
     def instead_of_the_layers(self, ids: torch.Tensor) -> Iterator[None]:
-        """Replace the layers by given states inside the context. ``ids`` [1, tokens] are any tokens."""
+        """Replace the layers by given states inside the context. ``ids`` [1, tokens] are any tokens, one for each state
+        of a call.
+        """
         self._ids = ids
 
         def stub(form: Output, *args: object, **kwargs: object) -> Output:

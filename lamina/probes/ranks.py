@@ -111,7 +111,9 @@ def effective_rank(singular: torch.Tensor) -> torch.Tensor:
 
 
 def composed_maps(context: Context, inputs: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the products M_0 ... M_l of mixings S' = M^T S by layer l; empty for a single stream."""
+    """Return the products M_0 ... M_l [batch, tokens, n, n] by layer l, where S' = M^T S is a layer's mixing; empty for
+    a single stream.
+    """
     products: dict[int, torch.Tensor] = {}
     if not context.structure.carries_more:
         return products

@@ -244,7 +244,9 @@ class Spectra(Probe):
             yield from chart(ranks, title, metric, caption, color="role")
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Report the spread of the embedding's eigenvalues, the worst condition number, and the mean ranks."""
+        """Report the spread of the embedding's eigenvalues, the layer with the worst condition number, and the mean
+        ranks.
+        """
         spectrum = frame[frame.metric == "eigenvalue_over_median"].value
         if len(spectrum):
             yield (
@@ -270,7 +272,9 @@ class Spectra(Probe):
 
 
 def embedding_rows(context: Context) -> list[Row]:
-    """Return the eigenvalues of the embedding rows' covariance, and their ratios to the median."""
+    """Return the eigenvalues of the embedding rows' covariance, unchanged and divided by their median. ``index``
+    numbers the eigenvalues, the largest first.
+    """
     weight = getattr(context.structure.embedding, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
         context.notes.append("spectra: the model has no token embedding, so Lamina leaves out its eigenvalues")
@@ -296,7 +300,9 @@ def embedding_rows(context: Context) -> list[Row]:
 
 
 def condition_rows(site: LayerSite) -> list[Row]:
-    """Return s_max / s_min of each projection of a layer's dense feed-forwards; gate and up separately."""
+    """Return s_max / s_min of each projection of a layer's dense feed-forwards; stacked gate and up count
+    separately.
+    """
     rows: list[Row] = []
     for feed_forward in (sublayer.feed_forward for sublayer in site.sublayers if sublayer.feed_forward is not None):
         for path, module in (*feed_forward.up, feed_forward.down):

@@ -109,7 +109,9 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
 
 
 def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
-    """Return the result of a run to its warm-up's end: its learning rate is a lower bound."""
+    """Return the result of a run that reached the end of its warm-up. The learning rate in this result is a lower
+    bound.
+    """
     smooth = smoothed(losses, rules.given.window)
     if len(smooth) and not _begun(rules, smooth, smooth.min()):
         reason = f"the loss has not fallen by {2 * rules.given.plateau_margin:g} nats from its start of {smooth[0]:.3f}"
@@ -189,7 +191,9 @@ class MaxRateGuard(DivergenceGuard):
         self.losses = list(state.get("losses_by_step", []))
 
     def outcome(self, status: Status) -> Json:
-        """Return result.json's columns with the largest learning rate, or none for a run that was stopped early."""
+        """Return the columns of result.json with the largest learning rate. For a run that was stopped early, return
+        none.
+        """
         if not status.ended:
             return {}
         stop = find_stop(self.losses, self.rules, broken=status == Status.DIVERGED)

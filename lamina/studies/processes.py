@@ -46,7 +46,9 @@ def prepare() -> None:
 
 
 class Server:
-    """A process from which Lamina forks the trials of all studies. The server ends with this process."""
+    """A process from which Lamina forks trials. One server serves all studies of this process, and ends with this
+    process.
+    """
 
     _current: Server | None = None
     _starting = threading.Lock()
@@ -90,7 +92,9 @@ class Server:
             self.connection.send_bytes(json.dumps(request).encode())
 
     def code(self, number: int) -> int | None:
-        """Return a trial's exit code: None while it runs, and LOST if it ended together with the server."""
+        """Return a trial's exit code: None while the trial runs, and LOST if the server has ended together with the
+        trial.
+        """
         with self.lock:
             try:
                 while self.connection.poll():

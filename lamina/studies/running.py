@@ -26,7 +26,9 @@ from lamina.studies.worker import BUSY, DISK_FULL
 
 
 class Progress:
-    """Show a progress bar over all trials' steps (or a line every 30 seconds), and a line per ended trial."""
+    """Show a progress bar over the steps of all trials (or a line every 30 seconds), and a line for each trial that
+    ends.
+    """
 
     def __init__(self, trials: Mapping[str, Task], *, done: int, waiting: int = 0, show: bool):
         self.trials, self.show = trials, show
@@ -130,7 +132,9 @@ def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: 
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM. The first acts after this round of checks, and the second acts at once."""
+    """Collect Ctrl-C and SIGTERM. The first signal acts after the current round of checks, and the second signal acts
+    at once.
+    """
     stopped: list[int] = []
 
     def stop(number: int) -> None:
@@ -170,7 +174,9 @@ class Executor(Protocol):
     def __call__(
         self, trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]
     ) -> None:
-        """Run every task. Calls ``ended`` with a task's name and result, and ``tick`` with the running names."""
+        """Run every task. Calls ``ended`` with each task's name and result, and ``tick`` with the names of running
+        tasks.
+        """
         ...
 
 

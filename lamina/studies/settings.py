@@ -116,7 +116,9 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         )
 
     def _own_rates(self) -> dict[str, str]:
-        """Read each placement's learning rates. Raises UserError for an invalid rate, or an extra placement."""
+        """Read the learning rates of each placement. Raises UserError for an invalid rate, or a placement outside the
+        comparison.
+        """
         rates_of = self.learning_rates_of
         if isinstance(rates_of, str):  # the last "=": a placement's options contain others
             parts = [part.rpartition("=") for part in rates_of.split(";") if part.strip()]

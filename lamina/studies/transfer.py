@@ -126,7 +126,9 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
 
 
 def judged(results: Frame, margin: float) -> list[Rate]:
-    """Judge one width's learning rates, in ascending order: status, loss, and the risk at other widths."""
+    """Judge the learning rates of one width: their status, their loss, and the risk at other widths. The order is
+    ascending.
+    """
     rates = []
     for rate, trials in results.groupby("learning_rate"):
         worst = max(trials["status"], key=severity)

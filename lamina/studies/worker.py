@@ -89,7 +89,9 @@ def alone() -> int:
 
 
 def run(request: Json) -> int:
-    """Run the trial of ``request``, with output to log.txt in its folder, and return the exit code."""
+    """Run the trial of ``request`` and return the exit code. The trial's output goes to log.txt in the trial's
+    folder.
+    """
     folder = Path(request["directory"]) / request["settings"]["output"]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -129,7 +131,9 @@ def _note(folder: Path, status: str, reason: str) -> None:
 
 
 def _end_with(request: Json) -> NoReturn:
-    """Run a trial and end this process at once: freeing the server's memory takes longer than starting."""
+    """Run a trial and end this process. Lamina does not free the server's memory, because freeing takes longer than
+    starting.
+    """
     code = 1
     try:
         code = run(request)

@@ -47,7 +47,9 @@ _TINY = 1e-30
 
 
 class Grafting(TypedDict):
-    """The content of grafting.json: losses in nats per token, on ``tokens`` tokens that did not fit the gains."""
+    """The content of grafting.json. Losses are in nats per token, on ``tokens`` tokens that Lamina did not use to fit
+    the gains.
+    """
 
     source: str
     placement_before: str

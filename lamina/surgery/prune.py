@@ -35,7 +35,9 @@ _SAME = 1e-4  # of the largest logit: the written model against the whole one wi
 
 
 class Pruning(TypedDict):
-    """The content of pruning.json: losses in nats per token on ``tokens`` tokens, ``measured`` by layer."""
+    """The content of pruning.json. Losses are in nats per token, on ``tokens`` tokens, and ``measured`` has one value
+    per layer.
+    """
 
     source: str
     dropped: list[int]
@@ -172,7 +174,9 @@ def _by_layer(values: pd.Series) -> dict[str, float]:
 
 
 def cut_layers(context: Context, gone: Sequence[int]) -> None:
-    """Remove layers from the context's model and configuration. Raises UserError without a list of layers."""
+    """Remove layers from the context's model and configuration. Raises UserError if the layers are not in a separate
+    list.
+    """
     model, sites = context.model, context.structure.layers
     parents = {site.path.rpartition(".")[0] for site in sites}
     holder = model.get_submodule(parents.pop()) if len(parents) == 1 else None
@@ -233,7 +237,9 @@ def _difference(
     gone: Sequence[int],
     by_index: Callable[[], str],
 ) -> float:
-    """Return how far the written model's logits are from the expected. Raises UserError if it is too far."""
+    """Return how far the written model's logits are from the expected logits. Raises UserError if the difference is too
+    large.
+    """
     with torch.no_grad():
         difference = float((context.forward(few).logits.float() - expected).abs().max())
     if not difference <= _SAME * float(expected.abs().max()):

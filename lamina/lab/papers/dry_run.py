@@ -140,7 +140,9 @@ def minutes_here(
 
 
 def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
-    """Return a trial's vocabulary size without loading its tokenizer, or the backbone's size if unknown."""
+    """Return the size of a trial's vocabulary without loading the tokenizer. For an unknown tokenizer, return the
+    backbone's vocabulary size.
+    """
     from lamina.data.tokenizers import is_trained
 
     tokenizer = settings.tokenizer
@@ -152,7 +154,9 @@ def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
 
 
 def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float]]) -> tuple[int, int, int, int, float]:
-    """Count a trial's parameters (all, and per token), vocabulary, tokens per item, and FLOPs per token."""
+    """Count a trial's parameters, the parameters that one token uses, the vocabulary, tokens per item, and FLOPs per
+    token.
+    """
     import torch
 
     from lamina.modeling.backbones.presets import parameters_of

@@ -162,7 +162,9 @@ class Stage:
         return TRIAL_JOBS[self.job]
 
     def trial(self, seed: int) -> Settings:
-        """Return a trial's settings without inputs. Raises UserError that names an invalid setting."""
+        """Return the settings of a trial, without its inputs. Raises UserError that names the setting if a setting is
+        invalid.
+        """
         settings = dict(self.settings)
         for name in self.record.files:
             if str(settings.get(name, "")).startswith("./"):
@@ -244,6 +246,7 @@ class StudyDefinition:
         name: the study's name, which is also the id of its main claim.
         paper: the paper that makes the claim, as an entry of ``PAPERS``.
         source: the table, figure or equation in the paper.
+        title: the title of the comparison.
         file: the YAML file. The claims are in the Python file of the same name in the same folder.
         figures: the YAML's entries for figures.
     """

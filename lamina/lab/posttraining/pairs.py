@@ -32,7 +32,9 @@ _EXTREMES = {"min_reward": min, "max_reward": max}
 
 
 class Measured(NamedTuple):
-    """TRL's loss and metrics on a batch of held-out pairs, weighted by the pairs or tokens behind them."""
+    """TRL's loss and metrics on a batch of held-out pairs. The weight of the loss or a metric is the number of pairs or
+    tokens behind it.
+    """
 
     metrics: Mapping[str, float]
     weights: Mapping[str, int]

@@ -75,7 +75,9 @@ class Start:
     attention: str = "auto"
 
     def policy(self, ends: Sequence[int] = ()) -> PreTrainedModel:
-        """Return the policy, which stops at the end tokens of model, tokenizer and template (``ends``)."""
+        """Return the policy. It stops generating at the end tokens of the model, the tokenizer and the template
+        (``ends``).
+        """
         if self.plan is not None:
             model = source.load(self.path, self.config, "causal_lm", self.dtype)
         else:

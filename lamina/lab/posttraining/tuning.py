@@ -126,7 +126,9 @@ class TuningRecorder(RunRecorder):
         return dict(self.last_measured)
 
     def state_dict(self) -> Json:
-        """Return RunRecorder's state and the last evaluation's measures, so that a resume does not repeat them."""
+        """Return RunRecorder's state and the last evaluation's measures, so that a resumed run does not record them
+        again.
+        """
         return {**super().state_dict(), "last_measured": dict(self.last_measured)}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -188,7 +190,9 @@ class BestWeights(TrainerCallback):
         self.processes.by_first(lambda: self._write(tensors))
 
     def _loss(self, metrics: Json) -> float:
-        """Return the number to minimize: the held-out loss, or a task's score, negated if higher is better."""
+        """Return the number to minimize: the held-out loss, or a task's score, which is negated if a higher score is
+        better.
+        """
         if self.by == "loss":
             return metrics["eval_loss"]
         scores = (self.trainer.evaluation.tasks or {}).items()
@@ -264,11 +268,16 @@ class TuningStage(TrainingStage[S]):
 
     Attributes:
         made_by: the class of TRL's trainer with Lamina's additions.
+        configured_by: the class of the trainer's arguments.
+        head: the name of the trained model's head.
         guarded: whether the loss is in nats, so that Lamina checks the loss for divergence. If ``guarded`` is false,
             Lamina checks only whether the loss is finite.
         measure: the evaluation's metric that decides the run's status.
         forms: the columns of the TRL forms that the job accepts.
         columns: the columns of the data that TRL has prepared: token ids, and the loss's inputs.
+        ordered: a function that returns the training order.
+        train: the prepared examples.
+        held_out: the prepared examples of an evaluation.
         config: TRL's configuration, which decides how TRL prepares the data.
         templated: whether the rows have messages, which the tokenizer's chat template turns into a text.
         inputs: token ids [sequences, tokens] for the layer monitor.
@@ -366,7 +375,9 @@ class TuningStage(TrainingStage[S]):
             self.ordered = partial(TrainOrder, lengths=[sum(map(len, row)) for row in zip(*columns, strict=True)])
 
     def read_examples(self) -> None:
-        """Find the starting model, then read and encode the data. Raises UserError if either can't be read."""
+        """Find the starting model, then read and encode the data. Raises UserError if the model or the data can't be
+        read.
+        """
         settings = self.settings
         self.start = find_start(settings, self.head)
         rewards = self.rewards()
@@ -402,7 +413,9 @@ class TuningStage(TrainingStage[S]):
         return encoded.select_columns([name for name in self.columns if name in encoded.column_names]), skipped
 
     def _choose_template(self, where: str, rows: Dataset) -> None:
-        """Give the tokenizer the settings' template. For ``auto``, the first data with turns determine it."""
+        """Give the tokenizer the template from the settings. For ``auto``, the first data with turns determine the
+        template.
+        """
         default = "alpaca" if "instruction" in rows.column_names else "chat"
         default = default if self.settings.command_name == "sft" else None
         template = read_template(self.settings.template, self.start.tokenizer, default=default)

@@ -126,7 +126,9 @@ def _uniform(generator: torch.Generator) -> float:
 
 
 class ImageItem(TypedDict):
-    """An item: ``pixel_values`` [channels, height, width], ``labels`` (the class), and ``draw`` (its number)."""
+    """An item with ``pixel_values`` (float [channels, height, width]), ``labels`` (the class), and ``draw`` (its
+    number).
+    """
 
     pixel_values: torch.Tensor
     labels: torch.Tensor

@@ -46,9 +46,11 @@ class LabeledImages(ABC):
     """Images and their classes.
 
     Attributes:
+        spec: the name of the set as the user wrote it.
         classes: the names of the classes, sorted by class number.
         labels: the class of each image, [images] of int64.
         held_out: the numbers of the images in the set's test split, or None.
+        channels: 1 for gray, 3 for RGB.
     """
 
     spec: str

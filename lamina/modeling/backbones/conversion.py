@@ -137,7 +137,9 @@ def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> 
 
 
 def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: PreTrainedModel) -> None:
-    """Copy each tensor into ``target``'s tensor with the same name. Raises UserError if one does not fit."""
+    """Copy each tensor into the tensor of ``target`` with the same name. Raises UserError for a tensor that does not
+    fit, which the message names.
+    """
     expected = target.state_dict()
     refuse_tensors("missing", expected.keys() - tensors.keys(), f"is not in the {type(source).__name__}")
     refuse_tensors("extra", tensors.keys() - expected.keys(), f"has no place in {type(target).__name__}")
@@ -525,7 +527,9 @@ def _name(model_or_path: object) -> str:
 
 
 class ConversionRecord(TypedDict):
-    """The content of conversion.json: the transformers ``model_type`` and Lamina's ``backbone``."""
+    """The content of conversion.json; ``model_type`` belongs to the transformers model, ``backbone`` to the Lamina
+    model.
+    """
 
     source: str
     to: str
@@ -612,7 +616,9 @@ def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | t
 
 
 def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
-    """Return the source model's folder. Raises UserError if the output folder is in use, or is the source's."""
+    """Return the source model's folder. Raises UserError for an output folder that is in use, or that holds the
+    source.
+    """
     job_folder.refuse(output, resume=False, overwrite=overwrite, resumes=False)
     source = str(model_folder(source))
     if Path(source).exists() and real_path(output) in (real_path(source), *real_path(source).parents):

@@ -68,7 +68,9 @@ NOT_STORED = "is not in the checkpoint"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' messages and progress bars: Lamina reports problems itself, in one line."""
+    """Silence transformers' messages and progress bars inside the context. Lamina reports problems itself, in
+    one line.
+    """
     level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -402,7 +404,9 @@ def check_finite(model: nn.Module, field: str) -> None:
 def load_tokenizer(
     path: str | Path, config: PreTrainedConfig, field: str, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a model's folder. Raises UserError without one, or with too many tokens."""
+    """Load the tokenizer in a model's folder. Raises UserError if there is no tokenizer, or if it has more tokens than
+    the model.
+    """
     name, folder = str(path), Path(path)
     if folder.is_dir():
         present = [file for file in TOKENIZER_FILES if (folder / file).is_file()]

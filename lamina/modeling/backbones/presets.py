@@ -120,7 +120,9 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
 
 
 def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
-    """Cut a configuration of ``count`` layers, and its lists with one entry per layer, to the layers ``kept``."""
+    """Cut a configuration of ``count`` layers to the layers ``kept``: change their number, and lists with one entry per
+    layer.
+    """
     if isinstance(config, LaminaConfig) and config.plan is not None:
         config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}
     text = backbone_of(config)
@@ -151,7 +153,9 @@ def _fitting_heads(width: int) -> list[int]:
 
 
 class Count(NamedTuple):
-    """Parameter counts with embeddings and head. ``active`` leaves out experts that a token does not use."""
+    """Parameter counts, including embeddings and head. ``active`` leaves out routed experts that a token does
+    not use.
+    """
 
     total: int
     active: int

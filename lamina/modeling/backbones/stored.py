@@ -1,4 +1,6 @@
-"""Read the tensors' names and shapes in a checkpoint's headers, and compare them with the loaded model."""
+"""Read the tensors' names and shapes from the headers of a checkpoint's files, and compare them with the loaded
+model.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ Tensors = dict[str, Stored]
 
 
 def read_json(path: Path, source: str) -> dict[str, object]:
-    """Read the object in a JSON file. Raises UserError that begins with ``source`` if there is none."""
+    """Read the object in a JSON file. Raises UserError, whose message begins with ``source``, if the file holds no
+    object.
+    """
     if path.stat().st_size > _LARGEST_JSON:
         raise UserError(
             f"{source} has {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that Lamina reads. Give the "

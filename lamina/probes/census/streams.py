@@ -120,7 +120,9 @@ def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
 
 
 class StreamLayers:
-    """A model's layers. Each returns its ``n`` streams [batch, tokens, n, width], perhaps flattened."""
+    """A model's layers. Each returns ``n`` streams [batch, tokens, n, width], which may be flattened; n is 1 for a
+    single stream.
+    """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], width: int):
         more = {"use_cache": False} if takes_cache(type(model)) else {}

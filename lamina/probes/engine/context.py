@@ -78,7 +78,9 @@ class Context:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """Return the model and its base: a pass of either restarts the count, as OPT's head bypasses its base."""
+        """Return the model and its base: a pass of either restarts the count of calls, because OPT's head bypasses its
+        base.
+        """
         return [self.model] if self.base is self.model else [self.model, self.base]
 
     def on_device(self, batch: Mapping[str, torch.Tensor], sequences: int | None = None) -> dict[str, torch.Tensor]:
@@ -95,7 +97,9 @@ class Context:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """Return a probe's limit (0: none): its option, or 0 for the user's inputs and ``sample`` for a corpus."""
+        """Return a probe's limit (0: none): its option if set, otherwise 0 for the user's inputs and ``sample`` for a
+        corpus.
+        """
         return option if option is not None else 0 if self.whole else sample
 
     def first(self, sequences: int) -> list[Mapping[str, torch.Tensor]]:

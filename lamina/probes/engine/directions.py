@@ -109,7 +109,9 @@ class DirectionsProbe(Probe):
         return products[:, : len(self._states), : len(self._states)], self._counts()
 
     def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the angle / pi of every two states over tokens: [batch, N + 1, N + 1] in float64. Also count tokens."""
+        """Sum the angle / pi of every two states over tokens. Returns [batch, N + 1, N + 1] in float64, and the token
+        counts.
+        """
         batch, _, tokens, _ = self._vectors.shape
         angle_sums = torch.zeros(
             batch, len(self._states), len(self._states), dtype=torch.float64, device=self._vectors.device
@@ -182,6 +184,8 @@ class DirectionsProbe(Probe):
 
 
 def ratio_rows(start: np.ndarray | int, size: np.ndarray, metric: str, ratio: Ratio) -> pd.DataFrame:
-    """Return a ratio's values, one row per block of ``size`` layers from the layer ``start``."""
+    """Return a ratio's values, one row per block of layers: ``start`` is its first layer, ``size`` its number of
+    layers.
+    """
     value, error = ratio.mean.numpy(), ratio.standard_error.numpy()
     return pd.DataFrame({"start": start, "size": size, "metric": metric, "value": value, "standard_error": error})

@@ -1,4 +1,6 @@
-"""Make a model's inputs: blocks of tokens from a corpus or the user, or another kind, such as images."""
+"""Make the inputs of a model: blocks of tokens from a corpus or from the user, or another kind of input, such as
+images.
+"""
 
 from __future__ import annotations
 

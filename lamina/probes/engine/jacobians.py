@@ -255,7 +255,9 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
 
 
 def wirings_of(site: LayerSite) -> list[Wiring]:
-    """Return the ``Wiring`` of each sub-layer of a layer: a Lamina model's skips and scales, or plain skips."""
+    """Return the ``Wiring`` of each sub-layer of a layer: a Lamina model's skips and scales, or plain skips for other
+    models.
+    """
     return [_wiring(site, sublayer) for sublayer in site.sublayers]
 
 

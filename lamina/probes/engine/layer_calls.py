@@ -86,7 +86,9 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> list[LayerCall]:
-    """Record every layer's call in a forward pass. Memory holds all states, so use a short input."""
+    """Record every layer's call in one forward pass. Use a short input, because memory holds all states x^0 ...
+    x^(N-1).
+    """
     sites: dict[nn.Module, dict[int, LayerSite]] = {}
     for site in context.structure.layers:
         sites.setdefault(site.module, {})[site.call] = site

@@ -84,7 +84,9 @@ class Probe(ABC):
         return 0.0
 
     def begin(self, context: Context) -> None:
-        """Prepare the probe before the forward passes. Raises UserError if it does not apply to the model."""
+        """Prepare the probe once, before the forward passes. Raises UserError if the probe does not apply to
+        the model.
+        """
 
     def points(self) -> Mapping[Any, Point]:
         """Return the tensors to watch in each forward pass, under keys that the probe chooses."""
@@ -170,7 +172,9 @@ def options_of(cls: type[Probe]) -> dict[str, object]:
 
 
 def make(spec: str | Probe) -> Probe:
-    """Return a probe from ``name`` or ``name(option=value)``. Raises UserError for an invalid option."""
+    """Return a probe from ``name`` or ``name(option=value)``. Raises UserError for an invalid option, which the message
+    names.
+    """
     if isinstance(spec, Probe):
         return spec
     target, options = specs.parse(str(spec), "probe")
@@ -202,7 +206,9 @@ def make_all(chosen: str | Iterable[str | Probe]) -> list[Probe]:
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """A probe's description. ``options`` has the file's defaults; no ``over_steps`` means all metrics."""
+    """A probe's description. ``options`` has the defaults as the file writes them; an empty ``over_steps`` means all
+    metrics.
+    """
 
     name: str
     title: str
@@ -268,7 +274,9 @@ def _options(node: ast.ClassDef) -> dict[str, str]:
 
 
 def listing(*, full: bool = False) -> str:
-    """Return the probes with a sentence each; with ``full``, also options and sources. Does not load torch."""
+    """Return the probes with one sentence each; with ``full``, also their options and sources. The function does not
+    load torch.
+    """
     lines = []
     for probe in listed().values():
         if not full:

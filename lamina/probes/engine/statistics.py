@@ -52,7 +52,9 @@ class Running:
         return (self._squares / (self.count - 1) / self.count).sqrt()
 
     def relative_error(self) -> float:
-        """Return the largest standard error / |mean|, where the mean is not 0; infinite below two samples."""
+        """Return the largest ratio of standard error to |mean|, where the mean is not 0; infinite for fewer than two
+        samples.
+        """
         error, mean = self.standard_error, self.mean.abs()
         positive = mean > 0
         if not self.count or math.isinf(float(error.max())):
@@ -140,7 +142,9 @@ def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenS
 
 
 def stream_figures(streams: torch.Tensor) -> torch.Tensor:
-    """Return [..., 1 + n] for streams [..., n, width]: two streams' mean cosine, then each mean square."""
+    """Return [..., 1 + n] for streams [..., n, width]: the mean cosine of two streams, then the mean square of each
+    stream.
+    """
     n = streams.shape[-2]
     together = torch.nn.functional.normalize(streams, dim=-1, eps=1e-30).sum(-2).square().sum(-1)  # n + all cosines
     return torch.cat([((together - n) / (n * (n - 1))).unsqueeze(-1), streams.square().mean(-1)], dim=-1)

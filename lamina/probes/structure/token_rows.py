@@ -40,7 +40,9 @@ class _Lookups(TorchFunctionMode):
 
 
 def token_rows(model: nn.Module) -> int | None:
-    """Return the number of token ids that a model accepts, from its configuration or table, or None."""
+    """Return the number of token ids that a model accepts, from its configuration or its table; None if both are
+    unknown.
+    """
     text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
     size = getattr(text, "vocab_size", None)
     if isinstance(size, int) and size > 0:

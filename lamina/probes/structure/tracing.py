@@ -38,7 +38,9 @@ _ACTIVATIONS = {
 
 @dataclass(eq=False)
 class Call:
-    """A call of a module, by the trace's numbers of events (``began``, ``ended``) and tensors."""
+    """A call of a module: ``began`` and ``ended`` are event numbers of the trace, ``inputs`` and ``output`` tensor
+    numbers.
+    """
 
     module: nn.Module
     path: str

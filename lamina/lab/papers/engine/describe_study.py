@@ -69,7 +69,9 @@ def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
 
 
 def dry_run_text(settings: StudySettings) -> str:
-    """Describe a scale's cost: parameters, tokens, FLOPs and GPU-hours; for cpu, also minutes here."""
+    """Describe the cost of a scale: parameters, tokens, FLOPs and GPU-hours. For the scale cpu, add the minutes on this
+    machine.
+    """
     from lamina.lab.papers.dry_run import dry_run, minutes_here, table
 
     assert settings.study is not None

@@ -25,7 +25,12 @@ from lamina.lab.papers.trials.trial import StudyTrial, make_chained, make_trial
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A setting to compare (an arm): the label of its value on each axis except learning rate and seed."""
+    """A setting to compare (an arm): one value on each axis except learning rate and seed.
+
+    Attributes:
+        values: the label of each axis's value.
+        settings: the settings that differ from the job's defaults.
+    """
 
     values: Mapping[str, str]
     settings: Json
@@ -155,7 +160,9 @@ class StudyPlan:
         return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
 
     def is_tuned(self, trial: StudyTrial) -> bool:
-        """Return whether a trial has its arm's chosen rate and a seed of the study; True without tuning."""
+        """Return whether a trial has its arm's chosen learning rate and a seed of the study. Without tuning, return
+        True.
+        """
         if self.scale.tuning is None:
             return True
         return trial.seed in self.scale.seeds and self.chosen.get(self._number(trial)) == trial.learning_rate
@@ -182,7 +189,9 @@ class StudyPlan:
         return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
 
     def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> StudyTrial | None:
-        """Return a stage's trial for an arm: None if the arm skips the stage, or its input has no rate yet."""
+        """Return a stage's trial for an arm. Returns None if the stage skips the arm, or Lamina has not chosen its
+        input's rate.
+        """
         if stage.of:
             values = {**self.arms[number].values, **stage.of}
             number = next((n for n, arm in enumerate(self.arms) if arm.values == values), -1)

@@ -134,7 +134,9 @@ def run_alone(request: Json, environment: Mapping[str, str]) -> int:
 
 
 def run_together(request: Json, environment: Mapping[str, str], shares: Json) -> int:
-    """Run a trial's processes, one per bundle of a placement group, and return the worst exit code."""
+    """Run a trial of several processes, and return the worst exit code. Each process has a bundle of one placement
+    group.
+    """
     ray = importlib.import_module("ray")
     groups = importlib.import_module("ray.util.placement_group")
     strategies = importlib.import_module("ray.util.scheduling_strategies")

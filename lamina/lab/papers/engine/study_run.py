@@ -207,7 +207,9 @@ def record_name(settings: StudySettings) -> str:
 
 
 def records_are_of(study: StudyDefinition, settings: StudySettings) -> bool:
-    """Return whether the records may hold this study: Lamina's own hold only the catalog's studies."""
+    """Return whether the records may hold this study. The records that come with Lamina hold only the catalog's
+    studies.
+    """
     return settings.records is not None or study.file.parent == catalog_folder()
 
 

@@ -82,7 +82,9 @@ def limited(
 
 
 def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
-    """Name the arms whose loss is not below the bigram table's; with ``enough``, none if one arm's is."""
+    """Name the arms whose loss is not below the bigram table's loss. With ``enough``, name none if one arm's loss is
+    below.
+    """
     if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
         return
     several = not arms or rows.groupby(arms, dropna=False)["learning_rate"].nunique().max() > 1

@@ -23,7 +23,9 @@ from lamina.lab.papers.judging.value_checks import compare_values
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Results by seed for one length of pretraining: the loss after it, and the value after tuning."""
+    """A setting's results for one length of pretraining, by seed: the loss after pretraining, and the value after
+    tuning.
+    """
 
     losses: BySeed
     values: BySeed

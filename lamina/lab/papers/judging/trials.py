@@ -19,7 +19,9 @@ NO_ARM = ("learning_rate", "seed")  # the axes whose values one arm takes in tur
 
 
 class NotMeasured(LookupError):
-    """Raised, and turned into a UserError, if a claim asks for something that its study does not measure."""
+    """Raised if a claim asks for something that its study does not measure. The judge turns the exception into a
+    UserError.
+    """
 
 
 @dataclass
@@ -193,7 +195,9 @@ class Trials:
         return pd.concat(frames, ignore_index=True)
 
     def record(self, name: str) -> Frame:
-        """Return all trials' training record "metrics" or "layers". The columns are as in ``measure``."""
+        """Return the training record "metrics" or "layers" of all trials that have it. The columns are as in
+        ``measure``.
+        """
         return self.measure(name, at="records")
 
     def _of(self, table: Frame) -> Trials:

@@ -21,7 +21,9 @@ class Series:
 
     Attributes:
         x: the points' positions along x, sorted.
-        low, high: the ends of each point's spread (empty if the line has no spread).
+        y: the points' values.
+        low: the lower end of each point's spread (empty if the line has no spread).
+        high: the upper end of each point's spread (empty if the line has no spread).
         lost: the x values at which no seed trained, and how these runs ended. The figure marks such x values at the top
             edge.
     """
@@ -69,7 +71,9 @@ class Panel:
 
 
 def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
-    """Return the x positions of a series' marks for failed points: several series' marks stand side by side."""
+    """Return the positions along x of a series' marks for failed points. Lamina shifts the marks of several series, so
+    that they stand side by side.
+    """
     losing = [index for index, series in enumerate(panel.series) if series.lost]
     aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
     ends = [tick for tick in axis.ticks if isinstance(tick, float)]
@@ -94,7 +98,16 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """A figure, whose panels share both axes. ``joined`` series have lines, and a map shows ``quantity`` by color."""
+    """A figure.
+
+    Attributes:
+        name: the name of the figure's files, without the ending.
+        x: the x axis that all panels share.
+        y: the y axis that all panels share.
+        panels: the panels, at most three in a row.
+        joined: whether a line joins the points of a series.
+        quantity: the quantity that a map shows by color.
+    """
 
     name: str
     title: str
@@ -135,7 +148,8 @@ class Request:
 
     Attributes:
         kind: a name in ``lamina.lab.papers.pages.study_figures.KINDS``.
-        x, y: the columns along x and y, or "" if the kind chooses the column.
+        x: the column along x, or "" if the kind chooses the column.
+        y: the column along y, or "" if the kind chooses the column.
         color: the axis with one line per value, or "" for the placement (or the first axis that varies).
         measure: the table's file without its ending (``init-gradients``), for kinds that draw a measure.
         more: all other entries of the figure in the YAML.

@@ -29,7 +29,12 @@ _OF_A_STAGE = (SCORE, "eval_reward", "eval_loss")
 
 @dataclass(frozen=True, kw_only=True)
 class StudyFolder:
-    """The folder of a study that ran at one scale: study.yaml (``header``), a row per trial, and the claims."""
+    """The folder of a study that ran at one scale.
+
+    Attributes:
+        header: study.yaml.
+        results: one row per trial, with its key, its values on the axes, ``tuned``, and the columns of a result.
+    """
 
     folder: Path
     header: Json

@@ -35,7 +35,13 @@ _PARTS, _MOST_PARTS, _MOST_OF_ONE_KIND = ("sublayer", "role", "index"), 6, 3
 
 @dataclass(frozen=True, kw_only=True)
 class ShownMetric:
-    """The part of a probe's table that a figure shows. ``rows`` has the values that other columns must have, if any."""
+    """The part of a probe's table that a figure shows.
+
+    Attributes:
+        rows: the values that other columns must have. Columns that the table lacks have no effect.
+        x: the column along x.
+        log: whether y is logarithmic.
+    """
 
     metric: str
     rows: Mapping[str, object]

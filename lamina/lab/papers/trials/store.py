@@ -71,7 +71,9 @@ class Records:
         return rows
 
     def row(self, trial: StudyTrial) -> Json | None:
-        """Return a trial's recorded result, or None. Raises UserError if the row belongs to another trial."""
+        """Return the recorded result of a trial, or None. Raises UserError if the record's row belongs to another
+        trial.
+        """
         row = self.rows.get(trial.key)
         facts = {"seed": trial.seed, "learning_rate": trial.learning_rate, "placement": trial.placement}
         for name, value in facts.items():
@@ -95,7 +97,9 @@ class Records:
         return self._tables[measure].get(key)
 
     def _files(self, name: str) -> list[Path]:
-        """List the records' files of a name. This study's file comes last, because the later file wins."""
+        """List the records' files of a name. The present study's file comes last, because a later file takes
+        precedence.
+        """
         study_file = self.folder / self.own / name
         paths = sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == study_file, path))
         for path in paths:
@@ -129,7 +133,12 @@ _CLAIMS = ".claims"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTask(Task):
-    """A trial of the store, which several drivers and studies may share; ``StudyTrial`` documents the fields."""
+    """A trial of the store, which several drivers and studies may share.
+
+    Attributes:
+        measures: the measures of the trial, as "TIME/NAME".
+        identity: everything on which the trial's numbers depend.
+    """
 
     measures: tuple[str, ...] = ()
     identity: Json
