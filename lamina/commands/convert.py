@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lamina.api.models import convert
 from lamina.commands.arguments import Parser
 from lamina.core.architectures import convertible
 from lamina.core.terminal import show
 from lamina.core.values import DTYPES
+from lamina.jobs.manifest import how_to_load
 
 EXAMPLES = """
   lamina convert models/smollm2 runs/smollm2-lamina
@@ -55,11 +58,12 @@ def run(argv: list[str]) -> int:
     names = (record["model_type"], f"{placement} on {record['backbone']}")
     before, after = names if record["to"] == "lamina" else reversed(names)
     show(f"{before} -> {after}, {record['num_layers']} layers, {record['dtype']}")
-    if options.came_from or record["to"] not in ("lamina", "transformers"):
+    foreign = record["to"] not in ("lamina", "transformers")
+    if options.came_from or foreign:
         show("Lamina used every tensor exactly once and changed none")
     elif record["largest_difference"] is None:
         show("largest difference of the logits: not measured (--no-verify)")
     else:
         show(f"largest difference of the logits on random tokens: {record['largest_difference']:.3g}")
-    show(f"the model: {options.output}")
+    show(f"the model: {options.output}" if foreign else how_to_load(Path(options.output)))
     return 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from lamina.api.models import graft
 from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
 from lamina.errors import UserError
+from lamina.jobs.manifest import how_to_load
 
 EXAMPLES = """
   lamina graft models/smollm2 --placement peri_ln --output runs/smollm2-peri
@@ -47,5 +49,5 @@ def run(argv: list[str]) -> int:
     gap = record["loss"] - record["loss_before"]
     losses = f"{record['loss_before']:.4f} -> {record['loss']:.4f}"
     show(f"loss on {record['tokens']:,} tokens of the text's other half: {losses} ({gap:+.4f}) nats")
-    show(f"the model: {output}")
+    show(how_to_load(Path(output)))
     return 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lamina.api.models import prune
 from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
 from lamina.core.text import ranges
+from lamina.jobs.manifest import how_to_load
 
 EXAMPLES = """
   lamina prune runs/keel-64 --layers 1 --output runs/keel-63
@@ -40,5 +43,5 @@ def run(argv: list[str]) -> int:
     show(f"layers removed: {ranges(record['dropped'])}; {record['num_layers']} remain")
     show(f"parameters: {record['parameters_before']:,} -> {record['parameters']:,}")
     show(f"loss on {record['tokens']:,} tokens: {record['loss_before']:.4f} -> {record['loss']:.4f} nats")
-    show(f"the model: {output}")
+    show(how_to_load(Path(output)))
     return 0

@@ -217,6 +217,25 @@ def home(name: str, value: str | Path) -> Path:
         ) from None
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sort names by their numbers, so that step-9 comes before step-10."""
+    return sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(20), name))
+
+
+def what_is_there(missing: str | Path) -> str:
+    """Return ``; FOLDER has NAMES``, for the nearest existing folder of a path that is missing.
+
+    Returns "" if this folder is the current folder, the home folder or the root.
+    """
+    parents = Path(os.path.expanduser(missing)).parents
+    folder = next((parent for parent in parents if os.access(parent, os.R_OK | os.X_OK)), Path())
+    if folder in (Path(), Path(folder.anchor), Path(os.path.expanduser("~"))) or not folder.is_dir():
+        return ""
+    names = in_order(name for name in os.listdir(folder) if not name.startswith("."))
+    more = f" and {len(names) - 8} more" * (len(names) > 8)
+    return f"; {_shown(str(folder))} " + (f"has {', '.join(names[-8:])}{more}" if names else "is empty")
+
+
 def existing_file(name: str, source: str) -> None:
     """Raise UserError if a source (FILE or FILE.py:NAME) names a missing file; sources such as hf:NAME pass."""
     file = source.rpartition(":")[0] if ".py:" in source else source

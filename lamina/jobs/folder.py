@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 from lamina.core.values import real_path, refuse_special, writable_folder
 from lamina.errors import UserError
 from lamina.jobs.files import disk_full, noted, read_json, read_sealed
-from lamina.jobs.names import CONFIG, COORDINATES, ENVIRONMENT, MANIFEST, RESULT, STUDY
+from lamina.jobs.names import CONFIG, COORDINATES, ENVIRONMENT, MANIFEST, METRICS, RESULT, STUDY
 from lamina.jobs.status import ENDED
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,8 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
     With ``overwrite``, Lamina renames a folder with content to NAME.old, and deletes NAME.old at the first checkpoint
     (see ``drop_old``) or result. If the job ends without a checkpoint or result, NAME.old stays, and Lamina logs this.
 
+    If an error ends a new job before its first record, Lamina deletes what the job has written.
+
     Raises UserError if the path is not a folder, if another process holds the folder, or if Lamina did not write the
     folder's content. Also raises UserError if the folder has content and neither ``resume`` nor ``overwrite`` is set,
     or if ``resume`` finds nothing to resume.
@@ -118,13 +120,21 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
         with lock(folder, wait=wait):
             refuse(folder, resume=resume, overwrite=overwrite)
             _set_aside(folder)
+    is_made = not folder.exists()
     with lock(folder, wait=wait):
         refuse(folder, resume=resume, overwrite=False)
         _sweep(folder)
-        ended = False
+        ended, is_new = False, not in_use(folder)
         try:
-            yield in_use(folder)
+            yield not is_new
             ended = noted(folder / RESULT).get("status") not in ("failed", "interrupted")
+        except Exception:
+            if is_new and not (has_result(folder) or any((folder / name).exists() for name in (METRICS, STUDY))):
+                clear(folder)
+                if is_made:
+                    (folder / LOCK).unlink()
+                    folder.rmdir()
+            raise
         finally:
             if ended or has_result(folder):
                 drop_old(folder)

@@ -149,6 +149,16 @@ def model_folder(path: str | Path) -> Path:
     return inner if any((inner / name).is_file() for name in ("config.json", MANIFEST)) else Path(path)
 
 
+def how_to_load(folder: Path) -> str:
+    """Return lines with a saved model's folder, its class, and the Python that loads the model."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = str((config.get("architectures") or [""])[0])
+    auto = f"AutoModelFor{name.partition('For')[2] or 'CausalLM'}"
+    modules = "lamina, transformers" if config.get("model_type") == "lamina" else "transformers"
+    loads = f"import {modules}; model = transformers.{auto}.from_pretrained({str(folder)!r})"
+    return f"the model: {folder} ({name})\nto load it: {loads}"
+
+
 def content_hash(path: str | Path) -> str:
     """Hash a saved model by its manifest.
 

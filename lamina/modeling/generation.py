@@ -63,10 +63,6 @@ class Speaker:
         trust_remote_code: bool = False,
     ):
         folder = model_folder(path)
-        if not folder.exists():
-            raise UserError(
-                f"model: {path!r} holds no saved model: config.json is missing. Give a folder with config.json."
-            )
         self.path, self.max_new_tokens = path, max_new_tokens
         code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         config = read_config(folder, "model", **code)

@@ -115,7 +115,8 @@ class LowPrecision(Probe):
         self._places: dict[tuple, Point] = {}
         if context.structure.carries_more:
             context.notes.append(
-                "low_precision: Lamina skips the hidden states and their loss, because the model has several streams."
+                "low_precision: Lamina skips the hidden states and their loss, because the model's layers read "
+                f"{context.structure.read_by_layers}."
             )
         else:
             self._places = {(i, "block", "state", 0): point for i, point in context.structure.states().items()}

@@ -19,8 +19,10 @@ from typing import TypeAlias
 import numpy as np
 
 from lamina.core.json_types import Json
+from lamina.core.values import what_is_there
 from lamina.errors import UserError
 from lamina.jobs.files import read_config, read_json, read_result
+from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.seals import refuse_page
 from lamina.jobs.status import Status
@@ -68,6 +70,7 @@ class Evidence(Signs):
         falls: in another tool's record, the steps at which the loss fell by more than its noise.
         opposed: in another tool's record, whether the loss is a generator's or a discriminator's.
         batches: the rows of the recorded batches, by step.
+        watched: whether the user's own loop trained the model.
     """
 
     rows: Rows
@@ -80,6 +83,7 @@ class Evidence(Signs):
     falls: tuple[int, ...] = ()
     opposed: bool = False
     batches: Mapping[int, Sequence[Json]] = field(default_factory=dict)
+    watched: bool = False
 
     @property
     def imported(self) -> bool:
@@ -107,7 +111,10 @@ def gather(folder: Path) -> Evidence:
     if not folder.is_dir():
         if re.match(r"https?:/", str(folder)):
             raise UserError(f"run: {str(folder)!r} is an address. Download the run's history, and give the file.")
-        raise UserError(f"run: {str(folder)!r} does not exist. Give the folder of a run, or another tool's record.")
+        raise UserError(
+            f"run: {str(folder)!r} does not exist{what_is_there(folder)}. Give the folder of a run, or another tool's "
+            "record."
+        )
     refuse_page(folder)
     about, rows = read_about(folder), partial(read_rows, folder)
     history = about.get("history") or {}
@@ -149,6 +156,7 @@ def gather(folder: Path) -> Evidence:
         epochs={row[0]: row[6] for row in every if row[5] == EPOCH},
         rows=rows,
         batches=batches,
+        watched=kind_of(folder) == Kind.WATCHED,
         losses=losses,
         rates=rates,
         alarms=tuple(alarm for alarm in told if alarm.rule != NOTABLE),
@@ -398,14 +406,22 @@ def headline(evidence: Evidence) -> str:
 
 def answer(evidence: Evidence) -> Answer:
     """Return the diagnosis of a run from the evidence in its records."""
+    said = _answer(evidence)
+    step = evidence.first.step if evidence.first else evidence.rose or next(iter(evidence.spikes), None)
+    if step and evidence.watched:
+        said.notes.append(f"Lamina counts steps from 1: a loop that counts from 0 prints step {step} as {step - 1}.")
+    return said
+
+
+def _answer(evidence: Evidence) -> Answer:
     first, rose, spikes = evidence.first, evidence.rose, evidence.spikes
     course = [*_back(evidence, spikes), _course(evidence)] if spikes else [_course(evidence), *_back(evidence, {})]
     course += [*_falls(evidence), *_notable(evidence, spikes)]
     if first is None and _jump(evidence) is not None:
         return _explained(evidence, [(_JUMPED.name, 1.0)], [*course, *_rows(evidence)])
     if first is None:
-        other = "other " * (bool(spikes) or rose is not None)
-        finding = f"Lamina found no {other}anomaly in the record." if evidence.imported else "No layer has an anomaly."
+        found = "nothing else unusual" if spikes or rose is not None else "no anomaly"
+        finding = f"Lamina found {found} in the record." if evidence.imported else "No layer has an anomaly."
         more = "" if rose is None and not spikes else _more(evidence)
         changes = [f"Record {more} to see the steps between two records."] if more else []
         if spikes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from lamina.core.values import refuse_special
+from lamina.core.values import refuse_special, what_is_there
 from lamina.errors import UserError
 from lamina.jobs.folder import is_locked
 from lamina.jobs.kinds import kind_of
@@ -118,9 +118,10 @@ def report(folder: Path) -> Path:
     pages, kind = {page_kind: _pages[page_kind] for page_kind in kinds()}, kind_of(folder)
     if kind is None or kind not in pages:
         if not folder.is_dir():
+            what = "is a file" if folder.is_file() else f"does not exist{what_is_there(folder)}"
             raise UserError(
-                f"folder: {str(folder)!r} {'is a file' if folder.is_file() else 'does not exist'}. Give a job's "
-                "folder. To read another tool's log, run: lamina diagnose LOG"
+                f"folder: {str(folder)!r} {what}. Give a job's folder. To read another tool's log, run: lamina "
+                "diagnose LOG"
             )
         raise UserError(
             f"folder: {str(folder)!r} holds {'no job' if kind is None else f'a {kind}'}, so there is no page to "

@@ -15,6 +15,7 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.jobs.files import finite, read_json
 from lamina.jobs.kinds import Kind
+from lamina.jobs.manifest import MODEL, how_to_load
 from lamina.jobs.names import COORDINATES, PAGE, RESULT, RESULTS, SLOPES, TRANSFER
 from lamina.reports.pages import max_rate
 from lamina.reports.pages.transfer import sentences
@@ -45,7 +46,7 @@ def run_ended(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
     if not ended:
         return text
     text += f"\nthe page:  {folder / PAGE}"
-    return text + (f"\nthe model: {folder / 'model'}" if (folder / "model").is_dir() else "")
+    return text + (f"\n{how_to_load(folder / MODEL)}" if (folder / MODEL / "config.json").is_file() else "")
 
 
 ending_of(Kind.RUN)(partial(run_ended, forms=_PRETRAINED))

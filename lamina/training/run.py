@@ -27,11 +27,11 @@ from lamina.core.terminal import show_line
 from lamina.data.blocks import ItemSource, PartShare
 from lamina.errors import UserError, mark_reported
 from lamina.jobs.files import disk_full, full_disk
-from lamina.jobs.folder import Resume, clear
+from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.manifest import MODEL
-from lamina.jobs.names import METRICS, PLAN, RESULT
+from lamina.jobs.names import PLAN, RESULT
 from lamina.jobs.seals import write_result
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, Status
@@ -241,7 +241,6 @@ def train(
                 lambda: _run(stage, processes, resume=resumes, bar=bar),
                 job.folder,
                 processes,
-                resumes=resumes,
                 seconds=float((earlier or {}).get("seconds") or 0.0),
             )
 
@@ -259,11 +258,10 @@ def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
     return job.resumes
 
 
-def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, resumes: bool, seconds: float) -> Json:
+def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, seconds: float) -> Json:
     """Run, and write result.json unless a UserError ends the run.
 
-    If a UserError ends a new run before its first record, the folder's content is deleted. ``seconds`` is the run's
-    time before it was resumed.
+    ``seconds`` is the run's time before it was resumed.
     """
     began = time.monotonic()
 
@@ -278,8 +276,6 @@ def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, re
     except KeyboardInterrupt:
         return write({"status": str(Status.INTERRUPTED), "reason": "stopped at once"})
     except UserError:
-        if processes.first and not resumes and not (folder / METRICS).is_file():
-            clear(folder)
         raise
     except Exception as error:
         if disk_full(error):

@@ -27,13 +27,13 @@ def test_there_and_back(source, tmp_path, capsys):
     ours, back = tmp_path / "new" / "ours", tmp_path / "back"
     ran(source, ours)
     assert "llama -> pre_ln on llama" in (out := capsys.readouterr().out)
-    assert "random tokens: 0\n" in out
+    assert f"random tokens: 0\nthe model: {ours} (LaminaForCausalLM)\nto load it: import lamina, trans" in out
     assert json.loads((ours / "conversion.json").read_text())["largest_difference"] == 0.0
     assert (ours / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
     assert (ours / "modeling_lamina.py").is_file()
     assert [p.name for p in ours.parent.iterdir()] == ["ours"]  # no draft is left
     ran(ours, back, "--no-verify")
-    assert "not measured" in capsys.readouterr().out
+    assert f"not measured (--no-verify)\nthe model: {back} (LlamaForCausalLM)\n" in capsys.readouterr().out
     one, other = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (source, back))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)

@@ -58,6 +58,39 @@ def test_a_folder_in_use_is_refused(begun):
         opened({"output": str(begun)})
 
 
+def fail(folder, error, *files, **modes):
+    with opened({"output": str(folder)}, **modes) as job:
+        for file in files:
+            job.write_json(file, {})
+        raise error
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_job_that_fails_before_its_first_record_does_not_block_the_next_one(tmp_path, begun, overwrite):
+    folder = begun if overwrite else tmp_path / "new"
+    for error in (RuntimeError, UserError):
+        with pytest.raises(error):
+            fail(folder, error, "result.json", overwrite=overwrite)
+        assert folder.exists() == overwrite
+    assert (tmp_path / "job.old" / "settings.json").exists() == overwrite
+    with opened({"output": str(folder)}) as job:
+        assert not job.resumes
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("metrics.jsonl", UserError), ("study.yaml", UserError), ("log.txt", KeyboardInterrupt)]
+)
+def test_a_job_that_has_records_or_is_interrupted_stays_and_resumes(tmp_path, name, error):
+    folder = tmp_path / "job"
+    with pytest.raises(error):
+        fail(folder, error, "settings.json", name)
+    with pytest.raises(UserError, match="is in use"):
+        opened({"output": str(folder)})
+    with pytest.raises(RuntimeError):
+        fail(folder, RuntimeError, "more.json", resume=True)
+    assert (folder / name).exists()
+
+
 def test_two_jobs_do_not_hold_one_folder(begun):
     job = opened({"output": str(begun)}, resume=True)
     with lock(begun), pytest.raises(UserError, match="another process"), job:

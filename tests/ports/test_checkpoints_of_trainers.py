@@ -137,7 +137,8 @@ def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, capsys, refused):
     assert not (tmp_path / "again").exists()
     assert "holds no ckpt.pt" in refused("convert", str(tmp_path), str(tmp_path / "again"), "--from", "nanogpt")
     line = refused("convert", str(tmp_path / "gone"), str(tmp_path / "again"), "--from", "torchtitan")
-    assert "gone' does not exist. Give a folder that torchtitan wrote." in line
+    assert f"gone' does not exist; '{tmp_path}' has " in line
+    assert "theirs. Give a folder that torchtitan wrote." in line
     with pytest.raises(UserError, match=r"from.*'olmo'"):
         lamina.convert(str(tmp_path / "theirs"), str(tmp_path / "x"), came_from="olmo")
     config["model"]["lm_head"]["bias"] = True

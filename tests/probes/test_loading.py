@@ -99,10 +99,35 @@ def test_a_missing_layer_is_refused_a_missing_head_noted(saved):
 
 def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(UserError, match="is neither a folder nor a model on the hub"):
-        load(tmp_path / "nothing")
+        load("no-such/model")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="is a file"):
         load(tmp_path / "config.json")
+
+
+READING = (
+    *("probe {}", "eval {} --corpus embedded", "prune {} --layers 1", "graft {} --placement keel"),
+    *("convert {} out", "convert {} out --from torchtitan", "generate {}", "placements --of ./{}", "diagnose {}"),
+    *("report {}", "pretrain --from {}", "pretrain --tokenizer ./{}"),
+)
+
+
+@pytest.mark.parametrize("command", READING)
+def test_a_missing_folder_is_answered_with_what_is_there(tmp_path, command, refused, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for step in (1000, 200, 30):
+        (tmp_path / f"checkpoints/step-{step}").mkdir(parents=True)
+    there = "; 'checkpoints' has step-30, step-200, step-1000. "
+    assert there in refused(*command.format("checkpoints/step-300").split())
+    assert there in refused(*command.format("checkpoints/step-300/model").split())
+    assert " has " not in refused(*command.format("step-300/model").split())
+
+
+def test_a_folder_of_models_is_answered_with_the_last_model(tmp_path, refused):
+    for step in (100, 20):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "config.json").write_text("{}")
+    assert refused("probe", tmp_path).endswith(f"Give a folder with config.json, such as '{tmp_path / 'step-100'}'.")
 
 
 def _sizes():

@@ -48,6 +48,7 @@ def test_it_names_the_layer_and_the_step_and_says_what_to_change(broken, capsys)
     assert re.match(r"(Likely cause|The cause is not known): .*", cause)
     assert any(text.startswith("The first anomaly is at step 31, layer 1 (feed-forward)") for text in texts)
     assert "h.1" in " ".join(texts)
+    assert texts[-1] == "Lamina counts steps from 1: a loop that counts from 0 prints step 31 as 30."
     changes = [text for text in texts if text.startswith("To change:")]
     assert 1 <= len(changes) <= 3
     assert texts.index(changes[-1]) < next(at for at, text in enumerate(texts) if text.startswith("To check:"))
@@ -158,6 +159,7 @@ def test_a_run_that_ended_in_numbers_that_are_not_finite(tmp_path, capsys, poiso
 def test_the_page_of_a_watched_run_shows_the_command_as_code(broken):
     page = lamina.report(broken).read_text(encoding="utf-8")
     assert f"For charts of the failure, run: <code>lamina diagnose {broken}</code></p>" in page
+    assert "steps count from 1" in page
 
 
 def test_what_it_cannot_read_is_one_line(tmp_path, broken, refused):

@@ -91,7 +91,7 @@ def test_a_loss_that_spiked_and_came_back_is_no_healthy_run(tmp_path, high, said
     diagnosis = history(tmp_path / "train.log", *high)
     assert f"The loss spiked at {said}." in diagnosis.sentences
     assert f"To check: inspect the batch and the learning rate of step {high[0]}." in diagnosis.sentences
-    assert "Lamina found no anomaly in the record." not in diagnosis.sentences
+    assert "Lamina found nothing else unusual in the record." in diagnosis.sentences
     assert f"<title>The loss spiked at step {high[0]} and " in diagnosis.page.read_text("utf-8")
 
 

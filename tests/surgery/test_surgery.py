@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
+from lamina.jobs.manifest import how_to_load
 from lamina.modeling.backbones.conversion import from_transformers, to_transformers
+from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.placements import resolve
 from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.probe_settings import ProbeSettings
@@ -119,7 +121,9 @@ def loss_of(model, folder):
 def test_a_grafted_model_is_trained_further(trained, tmp_path, capsys):
     words = ["graft", str(trained), "--placement", "fusenorm", "--output", str(tmp_path / "grafted")]
     assert main([*words, "--sequence-length", "32", "--sequences", "12"]) == 0
-    assert "pre_ln -> fusenorm" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "pre_ln -> fusenorm" in said
+    assert said.endswith(f"{how_to_load(tmp_path / 'grafted')}\n")
     record = json.loads((tmp_path / "grafted" / "grafting.json").read_text())
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "grafted")
     assert loss_of(written, trained) == pytest.approx(record["loss"], abs=1e-5)
@@ -139,16 +143,21 @@ def test_a_transformers_checkpoint_is_grafted_as_its_conversion_is(tmp_path):
 
 
 @pytest.mark.parametrize("make", [llama, lambda **sizes: lamina.build(llama(**sizes).config, "keel"), gemma2])
-def test_a_pruned_model_is_the_whole_one_that_skips_the_layers(make, tmp_path):
+def test_a_pruned_model_is_the_whole_one_that_skips_the_layers(make, tmp_path, capsys):
     torch.manual_seed(0)
     model = make(vocab_size=300).eval()
     model.save_pretrained(tmp_path / "model")
-    settings = {"corpus": write(tmp_path), "tokenizer": "bytes", "sequences": 2, "sequence_length": 16}
-    record = lamina.prune(tmp_path / "model", tmp_path / "out", layers=[1], **settings)
+    words = ["prune", tmp_path / "model", "--layers", "1", "--output", tmp_path / "out", "--corpus", write(tmp_path)]
+    words += ["--tokenizer", "bytes", "--sequences", "2", "--sequence-length", "16"]
+    assert main([*map(str, words)]) == 0
+    said, record = capsys.readouterr().out, json.loads((tmp_path / "out" / "pruning.json").read_text())
     ids = torch.randint(6, 61, (2, 8))
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1)
     layers[1].forward = lambda x, *args, **kwargs: x
-    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert f"the model: {tmp_path / 'out'} ({type(model).__name__})\nto load it: import " in said
+    assert ("import lamina, " in said) == isinstance(model, LaminaForCausalLM)
+    exec(said.partition("to load it: ")[2], values := {})
+    written = values["model"]
     assert torch.allclose(logits(written, ids), logits(model, ids), atol=1e-6)
     assert written.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 11)
     assert record["num_layers"] == len(layers) - 1

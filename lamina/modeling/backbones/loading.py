@@ -26,7 +26,7 @@ from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 from lamina.core.architectures import ROLES
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.registry import Registry
-from lamina.core.values import refuse_special, whole_number
+from lamina.core.values import in_order, refuse_special, what_is_there, whole_number
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.manifest import refuse_damaged
 from lamina.modeling.backbones.stored import (
@@ -168,14 +168,18 @@ def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]
     name, folder = str(path), Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            models = in_order(str(config.parent) for config in folder.glob("*/config.json"))
+            such = f", such as {models[-1]!r}" if models else ""
             raise UserError(
-                f"{field}: {name!r} holds no saved model: config.json is missing. Give a folder with config.json."
+                f"{field}: {name!r} holds no saved model: config.json is missing. Give a folder with config.json{such}."
             )
         return read_json(folder / "config.json", source)
     try:
         with local_when_unreachable():
             return PreTrainedConfig.get_config_dict(name)[0]
     except Exception as error:
+        if there := what_is_there(name):
+            raise UserError(f"{field}: {name!r} does not exist{there}. Check the name.") from error
         raise UserError(
             f"{field}: {name!r} is neither a folder nor a model on the hub that Lamina can read. Check the name and "
             "the connection."

@@ -77,8 +77,8 @@ def run(
                 raise UserError(f"{probe.name}: this probe needs a text model. Choose other probes.")
             if context.structure.carries_more and not probe.of_streams:
                 raise UserError(
-                    f"{probe.name}: this probe follows a single residual stream, but the model has several. Choose "
-                    "other probes."
+                    f"{probe.name}: this probe follows a single residual stream, but the model's layers read "
+                    f"{context.structure.read_by_layers}. Choose other probes."
                 )
             began = time.monotonic()
             probe.begin(context)

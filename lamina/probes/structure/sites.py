@@ -203,6 +203,12 @@ class Structure:
         """Return whether a layer returns several streams, or earlier states."""
         return any(site.carries_more for site in self.layers)
 
+    @property
+    def read_by_layers(self) -> str:
+        """Name what the layers read, if they read more than a single stream."""
+        memory = any(getattr(site.module, "has_memory", False) for site in self.layers)
+        return "earlier states" if memory else "several streams"
+
     def kinds(self) -> dict[int, str]:
         """Return each layer's kind: the classes of the layer and of its children that have parameters."""
         kinds = {}

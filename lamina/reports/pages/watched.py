@@ -44,6 +44,7 @@ def watched_report(folder: Path) -> Path:
             f"{about['num_layers']} layers of width {about.get('hidden_size')}" if about.get("num_layers") else "",
             f"{parameters:,} parameters" if isinstance(parameters, int) else "",
             *map(str, about.get("optimizers", ())),
+            "steps count from 1",
         ],
         command=study.header.get("command"),
         sections=[
