@@ -43,6 +43,7 @@ from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, read_rows
 
+_GIVE = "Give the folder of a run, or another tool's record."
 _SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss that has risen slowly stays there
 BEFORE, AFTER = 16, 3  # losses with which others are compared, and how many must lie above them
 _NATS, _NOISES = 0.15, 6.0  # by how much: at least this, and this many times their noise
@@ -111,10 +112,7 @@ def gather(folder: Path) -> Evidence:
     if not folder.is_dir():
         if re.match(r"https?:/", str(folder)):
             raise UserError(f"run: {str(folder)!r} is an address. Download the run's history, and give the file.")
-        raise UserError(
-            f"run: {str(folder)!r} does not exist{what_is_there(folder)}. Give the folder of a run, or another tool's "
-            "record."
-        )
+        raise UserError(f"run: {str(folder)!r} does not exist{what_is_there(folder)}. {_GIVE}")
     refuse_page(folder)
     about, rows = read_about(folder), partial(read_rows, folder)
     history = about.get("history") or {}
