@@ -350,7 +350,7 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
     """
     if against is not None:
         return _compared(Path(path("run", run)), Path(path("against", against)))
-    from lamina.reports.diagnosis import gather, sentences
+    from lamina.reports.diagnosis import answer, gather
     from lamina.reports.histories import import_history, is_history
     from lamina.reports.stages import joined, notes_of_stages
 
@@ -363,7 +363,7 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
     elif which:
         raise UserError(f"which: {which!r} names no run, because {str(folder)!r} holds a single run. Leave which out.")
     evidence = gather(folder)
-    texts = [*sentences(evidence), *read]
+    texts = [*answer(evidence).sentences, *read]
     try:
         require("the page", "report")
     except UserError as error:

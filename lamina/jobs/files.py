@@ -97,7 +97,7 @@ def noted(path: Path) -> Json:
 
 def write_sealed(path: Path, data: Mapping[str, Any]) -> None:
     """Write a mapping as YAML with its digest as the first key, so that a reader notices any change."""
-    write_yaml(path, {DIGEST: digest_of(data), **data})
+    write_yaml(path, {DIGEST: _digest(read_back(dict(data))), **data})
 
 
 def read_sealed(path: Path) -> Json:
@@ -105,17 +105,13 @@ def read_sealed(path: Path) -> Json:
     data = read_mapping(path)
     if DIGEST not in data:
         raise UserError(f"{str(path)!r}: cut short or altered (its digest is missing)")
-    if data.pop(DIGEST) != _digest_of_read(data):
+    if data.pop(DIGEST) != _digest(data):
         raise UserError(f"{str(path)!r}: cut short or altered (its digest does not match)")
     return data
 
 
-def digest_of(data: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a mapping after a round trip through YAML."""
-    return _digest_of_read(read_back(dict(data)))
-
-
-def _digest_of_read(data: object) -> str:
+def _digest(data: object) -> str:
+    """Return the SHA-256 of data that YAML has read."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -202,7 +198,7 @@ def read_config(folder: Path) -> Json:
     """
     path = folder / CONFIG
     data = read_mapping(path)
-    if DIGEST in data and data.pop(DIGEST) != _digest_of_read(data):
+    if DIGEST in data and data.pop(DIGEST) != _digest(data):
         raise UserError(f"{str(path)!r}: cut short or altered (its digest does not match)", "Restore the file.")
     return data
 

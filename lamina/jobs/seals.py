@@ -188,7 +188,8 @@ def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
     """Return the size and SHA-256 of each growing record, and of the first line of metrics.jsonl."""
     hashes_now = {name: ((folder / name).stat().st_size, digest) for name, digest in hashes(folder, GROWING).items()}
     if METRICS in hashes_now:
-        line = first_line(folder / METRICS)
+        with (folder / METRICS).open("rb") as file:
+            line = file.readline()
         hashes_now[_FIRST] = (len(line), hashlib.sha256(line).hexdigest())
     return hashes_now
 
@@ -211,12 +212,6 @@ def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoin
                 f"resume: {name} in {str(folder)!r} has changed since {checkpoint} was saved. Restore the "
                 "original file, remove it, or begin again with --overwrite."
             )
-
-
-def first_line(path: Path) -> bytes:
-    """Return a file's first line, including the line end."""
-    with path.open("rb") as file:
-        return file.readline()
 
 
 def _beginning(path: Path, size: int) -> str:

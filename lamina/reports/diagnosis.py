@@ -374,13 +374,6 @@ class Answer:
         return [*self.cause, *self.evidence, *self.changes, *self.notes]
 
 
-def sentences(evidence: Evidence) -> list[str]:
-    """Return the sentences of the diagnosis: the likely cause with its step, the evidence, the changes, and the
-    check.
-    """
-    return answer(evidence).sentences
-
-
 def headline(evidence: Evidence) -> str:
     """Return the finding in a line: the cause, or the first anomaly. The cause is called likely unless the record
     proves it.

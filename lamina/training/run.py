@@ -382,7 +382,7 @@ class TrainingRun:
         self.guard = stage.guard()
         self.order = stage.order(self)
         owned = None if self.followed is None else found_parameters(self.model, self.followed.structure)
-        self.updates = UpdateRatios(self.model, None if owned is None else GradientNorms(self.model, owned))
+        self.updates = UpdateRatios(GradientNorms(self.model, owned))
         self.recorder = self._make_recorder()
         self._further = stage.callbacks(self)
         trackers = None if self.recorder.records is None else self.recorder.records.trackers
@@ -420,7 +420,7 @@ class TrainingRun:
         trainer = self.stage.trainer(self)
         if self.settings.async_checkpoints:
             trainer.background = Background(self.processes)
-        trainer.series = self.recorder.series
+        trainer.series, trainer.gradient_norms = self.recorder.series, self.updates.groups
         trainer.remove_callback(PrinterCallback)  # with ``disable_tqdm``, Trainer adds no other
         for callback in (self.recorder, *self._further):
             callback.trainer = trainer  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ def shown(folder):
 
 def recorded() -> pd.DataFrame:
     model, ids = moe(), torch.randint(0, 61, (2, 8))
-    rows, ratios = [], UpdateRatios(model)
+    rows, ratios = [], UpdateRatios(GradientNorms(model))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for step in (1, 2):
         model(input_ids=ids, labels=ids).loss.backward()

@@ -100,7 +100,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         self.processes, self.guard, self.order, self.states = run.processes, run.guard, run.order, run.states
         stage: Passed = run.stage  # a TuningStage
         self.schedule, self.trl, self.tuner = schedule, getattr(run.settings, "trl", {}), stage.tuner
-        self.watched, self.gradient_norms = stage.watched, None if run.followed is None else run.updates.groups
+        self.watched = stage.watched
         super().__init__(*args, **kwargs)
         self.keep_sharded()
 

@@ -474,7 +474,6 @@ class UpdateRatios(TrainerCallback):
     steps, memory holds only a copy of ``samples``. Only ``rows`` waits for the device.
 
     Args:
-        model: a Lamina model; ignored if ``groups`` is given.
         groups: the parameters by sub-layer.
         structure: the model's layers; with None, Lamina does not look for parameters without a gradient.
 
@@ -491,8 +490,8 @@ class UpdateRatios(TrainerCallback):
     rate: float | None = None
     missing = False
 
-    def __init__(self, model: nn.Module, groups: GradientNorms | None = None, structure: Structure | None = None):
-        self.groups = GradientNorms(model) if groups is None else groups
+    def __init__(self, groups: GradientNorms, structure: Structure | None = None):
+        self.groups = groups
         self._silent = SilentParameters(structure, self.groups.parameters, self.groups.groups)
         self.samples = Samples(self.groups)
         self._ratios: dict[Owner, float] = {}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,6 @@ class MonitoredTrainer(_Trainer):
     processes: Processes
     guard: DivergenceGuard
     layer_rows: Sequence[Row] = ()  # of the last step's gradients, if it is recorded
-    gradient_norms: GradientNorms | None = None
     series: StepSeries  # the monitor's
     experts: ExpertBalance | None = None
     evaluation: LastEvaluation = LastEvaluation()  # the last one; the recorder sets step and loss
@@ -67,8 +67,8 @@ class MonitoredTrainer(_Trainer):
     _bare: LaminaForCausalLM
 
     def _clip_grad_norm(self, model: nn.Module) -> Norm:
-        if self.scaler() is None and self._groups().clips():
-            return self._checked(*self._groups().clip(self.args.max_grad_norm))
+        if self.scaler() is None and self.gradient_norms.clips():
+            return self._checked(*self.gradient_norms.clip(self.args.max_grad_norm))
         squares = self._squares()  # before clipping: a norm that is not finite would spoil every layer's gradient
         shared = self.processes.tensor > 1
         return self._checked(
@@ -81,14 +81,13 @@ class MonitoredTrainer(_Trainer):
         squares = self._squares()  # without clipping, Trainer calls only this method
         return self._checked(super()._get_grad_norm(model), squares)
 
-    def _groups(self) -> GradientNorms:
-        if self.gradient_norms is None:
-            self.gradient_norms = GradientNorms(self.bare_model())
-        return self.gradient_norms
+    @cached_property
+    def gradient_norms(self) -> GradientNorms:
+        return GradientNorms(self.bare_model())
 
     def _squares(self) -> torch.Tensor:
         sum_partial(self.bare_model())
-        squares = self._groups().squares()
+        squares = self.gradient_norms.squares()
         if (scaler := self.scaler()) is not None:  # the gradients are still those of the scaled loss
             squares = squares / scaler.scale(torch.ones((), device=squares.device)) ** 2
         return squares
@@ -138,7 +137,6 @@ class MonitoredTrainer(_Trainer):
         if late and not math.isfinite(value):
             first, squares = self._failure().read()
         if recorded or not math.isfinite(value):
-            assert self.gradient_norms is not None
             # One that every layer shares came from the loss, or from a step before it: no layer is its cause.
             told = first == step or bool(torch.isfinite(squares).any())
             self.layer_rows = self.gradient_norms.rows(first, squares) if told else []

@@ -351,7 +351,7 @@ class Instruments:
         self._norms = GradientNorms(self.model, owned, exact=True, flat=self._flat, group=self.group)
         if self._updates is not None:
             self._updates.close()
-        self._updates = UpdateRatios(self.model, self._norms, structure)
+        self._updates = UpdateRatios(self._norms, structure)
         self._updates.samples.resumed = self.resumed
         compiled = is_compiled(self.model)
         if self._signs is not None:

@@ -24,9 +24,9 @@ from lamina.jobs.files import finite, read_json, write_lines, writing
 from lamina.jobs.manifest import sync
 from lamina.jobs.names import METRICS
 from lamina.jobs.run_folder import RunFolder
-from lamina.jobs.settings import Settings, above, at_least, not_below, setting
+from lamina.jobs.settings import above, at_least, setting
 from lamina.probes.engine.spikes import FEWEST, spikes, surges
-from lamina.training.setting_groups import trackers
+from lamina.training.setting_groups import GuardSettings, trackers
 
 if TYPE_CHECKING:
     import torch
@@ -358,8 +358,11 @@ class LayersWriter:
 OnDivergence = Literal["note", "stop"]
 
 
-class WatchSettings(Settings):
+class WatchSettings(GuardSettings):
     """The settings of ``lamina.watch`` and ``lamina.LayerMonitor``."""
+
+    without = frozenset({"stuck_margin"})
+    order = ("output", "every", "layers", "first_layer", "attention", "batches", "on_divergence")
 
     output: str = setting("runs/watched", "folder for the records and the page", path)
     every: int = setting(20, "steps between two records; losses and gradients are kept for every step", at_least(1))
@@ -376,14 +379,6 @@ class WatchSettings(Settings):
         False, "whether to keep the rows, with text, of batches with an alarm or an unusual gradient"
     )
     on_divergence: OnDivergence = setting("note", "at a divergence: note it, or stop the training")
-    divergence_margin: float = setting(
-        1.0, "how far the loss must rise above its lowest value to count as diverged, in nats", not_below(0.0)
-    )
-    divergence_patience: int = setting(
-        20,
-        "number of steps for which the loss must stay divergence_margin above its lowest value to count as diverged",
-        at_least(1),
-    )
     skip_outliers: float | None = setting(
         None,
         "skip a step whose loss or gradient norm is this many standard deviations above the mean of the last "
