@@ -25,10 +25,6 @@ def preflight(settings: Given, *, overwrite: bool = False, bar: bool = True) -> 
     return preflight(settings, overwrite=overwrite, bar=bar)
 
 
-def will_not_train(rows: Frame) -> bool:
-    return bool((rows["verdict"] == "will not train").any())
-
-
 PREFLIGHT = JobRow(
     name="preflight",
     kind=Kind.PREFLIGHT,
@@ -66,7 +62,7 @@ PREFLIGHT = JobRow(
         Switch(
             name="strict",
             help='exit with 1 if a verdict is "will not train"',
-            fails=will_not_train,
+            fails=lambda rows: bool((rows["verdict"] == "will not train").any()),
         ),
     ),
 )

@@ -203,16 +203,12 @@ class _Old:
 
     def run(self, model: LaminaForCausalLM, ids: torch.Tensor) -> list[_Seen]:
         """Run the model and keep the states that the new model should reproduce."""
-
-        def keep_output(residual: nn.Module, args: Args, output: torch.Tensor) -> None:
-            self.behind.append(output)
-
         residuals = [residual for _, _, residual in sublayers(body_of(model))]
         with temporary_hooks() as hooks:
             for residual in residuals:
                 hooks.append(residual.module.register_forward_pre_hook(_keep(self.entries), with_kwargs=True))
                 hooks.append(residual.register_terms_hook(lambda terms: self.branches.append(terms.sum - terms.skip)))
-                hooks.append(residual.register_forward_hook(keep_output))
+                hooks.append(residual.register_forward_hook(lambda *call: self.behind.append(call[2])))
             hooks.append(residuals[0].register_forward_pre_hook(_keep(self.first), with_kwargs=True))
             hooks.append(model.lm_head.register_forward_pre_hook(_keep(self.read), with_kwargs=True))
             forward(model, {"input_ids": ids})

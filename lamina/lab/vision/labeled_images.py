@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import logging
 import math
 import warnings
@@ -260,10 +258,9 @@ class PixelImages(LabeledImages):
 def _of_pixels(spec: str, path: Path) -> PixelImages:
     """Read rows ``pixel,...,pixel,label``: square gray images with pixels from 0 to 255, and class numbers from 0."""
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a file without rows
-            rows = np.loadtxt(io.BytesIO(content), delimiter=",", dtype=np.int64, ndmin=2)
+            rows = np.loadtxt(path, delimiter=",", dtype=np.int64, ndmin=2, encoding="latin1")
     except (OSError, EOFError, ValueError) as error:
         raise UserError(
             f"corpus: {spec!r} is not a file of pixels ({_reason(error)}). Give rows of pixels and a class."

@@ -117,7 +117,7 @@ def _default(study: StudyFolder) -> Iterable[Request]:
             yield Request(kind="curves")
         elif probe in _MAPPED:
             yield Request(kind="heatmap", measure=measure)
-        elif can_show(measure) and probe not in probes:
+        elif probe in {*_SHOWN, *_MAPS} and probe not in probes:
             yield Request(kind="lines_over_layers", measure=probe)
         probes.add(probe)
 
@@ -125,11 +125,6 @@ def _default(study: StudyFolder) -> Iterable[Request]:
 def probe_of(measure: str) -> str:
     """Return the probe of a measure's table: ``end-angular_distance-tokens-all`` belongs to angular_distance."""
     return measure.split("-")[1] if "-" in measure else measure
-
-
-def can_show(measure: str) -> bool:
-    """Return whether Lamina can draw a measure that the study's YAML does not ask to draw."""
-    return probe_of(measure) in {*_SHOWN, *_MAPS}
 
 
 def sweep(study: StudyFolder, request: Request) -> Drawing | None:
