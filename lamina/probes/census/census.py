@@ -97,7 +97,9 @@ class Census:
 
     @property
     def placement(self) -> str | None:
-        """Return the placement with its options, for ``lamina.placements.resolve``; None if there is none."""
+        """Return the placement with its options, for ``lamina.placements.resolve``; None if Lamina has no such
+        placement.
+        """
         return self.match.placement if self.match is not None and not self.match.differences else None
 
     @property

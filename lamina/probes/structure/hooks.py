@@ -39,7 +39,9 @@ def stream_of(output: Output) -> torch.Tensor:
 
 
 def refill(output: Output) -> Callable[[torch.Tensor], Output]:
-    """Return a function that rebuilds a module's output with another first tensor, without keeping the original."""
+    """Return a function that rebuilds a module's output with another first tensor. The returned function keeps no
+    reference to the original tensor.
+    """
     if isinstance(output, torch.Tensor):
         return lambda tensor: tensor
     named = isinstance(output, Mapping)
@@ -185,7 +187,9 @@ def takes_cache(cls: type[nn.Module]) -> bool:
 
 
 def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return the model without its head if this part takes the same inputs and holds all layers, or the model."""
+    """Return the model without its head if this part takes the same inputs and holds all layers; otherwise return the
+    model.
+    """
     base = getattr(model, "base_model", model)
     if not isinstance(base, nn.Module) or base is model:
         return model
@@ -224,7 +228,9 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode, eagerly and without gradients, and restore the mode, gradients and random states."""
+    """Run in evaluation mode, eagerly and without gradients. Afterwards, restore the mode, gradients and random
+    states.
+    """
     states = random.getstate(), np.random.get_state()
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     rng = torch.random.fork_rng(devices=[d.index for d in devices])
