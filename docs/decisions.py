@@ -67,7 +67,7 @@ Choose which placements (positions of the norms) to compare, then compare them o
 lamina compare --corpus my_texts/ --placements pre_ln,peri_ln,keel,fusenorm --learning-rates 1e-3,3e-3,1e-2
 ```
 
-Use this advice to decide what to compare, not what to ship. The evidence is small: {scale} The papers' models are
+Use this advice to decide what to compare, not what to ship. The evidence is small. {scale} The papers' models are
 hundreds to thousands of times larger ([how we judge](evidence/methods.md)). Do not compare losses per byte with losses
 per token."""
 

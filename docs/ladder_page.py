@@ -26,11 +26,11 @@ _TREND_AT = 10.0  # tokens per parameter, which all sizes have
 _LEAST_SIZES = 2
 _SAYS = """\
 Each point is a mean over seeds. Each placement trains at the best learning rate of its sweep at size S1. A run gives
-four losses: one at its end, and three from branches that decay earlier. [The
+four losses: one at its end, and three from copies whose learning rate decays earlier. [The
 registration](../../studies/preregistration/ladder.md) has the design, the primary comparison, and all later changes.
-**We know nothing beyond the sizes that ran, and draw nothing there.** At 100M parameters and above, the error of a
-slope is as large as most gaps. A slope's interval treats the seeds of one size as independent pairs, and does not cover
-other texts and shapes. Parameter counts exclude the embeddings."""
+**The results hold only for the sizes that ran, so the curves end there.** If you extend a trend to 100M parameters, its
+error is as large as most differences. The interval of a trend treats the seeds of one size as independent pairs, and
+does not cover other texts and model shapes. Parameter counts exclude the embeddings."""
 
 
 def losses(records: Path) -> Frame:
@@ -98,15 +98,17 @@ def drawings(trials: Frame) -> list[Drawing]:
         Drawing(
             name="ladder-loss",
             title="Loss against compute",
-            caption="Each panel is one model size, trained for 2.5 to 20 tokens per parameter. Losses: nats per token.",
+            caption="Each panel shows one model size after 2.5 to 20 tokens per parameter. Losses are in nats per "
+            "token.",
             x=compute,
             y=Axis(title="eval loss"),
             panels=tuple(by_size),
         ),
         Drawing(
             name="ladder-gap",
-            title="The gap to Pre-LN against compute",
-            caption="Each curve connects the sizes. Its band is the 95 % t interval over seeds. Below 0 is better.",
+            title="Loss minus Pre-LN's loss, against compute",
+            caption="Each curve connects the model sizes. The band around a curve is the 95 % t interval over seeds. "
+            "Below 0, the placement's loss is below Pre-LN's.",
             x=compute,
             y=Axis(title="loss minus Pre-LN's"),
             panels=tuple(by_budget),
@@ -131,7 +133,8 @@ def section(trials: Frame, figures: Sequence[Drawing]) -> str:
     return "\n\n".join(
         [
             "### ladder",
-            "Losses and gaps to Pre-LN against compute, for the sizes of the studies `ladder-s1` to `ladder-s3`.",
+            "These figures and tables compare the placements' losses with Pre-LN's at the model sizes of `ladder-s1` "
+            "to `ladder-s3`.",
             '<details markdown="1">\n<summary>All numbers and figures</summary>',
             _SAYS,
             *(
@@ -139,9 +142,9 @@ def section(trials: Frame, figures: Sequence[Drawing]) -> str:
                 for one in figures
                 for part in (f"**{one.title}**", f"![{one.title}](figures/{one.name}.svg)", one.caption)
             ),
-            "**The gaps to Pre-LN**",
+            "**Loss minus Pre-LN's loss (nats per token, with 95 % intervals)**",
             table(["size", "tokens per parameter:", *(f"{code(arm)}:" for arm in arms)], cells),
-            "**The trend, and the compute that a loss needs**",
+            "**How the difference changes with compute, and how much compute a loss needs**",
             _trends(trials, arms),
             "</details>",
         ]
@@ -159,14 +162,17 @@ def _trends(trials: Frame, arms: Sequence[str]) -> str:
         gains = compute_gain(at_end, arm, REFERENCE)
         cells = [_interval(one.slope, *one.interval) for one in trends]
         rows.append([code(arm), *cells, *(number(gains.get(size), ".2f") for size in sizes)])
-    headings = [f"gap per decade of FLOPs, {' and '.join(own)} at {per:g}:" for per, own in compared.items()]
+    headings = [
+        f"change of the difference per factor of 10 in FLOPs, {' and '.join(own)} at {per:g}:"
+        for per, own in compared.items()
+    ]
     headings += [
         f"Pre-LN's FLOPs to reach the same loss, divided by this placement's ({size}, {end:g}):" for size in sizes
     ]
     notes = (
-        f'\n\n{_TREND_AT:g} and {end:g} are tokens per parameter. We did not register the trend at {end:g}. "{NONE}" '
-        "means that Pre-LN did not reach this loss at these sizes. Ratios of FLOPs compare means, without an interval. "
-        "We do not compare seconds, because the trials shared one GPU."
+        f"\n\n{_TREND_AT:g} and {end:g} are tokens per parameter. We did not plan the trend at {end:g} in advance. "
+        f'"{NONE}" means that Pre-LN did not reach this loss at these sizes. Ratios of FLOPs compare means, without an '
+        "interval. We do not compare seconds, because the trials shared one GPU."
     )
     return table(["placement", *headings], rows) + notes
 

@@ -45,12 +45,12 @@ _FIELD = "field"
 _HOW = (
     "**A verdict applies only to models of this size.** The papers' models are hundreds to thousands of times larger. "
     "They train on more than a hundred thousand times as much text. [Methods](../evidence/methods.md) explains each "
-    "verdict and its test. `studies/records` has every number. Each study's section has the command that runs it "
-    "again. To see a run's trials first, add `--dry-run`."
+    "verdict and its test. `studies/records` has every number. Each study's section has the command that runs the "
+    "study again. To list the study's trials without training them, add `--dry-run`."
 )
 WITHIN = 0.02  # nats above the best mean at which a rate still counts as good
 _SWEPT = 3  # rates from which on their interval says something
-_TOLERANCE = f"range of learning rates within {WITHIN:g} nats of the best, in factors of 2:"
+_TOLERANCE = f"range of learning rates with a loss within {WITHIN:g} nats of the best, in factors of 2:"
 _GENERATED = "<!-- Made from studies/records by `make results-docs`. -->"
 
 
@@ -90,8 +90,8 @@ def paper_page(
             f"{source}{said.counts(own)} {on_scale(ran)}".strip(),
             _HOW,
             *([table(["claim", "verdict", "what we measured", "in the paper", "details"], rows)] if rows else []),
-            "Main claims are in bold. Below a main claim are those of its parts that these models decided. The details "
-            "have all parts.",
+            "Main claims are in bold. Below a main claim, the table lists the parts of the claim that our models could "
+            "decide. The details list all parts.",
             "## Details",
             *(
                 part
@@ -110,7 +110,7 @@ def study_section(
 ) -> list[str]:
     """Return the parts of a study's section, folded below its heading; ``folders`` and ``figures`` are by scale."""
     own = [one for one in verdicts if one["study"] == study.name]
-    source = "" if study.source == OURS else f" From {plain(study.source)}."
+    source = "" if study.source == OURS else f" Source: {plain(study.source)}."
     inside, later = [], []
     for name, scale in study.scales.items():
         here = [one for one in own if one["scale"] == name]
@@ -147,9 +147,9 @@ def on_scale(folders: Sequence[StudyFolder]) -> str:
         tokens = [value for rows in tables for value in rows["tokens"].dropna()]
         if parameters and tokens:
             count = len({key for rows in tables for key in rows["key"]})
-            sizes = f"{_span(parameters)} parameters, trained on {_span(tokens)} tokens each"
             where = "" if scale == "cpu" else f" at scale {scale}"
-            sentences.append(f"{count:,} trials{where} of models with {sizes}.")
+            sizes = f"a model of {_span(parameters)} parameters on {_span(tokens)} tokens"
+            sentences.append(f"We ran {count:,} trials{where}. Each trial trains {sizes}.")
     return " ".join(sentences)
 
 
@@ -173,7 +173,8 @@ def _ran(
     folder: StudyFolder, verdicts: Sequence[Json], drawings: Sequence[Drawing], *, earlier: bool = False
 ) -> list[str]:
     """Return the parts of a scale with a record. ``earlier``: its trials are not those that the study now asks for."""
-    headings = ["claim", "verdict", "ours", "paper", "margin and 95 % interval", "p (Holm):", "seeds:", "note"]
+    headings = ["claim", "verdict", "what we measured", "in the paper", "margin and 95 % interval", "p (Holm):"]
+    headings += ["seeds:", "note"]
     now = code(said.command(folder.name, folder.scale))
     old = f"**These trials used an earlier design.** To train trials of the present design, run {now}."
     parts = ["" if folder.scale == "cpu" else f"**At scale {folder.scale}**", old if earlier else ""]
@@ -235,11 +236,10 @@ def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
     machine = header.get("machine")
     known = {**header, "machine": machine.get("processor") if isinstance(machine, dict) else machine}
     first: Json = next(iter(verdicts), known)
-    facts = [
-        f"{len(folder.results):,} trials",
-        *(plain(first[name]) for name in ("machine", "date") if first.get(name)),
-        *([f"judged at revision {plain(first['revision'])}"] if first.get("revision") else []),
-    ]
+    judged = [f"on {plain(first['machine'])}"] if first.get("machine") else []
+    judged += [f"on {plain(first['date'])}"] if first.get("date") else []
+    judged += [f"at revision {plain(first['revision'])}"] if first.get("revision") else []
+    facts = [f"{len(folder.results):,} trials", *([f"judged {' '.join(judged)}"] if judged else [])]
     machines = Counter[str]()
     for one in header.get("trained", ()):
         machines[(one.get("gpus") or [one["processor"]])[0]] += one["trials"]
@@ -270,7 +270,7 @@ def resolution(folder: StudyFolder) -> list[str]:
             "seeds:": str(row["seeds"]),
             f"paired difference from {_REFERENCE}:": number(row["difference"], "+.3f"),
             "std of the paired difference:": number(row["paired_std"], ".3f"),
-            f"difference that {PAIRS} pairs show:": number(row["detectable"], ".3f"),
+            f"smallest difference that {PAIRS} pairs detect:": number(row["detectable"], ".3f"),
         }
         for row in rows
     ]
@@ -278,16 +278,24 @@ def resolution(folder: StudyFolder) -> list[str]:
     lost = [str(placement) for placement in trials.values("placement") if placement not in trained]
     shown = sorted(row["detectable"] for row in rows if math.isfinite(row["detectable"]))
     words = [
-        "Pairs show a difference if a two-sided t test at 95 % finds the difference nine times in ten.",
-        *([f"Here {PAIRS} pairs show {shown[0]:.3f} nats at best, {shown[-1]:.3f} at worst."] if shown else []),
+        "A pair is two runs with the same seed. Pairs detect a difference if a two-sided t test at 95 % finds it nine "
+        "times in ten.",
         *(
-            [f"These placements have no learning rate at which all seeds trained: {', '.join(map(plain, lost))}."]
+            [
+                f"{PAIRS} pairs detect a difference of {shown[0]:.3f} nats for the placement with the least noise, and "
+                f"of {shown[-1]:.3f} nats for the placement with the most noise."
+            ]
+            if shown
+            else []
+        ),
+        *(
+            [f"For these placements, no learning rate trained all seeds: {', '.join(map(plain, lost))}."]
             if lost
             else []
         ),
     ]
     return [
-        "**What this size can decide**",
+        "**Which differences these models can show**",
         table(list(cells[0]), [[*each.values()] for each in cells]),
         " ".join(words),
     ]

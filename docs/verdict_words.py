@@ -41,226 +41,69 @@ def number(value: object, form: str) -> str:
 
 
 _RECORDED = re.compile(rf"^({'|'.join(map(re.escape, IN_WORDS))}): ")
-_NOTED = (  # the words of records' notes and comparisons, and the pages'
-    (r"not past the loss of a table of bigrams \(in brackets\)", "no lower loss than a bigram table (in parentheses)"),
-    (r"(?:(?<=; )|^)([^;]+?): (\d+ of \d+) short \(too few steps to tell\)", r"\2 runs with \1 were too short to tell"),
+_OLDER = (  # words of older records, and today's words for the same
     (
-        r"(?:(?<=; )|^)([^;]+?): (\d+ of \d+) stuck \(share that failed: 95 % (\d+)% to (\d+)%\)",
-        r"\2 runs with \1 got stuck (95 % interval of this share: \3 % to \4 %)",
+        r"^not past the loss of a table of bigrams \(in brackets\)",
+        "these losses are above a bigram table's (in parentheses)",
     ),
-    (r"share 95 % (\d+)% to (\d+)%", r"95 % interval of this share: \1 % to \2 %"),
-    (r"score(_\w+)? from ([\d.]+) % \(95 %\), chance", r"the score's 95 % interval starts at \2 %, chance is"),
-    (r"\(95 % (?=[-\d])", "(95 % interval "),
-    (r"\barms were tuned over unequal numbers of rates", "settings were tuned over unequal numbers of learning rates"),
-    (r"its rates were chosen by seeds that it tests", "the test uses seeds on which the learning rates were chosen"),
-    (r"after a look: p corrected over", "after a first judgment: p corrected for"),
+    (r"^(.+?): (\d+ of \d+) short \(too few steps to tell\)", r"\1: \2 runs are too short to tell"),
+    (
+        r"(\d+ of \d+) stuck \(share that failed: 95 % ",
+        r"\1 runs got stuck (95 % interval of the share that failed: ",
+    ),
+    (r", (\d+ of \d+) short \(too few steps to tell\)", r", \1 runs are too short to tell"),
+    (
+        r"is not above chance: (\w+) from ([\d.]+ %) \(95 %\), chance ([\d.]+ %)",
+        r"is not above chance (\3): the 95 % interval of \1 starts at \2",
+    ),
+    (
+        r"the policy has not moved: its reward's gain is from (\S+) \(95 %\)",
+        r"its reward has not risen (the 95 % interval of the rise starts at \1)",
+    ),
+    (r"^decided at scale (\w+)", r"only scale \1 can decide this"),
+    (
+        r"^(seeds were added after) a look: p corrected over (.*?)( and \d+) looks",
+        r"\1 a judgment: p corrected for \2\3 judgments",
+    ),
+    (r"correction over (.*?)( and \d+) looks", r"correction for \1\2 judgments"),
     (r"correction over", "correction for"),
-    (r"(\d+) looks", r"\1 judgments"),
+    (r"^arms were tuned over unequal", "settings were tuned over different"),
     (
-        r"still falling at the end of the warm-up, so tolerates more",
-        "the loss still fell at the end of the warm-up, so the setting tolerates a higher learning rate, in runs with",
+        r"^its rates were chosen by seeds that it tests",
+        "its learning rates were chosen on the seeds that the claim tests",
     ),
-    (r"no run that has learned", "no run has learned with"),
-    (r"runs that failed last", "with failed runs ranked last"),
-    (r"the formula takes branches", "the formula assumes branches"),
-    (r"at the start they are smaller", "at the start the branches are smaller"),
-    (r"\bedr\b", "effective dimension ratio"),
+    (
+        r"^still falling at the end of the warm-up, so tolerates more",
+        "the loss still falls at the end of the warm-up, so the limit may be higher",
+    ),
+    (r"^no run that has learned", "no run has learned"),
+    (r"runs that failed last", "failed runs ranked last"),
+    (r"share 95 % (\d+)% to (\d+)%", r"95 % interval of this share: \1 % to \2 %"),
+    (r"\(95 % (?=[-\d])", "(95 % interval "),
+    (r"\bedr\b", "EDR"),
 )
 
 
-def _said(text: object, words: Sequence[tuple[str, str]]) -> str:
-    shown = str(text)
-    for recorded, said in words:
+def _said(text: object) -> str:
+    shown = in_words(text)
+    for recorded, said in _OLDER:
         shown = re.sub(recorded, said, shown)
-    return shown
+    return plain(shown)
 
 
-def worded(text: object) -> str:
-    """Escape a record's text, with the verdict at its beginning and its notes in the words of the pages."""
-    return plain(_said(in_words(text), _NOTED))
-
-
-_REPORTED = (
-    (
-        r"Pre-LN passes it within 0.5B tokens, Peri-LN stays below",
-        "Pre-LN exceeds 65504 within 0.5B tokens, Peri-LN does not",
-    ),
-)
-_CLAIMED = (  # the records' words, and the pages'
-    (r"\bturn(s?) the stream", r"change\1 the hidden states' direction"),
-    (r"(?<!learning )\brate", "learning rate"),
-    (r"(?<!residual )\bstream", "residual stream"),
-    (r"\bat (an|that) initializer", r"with \1 initializer"),
-    (r"\b([Aa])t init\b", r"\1t initialization"),
-    (
-        "One of FuseNorm, Keel, Mix-LN and Peri-LN has a lower loss than each of the others and Pre-LN",
-        "A single best placement: one of FuseNorm, Keel, Mix-LN and Peri-LN has a lower loss than the other three, and "
-        "also than Pre-LN",
-    ),
-    (
-        r"In Pre-LN a token's gradient of the last down-projection is exactly \|\|h\|\| times the output's gradient",
-        "In Pre-LN, one token's gradient of the last down-projection's weights has exactly ||h|| times the norm of the "
-        "gradient at the projection's output (h: the projection's input)",
-    ),
-    (
-        "cosine stays above 0.5 at all distances, FuseNorm's falls to a lower one",
-        "cosine similarity stays above 0.5 at all distances between layers. FuseNorm's falls to a lower cosine",
-    ),
-    (r"^FuseNorm's are below Pre-LN's, more so in", "FuseNorm's condition numbers are below Pre-LN's, and more so in"),
-    (
-        r"^It is flatter than Pre-LN's at the head",
-        "FuseNorm's spectrum of the embedding is flatter than Pre-LN's at its head",
-    ),
-    (
-        r"^Mix-LN's head is flatter than Pre-LN's as FuseNorm's is, but its tail",
-        "The spectrum's head is flatter with Mix-LN and with FuseNorm than with Pre-LN, but Mix-LN's tail",
-    ),
-    (
-        r"^FuseNorm's curve falls further than Pre-LN's, and nearly straight",
-        "FuseNorm's cosine similarity falls further with distance than Pre-LN's, and along a nearly straight line",
-    ),
-    (r"farthest blocks have a cosine of", "farthest blocks have a cosine similarity of"),
-    (r"^With and without width scaling FuseNorm is level", "FuseNorm has the same loss with width scaling and without"),
-    (
-        r"and one that trains there trains here",
-        "and a learning rate that trains the narrow model trains the wide model",
-    ),
-    (r"fails on the narrow model fails on the wide one", "fails on the narrow model fails on the wide model"),
-    (r"with the plain one they do not", "with the plain initializer they do not"),
-    (r"with the scaled one it trains with all three", "with the scaled initializer it trains with all three depths"),
-    (
-        r"^With 48 blocks it collapses with the plain initializer and trains with the scaled one",
-        "With 48 blocks, FuseNorm collapses with the plain initializer and trains with the scaled initializer",
-    ),
-    (r"and not with the scaled one\b", "but not with the scaled initializer"),
-    (
-        r"stay below Eq 19, and below the chain rule behind it",
-        "stay below the bound of Eq 19, and below the chain rule's bound",
-    ),
-    (r"above it with the scaled one\b", "above Pre-LN's with the scaled initializer"),
-    (r"^In ViT-Tiny the two are level", "In ViT-Tiny, Mix-LN and Pre-LN have the same accuracy"),
-    (
-        r"^Mix-LN stays below Pre-LN at each of the three",
-        "With each of the three initializers, Mix-LN's loss is below Pre-LN's",
-    ),
-    (
-        r"^Scaled Embed on top of it raises the loss of both",
-        "Scaled Embed, added to Scaled Initialization, raises the loss of Pre-LN and of Mix-LN",
-    ),
-    (
-        r"^It does so in Post-LN, where its inverse is multiplied over the layers",
-        "In Post-LN, the standard deviation at the norms' inputs grows above 1 (the layers "
-        "multiply the gradient by its inverse)",
-    ),
-    (
-        r"^A quarter beats a sixth and a third",
-        "A quarter of the layers as Post-LN gives a lower loss than a sixth or a third",
-    ),
-    (r"^(Half of the layers as Post-LN) is worse than none", r"\1 give a higher loss than none"),
-    (r"than dropping those at the other end", "than dropping layers at the model's other end"),
-    (
-        r"^It holds with shorter texts, a longer warm-up and another budget too",
-        "Peri-LN's loss stays at most Pre-LN's with shorter texts, a longer warm-up and another budget",
-    ),
-    (
-        r"^It is the warm-up's length in steps: a longer one saves small budgets, and a shorter one loses large ones",
-        "The warm-up's length in steps decides: a longer warm-up saves runs with small budgets, "
-        "and a shorter warm-up loses runs with large budgets",
-    ),
-    (
-        r"^The smaller the model, the more it lowers the loss",
-        "The smaller the model, the more a norm on Peri-LN's embedding lowers the loss",
-    ),
-    (r"^SGD is worse than AdamW with both", "SGD gives a higher loss than AdamW, with Pre-LN and with Peri-LN"),
-    (
-        r"is below that of norms at A \+ C, and that is below Post-LN's \(C\)",
-        "is below the loss with norms at A + C, which is below Post-LN's loss (C)",
-    ),
-    (
-        r"^QK-norm on top of Peri-LN is level with it within 0.02, or better",
-        "Peri-LN with QK-norm has a loss within 0.02 of Peri-LN's, or a lower loss",
-    ),
-    (r"is better than N\(0, 0.02\^2\) for both", "gives a lower loss than N(0, 0.02^2), with Pre-LN and with Peri-LN"),
-    (
-        r"^With the gains fixed at 1 there are fewer gradient spikes than in Pre-LN",
-        "With the output norms' gains fixed at 1, Peri-LN has fewer gradient spikes than Pre-LN",
-    ),
-    (
-        r"the loss is already below Pre-LN's, and learned gains are no worse \(lower, or level within 0.02\)",
-        "Peri-LN's loss is already below Pre-LN's, and learned gains give a loss that is lower, or "
-        "higher by at most 0.02",
-    ),
-    (r", Peri-LN's the reverse$", ". Peri-LN's variance grows rather linearly"),
-    (
-        r"No seed of Peri-LN diverges, and some of Pre-LN do",
-        "No seed of Peri-LN diverges, but some seeds of Pre-LN diverge",
-    ),
-    (
-        r"FP16's limit of 65504 during training, Peri-LN's never do",
-        "FP16's limit of 65504 during training, but Peri-LN's never do",
-    ),
-    (
-        r"^At its own best learning rate, Keel's loss is below Pre-LN's at its own",
-        "With each placement at its best learning rate, Keel's loss is below Pre-LN's",
-    ),
-    (
-        r"^Both steps have a higher loss than Keel: the inner norm is what they lack",
-        "Both steps toward Keel (scale, and scale with a gain) lack the inner norm and have a higher loss than Keel",
-    ),
-    (
-        r"^Both steps have a higher loss than Pre-LN",
-        "Both steps toward Keel (scale, and scale with a gain) have a higher loss than Pre-LN",
-    ),
-    (
-        r"^With as many parameters, deep Keel's loss is below that of deep and of wide Pre-LN",
-        "With equally many parameters, deep Keel's loss is below deep Pre-LN's and below wide Pre-LN's",
-    ),
-    (
-        r"^Measured, Keel's is 1 within 5 %",
-        "Measured by autograd, Keel's residual path has a Jacobian of 1, within 5 %,",
-    ),
-    (r"^Measured, Post-LN's falls as", "Measured by autograd, the Jacobian of Post-LN's residual path falls as"),
-    (
-        r"^Without one of the layers of the deeper half, Keel's loss rises more than Pre-LN's, on average",
-        "If one layer of the deeper half is removed, Keel's loss rises more than Pre-LN's, on average",
-    ),
-    (r"^It has no loss spike", "A sandwich with output gains that start at 1/sqrt(N) has no loss spike"),
-    (
-        r"a sandwich has no loss spike and a lower loss than without",
-        "a sandwich (norms before and after each sub-layer) has no loss spike, and a lower loss "
-        "than with gains that start at 1",
-    ),
-    (
-        r"^Its loss is below Peri-LN's, whose embedding",
-        "The scaled sandwich's loss is below Peri-LN's, whose embedding",
-    ),
-    (r"^Its loss is below Pre-LN's", "The scaled sandwich's loss is below Pre-LN's"),
-    (r"^Its mean accuracy over all tasks", "Keel's mean accuracy over all tasks"),
-    (r"^Its mean accuracy over six tasks", "FuseNorm's mean accuracy over six tasks"),
-    (
-        r"has a lower loss than both with more steps, too",
-        "has a lower loss than FuseNorm and than Keel with more steps, too",
-    ),
-    (
-        r"^The ranking at the small size is not that of the larger one",
-        "The ranking of placements at the small size differs from the ranking at the larger size",
-    ),
-    (
-        r"^Mix-LN's loss is below each of the others'",
-        "Mix-LN's loss is below Group-LN's, Sandwich-LN's, Pre-LN's and Admin's",
-    ),
-    (r"Mix-LN's is above Pre-LN's at equal KL, too", "Mix-LN's reward is above Pre-LN's at equal KL, too"),
-)
+def noted(one: Json) -> str:
+    """Return the notes of a verdict, escaped: a line per note."""
+    return "<br>".join(map(_said, filter(None, str(one.get("note") or "").split("; ")))) or NONE
 
 
 def claimed(one: Json) -> str:
-    """Return a claim in the words of the pages, escaped."""
-    return plain(_said(one.get("says") or one["claim"], _CLAIMED))
+    """Return a claim, escaped."""
+    return plain(one.get("says") or one["claim"])
 
 
 def in_paper(one: Json) -> str:
-    """Return what the paper reports, in the words of the pages, escaped."""
-    return plain(_said(one.get("paper") or NONE, _REPORTED))
+    """Return what the paper reports, escaped."""
+    return plain(one.get("paper") or NONE)
 
 
 def verdict(one: Json) -> str:
@@ -311,21 +154,25 @@ def ours(one: Json) -> str:
     if one["verdict"] == Verdict.NOT_RUN:
         return code(command(one["study"], one["scale"]))
     if one["verdict"] == Verdict.NEEDS_SCALE:
-        return worded(one.get("note") or NONE)
-    return "<br>".join(worded(part) for part in one.get("parts") or [one.get("ours") or NONE])
+        return noted(one)
+    parts = [_said(part) for part in one.get("parts") or [one.get("ours") or NONE]]
+    return "<br>".join([*_quantity(one), *parts])
 
 
 def in_short(one: Json) -> str:
     """Say what we found in one line: the values that decided, or why they cannot."""
-    note = str(one.get("note") or NONE)
     if one["verdict"] == Verdict.NEEDS_SCALE:
-        return "some settings did not beat a bigram table" if "bigrams" in note else worded(note)
+        return "some settings did not beat a bigram table" if "bigram" in str(one.get("note")) else noted(one)
     if one["verdict"] == Verdict.NOT_RUN:
         return ours(one)
     parts = one.get("parts") or [one.get("ours") or NONE]
-    first = _RECORDED.sub("", str(parts[0]))
+    first = re.split(r": difference | \(95 %", _RECORDED.sub("", str(parts[0])))[0]
     more = f" (1 of {len(parts)} comparisons)" if len(parts) > 1 else ""
-    return worded(re.split(r": difference | \(95 %", first)[0]) + more
+    return " ".join([*_quantity(one), _said(first)]) + more
+
+
+def _quantity(one: Json) -> list[str]:
+    return [f"{plain(one['quantity'])}:"] if one.get("quantity") else []
 
 
 def row(one: Json) -> list[str]:
@@ -334,7 +181,6 @@ def row(one: Json) -> list[str]:
     within = f" [{number(interval[0], '.3g')}, {number(interval[1], '.3g')}]" if interval else ""
     margin = number(one.get("margin"), ".3g")
     p = one.get("p_holm", one.get("p"))
-    note = "" if one["verdict"] in (Verdict.NOT_RUN, Verdict.NEEDS_SCALE) else worded(one.get("note") or "")
     return [
         f"{claimed(one)} ({code(one['claim'])})",
         f"**{verdict(one)}**",
@@ -343,7 +189,7 @@ def row(one: Json) -> list[str]:
         margin + (within.replace("[", "&#91;").replace("]", "&#93;") if margin != NONE else ""),
         number(p, ".2g"),
         str(one.get("seeds") or NONE),
-        note or NONE,
+        NONE if one["verdict"] in (Verdict.NOT_RUN, Verdict.NEEDS_SCALE) else noted(one),
     ]
 
 

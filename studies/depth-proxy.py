@@ -6,19 +6,22 @@ TRUSTED = 0.6
 
 
 @claim(
-    says="The ranking at the small size is not that of the larger one: Kendall's tau is below 0.6",
-    paper="rankings at 10M parameters are not those at 85M",
+    says="The small models rank the placements differently from the larger models (Kendall's tau below 0.6)",
+    paper="Rankings at 10M parameters differ from rankings at 85M",
 )
 def depth_proxy(trials: Trials) -> Finding:
     return denied(_order(trials, "small", "larger"))
 
 
-@claim(says="Twice the width has the same ranking: Kendall's tau is at least 0.6")
+@claim(says="Models of twice the width rank the placements as the small models do (Kendall's tau of at least 0.6)")
 def depth_proxy__wide(trials: Trials) -> Finding:
     return _order(trials, "small", "wide")
 
 
-@claim(says="20 tokens per parameter have the same ranking: Kendall's tau is at least 0.6")
+@claim(
+    says="Models trained on 20 tokens per parameter rank the placements as the small models do (Kendall's tau of at "
+    "least 0.6)",
+)
 def depth_proxy__tokens(trials: Trials) -> Finding:
     return _order(trials, "small", "tokens")
 

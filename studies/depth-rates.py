@@ -7,24 +7,25 @@ from lamina.lab.papers.judging.findings import inconclusive
 
 
 @claim(
-    says="With CompleteP the rate that is best at 8 blocks is best at 64, within a factor of 2",
-    paper="the optimum stays over the depth",
+    says="With CompleteP, the best learning rates at 8 and at 64 blocks differ by at most a factor of 2",
+    paper="The best learning rate is the same at all depths",
 )
 def depth_rates(trials: Trials) -> Finding:
     return _moved(trials, "completep", above_a_factor=False)
 
 
 @claim(
-    says="With depth-muP the rate that is best at 8 blocks is best at 64, within a factor of 2",
-    paper="it stays in networks of one layer a branch; in Transformers it moves, says CompleteP",
+    says="With depth-muP, the best learning rates at 8 and at 64 blocks differ by at most a factor of 2",
+    paper="Depth-muP: the best learning rate is the same at all depths if each branch has one layer. CompleteP: in "
+    "Transformers, it changes",
 )
 def depth_rates__depth_mup(trials: Trials) -> Finding:
     return _moved(trials, "depth-mup", above_a_factor=False)
 
 
 @claim(
-    says="Without depth scaling the best rate moves by more than a factor of 2 from 8 to 64 blocks",
-    paper="it moves with the depth",
+    says="Without depth scaling, the best learning rates at 8 and at 64 blocks differ by more than a factor of 2",
+    paper="The best learning rate changes with the depth",
 )
 def depth_rates__none(trials: Trials) -> Finding:
     return _moved(trials, "none", above_a_factor=True)

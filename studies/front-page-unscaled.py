@@ -4,32 +4,36 @@ from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(
-    says="FuseNorm's loss is below Pre-LN's after 400 steps, at an initializer that suits the width "
-    "and scales no branch by depth"
+    says="FuseNorm's loss is below Pre-LN's after 400 steps, with an initializer that suits the width and does not "
+    "scale branches by depth",
+    quantity="loss in nats per byte",
 )
 def front_page_unscaled(trials: Trials) -> Finding:
     return lower(trials.tuned(), "fusenorm", than="pre_ln")
 
 
 @claim(
-    says="Keel's loss is below Pre-LN's after 400 steps, at an initializer that suits the width "
-    "and scales no branch by depth"
+    says="Keel's loss is below Pre-LN's after 400 steps, with an initializer that suits the width and does not scale "
+    "branches by depth",
+    quantity="loss in nats per byte",
 )
 def front_page_unscaled__keel(trials: Trials) -> Finding:
     return lower(trials.tuned(), "keel", than="pre_ln")
 
 
 @claim(
-    says="Mix-LN's loss is below Pre-LN's after 400 steps, at an initializer that suits the width "
-    "and scales no branch by depth"
+    says="Mix-LN's loss is below Pre-LN's after 400 steps, with an initializer that suits the width and does not scale "
+    "branches by depth",
+    quantity="loss in nats per byte",
 )
 def front_page_unscaled__mix_ln(trials: Trials) -> Finding:
     return lower(trials.tuned(), "mix_ln", than="pre_ln")
 
 
 @claim(
-    says="Peri-LN's loss is below Pre-LN's after 400 steps, at an initializer that suits the width "
-    "and scales no branch by depth"
+    says="Peri-LN's loss is below Pre-LN's after 400 steps, with an initializer that suits the width and does not "
+    "scale branches by depth",
+    quantity="loss in nats per byte",
 )
 def front_page_unscaled__peri_ln(trials: Trials) -> Finding:
     return lower(trials.tuned(), "peri_ln", than="pre_ln")

@@ -3,21 +3,33 @@
 from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
-@claim(says="FuseNorm's loss is below Pre-LN's after 400 steps, at an initializer that suits the width")
+@claim(
+    says="FuseNorm's loss is below Pre-LN's after 400 steps, with an initializer that suits the width",
+    quantity="loss in nats per byte",
+)
 def front_page(trials: Trials) -> Finding:
     return lower(trials.tuned(), "fusenorm", than="pre_ln")
 
 
-@claim(says="Keel's loss is below Pre-LN's after 400 steps, at an initializer that suits the width")
+@claim(
+    says="Keel's loss is below Pre-LN's after 400 steps, with an initializer that suits the width",
+    quantity="loss in nats per byte",
+)
 def front_page__keel(trials: Trials) -> Finding:
     return lower(trials.tuned(), "keel", than="pre_ln")
 
 
-@claim(says="Mix-LN's loss is below Pre-LN's after 400 steps, at an initializer that suits the width")
+@claim(
+    says="Mix-LN's loss is below Pre-LN's after 400 steps, with an initializer that suits the width",
+    quantity="loss in nats per byte",
+)
 def front_page__mix_ln(trials: Trials) -> Finding:
     return lower(trials.tuned(), "mix_ln", than="pre_ln")
 
 
-@claim(says="Peri-LN's loss is below Pre-LN's after 400 steps, at an initializer that suits the width")
+@claim(
+    says="Peri-LN's loss is below Pre-LN's after 400 steps, with an initializer that suits the width",
+    quantity="loss in nats per byte",
+)
 def front_page__peri_ln(trials: Trials) -> Finding:
     return lower(trials.tuned(), "peri_ln", than="pre_ln")

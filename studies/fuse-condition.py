@@ -42,15 +42,20 @@ def _smallest(trials: Trials, value, what: str) -> Finding:
 
 
 @claim(
-    says="FuseNorm's up-projections have the smallest condition numbers of the four, in the deeper layers too",
-    paper="Figure 10: curves without printed numbers",
+    says="FuseNorm's up-projections have lower condition numbers than Pre-LN's, HybridNorm's and Mix-LN's, also in the "
+    "deeper layers",
+    paper="Figure 10 shows curves without numbers",
 )
 def fuse_condition(trials: Trials) -> Finding:
     tuned = trials.tuned()
     return all_of(_smallest(tuned, up, "up"), _smallest(tuned, up_deep, "up, deepest third"))
 
 
-@claim(says="FuseNorm's are below Pre-LN's, more so in the deeper layers", paper="Figure 10")
+@claim(
+    says="FuseNorm's up-projections have lower condition numbers than Pre-LN's, and the difference is larger in the "
+    "deeper layers",
+    paper="Figure 10 shows curves without numbers",
+)
 def fuse_condition__pre(trials: Trials) -> Finding:
     """The gap to Pre-LN in the deepest third is larger than over all layers."""
     tuned = trials.tuned()
@@ -65,8 +70,8 @@ def fuse_condition__pre(trials: Trials) -> Finding:
 
 
 @claim(
-    says="FuseNorm's down-projections have the smallest condition numbers in the bottom and the top layers",
-    paper="Figure 10: the bottom 6 and the top 15 of 64 layers",
+    says="In the first and in the last layers, FuseNorm's down-projections have the lowest condition numbers",
+    paper="Figure 10: the first 6 and the last 15 of 64 layers",
 )
 def fuse_condition__down(trials: Trials) -> Finding:
     return _smallest(trials.tuned(), down_ends, "down, both ends")

@@ -30,7 +30,8 @@ def _within(values: BySeed, expected: float, tolerance: float, name: str) -> Fin
 
 
 @claim(
-    says="Along the residual path the gradient falls as sigma^-2L in Post-LN and as sigma^-L in FuseNorm",
+    says="Along L blocks of skips and norms (no branches), the gradient shrinks by a factor of sigma^(2L) in Post-LN "
+    "and of sigma^L in FuseNorm",
     paper="Eq 10: exponents 2 and 1",
 )
 def fuse_decay(trials: Trials) -> Finding:
@@ -45,8 +46,9 @@ def fuse_decay(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Post-LN of L blocks loses as much along the residual path as FuseNorm of 2 L",
-    paper="Eq 11: with sigma 1.1 and 50 layers a factor of 1.1^50 = 117",
+    says="The gradient shrinks as much along L blocks of Post-LN as along 2 L blocks of FuseNorm (skips and norms "
+    "only)",
+    paper="Eq 11: with sigma 1.1 and 50 layers, a factor of 1.1^50 = 117",
 )
 def fuse_decay__twice(trials: Trials) -> Finding:
     """Per block, Post-LN's logarithm is 1.5 to 2.5 times FuseNorm's: their sigmas are measured, not equal."""
@@ -57,8 +59,8 @@ def fuse_decay__twice(trials: Trials) -> Finding:
 
 
 @claim(
-    says="The stream's whole gradient fades more from the last block to the first in Post-LN than in FuseNorm",
-    paper="Section 3.3: what Eq 10 and 11 are to explain",
+    says="From the last block to the first, the gradient of the hidden states shrinks more in Post-LN than in FuseNorm",
+    paper="Section 3.3 explains this effect by Eq 10 and 11",
 )
 def fuse_decay__gradient(trials: Trials) -> Finding:
     """The equations follow the skips alone; this is the gradient of the loss, branches included."""

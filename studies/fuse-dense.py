@@ -6,7 +6,7 @@ from lamina.lab.papers.judging.curves import at_stage, split
 
 @claim(
     says="FuseNorm's loss is below Pre-LN's at every dense size",
-    paper="WikiText perplexity 22.5 to 20.6 (740M), 17.4 to 15.7 (1.3B), 12.5 to 11.8 (5B)",
+    paper="WikiText perplexity, Pre-LN to FuseNorm: 22.5 to 20.6 (740M), 17.4 to 15.7 (1.3B), 12.5 to 11.8 (5B)",
 )
 def fuse_dense(trials: Trials) -> Finding:
     sizes = split(at_stage(trials.tuned(), "pretrain"), "size")
@@ -14,8 +14,9 @@ def fuse_dense(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Its mean accuracy over six tasks is above Pre-LN's",
-    paper="49.8 to 50.8 (740M), 55.8 to 58.0 (1.3B), 64.1 to 66.6 (5B); not on every task",
+    says="FuseNorm's mean accuracy over six tasks is above Pre-LN's",
+    paper="Pre-LN to FuseNorm: 49.8 to 50.8 (740M), 55.8 to 58.0 (1.3B), 64.1 to 66.6 (5B). FuseNorm is not better on "
+    "every task",
 )
 def fuse_dense__tasks(trials: Trials) -> Finding:
     sizes = split(at_stage(trials.tuned(), "tasks"), "size")

@@ -36,9 +36,9 @@ def _rates(trials: Trials) -> list[float]:
 
 
 @claim(
-    says="At the low rate Post-LN's feed-forward gradients fade toward the shallow layers more than FuseNorm's, "
-    "which are more even at every rate",
-    paper="Figure 7: curves without printed numbers",
+    says="At every learning rate, FuseNorm's feed-forward gradients differ less between layers than Post-LN's. At the "
+    "lowest learning rate, Post-LN's shrink more toward the first layers",
+    paper="Figure 7 shows curves without numbers",
 )
 def fuse_gradients(trials: Trials) -> Finding:
     low, *_ = rates = _rates(trials)
@@ -62,7 +62,8 @@ def fuse_gradients(trials: Trials) -> Finding:
 
 
 @claim(
-    says="At the high rate Post-LN collapses, with gradients near zero in all layers but the last, and FuseNorm trains",
+    says="At the highest learning rate, FuseNorm trains, but Post-LN does not: the gradients of all its layers but the "
+    "last are almost zero",
     paper="Figure 7, left and middle",
 )
 def fuse_gradients__collapse(trials: Trials) -> Finding:

@@ -23,9 +23,10 @@ def _gradients(trials: Trials, arm: dict[str, object]) -> dict[int, float]:
 
 
 @claim(
-    says="FuseNorm with the plain initializer trains with 12 blocks and collapses with 24 and 48; with the scaled one "
-    "it trains with all three",
-    paper="Figure 2: collapse at 24 layers, stable at 48 with the scaled initializer",
+    says="With the plain initializer, FuseNorm trains with 12 blocks and collapses with 24 and 48 blocks. With the "
+    "scaled initializer, it trains with all three depths",
+    paper="Figure 2: a collapse at 24 layers with the plain initializer, and stable training at 48 layers with the "
+    "scaled initializer",
 )
 def fuse_init(trials: Trials) -> Finding:
     plain = [trains(trials, _arm("12 blocks", "plain"))]
@@ -34,16 +35,18 @@ def fuse_init(trials: Trials) -> Finding:
 
 
 @claim(
-    says="With 48 blocks it collapses with the plain initializer and trains with the scaled one",
-    paper="Figure 2: stable at 48 with the scaled initializer; the plain one collapses at 24 already",
+    says="With 48 blocks, FuseNorm collapses with the plain initializer and trains with the scaled initializer",
+    paper="Figure 2: with 48 layers, the training is stable with the scaled initializer. With the plain initializer, "
+    "it collapses with 24 layers",
 )
 def fuse_init__deepest(trials: Trials) -> Finding:
     return all_of(fails_to_train(trials, _arm("48 blocks", "plain")), trains(trials, _arm("48 blocks", "scaled")))
 
 
 @claim(
-    says="With 24 blocks the shallow layers' gradients vanish with the plain initializer and not with the scaled one",
-    paper="Figure 13: below 1e-12 against about 1e-1",
+    says="With 24 blocks, the gradients of the first layers vanish with the plain initializer, but not with the scaled "
+    "initializer",
+    paper="Figure 13: gradients below 1e-12 (plain) and of about 1e-1 (scaled)",
 )
 def fuse_init__gradients(trials: Trials) -> Finding:
     """Vanished: below a millionth of a healthy gradient; healthy: above a thousandth."""
@@ -54,6 +57,9 @@ def fuse_init__gradients(trials: Trials) -> Finding:
     )
 
 
-@claim(says="Pre-LN trains with either initializer", paper="Figure 13, PreNorm: healthy with both, 3 seeds")
+@claim(
+    says="Pre-LN trains with either initializer",
+    paper="Figure 13: Pre-LN trains with both initializers, with 3 seeds",
+)
 def fuse_init__pre(trials: Trials) -> Finding:
     return all_of(*(trains(trials, _arm(MIDDLE, start, "pre_ln")) for start in ("plain", "scaled")))

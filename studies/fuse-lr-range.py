@@ -24,8 +24,8 @@ def count(trials: Trials, arm: str) -> BySeed:
 
 
 @claim(
-    says="FuseNorm trains at more of the learning rates, and at higher ones, than Post-LN",
-    paper="740M: FuseNorm stable at all three rates, Post-LN collapses above 8e-5",
+    says="FuseNorm trains at more of the learning rates than Post-LN, and at higher learning rates",
+    paper="740M: FuseNorm trains stably at all three learning rates, and Post-LN collapses above 8e-5",
 )
 def fuse_lr_range(trials: Trials) -> Finding:
     """For every seed at least: the rates are a grid, so the seeds' counts may all be equal and no test applies."""

@@ -30,8 +30,9 @@ def straightness(table: Frame) -> float:
 
 
 @claim(
-    says="Pre-LN's cosine stays above 0.5 at all distances, FuseNorm's falls to a lower one",
-    paper="above 0.5 at the largest distance (Pre-LN), about 0.25 (FuseNorm)",
+    says="The cosine similarity between blocks stays above 0.5 at every distance in Pre-LN, and falls below Pre-LN's "
+    "at the largest distance in FuseNorm",
+    paper="At the largest distance: above 0.5 (Pre-LN) and about 0.25 (FuseNorm)",
 )
 def fuse_similarity(trials: Trials) -> Finding:
     tuned = trials.tuned()
@@ -43,14 +44,22 @@ def fuse_similarity(trials: Trials) -> Finding:
     )
 
 
-@claim(says="FuseNorm's farthest blocks have a cosine of about a quarter", paper="0.25")
+@claim(
+    says="In FuseNorm, the cosine similarity between the first and the last block is about a quarter (the test: below "
+    "0.5)",
+    paper="A cosine similarity of 0.25",
+    quantity="cosine similarity",
+)
 def fuse_similarity__quarter(trials: Trials) -> Finding:
     """Below 0.5, where Pre-LN's is said to stay; the number itself is that of the paper's model."""
     return below(numbers(trials.tuned(), "fusenorm", PROBE, farthest), 0.5, name="FuseNorm's farthest pair")
 
 
 @claim(
-    says="FuseNorm's curve falls further than Pre-LN's, and nearly straight", paper='"near-linear decay"; "flat curve"'
+    says="From neighboring to distant blocks, the cosine similarity falls further in FuseNorm than in Pre-LN, and "
+    "along an almost straight line",
+    paper='FuseNorm has a "near-linear decay", and Pre-LN a "flat curve"',
+    quantity="cosine similarity",
 )
 def fuse_similarity__shape(trials: Trials) -> Finding:
     """Straight: R^2 above 0.9."""

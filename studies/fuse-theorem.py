@@ -33,8 +33,10 @@ def identity_slope(table: Frame, over: str) -> float:
 
 
 @claim(
-    says="With the scaled initializer FuseNorm's branches have a variance of 1 / L; with the plain one they do not",
+    says="With the scaled initializer, the variance of FuseNorm's branches is proportional to 1 / L in models of L "
+    "blocks. With the plain initializer, it is not",
     paper="Eq 13 and 21: Var(F) = O(1 / L)",
+    quantity="exponent of L",
 )
 def fuse_theorem(trials: Trials) -> Finding:
     """Exponents of the depth: below -0.8 for the feed-forward and the attention, above -0.2 with the plain one."""
@@ -45,7 +47,8 @@ def fuse_theorem(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Pre-LN's block Jacobian tends to the identity: its distance falls as 1 / sigma_l and as 1 / sqrt(l)",
+    says="In deep layers, the Jacobian of a Pre-LN block is close to the identity: the distance falls as 1 / sigma_l "
+    "and as 1 / sqrt(l) in layer l",
     paper="Eq 9: exponents -1 and -1/2",
 )
 def fuse_theorem__identity(trials: Trials) -> Finding:
@@ -63,8 +66,9 @@ def fuse_theorem__identity(trials: Trials) -> Finding:
 
 
 @claim(
-    says="FuseNorm's block Jacobians stay below Eq 19, and below the chain rule behind it",
-    paper="Eq 16-19, an approximate upper bound",
+    says="The Jacobians of FuseNorm's blocks stay below the bound of Eq 19, and below the exact bound of the chain "
+    "rule",
+    paper="Eq 16 to 19: an approximate upper bound",
 )
 def fuse_theorem__bound(trials: Trials) -> Finding:
     """In all blocks for the chain rule, which is exact, and in 19 of 20 for the approximation."""
@@ -77,7 +81,11 @@ def fuse_theorem__bound(trials: Trials) -> Finding:
     return all_of(*checks)
 
 
-@claim(says="Skip and branch are uncorrelated: Var(Z) = Var(X) + Var(F)", paper="Eq 20")
+@claim(
+    says="In FuseNorm, the skip X and the branch F are uncorrelated: their sum has the variance Var(X) + Var(F)",
+    paper="Eq 20",
+    quantity="variance of the sum, divided by the sum of the variances",
+)
 def fuse_theorem__uncorrelated(trials: Trials) -> Finding:
     """The mean ratio of the two sides over the deepest model's blocks is within 5 % of 1."""
     value = _side("fusenorm_eq_20", "ratio")

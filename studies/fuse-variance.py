@@ -21,8 +21,9 @@ def growth(trials: Trials, arm: str) -> BySeed:
 
 
 @claim(
-    says="At the start the last state's variance is proportional to the depth in Pre-LN and constant in FuseNorm",
-    paper="Theta(L) and Theta(1)",
+    says="Before training, the variance of the last hidden state is proportional to the depth in Pre-LN, and does not "
+    "depend on the depth in FuseNorm",
+    paper="Theta(L) in Pre-LN, Theta(1) in FuseNorm",
 )
 def fuse_variance(trials: Trials) -> Finding:
     """Exponents within 0.2 of 1 and of 0: their means' intervals lie inside."""

@@ -7,9 +7,9 @@ OTHERS = ("hybridnorm", "peri_ln", "mix_ln", "pre_ln", "layernorm_scaling", "olm
 
 
 @claim(
-    says="The losses rise in the order FuseNorm, HybridNorm, Peri-LN and Mix-LN (level), Pre-LN, LayerNorm Scaling and "
-    "OLMo 2",
-    paper="WikiText perplexity 11.8, 12.2, 12.3 and 12.3, 12.5, 13.6 and 14.0 (5B, 64 layers)",
+    says="The losses rise in this order: FuseNorm, HybridNorm, Peri-LN and Mix-LN (equal), Pre-LN, LayerNorm Scaling "
+    "and OLMo 2",
+    paper="WikiText perplexity in this order: 11.8, 12.2, 12.3 and 12.3, 12.5, 13.6 and 14.0 (5B, 64 layers)",
 )
 def fuse_variants(trials: Trials) -> Finding:
     tuned = trials.tuned()
@@ -25,24 +25,30 @@ def fuse_variants(trials: Trials) -> Finding:
     return all_of(*(lower(tuned, a, than=b) for a, b in order), equivalent(tuned, "peri_ln", "mix_ln", within=0.02))
 
 
-@claim(says="FuseNorm's loss is below every other placement's", paper="11.8 against 12.2 and more")
+@claim(
+    says="FuseNorm's loss is below every other placement's",
+    paper="WikiText perplexity 11.8 (FuseNorm), and 12.2 or more (the others)",
+)
 def fuse_variants__best(trials: Trials) -> Finding:
     return all_of(*(lower(trials.tuned(), "fusenorm", than=other) for other in OTHERS))
 
 
 @claim(
-    says="LayerNorm Scaling and OLMo 2's placement, with the scaled initializer, are worse than Pre-LN",
-    paper="13.6 and 14.0 against 12.5",
+    says="With the scaled initializer, LayerNorm Scaling and OLMo 2's placement have a higher loss than Pre-LN",
+    paper="WikiText perplexity: LayerNorm Scaling 13.6, OLMo 2 14.0, Pre-LN 12.5",
 )
 def fuse_variants__worse(trials: Trials) -> Finding:
     return all_of(*(lower(trials.tuned(), "pre_ln", than=other) for other in ("layernorm_scaling", "olmo2")))
 
 
-@claim(says="HybridNorm, Peri-LN and Mix-LN beat Pre-LN", paper="12.2, 12.3, 12.3 against 12.5")
+@claim(
+    says="HybridNorm, Peri-LN and Mix-LN have a lower loss than Pre-LN",
+    paper="WikiText perplexity: HybridNorm 12.2, Peri-LN 12.3, Mix-LN 12.3, Pre-LN 12.5",
+)
 def fuse_variants__better(trials: Trials) -> Finding:
     return all_of(*(lower(trials.tuned(), other, than="pre_ln") for other in ("hybridnorm", "peri_ln", "mix_ln")))
 
 
-@claim(says="At Pre-LN's rate, Post-LN does not train", paper='"failed"')
+@claim(says="At Pre-LN's learning rate, Post-LN does not train", paper='Post-LN "failed"')
 def fuse_variants__post_fails(trials: Trials) -> Finding:
     return fails_to_train(at_rate_of(trials, "post_ln", "pre_ln"), "post_ln")

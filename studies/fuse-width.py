@@ -11,8 +11,9 @@ def trains_at(trials: Trials, width: str) -> dict[float, bool]:
 
 
 @claim(
-    says="A learning rate that fails on the narrow model fails on the wide one, and one that trains there trains here",
-    paper="Figure 4: widths 640 and 2560, 64 layers; no rate printed",
+    says="The wide model fails at the learning rates at which the narrow model fails, and trains at those at which the "
+    "narrow model trains",
+    paper="Figure 4: widths 640 and 2560, 64 layers. It prints no learning rate",
 )
 def fuse_width(trials: Trials) -> Finding:
     """At all rates. A sweep where all train or all fail shows nothing."""

@@ -3,6 +3,9 @@
 from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
-@claim(says="FuseNorm's skip in Keel (alpha = sqrt(N)) has a lower loss than FuseNorm after 400 steps")
+@claim(
+    says="Keel with FuseNorm's skip (alpha = sqrt(N)) has a lower loss than FuseNorm after 400 steps",
+    quantity="loss in nats per byte",
+)
 def fused_keel_a(trials: Trials) -> Finding:
     return lower(trials.tuned(), "fused keel, root of N", than="fusenorm")

@@ -7,6 +7,6 @@ from lamina.lab.papers.judging import Finding, Trials, claim, same_as_recorded
 RECORD = Path(__file__).parent / "records" / "fused-keel-a-cpu"
 
 
-@claim(says="FuseNorm under another name, with other seeds, does not differ from FuseNorm")
+@claim(says="Two groups of identical FuseNorm runs with different seeds have the same mean loss (a check of our test)")
 def fused_keel_sham(trials: Trials) -> Finding:
     return same_as_recorded(trials.tuned(), "sham", record=RECORD, axis="arm", value="fusenorm", where="gate A")

@@ -13,7 +13,8 @@ def _gain(trials: Trials, worse: str, better: str) -> dict[int, float]:
 
 
 @claim(
-    says="Pre-LN gains more from the width-aware initializer than from FuseNorm at that initializer", one_learned=True
+    says="Pre-LN's loss falls more when the initializer becomes width-aware than when FuseNorm then replaces Pre-LN",
+    one_learned=True,
 )
 def initializers(trials: Trials) -> Finding:
     from_initializer = _gain(trials, "pre_ln plain", "pre_ln width-aware")
@@ -23,12 +24,19 @@ def initializers(trials: Trials) -> Finding:
     )
 
 
-@claim(says="The width-aware initializer has a lower loss than the plain one with each placement", one_learned=True)
+@claim(
+    says="With each placement, the width-aware initializer gives a lower loss than the plain initializer",
+    one_learned=True,
+)
 def initializers__each(trials: Trials) -> Finding:
     return all_of(*(lower(trials.tuned(), f"{name} width-aware", than=f"{name} plain") for name in PLACEMENTS))
 
 
-@claim(says="Another initializer turns the sign of FuseNorm's or of Peri-LN's difference from Pre-LN", one_learned=True)
+@claim(
+    says="With one initializer, FuseNorm's or Peri-LN's loss is below Pre-LN's, and with the other initializer, it is "
+    "above Pre-LN's",
+    one_learned=True,
+)
 def initializers__sign(trials: Trials) -> Finding:
     def turned(name: str) -> Finding:
         return all_of(

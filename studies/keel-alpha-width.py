@@ -6,7 +6,7 @@ NARROW, WIDE = 48, 192
 
 
 @claim(
-    says="A larger alpha gains with width: from width 48 to 192, 4 L's loss falls against L's",
+    says="When the width grows from 48 to 192, the loss with alpha = 4 L falls, compared with the loss with alpha = L",
     paper='"wider models may need a larger alpha"',
 )
 def keel_alpha_width(trials: Trials) -> Finding:
@@ -17,11 +17,11 @@ def keel_alpha_width(trials: Trials) -> Finding:
     return compare_values(*gaps, by=0.01, names=(f"4 L - L at width {WIDE}", f"at {NARROW}"))
 
 
-@claim(says="At width 192, alpha = 4 L has a lower loss than L")
+@claim(says="At width 192, alpha = 4 L gives a lower loss than alpha = L")
 def keel_alpha_width__large(trials: Trials) -> Finding:
     return lower(trials.tuned().where(hidden_size=WIDE), "4 L", than="L")
 
 
-@claim(says="At width 192, alpha = L has a lower loss than L/4")
+@claim(says="At width 192, alpha = L gives a lower loss than alpha = L/4")
 def keel_alpha_width__small(trials: Trials) -> Finding:
     return lower(trials.tuned().where(hidden_size=WIDE), "L", than="L/4")

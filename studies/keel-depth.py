@@ -17,8 +17,8 @@ THOUSAND = 500  # blocks: 1,000 sub-layers
 
 
 @claim(
-    says="Keel's gain over Pre-LN grows with depth",
-    paper="from 64 to 1,024 layers; GSM-8K 43.8 vs 38.1 at 512, 58.6 vs 49.8 at 1,024",
+    says="The deeper the model, the further Keel's loss is below Pre-LN's",
+    paper="GSM-8K, Keel and Pre-LN: 43.8 and 38.1 at 512 layers, 58.6 and 49.8 at 1,024 layers",
 )
 def keel_depth(trials: Trials) -> Finding:
     gaps = _gaps(trials)
@@ -29,12 +29,12 @@ def keel_depth(trials: Trials) -> Finding:
     )
 
 
-@claim(says="At the greatest depth, Keel's loss is below Pre-LN's")
+@claim(says="In the deepest model, Keel's loss is below Pre-LN's")
 def keel_depth__deepest(trials: Trials) -> Finding:
     return lower(trials.tuned().where(num_layers=max(_depths(trials))), "keel", than="pre_ln")
 
 
-@claim(says="Keel trains with more than 1,000 sub-layers", paper="1,024 layers")
+@claim(says="Keel trains with more than 1,000 sub-layers", paper="Keel trains with 1,024 layers")
 def keel_depth__thousand(trials: Trials) -> Finding:
     if max(_depths(trials)) < THOUSAND:
         return needs_scale("gpu", "a trial of 512 blocks takes several minutes on one core")

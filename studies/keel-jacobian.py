@@ -12,29 +12,36 @@ PROBE = "jacobian(tokens=8, total=false)"
 
 
 @claim(
-    says="Measured by autograd at the start, the residual path's Jacobian is 1 in Keel, within 5 %, and falls as "
-    "2^(-L/2) in Post-LN, its logarithm within 20 %",
-    paper="(1 + 1/L^2)^(-L/2), which tends to 1; 2^(-L/2)",
+    says="Before training, the residual path's Jacobian is 1 in Keel (within 5 %) and 2^(-L/2) in Post-LN (its "
+    "logarithm within 20 %)",
+    paper="(1 + 1/L^2)^(-L/2) in Keel, which tends to 1, and 2^(-L/2) in Post-LN",
 )
 def keel_jacobian(trials: Trials) -> Finding:
     return all_of(keel_jacobian__keel(trials), keel_jacobian__post_ln(trials))
 
 
-@claim(says="Measured, Keel's is 1 within 5 % at every depth", paper="tends to 1")
+@claim(
+    says="Before training, the Jacobian of Keel's residual path is 1 at every depth, within 5 %",
+    paper="The Jacobian tends to 1",
+)
 def keel_jacobian__keel(trials: Trials) -> Finding:
     products = [10**log for log, _ in _products(trials, "keel", "residual_path")]
     return close(dict(enumerate(products)), 1.0, 0.05, name="keel: product", seeds=len(trials.seeds))
 
 
-@claim(says="Measured, Post-LN's falls as 2^(-L/2), its logarithm within 20 %", paper="2^(-L/2)")
+@claim(
+    says="Before training, the Jacobian of Post-LN's residual path is 2^(-L/2) with L sub-layers (its logarithm within "
+    "20 %)",
+    paper="2^(-L/2)",
+)
 def keel_jacobian__post_ln(trials: Trials) -> Finding:
     finding = _to_formula(trials, "post_ln", "residual_path", 0.2)
-    return finding.noted("the formula takes branches as large as the skip; at the start they are smaller")
+    return finding.noted("the formula assumes branches as large as the skip; before training, the branches are smaller")
 
 
 @claim(
-    says="With branches as large as the skip, the gains and scales of the models as built give the paper's formulas",
-    paper="(1 + 1/L^2)^(-L/2); 2^(-L/2)",
+    says="If each branch is as large as its skip, our models' gains and scales give the paper's formulas",
+    paper="(1 + 1/L^2)^(-L/2) in Keel and 2^(-L/2) in Post-LN",
 )
 def keel_jacobian__formula(trials: Trials) -> Finding:
     return all_of(*(_to_formula(trials, placement, "keel", 1e-3) for placement in ("keel", "post_ln")))

@@ -4,8 +4,8 @@ from lamina.lab.papers.judging import Finding, Trials, claim, compare_values, no
 
 
 @claim(
-    says="With the least data, Keel's gain over Pre-LN is smaller than with the most",
-    paper="no benefit to be expected with little data (10B, 40B tokens)",
+    says="The difference between Keel's and Pre-LN's loss is smaller with the least data than with the most data",
+    paper="The paper expects no benefit with little data (10B and 40B tokens)",
 )
 def keel_lowdata(trials: Trials) -> Finding:
     budgets = _budgets(trials)
@@ -14,7 +14,7 @@ def keel_lowdata(trials: Trials) -> Finding:
     return compare_values(gains[budgets[0]], gains[budgets[-1]], by=0.01, names=names)
 
 
-@claim(says="With the least data, Pre-LN's loss is at most 0.01 above Keel's")
+@claim(says="With the least data, Pre-LN's loss is at most 0.01 nats above Keel's")
 def keel_lowdata__vanishes(trials: Trials) -> Finding:
     least = trials.tuned().where(steps=_budgets(trials)[0])
     return no_worse(least, "pre_ln", than="keel")

@@ -6,8 +6,8 @@ from lamina.lab.papers.judging import Finding, Trials, Verdict, all_of, claim, h
 
 
 @claim(
-    says="From Pre-LN's best learning rate to Keel's, Keel's loss falls and Pre-LN's rises",
-    paper="over 1.5e-3, 3e-3 and 6e-3 at 512 layers",
+    says="If the learning rate rises from Pre-LN's best to Keel's best, Keel's loss falls and Pre-LN's loss rises",
+    paper="The paper compares 1.5e-3, 3e-3 and 6e-3 at 512 layers",
 )
 def keel_lr(trials: Trials) -> Finding:
     ours, other = (optimum(trials, arm) for arm in ("keel", "pre_ln"))
@@ -24,7 +24,7 @@ def keel_lr(trials: Trials) -> Finding:
     return finding.noted("a best rate lies at the sweep's edge") if ours.at_edge or other.at_edge else finding
 
 
-@claim(says="At its own best rate, Keel's loss is below Pre-LN's at its own")
+@claim(says="With each placement at its best learning rate, Keel's loss is below Pre-LN's")
 def keel_lr__best(trials: Trials) -> Finding:
     arms = [_at(arm, optimum(trials, arm).trained) for arm in ("keel", "pre_ln")]
     return lower(trials, arms[0], than=arms[1])

@@ -6,37 +6,43 @@ from lamina.lab.papers.judging import Finding, Trials, all_of, claim, higher
 
 ORDER = ("post_ln", "deepnorm", "hybridnorm", "mix_ln", "pre_ln", "keel")
 POST = ("post_ln", "deepnorm", "hybridnorm", "mix_ln")
-TABLE = "Post 3.0e-4, DeepNorm 3.5e-4, HybridNorm 4.9e-4, Mix 8.6e-4, Pre 7.65e-3, Keel 1.01e-2 (64 layers)"
+TABLE = "64 layers: Post-LN 3.0e-4, DeepNorm 3.5e-4, HybridNorm 4.9e-4, Mix-LN 8.6e-4, Pre-LN 7.65e-3, Keel 1.01e-2"
 
 
 @claim(
-    says="Keel tolerates a higher learning rate than Pre-LN, and Pre-LN a higher one than Mix-LN, HybridNorm, DeepNorm "
-    "and Post-LN",
+    says="Keel trains at higher learning rates than Pre-LN, and Pre-LN trains at higher learning rates than Mix-LN, "
+    "HybridNorm, DeepNorm and Post-LN",
     paper=TABLE,
+    quantity="highest learning rate",
 )
 def keel_maxlr(trials: Trials) -> Finding:
     return all_of(_higher(trials, "keel", "pre_ln"), *(_higher(trials, "pre_ln", arm) for arm in POST))
 
 
 @claim(
-    says="Keel tolerates a higher learning rate than Pre-LN",
-    paper="1.01e-2 > 7.65e-3; 512 layers 6.31e-3 > 4.67e-3",
+    says="Keel trains at higher learning rates than Pre-LN",
+    paper="Keel and Pre-LN: 1.01e-2 and 7.65e-3 (64 layers), 6.31e-3 and 4.67e-3 (512 layers)",
+    quantity="highest learning rate",
 )
 def keel_maxlr__keel(trials: Trials) -> Finding:
     return _higher(trials, "keel", "pre_ln")
 
 
-@claim(says="The order is Post-LN < DeepNorm < HybridNorm < Mix-LN < Pre-LN < Keel", paper=TABLE)
+@claim(
+    says="The highest learning rates rise in this order: Post-LN, DeepNorm, HybridNorm, Mix-LN, Pre-LN, Keel",
+    paper=TABLE,
+    quantity="highest learning rate",
+)
 def keel_maxlr__order(trials: Trials) -> Finding:
     return all_of(*(_higher(trials, upper, than) for than, upper in pairwise(ORDER)))
 
 
-@claim(says="FuseNorm tolerates a lower learning rate than Keel")
+@claim(says="Keel trains at higher learning rates than FuseNorm", quantity="highest learning rate")
 def keel_maxlr__fusenorm(trials: Trials) -> Finding:
     return _higher(trials, "keel", "fusenorm")
 
 
-@claim(says="Peri-LN tolerates a higher learning rate than Pre-LN")
+@claim(says="Peri-LN trains at higher learning rates than Pre-LN", quantity="highest learning rate")
 def keel_maxlr__peri_ln(trials: Trials) -> Finding:
     return _higher(trials, "peri_ln", "pre_ln")
 
@@ -58,5 +64,5 @@ def _on_one_ramp(trials: Trials, arm: str, than: str) -> Finding:
         return finding
     ended = {name: trials.where(placement=name).table["stop_rule"].eq("none") for name in (arm, than)}
     capped = [f"{name} {at_end.sum()} of {len(at_end)}" for name, at_end in ended.items() if at_end.any()]
-    note = f"still falling at the end of the warm-up, so tolerates more: {', '.join(capped)}"
+    note = f"the loss still falls at the end of the warm-up, so the limit may be higher: {', '.join(capped)}"
     return finding.noted(note) if capped else finding

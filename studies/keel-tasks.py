@@ -8,7 +8,8 @@ KEEL, PRE = ({"placement": placement, "budget": "1x"} for placement in ("keel", 
 
 @claim(
     says="After two stages of pretraining and fine-tuning, Keel solves more of GSM-8K than Pre-LN",
-    paper="58.6 vs 49.8 at 1,024 layers, 43.8 vs 38.1 at 512; Math & Code +16.5 %",
+    paper="GSM-8K, Keel and Pre-LN: 58.6 and 49.8 at 1,024 layers, 43.8 and 38.1 at 512 layers. Math and code: Keel is "
+    "16.5 % better",
 )
 def keel_tasks(trials: Trials) -> Finding:
     if "budget" in trials.axes:
@@ -27,7 +28,7 @@ def keel_tasks(trials: Trials) -> Finding:
     )
 
 
-@claim(says="Its mean accuracy over all tasks is above Pre-LN's")
+@claim(says="Keel's mean accuracy over all tasks is above Pre-LN's")
 def keel_tasks__mean(trials: Trials) -> Finding:
     if "budget" in trials.axes:
         return better_at_equal_loss(trials, KEEL, than=PRE, longer=at_other_budgets(trials, PRE), stage="tasks")

@@ -10,28 +10,28 @@ LEAST = 0.005  # nats per doubling of the depth that count
 
 
 @claim(
-    says="At equal parameters, Keel's loss minus Pre-LN's falls with depth",
-    paper="+.022, +.009, +.002, -.003, -.007 at 16 to 32 blocks of 400M parameters, one seed",
+    says="With equally many parameters, Keel's loss minus Pre-LN's falls as the depth grows",
+    paper="From 16 to 32 blocks (400M parameters, one seed), the difference is +.022, +.009, +.002, -.003 and -.007",
 )
 def keel_turn(trials: Trials) -> Finding:
     return _falls(trials, "keel")
 
 
 @claim(
-    says="The sign turns: Keel's loss is above Pre-LN's at 4 blocks and below it at 32",
-    paper="+.022 at 16 blocks, -.007 at 32",
+    says="Keel's loss is above Pre-LN's with 4 blocks, and below Pre-LN's with 32 blocks",
+    paper="The difference is +.022 with 16 blocks and -.007 with 32 blocks",
 )
 def keel_turn__sign(trials: Trials) -> Finding:
     shallow, deep = (trials.tuned().where(shape=SHAPES[blocks]) for blocks in (4, 32))
     return all_of(lower(shallow, "pre_ln", than="keel"), lower(deep, "keel", than="pre_ln"))
 
 
-@claim(says="At equal parameters, Peri-LN's loss minus Pre-LN's falls with depth")
+@claim(says="With equally many parameters, Peri-LN's loss minus Pre-LN's falls as the depth grows")
 def keel_turn__peri_ln(trials: Trials) -> Finding:
     return _falls(trials, "peri_ln")
 
 
-@claim(says="At equal parameters, FuseNorm's loss minus Pre-LN's falls with depth")
+@claim(says="With equally many parameters, FuseNorm's loss minus Pre-LN's falls as the depth grows")
 def keel_turn__fusenorm(trials: Trials) -> Finding:
     return _falls(trials, "fusenorm")
 

@@ -3,7 +3,10 @@
 from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
-@claim(says="The embedding in every block lowers Pre-LN's loss at 0.43M parameters and 20 tokens per parameter")
+@claim(
+    says="Pre-LN's loss is lower if every block also gets the embedding, at 0.43M parameters and 20 tokens per "
+    "parameter",
+)
 def ladder_s1_schemes(trials: Trials) -> Finding:
     return lower(trials.tuned(), "pre_ln(wiring=x0)", than="pre_ln")
 

@@ -3,16 +3,25 @@
 from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
-@claim(says="FuseNorm's loss is below Pre-LN's at 1.08M parameters and 20 tokens per parameter")
+@claim(
+    says="FuseNorm's loss is below Pre-LN's at 1.08M parameters and 20 tokens per parameter",
+    quantity="loss in nats per token",
+)
 def ladder_s2(trials: Trials) -> Finding:
     return lower(trials.tuned(), "fusenorm", than="pre_ln")
 
 
-@claim(says="Keel's loss is below Pre-LN's at 1.08M parameters and 20 tokens per parameter")
+@claim(
+    says="Keel's loss is below Pre-LN's at 1.08M parameters and 20 tokens per parameter",
+    quantity="loss in nats per token",
+)
 def ladder_s2__keel(trials: Trials) -> Finding:
     return lower(trials.tuned(), "keel", than="pre_ln")
 
 
-@claim(says="Peri-LN's loss is below Pre-LN's at 1.08M parameters and 20 tokens per parameter")
+@claim(
+    says="Peri-LN's loss is below Pre-LN's at 1.08M parameters and 20 tokens per parameter",
+    quantity="loss in nats per token",
+)
 def ladder_s2__peri_ln(trials: Trials) -> Finding:
     return lower(trials.tuned(), "peri_ln", than="pre_ln")

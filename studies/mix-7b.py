@@ -4,8 +4,8 @@ from lamina.lab.papers.judging import Finding, Trials, claim, lower, needs_scale
 
 
 @claim(
-    says="At 7B, Mix-LN with 6.25 % of its layers as Post-LN stays below Pre-LN",
-    paper="Figure 4: the evaluation perplexity over 13,000 steps, no number printed",
+    says="At 7B parameters, Mix-LN with 6.25 % of its layers as Post-LN has a lower loss than Pre-LN",
+    paper="Figure 4 shows the evaluation perplexity over 13,000 steps without numbers",
 )
 def mix_7b(trials: Trials) -> Finding:
     found = lower(trials.tuned(), {"scheme": "mix_ln"}, than={"scheme": "pre_ln"})

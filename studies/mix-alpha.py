@@ -9,24 +9,35 @@ PRE, SIXTH, QUARTER, THIRD, HALF, POST = (
 
 
 @claim(
-    says="The loss over the share of Post-LN layers is U-shaped, with its best near 25 %",
-    paper="perplexity 18.65, 18.34, 18.18, 18.41, 18.55, 18.86, 1434 at 0, 16.7, 25, 33, 41.7, 50, 100 %",
+    says="The loss is lowest with about 25 % of the layers as Post-LN, and rises with a smaller and with a larger "
+    "share",
+    paper="Perplexity 18.65, 18.34, 18.18, 18.41, 18.55, 18.86 and 1434 with 0, 16.7, 25, 33, 41.7, 50 and 100 % "
+    "Post-LN layers",
 )
 def mix_alpha(trials: Trials) -> Finding:
     """The quarter beats both ends and the half: the bottom lies between. Its neighbors are the next claim."""
     return all_of(*(lower(trials.tuned(), QUARTER, than=other) for other in (PRE, HALF, POST)))
 
 
-@claim(says="A quarter beats a sixth and a third", paper="18.18 against 18.34 and 18.41")
+@claim(
+    says="A quarter of the layers as Post-LN gives a lower loss than a sixth or a third",
+    paper="Perplexity 18.18 with a quarter, 18.34 with a sixth, 18.41 with a third",
+)
 def mix_alpha__quarter(trials: Trials) -> Finding:
     return all_of(*(lower(trials.tuned(), QUARTER, than=other) for other in (SIXTH, THIRD)))
 
 
-@claim(says="Half of the layers as Post-LN is worse than none", paper="18.86 against 18.65 (its text says better)")
+@claim(
+    says="Half of the layers as Post-LN give a higher loss than none",
+    paper="Perplexity 18.86 with half of the layers, 18.65 with none (the paper's text says the opposite)",
+)
 def mix_alpha__half(trials: Trials) -> Finding:
     return higher(trials.tuned(), HALF, than=PRE)
 
 
-@claim(says="With all layers as Post-LN, at the rate that suits none, the model gets stuck", paper="1434")
+@claim(
+    says="With all layers as Post-LN, the model gets stuck at the learning rate that suits Pre-LN",
+    paper="Perplexity 1434",
+)
 def mix_alpha__all(trials: Trials) -> Finding:
     return fails_to_train(at_rate_of(trials, POST, PRE), POST)

@@ -22,27 +22,36 @@ def _halves(trials: Trials, arm: str, *, deep_is_lower: bool) -> Finding:
 
 
 @claim(
-    says="Pre-LN's deep layers turn the stream least, and Post-LN's early layers do",
-    paper="Figure 3a, b and 5: heat maps without printed numbers",
+    says="Deep layers change the hidden states' direction least in Pre-LN, and early layers change it least in Post-LN",
+    paper="Figures 3a, 3b and 5 are heat maps without numbers",
+    quantity="angle, 0.5 is a right angle",
 )
 def mix_angular(trials: Trials) -> Finding:
     tuned = trials.tuned()
     return all_of(_halves(tuned, "pre_ln", deep_is_lower=True), _halves(tuned, "post_ln", deep_is_lower=False))
 
 
-@claim(says="Pre-LN's deep layers turn the stream less than its early ones", paper="Figure 3b, 130M")
+@claim(
+    says="In Pre-LN, the deepest third of the layers changes the hidden states' direction less than the first third",
+    paper="Figure 3b, 130M",
+    quantity="angle, 0.5 is a right angle",
+)
 def mix_angular__pre(trials: Trials) -> Finding:
     return _halves(trials.tuned(), "pre_ln", deep_is_lower=True)
 
 
-@claim(says="Post-LN's early layers turn the stream less than its deep ones", paper="Figure 3a, 130M")
+@claim(
+    says="In Post-LN, the first third of the layers changes the hidden states' direction less than the deepest third",
+    paper="Figure 3a, 130M",
+    quantity="angle, 0.5 is a right angle",
+)
 def mix_angular__post(trials: Trials) -> Finding:
     return _halves(trials.tuned(), "post_ln", deep_is_lower=False)
 
 
 @claim(
-    says="Mix-LN's layers turn the stream more than Pre-LN's, but for the last two",
-    paper='Figure 5: "consistently ... larger distances ... except for the final two layers"',
+    says="Mix-LN's layers change the hidden states' direction more than Pre-LN's layers, except for the last two",
+    paper='Figure 5: Mix-LN has "consistently ... larger distances ... except for the final two layers"',
 )
 def mix_angular__mix(trials: Trials) -> Finding:
     """On average over the layers before the last two, and in three quarters of them."""

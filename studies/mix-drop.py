@@ -21,25 +21,39 @@ def _halves(trials: Trials, arm: str, *, deep_is_lower: bool) -> Finding:
 
 
 @claim(
-    says="Dropping deep Pre-LN layers or early Post-LN layers hurts less than dropping those at the other end",
-    paper="Figure 3c, d (130M, ARC-e): Post-LN's layers 0-7 and most of Pre-LN's after the first hardly matter",
+    says="Removing a layer raises the loss less if the layer is deep in Pre-LN, or early in Post-LN",
+    paper="Figures 3c and 3d (130M, ARC-e): Post-LN's layers 0 to 7 hardly matter, nor do most of Pre-LN's layers "
+    "after the first",
+    quantity="rise of the loss in nats",
 )
 def mix_drop(trials: Trials) -> Finding:
     tuned = trials.tuned()
     return all_of(_halves(tuned, "pre_ln", deep_is_lower=True), _halves(tuned, "post_ln", deep_is_lower=False))
 
 
-@claim(says="Dropping a deep Pre-LN layer hurts less than dropping an early one", paper="Figures 2d and 3d")
+@claim(
+    says="In Pre-LN, the loss rises less without a deep layer than without an early layer",
+    paper="Figures 2d and 3d",
+    quantity="rise of the loss in nats",
+)
 def mix_drop__pre(trials: Trials) -> Finding:
     return _halves(trials.tuned(), "pre_ln", deep_is_lower=True)
 
 
-@claim(says="Dropping an early Post-LN layer hurts less than dropping a deep one", paper="Figures 2c and 3c")
+@claim(
+    says="In Post-LN, the loss rises less without an early layer than without a deep layer",
+    paper="Figures 2c and 3c",
+    quantity="rise of the loss in nats",
+)
 def mix_drop__post(trials: Trials) -> Finding:
     return _halves(trials.tuned(), "post_ln", deep_is_lower=False)
 
 
-@claim(says="Dropping a deep layer hurts Mix-LN more than Pre-LN", paper="Figure 6b, 130M")
+@claim(
+    says="Without a deep layer, Mix-LN's loss rises more than Pre-LN's",
+    paper="Figure 6b, 130M",
+    quantity="rise of the loss in nats",
+)
 def mix_drop__mix(trials: Trials) -> Finding:
     tuned = trials.tuned()
     mix, pre = (numbers(tuned, arm, PROBE, lambda table: deep(harm(table)).mean()) for arm in ("mix_ln", "pre_ln"))

@@ -27,20 +27,30 @@ def _halves(trials: Trials, arm: str, *, deep_is_lower: bool) -> Finding:
 
 
 @claim(
-    says="Before training, Post-LN's gradients are larger in deep layers, Pre-LN's in early ones, Mix-LN's are even",
-    paper="Figures 3e (130M) and 6a (250M): curves without printed numbers",
+    says="Before training, the gradients are larger in deep layers of Post-LN and in early layers of Pre-LN. In "
+    "Mix-LN, all layers' gradients are similar",
+    paper="Figures 3e (130M) and 6a (250M) show curves without numbers",
+    quantity="gradient norms",
 )
 def mix_gradients(trials: Trials) -> Finding:
     return all_of(mix_gradients__ends(trials), mix_gradients__even(trials))
 
 
-@claim(says="Post-LN's gradients are larger in deep layers, Pre-LN's in early ones", paper="Figure 3e")
+@claim(
+    says="Before training, the gradients are larger in deep layers of Post-LN and in early layers of Pre-LN",
+    paper="Figure 3e",
+    quantity="gradient norms",
+)
 def mix_gradients__ends(trials: Trials) -> Finding:
     post, pre = _halves(trials, "post_ln", deep_is_lower=False), _halves(trials, "pre_ln", deep_is_lower=True)
     return all_of(post, pre)
 
 
-@claim(says="Mix-LN's gradients are more even over the layers than Pre-LN's and Post-LN's", paper="Figure 6a")
+@claim(
+    says="Before training, the gradients differ less between layers in Mix-LN than in Pre-LN and in Post-LN",
+    paper="Figure 6a",
+    quantity="gradient norms",
+)
 def mix_gradients__even(trials: Trials) -> Finding:
     mix, *others = (numbers(trials, arm, PROBE, unevenness, at="init") for arm in ("mix_ln", "pre_ln", "post_ln"))
     names = [("mix_ln's spread of log10", f"{arm}'s") for arm in ("pre_ln", "post_ln")]

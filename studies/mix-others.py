@@ -8,19 +8,25 @@ MIX, GROUP, SANDWICH, PRE, ADMIN = (
 
 
 @claim(
-    says="The losses rise in the order Mix-LN, Group-LN, Sandwich-LN, Pre-LN, Admin",
-    paper="perplexity 22.33, 23.10, 23.26, 23.39, 24.82 (250M)",
+    says="The losses rise in this order: Mix-LN, Group-LN, Sandwich-LN, Pre-LN, Admin",
+    paper="Perplexity in this order: 22.33, 23.10, 23.26, 23.39, 24.82 (250M)",
 )
 def mix_others(trials: Trials) -> Finding:
     return ordered(trials.tuned(), [MIX, GROUP, SANDWICH, PRE, ADMIN])
 
 
-@claim(says="Mix-LN's loss is below each of the others'", paper="22.33 against 23.10 and more")
+@claim(
+    says="Mix-LN's loss is below Group-LN's, Sandwich-LN's, Pre-LN's and Admin's",
+    paper="Perplexity 22.33 (Mix-LN), and 23.10 or more (the others)",
+)
 def mix_others__best(trials: Trials) -> Finding:
     return all_of(*(lower(trials.tuned(), MIX, than=other) for other in (GROUP, SANDWICH, PRE, ADMIN)))
 
 
-@claim(says="Group-LN and Sandwich-LN beat Pre-LN slightly, Admin is worse", paper="23.10, 23.26, 23.39, 24.82")
+@claim(
+    says="Group-LN's and Sandwich-LN's losses are slightly below Pre-LN's, and Admin's is above Pre-LN's",
+    paper="Perplexity: Group-LN 23.10, Sandwich-LN 23.26, Pre-LN 23.39, Admin 24.82",
+)
 def mix_others__around_pre(trials: Trials) -> Finding:
     tuned = trials.tuned()
     return all_of(lower(tuned, GROUP, than=PRE), lower(tuned, SANDWICH, than=PRE), lower(tuned, PRE, than=ADMIN))

@@ -8,21 +8,25 @@ PRE, MIX, POST, DEEP = ({"scheme": name} for name in ("pre_ln", "mix_ln", "post_
 
 @claim(
     says="Mix-LN's loss is below Pre-LN's, and Pre-LN's is below DeepNorm's and Post-LN's",
-    paper="perplexity at 250M: 21.39 < 21.92 < 22.77 and 1409; at 71M 33.12 < 34.77 < 34.87 and 35.18",
+    paper="Perplexity of Mix-LN, Pre-LN, DeepNorm and Post-LN: 21.39, 21.92, 22.77 and 1409 (250M), 33.12, 34.77, "
+    "34.87 and 35.18 (71M)",
 )
 def mix_ppl(trials: Trials) -> Finding:
     pairs = ((MIX, PRE), (PRE, DEEP), (PRE, POST))
     return all_of(*(lower(size, a, than=b) for size in split(trials.tuned(), "size") for a, b in pairs))
 
 
-@claim(says="Mix-LN's loss is below Pre-LN's", paper="-1.65 (71M), -0.71, -0.53, -0.47 (1B) in perplexity")
+@claim(
+    says="Mix-LN's loss is below Pre-LN's",
+    paper="Mix-LN's perplexity is below Pre-LN's by 1.65 (71M), 0.71, 0.53 and 0.47 (1B)",
+)
 def mix_ppl__below_pre(trials: Trials) -> Finding:
     return all_of(*(lower(size, MIX, than=PRE) for size in split(trials.tuned(), "size")))
 
 
 @claim(
-    says="At the rate that suits Pre-LN, Post-LN of 24 layers and more does not train",
-    paper="Post-LN at 250M and 1B: 1409 and 1412; DeepNorm at 1B: 1411; both train at 71M and 130M",
+    says="Post-LN with 24 layers or more does not train at the learning rate that suits Pre-LN",
+    paper="Perplexity of Post-LN 1409 (250M) and 1412 (1B), of DeepNorm 1411 (1B). Both train at 71M and 130M",
 )
 def mix_ppl__post_fails(trials: Trials) -> Finding:
     if "size" not in trials.axes:

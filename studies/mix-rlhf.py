@@ -18,17 +18,23 @@ from lamina.lab.papers.judging import (
 MIX, PRE = ({"placement": placement, "budget": "1x"} for placement in ("mix_ln", "pre_ln"))
 
 
-@claim(says="After RLHF, Mix-LN's reward is above Pre-LN's at equal KL", paper="1.32 against 0.75 (1B), at equal steps")
+@claim(
+    says="After RLHF, Mix-LN's reward is above Pre-LN's at equal KL",
+    paper="Reward after equally many steps (1B): Mix-LN 1.32, Pre-LN 0.75",
+)
 def mix_rlhf(trials: Trials) -> Finding:
     return at_equal_kl_and_loss(trials, "rlhf")
 
 
-@claim(says="At the end, after equal steps, Mix-LN's reward is above Pre-LN's", paper="1.32 against 0.75 (1B)")
+@claim(
+    says="After equally many steps of RLHF, Mix-LN's reward is above Pre-LN's",
+    paper="Reward (1B): Mix-LN 1.32, Pre-LN 0.75",
+)
 def mix_rlhf__final(trials: Trials) -> Finding:
     return higher(trials.tuned().where(stage="rlhf"), MIX, than=PRE, column="eval_reward", by=0.02)
 
 
-@claim(says="With a reward that a program computes, Mix-LN's is above Pre-LN's at equal KL, too")
+@claim(says="If a program computes the reward, Mix-LN's reward is also above Pre-LN's at equal KL")
 def mix_rlhf__verifiable(trials: Trials) -> Finding:
     return at_equal_kl_and_loss(trials, "verifiable")
 

@@ -19,14 +19,19 @@ def _grows(trials: Trials, arm: str) -> Finding:
 
 
 @claim(
-    says="The standard deviation at the norms' inputs grows above 1 during training",
+    says="During training, the standard deviation of the norms' inputs grows above 1 in Pre-LN and in Mix-LN",
     paper='"sigma gradually grows larger than one during training" (no number)',
+    quantity="standard deviation, mean over layers",
 )
 def mix_sigma(trials: Trials) -> Finding:
     tuned = trials.tuned()
     return all_of(_grows(tuned, "pre_ln"), _grows(tuned, "mix_ln"))
 
 
-@claim(says="It does so in Post-LN, where its inverse is multiplied over the layers", paper="the product of 1 / sigma")
+@claim(
+    says="During training, the standard deviation of the norms' inputs grows above 1 in Post-LN",
+    paper="In Post-LN, the gradient's factor is the product of 1 / sigma over the layers",
+    quantity="standard deviation, mean over layers",
+)
 def mix_sigma__post(trials: Trials) -> Finding:
     return _grows(trials.tuned(), "post_ln")

@@ -3,11 +3,19 @@
 from lamina.lab.papers.judging import Finding, Trials, claim, equivalent, higher
 
 
-@claim(says="Mix-LN's accuracy is above Pre-LN's in ViT-Small", paper="75.99 to 76.40")
+@claim(
+    says="In ViT-Small, Mix-LN's accuracy is above Pre-LN's",
+    paper="Accuracy: Pre-LN 75.99, Mix-LN 76.40",
+    quantity="accuracy",
+)
 def mix_vit(trials: Trials) -> Finding:
     return higher(trials.tuned().where(size="small"), "mix_ln", than="pre_ln", column="accuracy", by=0.001)
 
 
-@claim(says="In ViT-Tiny the two are level", paper="67.30 and 67.34")
+@claim(
+    says="In ViT-Tiny, Mix-LN and Pre-LN have the same accuracy",
+    paper="Accuracy 67.30 and 67.34",
+    quantity="accuracy",
+)
 def mix_vit__tiny(trials: Trials) -> Finding:
     return equivalent(trials.tuned().where(size="tiny"), "mix_ln", "pre_ln", column="accuracy", within=0.003)

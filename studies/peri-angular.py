@@ -24,8 +24,9 @@ def deep_angle(table: Frame) -> float:
 
 
 @claim(
-    says="After training the layers of Pre-LN turn the stream less than those of Peri-LN: they are more redundant",
-    paper="Figure 9a (400M): Pre-LN is markedly the most redundant",
+    says="After training, Pre-LN's layers change the hidden states' direction less than Peri-LN's layers, so they are "
+    "more redundant",
+    paper="Figure 9a (400M): Pre-LN is clearly the most redundant",
 )
 def peri_angular(trials: Trials) -> Finding:
     pre, peri = (numbers(trials.tuned(), p, "angular_distance", mean_angle) for p in ("pre_ln", "peri_ln"))
@@ -33,8 +34,10 @@ def peri_angular(trials: Trials) -> Finding:
 
 
 @claim(
-    says="At init the layers of Pre-LN and of Peri-LN turn the stream alike, within 0.05 (0.5 is a right angle)",
-    paper="Figure 39a: very similar states in both; smaller angles in Post-LN",
+    says="Before training, Pre-LN's and Peri-LN's layers change the hidden states' direction by the same angle, within "
+    "0.05 (0.5 is a right angle). Post-LN's angle is smaller",
+    paper="Figure 39a: Pre-LN and Peri-LN are very similar, and Post-LN's angles are smaller",
+    quantity="angle",
 )
 def peri_angular__init(trials: Trials) -> Finding:
     pre, peri, post = (
@@ -45,8 +48,9 @@ def peri_angular__init(trials: Trials) -> Finding:
 
 
 @claim(
-    says="With the output norms' gains fixed at 1 the last third of Peri-LN's layers turns the stream less",
-    paper="Figure 39d: the deep layers lose",
+    says="If the output norms' gains stay at 1, the last third of Peri-LN's layers changes the hidden states' "
+    "direction less than with learned gains",
+    paper="Figure 39d: the deep layers change the direction less",
 )
 def peri_angular__fixed(trials: Trials) -> Finding:
     fixed, learned = (numbers(trials.tuned(), arm, "angular_distance", deep_angle) for arm in (FIXED, "peri_ln"))

@@ -27,8 +27,10 @@ def never_above(trials: Trials, placement: str) -> Finding:
 
 
 @claim(
-    says="The gradient of the last down-projection keeps to Peri-LN's bound (C.2) and Post-LN's (C.3) for every token",
-    paper="Eq 8 and 10: at most 4 gamma sqrt(D) ||h|| / ||a||, ... / ||x + a||",
+    says="For every token, the gradient of the last down-projection stays below the paper's bounds for Peri-LN (C.2) "
+    "and Post-LN (C.3)",
+    paper="Eq 8: at most 4 gamma sqrt(D) ||h|| / ||a||. Eq 10 has ||x + a|| in place of ||a||",
+    quantity="gradient norm divided by its bound",
     exact=True,
 )
 def peri_bound(trials: Trials) -> Finding:
@@ -36,8 +38,10 @@ def peri_bound(trials: Trials) -> Finding:
 
 
 @claim(
-    says="In Pre-LN a token's gradient of the last down-projection is exactly ||h|| times the output's gradient",
-    paper="Eq 6 and 11: proportional to h, undamped",
+    says="In Pre-LN, the norm of a token's gradient with respect to the last down-projection's weights is ||h|| times "
+    "the norm of the gradient at the projection's output (h is the projection's input)",
+    paper="Eq 6 and 11: the gradient is proportional to h, without damping",
+    quantity="gradient norm divided by its formula",
     exact=True,
 )
 def peri_bound__proportional(trials: Trials) -> Finding:

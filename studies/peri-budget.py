@@ -25,16 +25,18 @@ def fewer(trials: Trials, a: str, b: str) -> Finding:
 
 
 @claim(
-    says="At a high rate and a warm-up of 10 %, a large budget loses fewer runs than a small one",
-    paper="5e-3 diverges with 8B and 16B tokens, not with 30B",
+    says="At a high learning rate and with a warm-up of 10 % of the steps, fewer runs fail in long trainings than in "
+    "short trainings",
+    paper="At a learning rate of 5e-3, runs diverge with 8B and 16B tokens, but not with 30B",
 )
 def peri_budget(trials: Trials) -> Finding:
     return fewer(trials, "large", "small")
 
 
 @claim(
-    says="It is the warm-up's length in steps: a longer one saves small budgets, and a shorter one loses large ones",
-    paper="Appendix G.1 supposes so, and does not test it",
+    says="The number of warm-up steps is the cause: a longer warm-up saves short trainings, and a shorter warm-up "
+    "makes long trainings fail",
+    paper="Appendix G.1 supposes this cause, and does not test it",
 )
 def peri_budget__warmup(trials: Trials) -> Finding:
     return all_of(fewer(trials, "small, long warm-up", "small"), fewer(trials, "large", "large, short warm-up"))

@@ -39,9 +39,9 @@ def fall(trials: Trials, placement: str) -> dict[int, float]:
 
 
 @claim(
-    says="The stronger the weight decay, the smaller the variance of Pre-LN's last state, and the strongest lowers it "
-    "by a larger factor than Peri-LN's",
-    paper="Figure 10a (400M): markedly lower in Pre-LN, only marginally in Peri-LN",
+    says="The stronger the weight decay, the smaller the variance of Pre-LN's last hidden state. The strongest weight "
+    "decay lowers Pre-LN's variance by a larger factor than Peri-LN's",
+    paper="Figure 10a (400M): the variance is much lower in Pre-LN, and only slightly lower in Peri-LN",
 )
 def peri_decay(trials: Trials) -> Finding:
     fixed = at_one_rate(trials)
@@ -56,8 +56,8 @@ def peri_decay(trials: Trials) -> Finding:
 
 
 @claim(
-    says="At every weight decay Peri-LN's loss is below Pre-LN's",
-    paper="Table 7: Peri-LN is better at 0, 0.0033, 0.033 and 0.33 (its numbers are not in the text)",
+    says="With every weight decay, Peri-LN's loss is below Pre-LN's",
+    paper="Table 7: Peri-LN is better with 0, 0.0033, 0.033 and 0.33 (its numbers are not in the text)",
 )
 def peri_decay__gap(trials: Trials) -> Finding:
     best = at_best_rates(trials)
@@ -65,8 +65,8 @@ def peri_decay__gap(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Ten times the weight decay makes Pre-LN's diverging seeds train",
-    paper="Figure 10b: seed 4 diverges at 0.033 and not at 0.33",
+    says="With ten times the weight decay, the seeds of Pre-LN that diverged train",
+    paper="Figure 10b: seed 4 diverges with 0.033, but not with 0.33",
 )
 def peri_decay__rescue(trials: Trials) -> Finding:
     usual, strong = sorted(trials.values("weight_decay"))[-2:]

@@ -22,8 +22,8 @@ def growth(table: Frame) -> float:
 
 
 @claim(
-    says="Pre-LN's largest hidden values pass FP16's limit of 65504 during training, Peri-LN's never do",
-    paper="Figure 11 (3.2B): Pre-LN passes it within 0.5B tokens, Peri-LN stays below",
+    says="During training, Pre-LN's largest hidden values exceed FP16's limit of 65504, but Peri-LN's never do",
+    paper="Figure 11 (3.2B): Pre-LN exceeds 65504 within 0.5B tokens, and Peri-LN does not",
 )
 def peri_fp16(trials: Trials) -> Finding:
     """Where Pre-LN stays below, a larger scale decides, unless Peri-LN passes the limit itself."""
@@ -41,8 +41,8 @@ def peri_fp16(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Over training the 100 largest hidden values grow by a larger factor in Pre-LN than in Peri-LN",
-    paper="Figure 11: two bands that part from the first steps on",
+    says="During training, the 100 largest hidden values grow by a larger factor in Pre-LN than in Peri-LN",
+    paper="Figure 11: the two placements differ from the first steps on",
 )
 def peri_fp16__growth(trials: Trials) -> Finding:
     pre, peri = (numbers(trials.tuned(), arm, "layers", growth, at="records") for arm in ("pre_ln", "peri_ln"))

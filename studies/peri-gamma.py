@@ -21,9 +21,10 @@ PRE, FIXED, LEARNED = ({"scheme": name} for name in ("pre", "fixed", "learned"))
 
 
 @claim(
-    says="With the output norms' gains fixed at 1 the loss is already below Pre-LN's, and learned gains are no worse "
-    "(lower, or level within 0.02)",
-    paper="Figure 8: fixed beats Pre-LN, learned is slightly better, at 400M and 1.5B",
+    says="If the output norms' gains stay at 1, Peri-LN's loss is below Pre-LN's. Learned gains give a lower loss than "
+    "fixed gains, or the same loss within 0.02 nats",
+    paper="Figure 8 (400M, 1.5B): Peri-LN with fixed gains is better than Pre-LN, and learned gains are slightly "
+    "better than fixed gains",
 )
 def peri_gamma(trials: Trials) -> Finding:
     tuned = trials.tuned()
@@ -31,7 +32,10 @@ def peri_gamma(trials: Trials) -> Finding:
     return all_of(lower(tuned, FIXED, than=PRE), slightly)
 
 
-@claim(says="With the gains fixed at 1 there are fewer gradient spikes than in Pre-LN", paper="Figure 8: suppressed")
+@claim(
+    says="If the output norms' gains stay at 1, Peri-LN has fewer gradient spikes than Pre-LN",
+    paper="Figure 8: fixed gains suppress the spikes",
+)
 def peri_gamma__spikes(trials: Trials) -> Finding:
     """Each at its own best rate; a spike is a surge: above 3 times the median of the 20 steps before."""
     tuned = trials.tuned()
@@ -42,9 +46,9 @@ def peri_gamma__spikes(trials: Trials) -> Finding:
 
 
 @claim(
-    says="The learned gains of the output norms, which start at 1, come to differ between layers (standard deviation "
-    "above 0.01) and rise or fall with depth",
-    paper="Figure 9b: near 1 early in training, then gradually adjusted with depth",
+    says="During training, the output norms' gains (1 at first) become different between layers (standard deviation "
+    "above 0.01), and rise or fall with depth",
+    paper="Figure 9b: the gains are near 1 early in training, and then change gradually with depth",
 )
 def peri_gamma__depth(trials: Trials) -> Finding:
     found = []

@@ -31,24 +31,28 @@ def more_even(trials: Trials, other: str, at: str) -> Finding:
 
 
 @claim(
-    says="After training the gradient's norm is more even over the layers in Peri-LN than in Pre-LN and in Post-LN",
-    paper="Figure 7 (1.5B): even in Peri-LN; falls towards the shallow layers in Post-LN",
+    says="After training, the gradient norms of the layers are more similar in Peri-LN than in Pre-LN and in Post-LN",
+    paper="Figure 7 (1.5B): Peri-LN's gradients are similar in all layers, and Post-LN's fall toward the first layers",
+    quantity="log10 of the gradient norm",
 )
 def peri_gradients(trials: Trials) -> Finding:
     return all_of(*(more_even(trials.tuned(), other, "end") for other in ("pre_ln", "post_ln")))
 
 
 @claim(
-    says="At init, too, the gradient's norm is more even over the layers in Peri-LN than in Pre-LN",
-    paper="Figure 7: in Pre-LN it grows towards the shallow layers at init, in Peri-LN it is even",
+    says="Before training, the gradient norms of the layers are more similar in Peri-LN than in Pre-LN",
+    paper="Figure 7: before training, Pre-LN's gradients grow toward the first layers, and Peri-LN's are similar in "
+    "all layers",
+    quantity="log10 of the gradient norm",
 )
 def peri_gradients__init(trials: Trials) -> Finding:
     return more_even(trials.tuned(), "pre_ln", "init")
 
 
 @claim(
-    says="After training Post-LN's gradients are smaller in the first third of the layers than in the last",
-    paper="Figure 7, Section 5.2: they decrease on their way back, which can make them vanish",
+    says="After training, Post-LN's gradients are smaller in the first third of the layers than in the last third",
+    paper="Figure 7, Section 5.2: Post-LN's gradients become smaller toward the first layers, and can vanish",
+    quantity="gradient norm",
 )
 def peri_gradients__post(trials: Trials) -> Finding:
     part = trials.tuned() if "depth" not in trials.axes else trials.where(depth="shallow")

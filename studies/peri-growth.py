@@ -27,8 +27,8 @@ def growth(trials: Trials, placement: str) -> dict[int, float]:
 
 
 @claim(
-    says="Training multiplies the variance of the last hidden state by more in Pre-LN than in Peri-LN",
-    paper="Figure 1 (1.5B, 6.3B tokens): explosive growth in Pre-LN, moderate in Peri-LN",
+    says="Training multiplies the variance of the last hidden state by a larger factor in Pre-LN than in Peri-LN",
+    paper="Figure 1 (1.5B, 6.3B tokens): the variance grows explosively in Pre-LN and moderately in Peri-LN",
 )
 def peri_growth(trials: Trials) -> Finding:
     parts = split(trials.tuned(), "size")
@@ -37,8 +37,9 @@ def peri_growth(trials: Trials) -> Finding:
 
 
 @claim(
-    says="After training Pre-LN's variance grows over depth rather exponentially than linearly, Peri-LN's the reverse",
-    paper="Section 5.1: exponential in depth (Pre-LN), well controlled (Peri-LN)",
+    says="After training, the hidden states' variance grows exponentially with depth in Pre-LN, and linearly in "
+    "Peri-LN",
+    paper="Section 5.1: the variance grows exponentially with depth in Pre-LN, and moderately in Peri-LN",
 )
 def peri_growth__exponential(trials: Trials) -> Finding:
     found = []
@@ -52,8 +53,8 @@ def peri_growth__exponential(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Post-LN keeps the last state's variance within a factor of two over training",
-    paper="Figure 6: constant",
+    says="During training, the variance of Post-LN's last hidden state changes by at most a factor of two",
+    paper="Figure 6: the variance is constant",
 )
 def peri_growth__post_constant(trials: Trials) -> Finding:
     """Of Post-LN that trains alone: in a stuck run nothing changes, whatever it keeps."""

@@ -31,8 +31,8 @@ def last_gradient(table: Frame) -> float:
 
 
 @claim(
-    says="Over seeds and learning rates Peri-LN has fewer gradient spikes than Pre-LN",
-    paper="Figures 3 to 5: frequent in Pre-LN, comparatively few in Peri-LN; no counts printed",
+    says="Over all seeds and learning rates, Peri-LN has fewer gradient spikes than Pre-LN",
+    paper="Figures 3 to 5: many spikes in Pre-LN, and few in Peri-LN. They print no counts",
 )
 def peri_instability(trials: Trials) -> Finding:
     found = []
@@ -48,8 +48,9 @@ def peri_instability(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Where training is stable, the final layer's gradient norm is largest in Post-LN, then Pre-LN, then Peri-LN",
-    paper="Figure 5a (400M): Post-LN > Pre-LN > Peri-LN",
+    says="At the lowest learning rate, the gradient norm of the last layer is largest in Post-LN, smaller in Pre-LN "
+    "and smallest in Peri-LN",
+    paper="Figure 5a (400M): largest in Post-LN, smallest in Peri-LN",
 )
 def peri_instability__final_layer(trials: Trials) -> Finding:
     """At the lowest rate, where each of them trains."""

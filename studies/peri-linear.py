@@ -25,9 +25,9 @@ def added(table: Frame) -> float:
 
 
 @claim(
-    says="The variance of Peri-LN's stream grows along a straight line over depth, at init and after training (there "
-    "straighter than its logarithm: linear, not exponential)",
-    paper="Eq 4 and Figures 1, 6, 14, 15: linear or sub-exponential",
+    says="The hidden states' variance in Peri-LN grows linearly with depth, before and after training. After training, "
+    "a line fits better than an exponential",
+    paper="Eq 4 and Figures 1, 6, 14 and 15: linear growth, or slower than exponential",
 )
 def peri_linear(trials: Trials) -> Finding:
     """Fails where a straight line explains less than 95 % of the variance's course, or an exponential explains more."""
@@ -40,8 +40,8 @@ def peri_linear(trials: Trials) -> Finding:
 
 
 @claim(
-    says="What the sub-layers add is uncorrelated with the stream: its variances add up to the stream's growth within "
-    "10 %, at init and after training",
+    says="In Peri-LN, the outputs of the sub-layers are uncorrelated with the residual stream. So their variances add "
+    "up to the growth of the stream's variance, within 10 %, before and after training",
     paper="Eq 4 sets Var(x + F) to Var(x) + Var(F)",
 )
 def peri_linear__uncorrelated(trials: Trials) -> Finding:

@@ -5,13 +5,17 @@ from lamina.lab.papers.judging.curves import at_rate_of
 
 
 @claim(
-    says="Peri-LN's loss (A + B) is below that of norms at A + C, and that is below Post-LN's (C)",
-    paper="2.91 < 3.01 < 3.05 (400M)",
+    says="Peri-LN (norms at A and B) has a lower loss than norms at A and C, which have a lower loss than Post-LN "
+    "(norm at C)",
+    paper="Losses (400M): 2.91 (A and B), 3.01 (A and C), 3.05 (C)",
 )
 def peri_places(trials: Trials) -> Finding:
     return ordered(trials.tuned(), ["peri_ln", "pre_post_ln", "post_ln"])
 
 
-@claim(says="With norms at B alone, at the rate that suits Peri-LN, the model does not train", paper="diverged (400M)")
+@claim(
+    says="With norms at B alone, the model does not train at the learning rate that suits Peri-LN",
+    paper="The run diverged (400M)",
+)
 def peri_places__b_alone(trials: Trials) -> Finding:
     return fails_to_train(at_rate_of(trials, "out_ln", "peri_ln"), "out_ln")

@@ -11,7 +11,8 @@ HALF = 0.5
 
 @claim(
     says="Peri-LN's loss is below Pre-LN's, and Pre-LN's is below Post-LN's",
-    paper="Table 1, on C4: 3.34 < 3.43 (400M), 3.18 < 3.29 (1.5B), 3.11 < 3.20 (3.2B); Post-LN's 7.46, 5.38, 4.43",
+    paper="Table 1, C4 loss of Peri-LN and Pre-LN: 3.34 and 3.43 (400M), 3.18 and 3.29 (1.5B), 3.11 and 3.20 (3.2B). "
+    "Post-LN: 7.46, 5.38 and 4.43",
 )
 def peri_scores(trials: Trials) -> Finding:
     parts = split(at_stage(trials.tuned(), "pretrain"), "size")
@@ -19,8 +20,9 @@ def peri_scores(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Over seeds the standard deviation of Peri-LN's loss is less than half of Pre-LN's",
-    paper="Table 1, of tasks' scores: 0.54 and 1.51 on average (400M), 0.45 and 1.33, 0.54 and 1.64",
+    says="The standard deviation of the loss over seeds is less than half as large in Peri-LN as in Pre-LN",
+    paper="Table 1, standard deviation of task scores, Peri-LN and Pre-LN: 0.54 and 1.51 (400M), 0.45 and 1.33 (1.5B), "
+    "0.54 and 1.64 (3.2B)",
 )
 def peri_scores__spread(trials: Trials) -> Finding:
     return all_of(*(half_the_spread(part) for part in split(at_stage(trials.tuned(), "pretrain"), "size")))
@@ -55,8 +57,8 @@ def half_the_spread(trials: Trials) -> Finding:
 
 
 @claim(
-    says="No seed of Peri-LN diverges, and some of Pre-LN do",
-    paper="of 5 seeds at 400M, 1.5B, 3.2B: Peri-LN 0, 0, 0; Pre-LN 2, 0, 3; Post-LN 0, 1, 0",
+    says="No seed of Peri-LN diverges, but some seeds of Pre-LN diverge",
+    paper="Diverged seeds, of 5 at 400M, 1.5B and 3.2B: 0, 0, 0 (Peri-LN), 2, 0, 3 (Pre-LN), 0, 1, 0 (Post-LN)",
 )
 def peri_scores__diverged(trials: Trials) -> Finding:
     tuned = at_stage(trials.tuned(), "pretrain")
@@ -73,7 +75,8 @@ def peri_scores__diverged(trials: Trials) -> Finding:
 
 @claim(
     says="Peri-LN's average score over five tasks is above Pre-LN's, and Pre-LN's is above Post-LN's",
-    paper="51.57 > 49.69 > 42.45 (400M), 56.55 > 53.71 > 45.49 (1.5B), 58.56 > 56.69 > 46.45 (3.2B)",
+    paper="Peri-LN, Pre-LN and Post-LN: 51.57, 49.69 and 42.45 (400M), 56.55, 53.71 and 45.49 (1.5B), 58.56, 56.69 and "
+    "46.45 (3.2B)",
 )
 def peri_scores__tasks(trials: Trials) -> Finding:
     parts = split(at_stage(trials.tuned(), "tasks"), "size")

@@ -5,22 +5,25 @@ from lamina.lab.papers.judging import Finding, Trials, all_of, any_of, claim, lo
 FUSED = ("fused keel, root of N", "fused keel, N", "fused keel, 2 N")
 
 
-@claim(says="FuseNorm's skip in Keel has a lower loss than FuseNorm and than Keel, with one of three alphas")
+@claim(says="With one of three alphas, Keel with FuseNorm's skip has a lower loss than FuseNorm and than Keel")
 def seeds_add(trials: Trials) -> Finding:
     return any_of(*(_beats(trials, arm, "fusenorm", "keel") for arm in FUSED))
 
 
-@claim(says="FuseNorm's skip in Keel (alpha = N) has a lower loss than both with more steps, too")
+@claim(
+    says="With more steps, Keel with FuseNorm's skip (alpha = N) has a lower loss than FuseNorm and than Keel",
+    quantity="loss",
+)
 def seeds_add__longer(trials: Trials) -> Finding:
     return _beats(trials, "fused keel, N", "fusenorm", "keel", budget="longer")
 
 
-@claim(says="Mix-LN with Keel above has a lower loss than Mix-LN and than Keel")
+@claim(says="Mix-LN with Keel in the upper layers has a lower loss than Mix-LN and than Keel")
 def seeds_add__mix_keel(trials: Trials) -> Finding:
     return _beats(trials, "mix with keel", "mix_ln", "keel")
 
 
-@claim(says="Mix-LN with Peri-LN above has a lower loss than Mix-LN and than Peri-LN")
+@claim(says="Mix-LN with Peri-LN in the upper layers has a lower loss than Mix-LN and than Peri-LN")
 def seeds_add__mix_peri(trials: Trials) -> Finding:
     return _beats(trials, "mix with peri_ln", "mix_ln", "peri_ln")
 

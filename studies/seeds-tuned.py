@@ -7,7 +7,10 @@ from lamina.lab.papers.judging import Finding, Trials, Verdict, all_of, claim, l
 SEEDS = ("fusenorm", "keel", "mix_ln", "peri_ln")
 
 
-@claim(says="One of FuseNorm, Keel, Mix-LN and Peri-LN has a lower loss than each of the others and Pre-LN")
+@claim(
+    says="One placement has the lowest loss: FuseNorm, Keel, Mix-LN or Peri-LN has a lower loss than the other three "
+    "and than Pre-LN",
+)
 def seeds_tuned(trials: Trials) -> Finding:
     tuned = trials.tuned()
     means = {arm: sum(losses.values()) / len(losses) for arm in SEEDS if (losses := values_of(tuned, arm))}
@@ -19,21 +22,24 @@ def seeds_tuned(trials: Trials) -> Finding:
     return replace(finding, p=p)
 
 
-@claim(says="FuseNorm's loss is below Pre-LN's", paper="WikiText perplexity 20.6 < 22.5, 15.7 < 17.4, 11.8 < 12.5")
+@claim(
+    says="FuseNorm's loss is below Pre-LN's",
+    paper="WikiText perplexity, FuseNorm and Pre-LN: 20.6 and 22.5, 15.7 and 17.4, 11.8 and 12.5",
+)
 def seeds_tuned__fusenorm(trials: Trials) -> Finding:
     return lower(trials.tuned(), "fusenorm", than="pre_ln")
 
 
-@claim(says="Keel's loss is below Pre-LN's", paper="+3.2 points on average over tasks at 512 layers")
+@claim(says="Keel's loss is below Pre-LN's", paper="At 512 layers, Keel's average score is 3.2 points above Pre-LN's")
 def seeds_tuned__keel(trials: Trials) -> Finding:
     return lower(trials.tuned(), "keel", than="pre_ln")
 
 
-@claim(says="Mix-LN's loss is below Pre-LN's", paper="C4 perplexity 21.39 < 21.92 (250M)")
+@claim(says="Mix-LN's loss is below Pre-LN's", paper="C4 perplexity (250M): Mix-LN 21.39, Pre-LN 21.92")
 def seeds_tuned__mix_ln(trials: Trials) -> Finding:
     return lower(trials.tuned(), "mix_ln", than="pre_ln")
 
 
-@claim(says="Peri-LN's loss is below Pre-LN's", paper="2.91 < 3.01 (400M)")
+@claim(says="Peri-LN's loss is below Pre-LN's", paper="Loss (400M): Peri-LN 2.91, Pre-LN 3.01")
 def seeds_tuned__peri_ln(trials: Trials) -> Finding:
     return lower(trials.tuned(), "peri_ln", than="pre_ln")

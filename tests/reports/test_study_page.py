@@ -206,7 +206,7 @@ def sweep() -> StudyFolder:
 
 def test_the_table_has_optima_spreads_and_what_five_pairs_show():
     heading, table, sentence = pages.resolution(sweep())
-    assert heading == "**What this size can decide**"
+    assert heading == "**Which differences these models can show**"
     keel, pre = table.splitlines()[2:]  # the lowest loss first
     differences = [(2.45 + k) - (2.6 + p) for k, p in zip(NOISE["keel"], NOISE["pre_ln"], strict=True)]
     std = statistics.stdev(differences)

@@ -116,7 +116,7 @@ def test_runs_that_failed_are_ranked_last_and_counted():
     assert found.p == pytest.approx(2 * 0.5**5)
     assert found.note == "pre_ln: 1 of 5 runs diverged (95 % interval of the share that failed: 1% to 72%)"
     assert found.ours.startswith(
-        "keel vs pre_ln, runs that failed last: lower in 5 of 5 pairs, median difference -0.0195"
+        "keel vs pre_ln, failed runs ranked last: lower in 5 of 5 pairs, median difference -0.0195"
     )
     eight = [3.0 + 0.01 * seed for seed in range(8)]
     one = trials(rows("keel", [loss - 0.05 for loss in eight]), rows("pre_ln", eight, ["stuck", *["finished"] * 7]))

@@ -206,7 +206,7 @@ def test_both_arms_must_have_learned_more_than_a_table_of_bigrams():
     assert verdict(both(bigram_entropy=float("nan"))).verdict == "holds", "nothing is known of it"
     between = verdict(both(bigram_entropy=2.95))
     assert between.verdict == "needs scale"
-    assert between.note == "not past the loss of a table of bigrams (in brackets): pre_ln 3.013 (2.950)"
+    assert between.note == "these losses are above a bigram table's loss (in parentheses): pre_ln 3.013 (2.950)"
     assert verdict(both(bigram_entropy=2.95), exact=True).verdict == "holds"
 
 
@@ -258,14 +258,15 @@ def test_both_arms_must_be_above_chance_on_the_tasks(low, word):
     )
     found = verdict(scores, lambda trials: lower(trials, "keel", than="pre_ln", column="score_sorting", by=1.0))
     assert found.verdict == word
-    assert ("keel is not above chance: score_sorting from 24.1 % (95 %), chance 25.0 %" in found.note) == (low < 25)
+    said = "keel is not above chance (25.0 %): the 95 % interval of score_sorting starts at 24.1 %"
+    assert (said in found.note) == (low < 25)
 
 
 def test_both_policies_must_have_moved():
     moved = both(eval_reward=1.0).assign(reward_gain=[0.5, 0.6, 0.4, 0.5, 0.55, 0.45, 0.1, -0.2, 0.2, -0.1, 0.0, 0.1])
     found = verdict(moved)
     assert found.verdict == "needs scale"
-    assert "pre_ln: the policy has not moved" in found.note
+    assert "pre_ln: its reward has not risen" in found.note
     assert "keel" not in found.note
 
 

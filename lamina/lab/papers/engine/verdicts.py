@@ -103,17 +103,20 @@ def all_verdicts(records: Path | None = None) -> list[Json]:
 def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
     """Return every claim of a study with its verdict at every recorded scale.
 
-    If the study is in the catalog and has no verdicts at the scale cpu, its claims are `not run yet`, and the note has
-    the command to run. Raises UserError for a file that can't be read.
+    If the study is in the catalog, the claims' texts are those of its file, because a record keeps the old texts. If
+    such a study has no verdicts at the scale cpu, its claims are `not run yet`, and the note has the command to run.
+    Raises UserError for a file that can't be read.
     """
+    listed = study.file.parent == catalog_folder() and study.claims_file.is_file()
+    claims = _load(study) if listed else []
+    texts = {one.name: {"says": one.says, "paper": one.paper, "quantity": one.quantity} for one in claims}
     verdicts = []
     for scale in study.scales:
         folder = records / f"{study.name}-{scale}"
         refuse_tables(folder)
         stored = read_claims(folder)
-        if stored is None and scale == "cpu" and study.file.parent == catalog_folder():
+        if stored is None and scale == "cpu":
             note, labels = f"lamina study run {study.name} --scale {scale}", {"study": study.name, "scale": scale}
-            claims = _load(study) if study.claims_file.is_file() else []
             verdicts += [{**_unjudged(claim, Verdict.NOT_RUN, note), **labels, "date": None} for claim in claims]
         for entry in stored or ():
             if (owner := (entry.get("study"), entry.get("scale"))) != (study.name, scale):  # the folder was exchanged
@@ -121,7 +124,7 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
                     f"records: {str(folder)!r} holds a verdict of {owner[0]}-{owner[1]}. Keep each study's record "
                     "under the study's name."
                 )
-            verdicts.append(entry)
+            verdicts.append({**entry, **texts.get(entry["claim"], {})})
     return verdicts
 
 

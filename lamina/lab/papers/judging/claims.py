@@ -100,7 +100,7 @@ def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) ->
             short.append(f"{name} {loss:.3f} ({bigrams:.3f})")
         past += loss < bigrams
     if short and not (enough and past):
-        yield f"not past the loss of a table of bigrams (in brackets): {', '.join(short)}"
+        yield f"these losses are above a bigram table's loss (in parentheses): {', '.join(short)}"
 
 
 def _by_chance(rows: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
@@ -114,14 +114,14 @@ def _by_chance(rows: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
         for arm, part in _each(rows, arms):
             values = part[column].dropna().tolist()
             if len(values) >= TOO_FEW and (low := t_interval(values)[0]) <= chance:
-                yield f"{arm} is not above chance: {column} from {low:.1f} % (95 %), chance {chance:.1f} %"
+                yield f"{arm} is not above chance ({chance:.1f} %): the 95 % interval of {column} starts at {low:.1f} %"
 
 
 def _unmoved(rows: Frame, arms: Sequence[str]) -> Iterator[str]:
     for arm, part in _each(rows, arms) if _GAIN in rows else ():
         gains = part[_GAIN].dropna().tolist()
         if len(gains) >= TOO_FEW and (low := t_interval(gains)[0]) <= 0:
-            yield f"{arm}: the policy has not moved: its reward's gain is from {low:.2g} (95 %)"
+            yield f"{arm}: its reward has not risen (the 95 % interval of the rise starts at {low:.2g})"
 
 
 def _badly_tuned(rows: Frame, beyond: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
@@ -166,6 +166,7 @@ class Claim:
     says: str
     paper: str
     check: Check
+    quantity: str = ""
     exact: bool = False
     one_learned: bool = False
 
@@ -198,7 +199,9 @@ class Judged(Finding):
 _loading: list[dict[str, Claim]] = []  # of the files that are being read, the innermost last
 
 
-def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool = False) -> Callable[[Check], Check]:
+def claim(
+    *, says: str, paper: str = "", quantity: str = "", exact: bool = False, one_learned: bool = False
+) -> Callable[[Check], Check]:
     """Register a function ``(trials) -> Finding`` as a claim, for ``load_claims``.
 
     The function's name is the claim's id, with ``_`` in place of ``-`` and ``__`` in place of ``/``:
@@ -207,6 +210,7 @@ def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool 
     Args:
         says: the claim in one sentence.
         paper: the paper's numbers, to print beside ours.
+        quantity: the name and the unit of the numbers that the check compares, to print before them.
         exact: the claim follows from the equations of any model, even of an untrained model, so no rule of power
             applies.
         one_learned: the claim is about a cause that keeps an arm from learning, such as an initializer. So one arm with
@@ -218,9 +222,8 @@ def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool 
         if _loading:
             if name in _loading[-1]:
                 raise UserError(f"claim {name!r}: defined twice. Keep one function per claim.")
-            _loading[-1][name] = Claim(
-                name=name, says=says, paper=paper, check=check, exact=exact, one_learned=one_learned
-            )
+            texts = {"name": name, "says": says, "paper": paper, "quantity": quantity}
+            _loading[-1][name] = Claim(**texts, check=check, exact=exact, one_learned=one_learned)
         return check
 
     return register

@@ -133,7 +133,7 @@ def inconclusive(ours: str, note: str, seeds: int = 0) -> Finding:
 
 def needs_scale(scale: str, why: str) -> Finding:
     """Return the finding of a claim that only a larger scale ("gpu", "paper") can decide. ``why`` is one sentence."""
-    return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"decided at scale {scale}: {why}")
+    return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"only scale {scale} can decide this: {why}")
 
 
 def all_of(*findings: Finding) -> Finding:
@@ -295,7 +295,7 @@ def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) ->
         means = (number(mean([side[seed] for seed in seeds])) for side in (a, b))
         return region.find(differences, name=f"{names[0]} {next(means)} vs {names[1]} {next(means)}: difference")
     won = sum(difference < 0 for difference in differences)
-    name = f"{names[0]} vs {names[1]}, runs that failed last: lower in {won} of {len(seeds)} pairs, median difference"
+    name = f"{names[0]} vs {names[1]}, failed runs ranked last: lower in {won} of {len(seeds)} pairs, median difference"
     return region.find(differences, name=name)
 
 
