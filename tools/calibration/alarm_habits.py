@@ -30,22 +30,38 @@ def _layers(run: Run) -> list[nn.Module]:
     return [run.parts.layer(run.model, index) for index in range(run.setup.layers)]
 
 
+def _leaving_out(run: Run, skips: Callable[[int], bool]) -> None:
+    """Let each layer return its input in training passes in which ``skips`` of its number is true."""
+    for index, layer in enumerate(_layers(run)):
+        kind: type = type(layer)
+
+        def call(self: Any, x: torch.Tensor, *args: Any, kind: type = kind, index: int = index, **kwargs: Any) -> Any:
+            return x if torch.is_grad_enabled() and skips(index) else kind.__call__(self, x, *args, **kwargs)
+
+        layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+
 def layer_drop(share: float) -> Habit:
-    """Leave out each layer with this probability (LayerDrop; early exits and Mixture-of-Depths look the same)."""
+    """Leave out each layer with this probability (Mixture-of-Depths looks the same)."""
 
     def begin(run: Run) -> None:
         draw = torch.Generator().manual_seed(1)
-        for layer in _layers(run):
-            kind: type = type(layer)
-
-            def call(self: Any, x: torch.Tensor, *args: Any, kind: type = kind, **kwargs: Any) -> Any:
-                if torch.is_grad_enabled() and float(torch.rand((), generator=draw)) < share:
-                    return x
-                return kind.__call__(self, x, *args, **kwargs)
-
-            layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+        _leaving_out(run, lambda _: float(torch.rand((), generator=draw)) < share)
 
     return Habit(begin=begin)
+
+
+def early_exit(share: float) -> Habit:
+    """Leave out all layers from a drawn one on, with this probability."""
+
+    def begin(run: Run) -> None:
+        _leaving_out(run, lambda index: index >= run.held["exit"])
+
+    def before(run: Run, step: int) -> None:
+        draw, layers = random.Random(step), run.setup.layers
+        run.held["exit"] = draw.randint(1, layers - 1) if draw.random() < share else layers
+
+    return Habit(begin=begin, before=before)
 
 
 def stochastic_depth(share: float, *, linear: bool = False) -> Habit:
@@ -203,7 +219,14 @@ HABITS: Mapping[str, Habit] = {
     "lisa": lisa(10),
     "embedding-later": embedding_later(80),
     "added-group": added_group(80),
+    "layerdrop-10": layer_drop(0.1),
+    "layerdrop-30": layer_drop(0.3),
+    "layerdrop-40": layer_drop(0.4),
+    "stochastic-30": stochastic_depth(0.3),
+    "early-exit": early_exit(0.5),
 }
 FITTED = ("layerdrop", "lookahead", "unfreezing")
 TRAINED = ("head-first", "freezing", "lisa", "embedding-later", "added-group")
 """Habits of what is trained, which get another seed."""
+SKIPPING = tuple(habit for habit in HABITS if habit.startswith(("layerdrop-", "stochastic-", "early-")))
+"""Habits that leave out layers or sub-layers at random, which get two more families and as many seeds as most."""

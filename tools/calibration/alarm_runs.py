@@ -39,14 +39,14 @@ from lamina.core.json_types import Json
 from lamina.data.corpus import single_corpus
 from lamina.data.tokenizers import load_tokenizer
 from lamina.training.monitor.gain_measures import tables_of
-from tools.calibration.alarm_habits import FITTED, HABITS, TRAINED
+from tools.calibration.alarm_habits import FITTED, HABITS, SKIPPING, TRAINED
 
 STEPS, BREAKS, RATE = 200, 100, 2e-3
 LATER = 7  # steps by which the next seed's break comes later: most lie between two records
 AFTER, FROM_START = 60, 90  # steps behind the break, and of what is broken from the start
 BROKEN_SEEDS = 2
-SEEN = (6, 10, 14, 18, 22)  # the first seeds of what was judged with earlier rules, and looked at while these were made
-FRESH = 26  # the first seed of what is judged
+SEEN = (6, 10, 14, 18, 22, 26)  # the first seeds of what was judged with earlier rules, and looked at
+FRESH = 30  # the first seed of what is judged
 HELD, HELD_EVERY = 4, 2  # sequences of the batch whose loss says when a model is worse than its twin, and steps
 VOCABULARY, TOKENS = 256, 2048  # bytes; tokens of text
 COLUMNS = ("call", "step", "layer", "sublayer", "role", "index", "metric", "value")
@@ -143,20 +143,23 @@ SETUPS |= {"llama-lora": LORA}
 SETUPS |= {
     f"{HABIT}-{habit}-{family}": Setup(
         family=family,
+        layers=layers,
         width=32,
         batch=3,
         every=every,
         schedule="wsd",
         fitted=habit in FITTED,
         habit=habit,
-        seeds=2 if habit in TRAINED else 1,
+        seeds=4 if habit in SKIPPING else 2 if habit in TRAINED else 1,
     )
     for habit in HABITS
-    for family, every in (("llama", 10), ("gpt2", 20))
+    for family, layers, every in (("llama", 4, 10), ("gpt2", 4, 20), ("olmo2", 8, 20), ("qwen3", 6, 10))
+    if family in ("llama", "gpt2") or habit in SKIPPING
 }
 DRAWN = "drawn"
 SETUPS |= {f"{DRAWN}-{number}": drawn(number, fitted=number < 60) for number in range(80)}
-EVERYTHING = "olmo2"  # the set-up in which each kind that can is tried, too
+EVERYTHING = ("olmo2", f"{HABIT}-layerdrop-half-llama", f"{HABIT}-stochastic-linear-gpt2")
+"""The set-ups in which each kind that can is tried, too."""
 
 OTHERS = {
     **dict.fromkeys(("cohere", "exaone4", "gemma2", "gpt_neox", "granite", "olmoe"), True),
@@ -197,7 +200,7 @@ OTHER = "other"
 SETUPS |= {
     f"{OTHER}-{family}-{number}": other(family, number, fitted)
     for family, fitted in OTHERS.items()
-    for number in range(2 if fitted else 10)
+    for number in range(2 if fitted else 12)
 }
 
 
@@ -720,10 +723,10 @@ def lose_moments(run: Run, step: int) -> None:
 
 
 def spoil_gradient(run: Run, step: int) -> None:
-    if step == run.breaks:
-        gradient = run.parts.layer(run.model, run.layer).get_parameter(run.parts.down).grad
-        assert gradient is not None
-        gradient.flatten()[0] = run.strength
+    """The first one from the break on: a layer may be left out at a step."""
+    gradient = run.parts.layer(run.model, run.layer).get_parameter(run.parts.down).grad
+    if gradient is not None and "spoiled" not in run.held:
+        gradient.flatten()[0] = run.held["spoiled"] = run.strength
 
 
 def spoil_weight(run: Run, step: int) -> None:
@@ -806,7 +809,12 @@ KINDS: Mapping[str, Kind] = {
     "rate-jump": Kind(
         cause=(_RATE,),
         what="the learning rate is multiplied at once",
-        runs={"llama-cosine": (8, 30), "gpt2-linear": (20,), "qwen3-wsd": (20,), "llama-code": (20,), "t5": (30,)},
+        runs={
+            "llama-cosine": (8, 30),
+            **dict.fromkeys(("gpt2-linear", "qwen3-wsd", "llama-code"), (20,)),
+            "t5": (30,),
+            **dict.fromkeys(EVERYTHING[1:], (8, 30)),
+        },
         rate=sudden,
     ),
     "rate-ramp": Kind(
@@ -1332,7 +1340,7 @@ def wanted() -> Iterator[Wanted]:
         begins = {name: 0 if setup.fitted else later for name, setup in setups.items()}
         healthy |= {(name, begins[name] + seed) for name, setup in setups.items() for seed in range(setup.seeds)}
         for kind, failure in KINDS.items():
-            elsewhere = {EVERYTHING: next(iter(failure.runs.values()))[:1]} if failure.everywhere else {}
+            elsewhere = dict.fromkeys(EVERYTHING, next(iter(failure.runs.values()))[:1]) if failure.everywhere else {}
             for name, strengths in {**elsewhere, **failure.runs}.items():
                 begin = begins[name] if failure.fitted else later
                 seeds = range(begin, begin + BROKEN_SEEDS)
