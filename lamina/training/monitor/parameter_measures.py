@@ -373,8 +373,9 @@ class Samples:
         if not self._begun:
             return
         moments = {(index, key): value for index, key, value in self._moments(optimizers)}
-        self._drift = self._drift if [*moments] == self._keys else None
-        self._keys, self._begun = [*moments], False
+        if self._drift is None or not {*moments} <= {*self._keys}:  # else lost moments without a gradient are kept
+            self._keys, self._drift = [*moments], None
+        self._begun = False
         self._last = self._take(moments)
         if self._anchor is None and self._last is not None:
             self._anchor = self._last[: self._count]
@@ -419,8 +420,7 @@ class Samples:
 
         All processes of a sharded model must call this method.
         """
-        drift, count, last = self._drift, len(self._sizes), self._last
-        moved = self._moved
+        drift, moved, count, last = self._drift, self._moved, len(self._sizes), self._last
         self._drift, self._moved = (None, None) if recorded else (drift, moved)
         if last is None or (drift is None and not self.groups.sharded):
             return []

@@ -270,6 +270,12 @@ def lose(model, optimizer, step):
         optimizer.state.clear()
 
 
+def lose_under_layer_drop(model, optimizer, step):
+    if step == AT:
+        optimizer.state.clear()
+        model.h[1].zero_grad()  # left out: its state stays empty after the step
+
+
 def lose_second(model, optimizer, step):
     if step == AT:
         optimizer.state[model.lm_head.weight]["exp_avg_sq"].zero_()
@@ -296,7 +302,8 @@ def normalize(model, optimizer, step):
 
 BOTH = {("written", layer, part) for layer in (0, 1) for part in ("attention", "feed_forward")}
 CASES = [(swap, BOTH), (redraw, {("written", 1, "feed_forward")}), (shrink, {("written", 1, "attention")})]
-CASES += [(lose, {("forgotten", -1, "model")}), (lose_second, {("forgotten", -1, "block")})]
+CASES += [(each, {("forgotten", -1, "model")}) for each in (lose, lose_under_layer_drop)]
+CASES += [(lose_second, {("forgotten", -1, "block")})]
 CASES += [(spoil, {("not_finite", 1, "attention")}), (swap_and_back, set()), (normalize, set())]
 
 
