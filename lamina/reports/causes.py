@@ -398,13 +398,13 @@ class Signs:
             return self
         steps = sorted(self.clock)
         numbers = {step: bisect_right(steps, step) for step in {*steps, *self.losses, *self.rates}}
-        return Signs(
+        return replace(
+            self,
             alarms=tuple(replace(alarm, step=bisect_right(steps, alarm.step)) for alarm in self.alarms),
             rose=None if self.rose is None else bisect_right(steps, self.rose),
             losses={numbers[step]: loss for step, loss in self.losses.items()},
             rates={numbers[step]: rate for step, rate in self.rates.items()},
-            half=self.half,
-            view=self.view,
+            clock={},
         )
 
     @cached_property
@@ -414,15 +414,10 @@ class Signs:
         If a hard sign (``HARD``) follows soon, Lamina takes this sign instead of a risen gradient.
         """
         of = self.counted
-        if (
-            (first := first_before(of.alarms, of.rose)) is not None
-            and first.metric in GRADIENTS
-            and first.rule == "rise"
-        ):
-            soon = (
-                alarm for alarm in of.alarms if first.step <= alarm.step <= first.step + FOLLOWS and alarm.rule in HARD
-            )
-            first = next(soon, first)
+        first = first_before(of.alarms, of.rose)
+        if first is not None and first.metric in GRADIENTS and first.rule == "rise":
+            soon = range(first.step, first.step + FOLLOWS + 1)
+            first = next((alarm for alarm in of.alarms if alarm.step in soon and alarm.rule in HARD), first)
         return None if first is None else self.alarms[of.alarms.index(first)]
 
     @cached_property

@@ -199,6 +199,24 @@ def test_layers_that_are_left_out_or_switched_off_by_chance_are_not_dead_but_tho
     assert told(never) == []
 
 
+@pytest.mark.parametrize("left_out", [False, True])
+@pytest.mark.parametrize(
+    ("metric", "values", "stays"),
+    [
+        ("step_gradient_norm", [12.6, 0.7, 4.8, 4.8, 71.7, 5.6, 4.2, 1.0], 90.0),
+        ("step_loss", [0.9, 0.7, 3.8, 1.0, 0.8, 2.5, 0.7, 0.9], 3.0),
+    ],
+)
+def test_where_layers_are_left_out_by_chance_only_what_is_above_all_before_counts(left_out, metric, values, stays):
+    """As a Llama's gradient norm under LayerDrop, and a GPT-2's loss (less 2) under stochastic depth."""
+    values = [*(0.7 * value for value in noise(60, 0.1)), *values]
+    for later, rings in (([], not left_out), ([stays] * 12, True)):
+        series = enumerate([*values, *later], 1)
+        steps = [[row(at, value, layer=-1, sublayer="model", metric=metric)] for at, value in series]
+        steps[9] += [row(10, 1.0, metric="not_called")] * left_out
+        assert bool(told(steps)) == rings
+
+
 def test_series_start_anew_where_other_parameters_are_trained():
     for changed, said in (([], [26]), ([row(26, 9.0, metric="trained_changed")], [])):
         steps = [[row(step, 1.0 if step <= 25 else 30.0)] for step in range(1, 40)]

@@ -10,7 +10,7 @@ import math
 import statistics
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -53,6 +53,7 @@ REPEATS = 6  # steps with the same batch that are too many: GRPO and PPO take fe
 LAG, CALM_LOSSES = 8, 16  # how many of the latest losses are judged, and how many before them are needed
 LARGEST = 8.0  # a single loss adds at most so many noises, so that no single batch counts as a rise
 SLACK = {"rise": 1.0, "fall": 3.0}  # noises that each step may add: more for a fall, as a healthy loss falls
+HIGHEST = 10  # where parts are left out by chance, or weights averaged, one in so many losses may be higher
 LEAST_NOISE = 0.02  # a loss's noise counts as at least so many nats
 STAYS = 3  # a gradient must stand apart for so many values in a row; the first so many values are the start
 STANDS_OUT = math.log(2.0)  # a gradient stands out from this score; its limit is how often in a row it may
@@ -218,9 +219,7 @@ class Rules:
         self._changed |= dict.fromkeys(changed, step)
         self._restart(changed)
         yield from self._schedule(step, rate if latest else None)
-        new = {
-            owner for owner, at in self._changed.items() if step < at + INTERVAL
-        }  # Adam's first steps are the largest
+        new = {owner for owner, at in self._changed.items() if step < at + INTERVAL}  # Adam's first steps are large
         starts = self._estimated(step, rows)
         rows = [row for row in rows if row[5] != "update_ratio" or not (starts or row[1:4] in new)]
         left_out = {row[1] for row in rows if row[5] == "not_called"}
@@ -259,9 +258,7 @@ class Rules:
             yield Found(sign.rule, (sign.step, -1, "model", "all", 0, sign.metric, sign.value), sign.usual, sign.left)
         if self._policy.idle and not was_idle:
             self._zeros = {}
-            for series in [series for series in self._recent if series[3] in _STILL]:
-                del self._recent[series]
-                self._seen.pop(series, None)
+            self._forget(lambda series: series[3] in _STILL)
 
     def _estimated(self, step: int, rows: Iterable[Row]) -> bool:
         """Return whether an optimizer's estimate of its learning rate has just grown. The training starts only then.
@@ -271,9 +268,7 @@ class Rules:
         value, (highest, grew) = max((row[6] for row in rows if row[5] == "rate_estimate"), default=0.0), self._estimate
         if value > GROWS * highest > 0:
             grew = step
-            for series in [series for series in self._recent if series[3] in PASTS and series[3] not in _EVERY_STEP]:
-                del self._recent[series]
-                self._seen.pop(series, None)
+            self._forget(lambda series: series[3] in PASTS and series[3] not in _EVERY_STEP)
             if not any(ESTIMATES in note for note in self.notes):
                 self.notes.append(f"step {step}: {ESTIMATES}")
         self._estimate = max(value, highest), grew
@@ -301,20 +296,24 @@ class Rules:
             return
         several = len(set(owners)) > max(1, FEW * len(self._weights))
         blocks = {(layer, "block") for layer, _, _ in owners if layer >= 0}
-        for series in [*self._recent]:
-            layer, sublayer, role, metric = series
-            mine = (layer, sublayer, role) in owners or (layer, sublayer) in blocks or sublayer == "model"
-            restarts = (
-                metric == NORM or metric in _MOVES or (metric in _OF_WEIGHTS and (layer, sublayer, role) in owners)
-            )
-            if (mine and restarts) or (several and metric != "written_ratio"):
-                del self._recent[series]
-                self._seen.pop(series, None)
+
+        def restarts(series: Series) -> bool:
+            owned, metric = series[:3] in owners, series[3]
+            mine = owned or series[:2] in blocks or series[1] == "model"
+            moves = metric == NORM or metric in _MOVES or (metric in _OF_WEIGHTS and owned)
+            return (mine and moves) or (several and metric != "written_ratio")
+
+        self._forget(restarts)
         for owner in owners:
             self._weights.pop(owner, None)
             self._zeros.pop(owner, None)
         if several:
             self._sums, self._losses, self._peak = {}, deque(maxlen=2 * WINDOW), (0.0, 0.0, 0)
+
+    def _forget(self, which: Callable[[Series], bool]) -> None:
+        for series in [*filter(which, self._recent)]:
+            del self._recent[series]
+            self._seen.pop(series, None)
 
     def _past_of(self, row: Row) -> deque[float]:
         """Return the latest values of a row's series."""
@@ -342,7 +341,7 @@ class Rules:
 
     def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
         """Judge a value by the median of its series' past, and a recorded value also by the last two values' trend."""
-        step, _, sublayer, _, _, metric, value = row
+        step, _, _, _, _, metric, value = row
         scaled = value / rate if metric == "update_norm" and rate else value
         recent = self._past_of(row)
         before, last = self._seen.get(series_of(row), (step - 2, step - 1))
@@ -353,7 +352,7 @@ class Rules:
                 continue
             usual, score = _leaving(scaled, recent, sign, gaps if past.fewest == RECORDS else 0.0)
             score /= max(1.0, (step - last) / INTERVAL) * (2.0 if self._chance and metric.startswith("hidden") else 1.0)
-            if score and rule == "rise" and value <= self._calm(sublayer, metric, past):
+            if score and rule == "rise" and value <= self._calm(row, past):
                 score = 0.0
             if warms_up and metric.startswith("hidden"):
                 score = 0.0  # the stream grows with the rate: its course judges it
@@ -384,20 +383,24 @@ class Rules:
         away = sign * math.log(max(row[6], 1e-30) / usual) if usual > 0 and back <= 1 else 0.0
         return self._fitted(rule, row, usual, max(0.0, away) / max(1.0, (row[0] - last) / INTERVAL), "/course")
 
-    def _calm(self, sublayer: str, metric: str, past: Past) -> float:
+    def _calm(self, row: Row, past: Past) -> float:
         """Return the value below which a rise does not count.
 
         For gradients and moments, it is the model's usual value. In healthy training, a sub-layer or embedding far
-        below this value can rise tenfold, briefly or for good, without an effect on the model.
+        below this value can rise tenfold, briefly or for good, without an effect on the model. If steps leave out parts
+        by chance, the other parts' gradients vary manyfold, so only a gradient above all earlier ones counts.
         """
-        if metric not in GRADIENTS or sublayer == "model":
+        if row[5] not in GRADIENTS:
             return past.calm
+        earlier = _earlier_peak([*self._past_of(row)]) if self._chance else 0.0
+        if row[2] == "model":
+            return earlier
         parts = [
             statistics.median(recent)
             for (layer, sublayer, role, name), recent in self._recent.items()
-            if name == metric and sublayer == "block" and (layer < 0 or role == "all") and recent
+            if name == row[5] and sublayer == "block" and (layer < 0 or role == "all") and recent
         ]
-        return math.hypot(*parts)
+        return max(earlier, math.hypot(*parts))
 
     def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
         """Judge parts with a separate learning rate: muP, Muon and fine-tuning have such parts.
@@ -507,9 +510,7 @@ class Rules:
                 limit = self.limits[f"rewritten/update_ratio{part}"]
                 yield self._fitted("rewritten", ratio, math.exp(limit), math.log(max(ratio[6], 1e-30)), part)
             if (update := of.get("update_norm")) is not None:
-                moved = update[6] > 0 or (
-                    before is not None and before[2] > 0
-                )  # else, in most parts, it is the loop's way
+                moved = update[6] > 0 or (before is not None and before[2] > 0)  # else, in most parts, the loop's way
                 yield Found("unmoved", update, 0.0, left="unmoved_parameters" in of and (moved or moving))
                 run, begun = self._silent.get(location, (0, step))
                 run, begun = (run + 1, begun if run else step) if "without_gradient" in of else (0, step)
@@ -526,9 +527,7 @@ class Rules:
         for rule, row, usual, left in judge.see(step, rows, self._weights, self._past_of, several, rate):
             yield Found(rule, row, usual, left=left)
         if judge.elsewhere:
-            for series in [series for series in self._recent if series[3] != "written_ratio"]:
-                del self._recent[series]
-                self._seen.pop(series, None)
+            self._forget(lambda series: series[3] != "written_ratio")
             self._sums, self._losses = {}, deque(maxlen=2 * WINDOW)
         if judge.note and not any(judge.note in note for note in self.notes):
             self.notes.append(f"step {step}: {judge.note}")
@@ -559,12 +558,12 @@ class Rules:
         before = list(losses)[:-LAG]
         if len(before) >= CALM_LOSSES:
             noise = max(noise_of(before), LEAST_NOISE)
-            if self._writes.means:  # the loss rises and falls with each way back
-                middle = statistics.median(before[-WINDOW:])
-                noise = max(noise, 1.4826 * statistics.median(abs(loss - middle) for loss in before[-WINDOW:]))
             level, earlier = statistics.median(before[-LAG:]), statistics.median(before[-3 * LAG : -LAG] or before)
             freed = row[0] < max(self._changed.values(), default=-2 * WINDOW) + 2 * WINDOW  # what begins to learn helps
-            usually = {"rise": statistics.median(before[-WINDOW:]), "fall": level + min(0.0, level - earlier)}
+            latest = sorted(before[-WINDOW:])  # it is higher where parts are left out, or after a way back
+            varies = self._chance or self._writes.means
+            usual = latest[-1 - len(latest) // HIGHEST] if varies else statistics.median(latest)
+            usually = {"rise": usual, "fall": level + min(0.0, level - earlier)}
             for rule, sign in (("rise", 1.0), ("fall", -1.0)):
                 usual, noise = usually[rule], max(noise, abs(level - earlier) if rule == "fall" else 0.0)
                 distance = min(LARGEST, sign * (value - usual) / noise) - SLACK[rule]
@@ -632,9 +631,8 @@ class Rules:
         self._chance, self._writes.means, self._writes.total = state.get("ways", (False, 0, 0.0))
         self._zeros = {(layer, sublayer, role): counts for layer, sublayer, role, *counts in state.get("zeros", [])}
         self._harmful = {(layer, sublayer, role) for layer, sublayer, role in state.get("harmful", [])}
-        self._silent = {
-            (layer, sublayer, role): (run, begun) for layer, sublayer, role, run, begun in state.get("silent", [])
-        }
+        silent = state.get("silent", [])
+        self._silent = {(layer, sublayer, role): (run, begun) for layer, sublayer, role, run, begun in silent}
         self._logits = dict(state.get("logits", []))
         highest, grew = state.get("estimate", self._estimate)
         self._estimate, self._policy = (highest, grew), PolicyCourse(**state.get("policy", {}))
@@ -657,6 +655,13 @@ def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
             entropy = -sum(value / total * math.log(value / total) for value in values if value > 0)
             used.append((step, layer, sublayer, "all", 0, "experts_used", math.exp(entropy)))
     return used
+
+
+def _earlier_peak(recent: Sequence[float]) -> float:
+    """Return the largest value before the latest values that are all above it; without such values, the largest one."""
+    count = len(recent)
+    peaks = [max(recent[:at]) for at in range(count // 2 + 1, count) if min(recent[at:]) > max(recent[:at])]
+    return peaks[0] if peaks else max(recent)
 
 
 def _leaving(value: float, recent: Sequence[float], sign: float, gaps: float) -> tuple[float, float]:
