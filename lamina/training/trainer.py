@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,11 +34,10 @@ from lamina.training.objectives.objective import Collate
 from lamina.training.optimization.optimizer import MuonAdamW, WeightAverage, parameter_groups
 from lamina.training.optimization.order import TrainOrder
 
-_Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses it chooses the trainer
 
-
-class CheckpointedTrainer(_Trainer):
-    """A mixin for Trainer and TRL's trainers that writes Lamina's checkpoints instead of Trainer's checkpoints.
+class RunTrainer(MonitoredTrainer):
+    """A mixin for Trainer and TRL's trainers with Lamina's monitor, checkpoints, training order, weight decay and
+    schedules.
 
     Attributes:
         processes: the run's processes. If ``sharding.shard`` has sharded the model, Trainer does not wrap the model.
@@ -49,23 +48,24 @@ class CheckpointedTrainer(_Trainer):
         average: the average of the weights. Checkpoints store this average, and evaluations use it.
         background: writes checkpoints in a thread; None if training waits for each checkpoint.
         sharded: whether each process holds a part of the model.
+        order: decides the examples of each step; with None, the trainer's sampler decides.
+        schedule: a function that maps the number of finished steps to a share of the peak learning rate; with None, the
+            arguments decide the schedule.
     """
 
-    processes: Processes
-    guard: DivergenceGuard
     states: Sequence[Stateful] = ()
     keep_also: Callable[[Json], bool] | None = None
     rate_factor: float = 1.0
     average: WeightAverage | None = None
     background: Background | None = None
     sharded: bool = False
-    overflows: int
-    overflows_in_a_row: int
+    order: TrainOrder | None = None
+    schedule: Callable[[int], float] | None = None
     _resumed: RunState = MappingProxyType({})
 
     def keep_sharded(self) -> None:
         """Note whether ``sharding.shard`` has sharded the model; if so, keep Trainer from adding DDP."""
-        self.sharded = sharding.is_sharded(saving.bare(self))
+        self.sharded = sharding.is_sharded(self.bare_model())
         if self.sharded:
             prepare = self.accelerator.prepare_model
             unwrapped = partial(prepare, device_placement=False, evaluation_mode=True)
@@ -73,7 +73,7 @@ class CheckpointedTrainer(_Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create Trainer's optimizer, after resharding parameters that an earlier evaluation left gathered."""
-        sharding.reshard(saving.bare(self))
+        sharding.reshard(self.bare_model())
         optimizer = super().create_optimizer(model)
         self._one_by_one(optimizer)
         return optimizer
@@ -149,8 +149,17 @@ class CheckpointedTrainer(_Trainer):
             saving.renew_random_state(self, self.processes, Path(checkpoint), int(self._resumed.get("step", 0)))
             saving.scale_learning_rate(self, self.rate_factor / self._resumed.get("learning_rate_factor", 1.0))
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create Trainer's schedule. After a rollback to step 0, the schedule has the reduced learning rates."""
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Create the run's schedule; without ``schedule``, create Trainer's schedule.
+
+        After a rollback to step 0, the schedule has the reduced learning rates.
+        """
+        if self.lr_scheduler is None and self.schedule is not None:
+            chosen: Any = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.schedule)
+            self._created_lr_scheduler = True
         schedule = super().create_scheduler(num_training_steps, optimizer)
         if self._resumed.get("step", -1) < 0 and self.rate_factor != 1:
             saving.scale_learning_rate(self, self.rate_factor)
@@ -164,19 +173,6 @@ class CheckpointedTrainer(_Trainer):
         same = len(losses) == self.processes.size
         self._tr_loss += losses[self.processes.rank] if same else sum(losses) / len(losses)
         self._globalstep_last_logged = self._resumed["logged_step"]
-
-
-class OrderedTrainer(_Trainer):
-    """A mixin for Trainer and TRL's trainers with Lamina's training order, weight decay and schedules.
-
-    Attributes:
-        order: decides the examples of each step; with None, the trainer's sampler decides.
-        schedule: a function that maps the number of finished steps to a share of the peak learning rate; with None, the
-            arguments decide the schedule.
-    """
-
-    order: TrainOrder | None = None
-    schedule: Callable[[int], float] | None = None
 
     def get_train_dataloader(self) -> DataLoader:
         if self.order is None:
@@ -212,22 +208,12 @@ class OrderedTrainer(_Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return decaying(model)
 
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Create the run's schedule; without ``schedule``, create Trainer's schedule."""
-        if self.lr_scheduler is None and self.schedule is not None:
-            chosen: Any = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.schedule)
-            self._created_lr_scheduler = True
-        return super().create_scheduler(num_training_steps, optimizer)
-
 
 Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 """Computes from logits and labels a tensor [batch] for each score's name."""
 
 
-class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Trainer):
+class LaminaTrainer(RunTrainer, Trainer):
     """The Trainer of pretraining. LaminaTrainer decays only matrices, checks every loss, and balances experts.
 
     Its arguments are Trainer's arguments, the attributes of the mixins, and:

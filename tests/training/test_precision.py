@@ -32,7 +32,7 @@ from lamina.training.monitor.writers import StepSeries
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
-from lamina.training.trainer import CheckpointedTrainer, MonitoredTrainer
+from lamina.training.trainer import MonitoredTrainer, RunTrainer
 
 
 def model():
@@ -350,7 +350,7 @@ def test_overflows_without_end_are_a_divergence():
         trainer.step(torch.full((1, 3), torch.inf))
 
 
-class Resumed(CheckpointedTrainer, Scaled):
+class Resumed(RunTrainer, Scaled):
     processes, _tr_loss, _globalstep_last_logged = Processes(), 0.0, 0
 
 

@@ -11,21 +11,20 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from accelerate.utils import convert_to_fp32
 from torch import nn
-from transformers import PreTrainedConfig, Trainer, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.aliases import meaning
 from lamina.probes.structure.hooks import evaluating
 from lamina.training.checkpointing.checkpoints import RunState
-from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.run import TrainingRun
-from lamina.training.trainer import CheckpointedTrainer, OrderedTrainer
+from lamina.training.trainer import RunTrainer
 
 T = TypeVar("T")
 C = TypeVar("C", bound=TrainingArguments)
@@ -38,7 +37,6 @@ _REFUSED = {
     r"generation_batch_size": "set by trl.steps_per_generation",
     r"log_\w+": "Lamina already writes held_out.jsonl and metrics.jsonl",
 }
-_Trainer = Trainer if TYPE_CHECKING else object
 Passed: TypeAlias = Any
 """An argument that Lamina passes to TRL's trainer, or gets from the trainer, unchanged."""
 
@@ -81,7 +79,7 @@ class NoReference(nn.Module):
         self.config = config
 
 
-class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Trainer):
+class TunedTrainer(RunTrainer):
     """A mixin that adds Lamina's parts to a TRL trainer.
 
     Args:
