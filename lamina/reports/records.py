@@ -186,9 +186,7 @@ def read_run(folder: Path, failed: int | None = None) -> Study:
     trial = Trial(name=folder.name, placement="", folder=folder)
     config, result, plan = lenient_mapping(folder / CONFIG), trial.result, trial.plan
     placement = str(config.get("placement") or (plan.placement if plan else "") or folder.name)
-    if isinstance(config.get("placement"), dict):
-        placement = plan.placement if plan else str(config["placement"].get("name", folder.name))
-    row = {key: value for key, value in {**flatten(config), **result}.items() if key in NUMBERS or key in TEXTS}
+    row = {key: value for key, value in {**config, **result}.items() if key in NUMBERS or key in TEXTS}
     row |= {"trial": folder.name, "placement": placement, "status": str(result.get("status") or "unfinished")}
     results = complete(pd.DataFrame([row]))
     if pd.isna(results.loc[0, "steps"]) and trial.lines:

@@ -8,7 +8,6 @@ import pkgutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from lamina.core.values import refuse_special, what_is_there
 from lamina.errors import UserError
@@ -26,9 +25,6 @@ Ending = Callable[..., str]
 """Returns the text that a job prints at its end, from its folder and its result."""
 Drawing = Callable[[Path], Sequence[Path]]
 """Saves the figures of a folder's page as pictures and returns their paths."""
-P = TypeVar("P", bound=Page)
-E = TypeVar("E", bound=Ending)
-D = TypeVar("D", bound=Drawing)
 
 _RECORDS = (METRICS, RESULTS, RESULT, ALARMS, CLAIMS)
 _pages: dict[str, Page] = {}
@@ -36,13 +32,13 @@ _endings: dict[tuple[str, str], Ending] = {}
 _drawings: dict[str, Drawing] = {}
 
 
-def report_of(kind: str, *, needs: str = "") -> Callable[[P], P]:
+def report_of(kind: str, *, needs: str = "") -> Callable[[Page], Page]:
     """Register a function that writes the page of a ``kind`` of folder.
 
     ``needs`` names the job, such as "coordinate check". With ``needs``, incomplete records raise UserError.
     """
 
-    def register(page: P) -> P:
+    def register(page: Page) -> Page:
         def checked(folder: Path) -> Path:
             with whole(folder, needs):
                 return page(folder)
@@ -53,22 +49,22 @@ def report_of(kind: str, *, needs: str = "") -> Callable[[P], P]:
     return register
 
 
-def ending_of(*kinds: str, switch: str = "") -> Callable[[E], E]:
+def ending_of(*kinds: str, switch: str = "") -> Callable[[Ending], Ending]:
     """Register a function that returns the text that jobs of these kinds print at their end. With ``switch``, only jobs
     with this switch print the text.
     """
 
-    def register(ending: E) -> E:
+    def register(ending: Ending) -> Ending:
         _endings.update({(kind, switch): ending for kind in kinds})
         return ending
 
     return register
 
 
-def drawing_of(kind: str) -> Callable[[D], D]:
+def drawing_of(kind: str) -> Callable[[Drawing], Drawing]:
     """Register a function that saves the figures of a ``kind`` of folder as pictures."""
 
-    def register(drawing: D) -> D:
+    def register(drawing: Drawing) -> Drawing:
         _drawings[kind] = drawing
         return drawing
 

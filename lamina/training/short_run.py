@@ -25,7 +25,7 @@ from lamina.modeling.scaling import StepFactors
 from lamina.training.arguments import training_arguments
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.writers import StepSeries
+from lamina.training.monitor.monitor import StepSeries
 from lamina.training.optimization.order import order_of
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer

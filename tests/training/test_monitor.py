@@ -16,10 +16,11 @@ from lamina.modeling.wiring_lamina import LaminaNorm
 from lamina.probes.engine.spikes import surges
 from lamina.training import pretrain as pretraining
 from lamina.training.monitor.gain_measures import gain_rows
+from lamina.training.monitor.monitor import StepSeries
 from lamina.training.monitor.parameter_measures import GradientNorms, Samples, UpdateRatios
 from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.stream_measures import hidden_state_rows, largest_magnitudes, magnitudes
-from lamina.training.monitor.writers import LOSS, NORM, LayersWriter, StepSeries, spike_columns
+from lamina.training.monitor.writers import LOSS, NORM, LayersWriter, spike_columns
 from lamina.training.resolve import backbone_config
 from lamina.training.trainer import LaminaTrainer
 
@@ -328,7 +329,7 @@ def test_each_step_has_its_own_loss_and_norm_before_clipping(trained, tmp_path, 
 
 
 def test_a_rare_record_keeps_its_steps_in_order(monkeypatch):
-    monkeypatch.setattr("lamina.training.monitor.writers._CHUNK", 4)
+    monkeypatch.setattr("lamina.training.monitor.monitor._CHUNK", 4)
     found = StepSeries()
     for step in range(1, 12):
         found.add_loss(torch.tensor(float(step)))

@@ -26,9 +26,9 @@ from lamina.studies.settings import CompareSettings
 from lamina.training.execution import compiling, devices
 from lamina.training.execution.compiling import compile_blocks, discard, structure
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.monitor import StepSeries
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.training_hooks import is_compiled
-from lamina.training.monitor.writers import StepSeries
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings

@@ -16,8 +16,8 @@ from lamina.placements import resolve
 from lamina.training import pretrain as pretraining
 from lamina.training.execution.devices import peak_flops
 from lamina.training.monitor import recorder as recording
+from lamina.training.monitor.monitor import StepSeries
 from lamina.training.monitor.recorder import RunRecorder
-from lamina.training.monitor.writers import StepSeries
 from lamina.training.resolve import training_flops
 from lamina.training.trainer import LaminaTrainer
 

@@ -12,17 +12,69 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+import torch
+
 from lamina.core.json_types import Json, RunState
 from lamina.jobs.seals import grown_records
 from lamina.modeling.processes import Processes
 from lamina.training.monitor.alarms import Alarm
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.trackers import Trackers
-from lamina.training.monitor.writers import LayersWriter, MetricsWriter, Row, StepSeries
+from lamina.training.monitor.writers import LOSS, NORM, LayersWriter, MetricsWriter, Row
 
 logger = logging.getLogger(__name__)
 
 OnAlarm: TypeAlias = Callable[[Alarm], object]
+
+
+_CHUNK = 1000  # steps whose values are concatenated, so that rare records keep few tensors
+
+
+class StepSeries:
+    """Each step's loss (the mean over micro-batches and processes), and its gradient norm before clipping.
+
+    Only ``rows`` waits for the device. All processes must call ``rows`` at the same step.
+    """
+
+    def __init__(self, processes: Processes | None = None):
+        self.processes = Processes() if processes is None else processes
+        self._loss: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None
+        self._steps: dict[str, list[int]] = {LOSS: [], NORM: []}
+        self._values: dict[str, list[torch.Tensor]] = {LOSS: [], NORM: []}
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add a micro-batch's share of its step's loss."""
+        loss = loss.detach()
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def add_norm(self, norm: Any) -> None:
+        """Set the step's gradient norm, a tensor or a number."""
+        self._norm = torch.as_tensor(norm).detach()
+
+    def end_step(self, step: int, *, skipped: bool = False) -> None:
+        """End the step; a step that a loss scaler ``skipped`` has no norm."""
+        for name, value in ((LOSS, self._loss), (NORM, None if skipped else self._norm)):
+            if value is not None:
+                self._steps[name].append(step)
+                self._values[name].append(value.reshape(1).float())
+                if len(self._values[name]) >= _CHUNK:
+                    self._values[name] = [torch.cat(self._values[name])]
+        self._loss = self._norm = None
+
+    def rows(self) -> list[Row]:
+        """Return the steps since the last call as tidy rows."""
+        rows: list[Row] = []
+        for name in (LOSS, NORM):
+            values = torch.cat(self._values[name]).cpu() if self._values[name] else torch.zeros(0)
+            if name == LOSS:
+                values = torch.stack(self.processes.everyones(values)).double().mean(0)
+            rows += [
+                (step, -1, "model", "all", 0, name, value)
+                for step, value in zip(self._steps[name], values.tolist(), strict=True)
+            ]
+            self._steps[name], self._values[name] = [], []
+        return rows
 
 
 class Writers:

@@ -31,7 +31,7 @@ from lamina.training.checkpointing.sharding import sum_partial
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.gain_measures import gain_rows
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.monitor import Monitor
+from lamina.training.monitor.monitor import Monitor, StepSeries
 from lamina.training.monitor.parameter_measures import (
     FirstFailure,
     GradientNorms,
@@ -41,7 +41,7 @@ from lamina.training.monitor.parameter_measures import (
     reading_waits,
 )
 from lamina.training.monitor.stream_measures import hidden_state_rows
-from lamina.training.monitor.writers import LastEvaluation, Row, StepSeries
+from lamina.training.monitor.writers import LastEvaluation, Row
 
 Norm = Any
 """A gradient norm in Trainer: a tensor, a DTensor or a number; the device and accelerate's version decide which."""

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from lamina.core.extras import missing_extra
 from lamina.core.json_types import Json, RunState
@@ -27,11 +27,6 @@ from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.settings import above, at_least, setting
 from lamina.probes.engine.spikes import FEWEST, spikes, surges
 from lamina.training.setting_groups import GuardSettings, trackers
-
-if TYPE_CHECKING:
-    import torch
-
-    from lamina.modeling.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -64,64 +59,6 @@ class LastEvaluation:
         """Return the results on the second corpus and on tasks, by their names in records."""
         second = {} if self.second is None else {"eval_corpus_loss": self.second}
         return second if self.tasks is None else {**second, "tasks": dict(self.tasks)}
-
-
-_CHUNK = 1000  # steps whose values are concatenated, so that rare records keep few tensors
-
-
-class StepSeries:
-    """Each step's loss (the mean over micro-batches and processes), and its gradient norm before clipping.
-
-    Only ``rows`` waits for the device. All processes must call ``rows`` at the same step.
-    """
-
-    def __init__(self, processes: Processes | None = None):
-        from lamina.modeling.processes import Processes
-
-        self.processes = Processes() if processes is None else processes
-        self._loss: torch.Tensor | None = None
-        self._norm: torch.Tensor | None = None
-        self._steps: dict[str, list[int]] = {LOSS: [], NORM: []}
-        self._values: dict[str, list[torch.Tensor]] = {LOSS: [], NORM: []}
-
-    def add_loss(self, loss: torch.Tensor) -> None:
-        """Add a micro-batch's share of its step's loss."""
-        loss = loss.detach()
-        self._loss = loss if self._loss is None else self._loss + loss
-
-    def add_norm(self, norm: Any) -> None:
-        """Set the step's gradient norm, a tensor or a number."""
-        import torch
-
-        self._norm = torch.as_tensor(norm).detach()
-
-    def end_step(self, step: int, *, skipped: bool = False) -> None:
-        """End the step; a step that a loss scaler ``skipped`` has no norm."""
-        import torch
-
-        for name, value in ((LOSS, self._loss), (NORM, None if skipped else self._norm)):
-            if value is not None:
-                self._steps[name].append(step)
-                self._values[name].append(value.reshape(1).float())
-                if len(self._values[name]) >= _CHUNK:
-                    self._values[name] = [torch.cat(self._values[name])]
-        self._loss = self._norm = None
-
-    def rows(self) -> list[Row]:
-        """Return the steps since the last call as tidy rows."""
-        import torch
-
-        rows: list[Row] = []
-        for name in (LOSS, NORM):
-            values = torch.cat(self._values[name]).cpu() if self._values[name] else torch.zeros(0)
-            if name == LOSS:
-                values = torch.stack(self.processes.everyones(values)).double().mean(0)
-            rows += [
-                (step, -1, "model", "all", 0, name, value)
-                for step, value in zip(self._steps[name], values.tolist(), strict=True)
-            ]
-            self._steps[name], self._values[name] = [], []
-        return rows
 
 
 def spike_columns(folder: Path) -> Json:
