@@ -11,8 +11,8 @@ from lamina.errors import printable
 
 EVERY = 10.0
 """Seconds between two lines."""
-PACED = 1.0
-"""The least number of seconds over which Lamina measures the pace."""
+PACED, PACED_STEPS = 1.0, 3
+"""The least numbers of seconds and steps over which Lamina measures the pace."""
 
 
 def has_bars() -> bool:
@@ -23,7 +23,7 @@ def has_bars() -> bool:
 class ProgressLines:
     """Writes progress to a log: a line every few seconds at most, and a line at the end; nothing without ``show``."""
 
-    def __init__(self, total: int, done: int = 0, *, show: bool = True, every: float = EVERY):
+    def __init__(self, total: int, *, show: bool = True, every: float = EVERY):
         self.total, self.show, self.every = total, show, every
         self._begun, self._last, self._told = time.monotonic(), -float("inf"), -1
         self._seen: deque[tuple[float, int]] = deque()  # when how much was done, since half of the time that passed
@@ -31,7 +31,7 @@ class ProgressLines:
     def see(self, done: int, numbers: Mapping[str, str] | None = None) -> None:
         """If a line is due, write a line with the progress, the numbers and the time left."""
         now = time.monotonic()
-        if not self._seen or done > self._seen[-1][1]:
+        if done > (self._seen[-1][1] if self._seen else 0):  # the time before the first step is start-up
             self._seen.append((now, done))
         while len(self._seen) > 2 and self._seen[1][0] <= (self._begun + now) / 2:
             self._seen.popleft()
@@ -47,9 +47,9 @@ class ProgressLines:
 
     def seconds_left(self, done: int, now: float) -> float | None:
         """Estimate the seconds left from the latest pace; None at the beginning and at the end."""
-        if not self._seen or not self._seen[0][1] < done < self.total or now - self._seen[0][0] < PACED:
+        begun, first = self._seen[0] if self._seen else (now, done)
+        if not first + PACED_STEPS <= done < self.total or now - begun < PACED:
             return None
-        begun, first = self._seen[0]
         return (now - begun) / (done - first) * (self.total - done)
 
 

@@ -60,8 +60,11 @@ def _is_environment(path: Path) -> bool:
         return False
 
 
-def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True) -> None:
-    """Raise the UserError that ``hold`` would raise, but change nothing. With ``resumes``, the command has --resume."""
+def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True, flag: str = "--{}") -> None:
+    """Raise the UserError that ``hold`` would raise, but change nothing.
+
+    With ``resumes``, the command has --resume; ``flag`` is the form in which the user types resume and overwrite.
+    """
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
     if resume and overwrite:
@@ -73,10 +76,10 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
             raise nothing_to_resume(folder)
         return
     if not (resume or overwrite):
-        further = "--resume to continue its job, or " if resumes else ""
+        further = f"{flag.format('resume')} to continue its job, or " if resumes else ""
         raise UserError(
             f"output: the folder {str(folder)!r} is in use. Choose an empty or new folder, or add {further}"
-            "--overwrite to replace it."
+            f"{flag.format('overwrite')} to replace it."
         )
     if not _is_ours(folder):
         # Never delete the user's own files, or mix ours with them: many programs keep a config.yaml.
@@ -104,7 +107,9 @@ def nothing_to_resume(folder: Path) -> UserError:
 
 
 @contextmanager
-def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait: float = 0.0) -> Iterator[bool]:
+def hold(
+    folder: Path, *, resume: Resume = False, overwrite: bool = False, wait: float = 0.0, flag: str = "--{}"
+) -> Iterator[bool]:
     """Lock a job's folder and claim it for writing; yield whether the folder holds a job to resume.
 
     With ``overwrite``, Lamina renames a folder with content to NAME.old, and deletes NAME.old at the first checkpoint
@@ -122,18 +127,15 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
             _set_aside(folder)
     is_made = not folder.exists()
     with lock(folder, wait=wait):
-        refuse(folder, resume=resume, overwrite=False)
+        refuse(folder, resume=resume, overwrite=False, flag=flag)
         _sweep(folder)
         ended, is_new = False, not in_use(folder)
         try:
             yield not is_new
-            ended = noted(folder / RESULT).get("status") not in ("failed", "interrupted")
+            ended = in_use(folder) and noted(folder / RESULT).get("status") not in ("failed", "interrupted")
         except Exception:
             if is_new and not (has_result(folder) or any((folder / name).exists() for name in (METRICS, STUDY))):
                 clear(folder)
-                if is_made:
-                    (folder / LOCK).unlink()
-                    folder.rmdir()
             raise
         finally:
             if ended or has_result(folder):
@@ -142,6 +144,10 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
                 logger.warning(
                     "%s has no result yet, so Lamina keeps the replaced files in %s", folder, old_content(folder)
                 )
+            elif is_made and not in_use(folder):
+                clear(folder)
+                (folder / LOCK).unlink(missing_ok=True)
+                folder.rmdir()
 
 
 def old_content(folder: Path) -> Path:

@@ -207,7 +207,7 @@ class RunRecorder(Monitor, TrainerCallback):
     def on_train_begin(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         off = not (self.show_bar and has_bars())
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", disable=off, dynamic_ncols=True)
-        self.lines = ProgressLines(state.max_steps, state.global_step, show=self.show_bar and off)
+        self.lines = ProgressLines(state.max_steps, show=self.show_bar and off)
         self.trainer.continue_records()
         self.alarms.half = bool(args.fp16)
         self.alarms.vocabulary = getattr(self.trainer.bare_model().config, "vocab_size", None)

@@ -28,7 +28,7 @@ from lamina.core.values import real_path
 from lamina.errors import UserError, one_line
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_config, read_result, write_json, write_sealed
-from lamina.jobs.folder import Resume, hold, in_use, is_locked, old_content
+from lamina.jobs.folder import Resume, clear, hold, in_use, is_locked, old_content
 from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.names import CONFIG, ENVIRONMENT, RESULT
 from lamina.jobs.run_folder import RunFolder
@@ -80,7 +80,7 @@ class WatchedRecords(Writers):
             refuse_altered(folder)
         installed(settings.report_to)  # refuses a tracker that is not
         with ExitStack() as held:
-            continues = held.enter_context(hold(folder, resume=resume, overwrite=overwrite))
+            continues = held.enter_context(hold(folder, resume=resume, overwrite=overwrite, flag="{}=True"))
             write_json(folder / ENVIRONMENT, environment(0, Kind.WATCHED))
             (folder / RESULT).unlink(missing_ok=True)
             write_sealed(folder / CONFIG, settings.to_dict())
@@ -97,15 +97,15 @@ class WatchedRecords(Writers):
             self._held = held.pop_all()
 
     def close(self, result: Json) -> None:
-        """Write the collected rows and result.json, and release the folder."""
-        try:
+        """Write the collected rows and result.json, and release the folder; without a step, nothing stays in it."""
+        with self._held:
             self.sync()
             self.alarms.close()
             alarms = len(events(self.alarms.told))
             write_result(self.folder, {**result, "alarms": alarms, **spike_columns(self.folder)})
             self.trackers.close()
-        finally:
-            self._held.close()
+            if not result["steps"]:
+                clear(self.folder)
 
 
 class LoopMonitor(Monitor):

@@ -205,6 +205,16 @@ def test_an_error_in_the_loop_leaves_readable_records(tmp_path):
     assert layers(tmp_path / "run")["step"].max() == 4
 
 
+def test_an_error_before_the_first_step_blocks_no_other_run_and_deletes_no_earlier_one(tmp_path):
+    model, run = NanoGpt(), tmp_path / "run"
+    for again in ({}, {"overwrite": True}):
+        with pytest.raises(RuntimeError), lamina.watch(model, torch.optim.SGD(model.parameters()), output=run, **again):
+            raise RuntimeError
+        assert run.exists() == (tmp_path / "run.old").exists() == bool(again)
+        loop(model, run, steps=1)
+    assert not (tmp_path / "run.old").exists()
+
+
 def test_experts_loads_add_up(tmp_path):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -290,7 +300,7 @@ def test_a_failed_trainers_folder_is_free_for_the_next_in_the_same_process(tmp_p
 
     with pytest.raises(RuntimeError, match="my own mistake"):
         train(Fails())
-    with pytest.raises(UserError, match="is in use"):
+    with pytest.raises(UserError, match="or add resume=True to continue its job, or overwrite=True"):
         train()
     assert result(tmp_path / "run")["status"] == "interrupted"
     train(overwrite=True)
