@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from lamina.errors import UserError
 from lamina.modeling.parts import temporary_hooks
@@ -154,7 +155,7 @@ class MemoryLayers:
                 given[place][index] = _rows(random)
                 return random
 
-            return tuple(_mapped(arg, drawn) for arg in args)
+            return cast("tuple[object, ...]", tree_map_only(torch.Tensor, drawn, args))
 
         def leave(place: int, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
             first, *more = output if isinstance(output, tuple) else (output,)
@@ -178,12 +179,6 @@ class MemoryLayers:
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().double().cpu().flatten(0, -2)
-
-
-def _mapped(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
-    if isinstance(value, tuple):
-        return tuple(_mapped(entry, change) for entry in value)
-    return change(value) if isinstance(value, torch.Tensor) else value
 
 
 class _Fit:

@@ -24,7 +24,7 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
     more than MOST_POINTS points. Lamina keeps evenly spaced entries, including the first and the last, and escapes
     texts such as tokens and module names.
     """
-    traces: list[Json] = [defuse(unpack(trace.to_plotly_json())) for trace in cast("Any", figure.data)]
+    traces: list[Json] = [defuse(trace.to_plotly_json()) for trace in cast("Any", figure.data)]
     reduced: list[str] = []
     lines = [trace for trace in traces if trace.get("type", "scatter") in ("scatter", "scattergl", "bar")]
     if len(lines) > MOST_LINES:
@@ -44,27 +44,23 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
 
 
 def defuse(value: object) -> Any:
-    """Return the value with ``<`` escaped in every string, except in plotly's plain tags."""
+    """Return the value with ``<`` escaped in every string, except in plotly's plain tags.
+
+    The arrays that plotly's JSON packs as {"dtype", "bdata", "shape"} become numpy arrays.
+    """
     if isinstance(value, str):
         return re.sub(rf"<(?!{_HARMLESS})", "&lt;", value)
     if isinstance(value, dict):
+        if "bdata" in value and "dtype" in value:
+            flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=np.dtype(str(value["dtype"])))
+            shape = [int(size) for size in str(value["shape"]).split(",")] if value.get("shape") else [-1]
+            return flat.reshape(shape)
         return {k: defuse(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [defuse(v) for v in value]
     if isinstance(value, np.ndarray) and value.dtype.kind in "OUS":
         return [defuse(v) for v in value.tolist()]
     return value
-
-
-def unpack(value: object) -> Any:
-    """Unpack the arrays that plotly's JSON packs as {"dtype", "bdata", "shape"}, and return the value."""
-    if isinstance(value, dict):
-        if "bdata" in value and "dtype" in value:
-            flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=np.dtype(str(value["dtype"])))
-            shape = [int(size) for size in str(value["shape"]).split(",")] if value.get("shape") else [-1]
-            return flat.reshape(shape)
-        return {k: unpack(v) for k, v in value.items()}
-    return [unpack(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _thin_map(trace: Json) -> str:
