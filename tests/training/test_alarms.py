@@ -630,6 +630,7 @@ def test_an_event_is_told_once_by_the_series_that_left_first():
     loss = replace(first, step=160, layer=-1, sublayer="model", metric="step_loss")
     assert len(events([first, loss])) == len(events([first, replace(first, step=120)])) == 1
     assert len(events([first, replace(first, step=160)])) == 2
+    assert len(events([replace(first, metric="learning_rate"), replace(first, step=160)])) == 1
     weights = [replace(first, step=step, layer=3, rule="written", metric="written_ratio") for step in (120, 121)]
     assert place_of([first, *weights, loss], first) == weights[0]
     assert place_of([first, weights[1], loss], first) == first

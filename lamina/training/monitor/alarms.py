@@ -207,9 +207,8 @@ class Alarms(Rules):
                 if key is not None:
                     self._out.add(key)
                     del self._high[key]
-        self._single = [alarm for alarm in self._single if alarm not in told]
-        over = [alarm for alarm in self._single if alarm.step + HELD < step]
-        self._single = [alarm for alarm in self._single if alarm not in over]
+        over = [alarm for alarm in self._single if alarm.step + HELD < step and alarm not in told]
+        self._single = [alarm for alarm in self._single if alarm not in (*told, *over)]
         last = max((alarm.step for alarm in self.told if alarm.rule != NOTABLE), default=-math.inf)
         steps = {alarm.step for alarm in over if alarm.step > last + EVENT}  # else it belongs to what went on
         for at in sorted(steps - {alarm.step for alarm in self.told}):
@@ -334,12 +333,13 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
     """Group alarms into events, oldest first: an alarm within 20 steps of the previous alarm belongs to the same event.
 
-    An alarm about the loss belongs to the event if it follows the previous alarm within 60 steps, because the loss
-    shows a problem last.
+    If the previous alarm is about the learning rate or the next one about the loss, up to 60 steps may lie between the
+    two alarms, because the learning rate shows a problem first and the loss shows a problem last.
     """
     groups: list[list[Alarm]] = []
     for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):
-        if not groups or alarm.step > groups[-1][-1].step + (3 * EVENT if alarm.metric == LOSS else EVENT):
+        far = alarm.metric == LOSS or (groups and groups[-1][-1].metric == RATE)
+        if not groups or alarm.step > groups[-1][-1].step + (3 * EVENT if far else EVENT):
             groups.append([])
         groups[-1].append(alarm)
     return groups
