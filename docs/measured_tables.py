@@ -67,7 +67,7 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
     ]
     parts = record["parts"].items()
     names = {"seen": "seen before", "judged": "in this table", "fitted": "of the fit"}
-    texts = [f"- Runs {names.get(name, name)}: {_alarm_counts(c)}" for name, c in parts if c["failures"]]
+    texts = [f"- **Runs {names.get(name, name)}.** {_alarm_counts(c)}" for name, c in parts if c["failures"]]
     said = [
         "In all runs of the failures in the next list, Lamina named the right location and cause. If the loss rose, "
         "the alarm came before the rise:",
@@ -210,12 +210,14 @@ def evaluation_table(record: dict[str, Any] | None, where: str) -> str:
         for row in record["tasks"]
     ]
     head = [
-        "| task | items | largest difference of a log-likelihood (nats) | the harness's time | Lamina's time |",
+        "| task | items | largest difference in log-likelihood (nats) | lm-evaluation-harness's time | Lamina's time |",
         "|---|---|---|---|---|",
     ]
+    largest = record["largest_difference"]
+    differ = f"differ by at most {largest:.1g} nats" if largest else "are equal"
     summary = (
-        f"In all tasks, the log-likelihoods differ by at most {record['largest_difference']:.1g} nats. "
-        f"Lamina's throughput is {record['throughput_ratio']:.2f} times that of lm-evaluation-harness."
+        f"In all tasks, the log-likelihoods {differ}. Lamina evaluates {record['throughput_ratio']:.2f} times as many "
+        "items per second as lm-evaluation-harness."
     )
     return "\n".join([*head, *rows, "", summary, "", where])
 

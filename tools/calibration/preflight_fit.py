@@ -521,7 +521,7 @@ def _deciding(found: dict[str, int]) -> list[str]:
     return [
         _wrapped(
             f"{found['undecided']} runs were undecided. For {found['told a step']} of the undecided runs, preflight "
-            f"named a deciding step before the planned end. {found['trained']} of these {found['told a step']} runs "
+            f"named a deciding step before the planned end. Of these {found['told a step']} runs, {found['trained']} "
             f"trained, and {found['shown by it']} had learned by the deciding step."
         ),
         "",
