@@ -92,18 +92,10 @@ class Registry(Generic[Entry]):
     def isolated(self) -> Iterator[None]:
         """Undo all registrations made inside the context."""
         self._load()  # first: a file may ask for what the package has, and must not lose it
-        with self._undone_after():
-            yield
-
-    @contextmanager
-    def _undone_after(self, *, only_errors: bool = False) -> Iterator[None]:
         before = dict(self._entries)
         try:
             yield
-        except BaseException:
-            self._entries = before
-            raise
-        if not only_errors:
+        finally:
             self._entries = before
 
     def _load(self) -> None:
@@ -126,10 +118,14 @@ class Registry(Generic[Entry]):
     def _load_plugin(self, plugin: EntryPoint) -> None:
         package = "" if plugin.dist is None else f" of the package {plugin.dist.name} {plugin.dist.version}"
         subject = f"{self.kind} plug-in {plugin.name!r}{package}: {plugin.value}"
+        before = dict(self._entries)
         try:
-            with self._undone_after(only_errors=True), guarded(subject):
+            with guarded(subject):
                 plugin.load()
-        except UserError as error:
+        except BaseException as error:
+            self._entries = before
+            if not isinstance(error, UserError):
+                raise
             reason = str(error) if str(error).startswith(subject) else f"{subject}: {error}"
             self._failure = UserError(f"{reason}. Update or uninstall that package.")
             raise self._failure from error

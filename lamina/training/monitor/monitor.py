@@ -199,7 +199,7 @@ class Monitor:
         if self.records is None:
             return self.alarms.state_dict()
         self.records.sync()
-        sealed = {**self.records.layers.parts(), "records": grown_records(self.records.folder)}
+        sealed = {"layer_parts": self.records.layers.next, "records": grown_records(self.records.folder)}
         return {**self.alarms.state_dict(), **sealed}
 
     def load_state_dict(self, state: RunState) -> None:

@@ -508,11 +508,10 @@ class UpdateRatios(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Arguments, state: State, control: object, **kwargs: Output) -> None:
         self._sums = {}
-        optimizers = [kwargs["optimizer"]] if kwargs.get("optimizer") is not None else []
-        self.before_step(optimizers, recorded=is_recorded(state.global_step + 1, args))
+        self.before_step([kwargs["optimizer"]], recorded=is_recorded(state.global_step + 1, args))
 
     def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: Output) -> None:
-        self.after_step([kwargs["optimizer"]] if kwargs.get("optimizer") is not None else [])
+        self.after_step([kwargs["optimizer"]])
 
     @torch.no_grad()
     def before_step(self, optimizers: Optimizers = (), *, recorded: bool = True) -> None:

@@ -62,7 +62,6 @@ class MonitoredTrainer(_Trainer):
     evaluation: LastEvaluation = LastEvaluation()  # the last one; the recorder sets step and loss
     overflows: int = 0
     overflows_in_a_row: int = 0
-    first_failure: FirstFailure | None = None
     _wrapped: nn.Module | None = None
     _bare: LaminaForCausalLM
 
@@ -114,13 +113,13 @@ class MonitoredTrainer(_Trainer):
         late = reading_waits(loss)
         if late and (self.scaler() is not None or not is_recorded(self.state.global_step + 1, self.args)):
             return None
-        if math.isfinite(value := self.processes.mean(float(loss))) or (late and self._failure().read()[0]):
+        if math.isfinite(value := self.processes.mean(float(loss))) or (late and self.first_failure.read()[0]):
             return None
         return value
 
-    def _failure(self) -> FirstFailure:
-        self.first_failure = FirstFailure() if self.first_failure is None else self.first_failure
-        return self.first_failure
+    @cached_property
+    def first_failure(self) -> FirstFailure:
+        return FirstFailure()
 
     def _checked(self, norm: Norm, squares: torch.Tensor) -> Norm:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -130,12 +129,12 @@ class MonitoredTrainer(_Trainer):
         self.layer_rows = []
         waits = reading_waits(squares)
         if late := waits and self.scaler() is None:
-            self._failure().see(step, torch.as_tensor(norm, device=squares.device), squares)
+            self.first_failure.see(step, torch.as_tensor(norm, device=squares.device), squares)
         if waits and not recorded:
             return norm
         value = float(norm)
         if late and not math.isfinite(value):
-            first, squares = self._failure().read()
+            first, squares = self.first_failure.read()
         if recorded or not math.isfinite(value):
             # One that every layer shares came from the loss, or from a step before it: no layer is its cause.
             told = first == step or bool(torch.isfinite(squares).any())

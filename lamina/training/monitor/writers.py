@@ -236,10 +236,6 @@ class LayersWriter:
     def _after_last(self) -> int:
         return 1 + max(map(_number, layer_parts(self.folder.parent)), default=-1)
 
-    def parts(self) -> Json:
-        """Return the number of parts on disk, for a checkpoint."""
-        return {"layer_parts": self.next}
-
     def load_state_dict(self, state: RunState) -> None:
         """Drop rows later than the checkpoint."""
         if "step" not in state:
