@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lamina.core import specs
-from lamina.core.registry import Registry
 from lamina.core.values import is_finite
-from lamina.errors import UserError
+from lamina.errors import UserError, unknown
 
 SAME = "same:"  # before the one initializer of all of a study's trials
 BRANCH_OUT = ("attention_out", "feed_forward_out")
@@ -49,48 +49,21 @@ class Facts:
 
 
 Initializer = Callable[[Facts, float], float]
+"""Returns the standard deviation of a weight's normal distribution, from the weight and the base std."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """A registered initializer: its function, a line of help, and the truncation of its distribution."""
-
-    function: Initializer
-    help: str
-    truncated: float | None
-
-
-INITIALIZERS: Registry[_Entry] = Registry("init")
-names = INITIALIZERS.names
-
-
-def initializer(name: str, help: str, truncated: float | None = None) -> Callable[[Initializer], Initializer]:
-    """Register a function (weight, base std) -> standard deviation of the weight's normal distribution.
-
-    With ``truncated``, the distribution ends at this number of standard deviations.
-    """
-
-    def register(function: Initializer) -> Initializer:
-        INITIALIZERS.add(name, _Entry(function=function, help=help, truncated=truncated), function.__module__)
-        return function
-
-    return register
-
-
-@initializer("normal", "N(0, std^2) everywhere, std 0.02")
-def _normal(weight: Facts, std: float) -> float:
+def normal(weight: Facts, std: float) -> float:
+    """N(0, std^2) everywhere, std 0.02."""
     return std
 
 
-@initializer("scaled", "Megatron: N(0, std^2); the std of attention-out and FFN-out is divided by sqrt(2 * num_layers)")
-def _scaled(weight: Facts, std: float) -> float:
+def scaled(weight: Facts, std: float) -> float:
+    """Megatron: N(0, std^2); the std of attention-out and FFN-out is divided by sqrt(2 * num_layers)."""
     return std / math.sqrt(2 * weight.num_layers) if weight.role in BRANCH_OUT else std
 
 
-@initializer(
-    "deepnorm", "Xavier normal; value, attention-out and FFN weights have gain beta, others have gain 1 (DeepNet Fig 2)"
-)
-def _deepnorm(weight: Facts, std: float) -> float:
+def deepnorm(weight: Facts, std: float) -> float:
+    """Xavier normal; value, attention-out and FFN weights have gain beta, others have gain 1 (DeepNet Fig 2)."""
     if weight.layer < 0:
         return std
     gain = 1.0
@@ -101,48 +74,53 @@ def _deepnorm(weight: Facts, std: float) -> float:
     return gain * math.sqrt(2 / (weight.fan_in + weight.fan_out))
 
 
-@initializer("xavier", "Xavier normal (variance 2 / (fan_in + fan_out)) in the blocks, N(0, std^2) elsewhere")
-def _xavier(weight: Facts, std: float) -> float:
+def xavier(weight: Facts, std: float) -> float:
+    """Xavier normal (variance 2 / (fan_in + fan_out)) in the blocks, N(0, std^2) elsewhere."""
     return std if weight.layer < 0 else math.sqrt(2 / (weight.fan_in + weight.fan_out))
 
 
-@initializer("small", "SmallInit (Nguyen & Salazar): variance 2 / (5 * hidden_size)")
-def _small(weight: Facts, std: float) -> float:
+def small(weight: Facts, std: float) -> float:
+    """SmallInit (Nguyen & Salazar): variance 2 / (5 * hidden_size)."""
     return math.sqrt(2 / (5 * weight.hidden_size))
 
 
-@initializer(
-    "small_scaled",
-    "HybridNorm: SmallInit, cut off at 3 std; attention-out and FFN-out are divided by sqrt(2 * num_layers)",
-    truncated=3.0,
-)
-@initializer(
-    "small_scaled_uncut",
-    "Mix-LN Table 8's Scaled Initialization: small_scaled without truncation (the paper states only the std of "
-    "attention-out and FFN-out; for all other weights, we take SmallInit's std)",
-)
-def _small_scaled(weight: Facts, std: float) -> float:
-    return _scaled(weight, _small(weight, std))
+def small_scaled(weight: Facts, std: float) -> float:
+    """HybridNorm: SmallInit; attention-out and FFN-out are divided by sqrt(2 * num_layers)."""
+    return scaled(weight, small(weight, std))
 
 
-@initializer("admin", "N(0, std^2), then Admin's profiling pass sets every omega (Liu et al. 2020)")
-def _admin(weight: Facts, std: float) -> float:
-    return std
+def over_width(weight: Facts, std: float, *, variance: float) -> float:
+    """Variance ``variance`` / hidden_size everywhere (Peri-LN Table 9)."""
+    return math.sqrt(variance / weight.hidden_size)
 
 
-for _name, _variance in (("he", 2.0), ("lecun", 1.0), ("10/d", 10.0), ("1/(10d)", 0.1)):
-
-    @initializer(_name, f"variance {_variance:g} / hidden_size everywhere (Peri-LN Table 9)")
-    def _over_width(weight: Facts, std: float, variance: float = _variance) -> float:
-        return math.sqrt(variance / weight.hidden_size)
+INITIALIZERS: dict[str, Initializer] = {
+    "normal": normal,
+    "scaled": scaled,
+    "deepnorm": deepnorm,
+    "xavier": xavier,
+    "small": small,
+    "small_scaled": small_scaled,
+    # Mix-LN Table 8's Scaled Initialization, without truncation (the paper states only the std of attention-out and
+    # FFN-out; for all other weights, we take SmallInit's std).
+    "small_scaled_uncut": small_scaled,
+    "admin": normal,  # then Admin's profiling pass sets every omega (Liu et al. 2020)
+    **{
+        name: partial(over_width, variance=variance)
+        for name, variance in (("he", 2.0), ("lecun", 1.0), ("10/d", 10.0), ("1/(10d)", 0.1))
+    },
+}
+CUT_AT = {"small_scaled": 3.0}
+"""The number of standard deviations at which an initializer's distribution ends."""
 
 
 def check(init: str) -> tuple[str, float]:
     """Split "name" or "name(std=0.01)" into name and base std. Raises UserError for any other text."""
-    if init in names():  # some names contain parentheses
+    if init in INITIALIZERS:  # some names contain parentheses
         return init, 0.02
     name, options = specs.parse(init, "init")
-    INITIALIZERS.get(name, other_names=("recommended",))
+    if name not in INITIALIZERS:
+        raise unknown("init", name, (*INITIALIZERS, "recommended"))
     if name not in _WITH_STD:
         raise UserError(f"init: {init!r}, but {name!r} takes no std. Write {name}.")
     std = options.get("std")
@@ -164,6 +142,6 @@ def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
         name, base = check(init)
     except UserError:
         return None
-    std = INITIALIZERS.get(name).function(Facts(hidden_size=hidden_size), base)
+    std = INITIALIZERS[name](Facts(hidden_size=hidden_size), base)
     suits = _LOWEST * (1 - 1e-9) <= std * math.sqrt(hidden_size) <= _HIGHEST
     return None if suits else (std, math.sqrt(2 / (5 * hidden_size)))

@@ -30,13 +30,11 @@ PARAMETRIZATIONS = {
     "standard": Parametrization(
         multiplier=(0, 0, 0), std=(0, -1 / 2, -1 / 2), full=(0, -1, -1), none=(0, -1 / 2, -1 / 2)
     ),
-    "ntk": Parametrization(multiplier=(0, -1 / 2, -1 / 2), std=(0, 0, 0), full=(0, -1 / 2, -1 / 2), none=(0, 0, 0)),
     "mup": Parametrization(
         multiplier=(1 / 2, 0, -1 / 2), std=(-1 / 2, -1 / 2, -1 / 2), full=(-1 / 2, -1, -1 / 2), none=(-1 / 2, -1 / 2, 0)
     ),
-    "mean_field": Parametrization(multiplier=(0, -1 / 2, -1), std=(0, 0, 0), full=(0, -1 / 2, 0), none=(0, 0, 1 / 2)),
 }
-# With the multipliers folded in NTK is standard and mean field is muP: they are no schemes of their own.
+# With the multipliers folded in, the table's NTK is standard and its mean field is muP: neither is a scheme.
 SCHEMES: dict[str, tuple[str, Literal["full", "none"]]] = {
     "standard": ("standard", "full"),
     "standard-no-alignment": ("standard", "none"),

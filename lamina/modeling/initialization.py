@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lamina.core.architectures import HIDDEN, ROLES
-from lamina.core.initializers import BRANCH_OUT, INITIALIZERS, WITH_GAIN, Facts, check
+from lamina.core.initializers import BRANCH_OUT, CUT_AT, INITIALIZERS, WITH_GAIN, Facts, check
 from lamina.errors import UserError
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import adapter_of
@@ -72,25 +72,24 @@ def initialize(
     deviation times the factor.
     """
     name, std = check(init)
-    entry, unknown, known_roles = INITIALIZERS.get(name), 0, (HIDDEN, *BRANCH_OUT, *WITH_GAIN)
+    std_of, unknown, known_roles = INITIALIZERS[name], 0, (HIDDEN, *BRANCH_OUT, *WITH_GAIN)
     for weight in weights(model):
         if weight.role == "bias":
             weight.parameter.zero_()
         elif weight.role not in ("vector", "wiring"):
             like, factor = (weight, 1.0) if base is None else base[weight.name]
-            stds = [entry.function(piece, std) * factor for piece in _pieces(like, model)]
+            stds = [std_of(piece, std) * factor for piece in _pieces(like, model)]
             pieces = _pieces(weight, model)
             if weight.role == "key_value" and len(set(stds)) == 1:
                 pieces, stds = [weight], stds[:1]  # one draw, as trials of studies were drawn
             for piece, piece_std in zip(pieces, stds, strict=True):
-                if entry.truncated is None:
+                if name not in CUT_AT:
                     piece.parameter.normal_(0.0, piece_std)
                 else:
-                    bound = entry.truncated * piece_std
+                    bound = CUT_AT[name] * piece_std
                     nn.init.trunc_normal_(piece.parameter, 0.0, piece_std, -bound, bound)
             unknown += (
-                weight.role == HIDDEN
-                and len({entry.function(replace(weight, role=role), std) for role in known_roles}) > 1
+                weight.role == HIDDEN and len({std_of(replace(weight, role=role), std) for role in known_roles}) > 1
             )
             module = model.get_submodule(weight.name.rpartition(".")[0])
             if weight.role == "embedding" and isinstance(module, nn.Embedding) and module.padding_idx is not None:

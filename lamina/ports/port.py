@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lamina.core.initializers import INITIALIZERS, Facts, check
+from lamina.core.initializers import CUT_AT, INITIALIZERS, Facts, check
 from lamina.errors import UserError
 from lamina.placements.plan import POSITIONS, SUBLAYERS, Norm, Plan, Sublayer
 from lamina.placements.registry import Placement
@@ -439,14 +439,14 @@ class Initialization:
 
     def __init__(self, plan: Plan, placement: Placement):
         self.name, base = check(plan.initialization or "normal")
-        entry = INITIALIZERS.get(self.name)
         first = plan.layers[0]
 
         def std(role: str, width: int = 1000) -> float:
             wiring = {"weight_gain": first.attention.weight_gain, "gate_gain": first.attention.gate_gain}
-            return entry.function(Facts(hidden_size=width, role=role, num_layers=plan.num_layers, wiring=wiring), base)
+            facts = Facts(hidden_size=width, role=role, num_layers=plan.num_layers, wiring=wiring)
+            return INITIALIZERS[self.name](facts, base)
 
-        self.cut, self.profiles = entry.truncated, self.name == "admin"
+        self.cut, self.profiles = CUT_AT.get(self.name), self.name == "admin"
         self.gains: dict[str, float] | None = None
         self.std: float | None = std("query")
         self.variance: float | None = None

@@ -22,9 +22,7 @@ HALF = Fraction(1, 2)
 # Everett et al. 2024, exponents of Adam: a and b of n^-a and n^-b, then the learning rate's in n^e.
 TABLE = {
     "standard": ((0, 0, 0), (0, HALF, HALF), (0, -1, -1), (0, -HALF, -HALF)),
-    "ntk": ((0, HALF, HALF), (0, 0, 0), (0, -HALF, -HALF), (0, 0, 0)),
     "mup": ((-HALF, 0, HALF), (HALF, HALF, HALF), (-HALF, -1, -HALF), (-HALF, -HALF, 0)),
-    "mean_field": ((0, HALF, 1), (0, 0, 0), (0, -HALF, 0), (0, 0, HALF)),
 }
 
 
