@@ -6,40 +6,33 @@ the models, so that the settings can list the schemes' names without loading tor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parametrization:
+class WidthScheme:
     """The exponents e of factors n^e, where n is the width, for embedding, hidden weights and output head.
 
-    ``multiplier`` (the paper's -a) applies to the weight in the forward pass, and ``std`` (-b) to the weight's initial
-    standard deviation. ``full`` and ``none`` (-c) apply to Adam's learning rate: ``full`` assumes that updates align
-    fully with the activations, and ``none`` assumes that they do not align.
+    ``multiplier`` (the paper's -a) applies to the weight in the forward pass, ``std`` (-b) to the weight's initial
+    standard deviation, and ``rate`` (-c) to Adam's learning rate.
     """
 
     multiplier: tuple[float, float, float]
     std: tuple[float, float, float]
-    full: tuple[float, float, float]
-    none: tuple[float, float, float]
+    rate: tuple[float, float, float]
 
 
-# Everett et al. 2024, the table of Adam's exponents.
-PARAMETRIZATIONS = {
-    "standard": Parametrization(
-        multiplier=(0, 0, 0), std=(0, -1 / 2, -1 / 2), full=(0, -1, -1), none=(0, -1 / 2, -1 / 2)
-    ),
-    "mup": Parametrization(
-        multiplier=(1 / 2, 0, -1 / 2), std=(-1 / 2, -1 / 2, -1 / 2), full=(-1 / 2, -1, -1 / 2), none=(-1 / 2, -1 / 2, 0)
-    ),
-}
-# With the multipliers folded in, the table's NTK is standard and its mean field is muP: neither is a scheme.
-SCHEMES: dict[str, tuple[str, Literal["full", "none"]]] = {
-    "standard": ("standard", "full"),
-    "standard-no-alignment": ("standard", "none"),
-    "mup": ("mup", "full"),
-    "mup-no-alignment": ("mup", "none"),
+_STANDARD = WidthScheme(multiplier=(0, 0, 0), std=(0, -1 / 2, -1 / 2), rate=(0, -1, -1))
+_MUP = WidthScheme(multiplier=(1 / 2, 0, -1 / 2), std=(-1 / 2, -1 / 2, -1 / 2), rate=(-1 / 2, -1, -1 / 2))
+# Everett et al. 2024, the table of Adam's exponents. Its rates assume that updates align fully with the activations or,
+# in the schemes without alignment, that they do not align. With the multipliers folded in, the table's NTK is standard
+# and its mean field is muP: neither is a scheme.
+SCHEMES = {
+    "standard": _STANDARD,
+    "standard-no-alignment": replace(_STANDARD, rate=(0, -1 / 2, -1 / 2)),
+    "mup": _MUP,
+    "mup-no-alignment": replace(_MUP, rate=(-1 / 2, -1 / 2, 0)),
 }
 DepthScheme: TypeAlias = Literal["depth-mup", "completep"]
 # alpha: every branch is divided by m^alpha, where m is the depth over the base depth. Depth-muP: Yang et al. 2023

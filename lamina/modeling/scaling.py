@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lamina.core.json_types import Json
-from lamina.core.scaling_schemes import DEPTH_SCHEMES, PARAMETRIZATIONS, SCHEMES
+from lamina.core.scaling_schemes import DEPTH_SCHEMES, SCHEMES
 from lamina.core.values import whole_number
 from lamina.errors import UserError, unknown
 from lamina.modeling.backbones import resolve_backbone
@@ -86,10 +86,9 @@ class Scaling:
         """
         if kind == "vector" or self.width == "none":
             return 0.0, 0.0
-        name, alignment = SCHEMES[self.width]
-        table, index = PARAMETRIZATIONS[name], KINDS.index(kind)
-        multiplier = table.multiplier[index]
-        return multiplier + table.std[index], multiplier + getattr(table, alignment)[index]
+        scheme, index = SCHEMES[self.width], KINDS.index(kind)
+        multiplier = scheme.multiplier[index]
+        return multiplier + scheme.std[index], multiplier + scheme.rate[index]
 
     def rate(self, kind: Kind, width: float) -> float:
         """Return the factor on a weight's learning rate; ``width`` is its fan-in divided by the base model's fan-in."""

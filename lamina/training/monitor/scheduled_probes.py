@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +59,6 @@ class ScheduledProbes(TrainerCallback):
         self.stop_clock = stop_clock
         self.folder, self.specs, self.every = folder / "probes", settings.probes, settings.probe_every
         self.inputs, self.processor = inputs, processor
-        self.seconds = 0.0
         self._structure: Structure | None = None
         self._noted: set[tuple[str, str]] = set()
 
@@ -86,7 +84,7 @@ class ScheduledProbes(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.stop_clock()
-        began, step = time.monotonic(), state.global_step
+        step = state.global_step
         model = self.trainer.bare_model()
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             self._note("all", step, f"{_REFUSED}several processes share the weights")
@@ -102,7 +100,6 @@ class ScheduledProbes(TrainerCallback):
                         write_json(about, {**words, "over_steps": list(probe.over_steps)})
                 for note in notes:
                     self._note(probe.name, step, note)
-        self.seconds += time.monotonic() - began
 
     def _context(self, model: PreTrainedModel, step: int) -> Context:
         inputs = {model.main_input_name: self.inputs.to(next(model.parameters()).device)}
