@@ -20,6 +20,7 @@ from lamina.preflights.verdict import (
     projected,
     verdict_of,
 )
+from lamina.reports.pages.preflight import headline
 from lamina.training.settings import PretrainSettings
 from tools.calibration import preflight_calibration as calibrating
 from tools.calibration import preflight_fit as fitting
@@ -52,6 +53,21 @@ def test_a_run_that_uses_its_input_is_fine():
     assert "0.30 ± 0.04 nats below" in verdict.reason
     assert verdict.deciding_steps == 0
     assert "0.89, from layer 30" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "title"),
+    [
+        (["fine"], "keel: fine"),
+        (["fine", "fine"], "All planned runs are fine"),
+        (["risky", "fine", "risky"], "2 of 3 planned runs are risky: keel and pre_ln"),
+        (["risky", "undecided", "fine"], "2 of 3 planned runs are risky or undecided: keel and peri_ln"),
+        (["will not train", "risky", "fine"], "1 of 3 planned runs will not train: keel"),
+    ],
+)
+def test_the_page_is_titled_by_the_worst_verdict(verdicts, title):
+    labels = ["keel", "peri_ln", "pre_ln"][: len(verdicts)]
+    assert headline([{"verdict": verdict} for verdict in verdicts], labels) == title
 
 
 def test_a_layer_that_is_cut_off_is_named_with_its_gain():

@@ -10,6 +10,7 @@ from training.tiny_runs import flags
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.reports import report
+from lamina.reports.pages.transfer import headline, sentences
 from lamina.reports.terminal import transferred
 from lamina.studies.settings import TransferSettings
 from lamina.studies.transfer import role_rates, summarize
@@ -75,6 +76,28 @@ def test_a_wider_run_is_compared_with_the_proxy_at_the_same_rate():
     agrees = {rate["learning_rate"]: rate["agrees"] for rate in summary["verified"]["256"]}
     assert agrees == {2e-3: True, 4e-3: False, 8e-3: True, 5e-3: None}
     assert summary["learning_rate"] == 2e-3  # the wide ones do not choose
+
+
+STABLE = "At a learning rate of 0.001, training is stable at width 64. The highest learning rate tried is stable, too."
+FAILS = "From a learning rate of 0.001 to 0.004, training is stable at width 64. The run at 0.008 fails."
+SAID = (
+    ("no learning rate can be converted", {1e-3: ("stuck", 5.0)}, [],
+     ["No learning rate finished at width 64, so Lamina can convert none. Try smaller learning rates, or more steps."]),
+    ("train at a learning rate of 0.002", FOUND, [],
+     [FAILS, "0.002 has the lowest loss at width 64, but the losses from 0.001 to 0.002 are too close to tell.",
+      "Is 0.002 safe at width 256? It is RISK."]),
+    ("train at a learning rate of 0.001", {1e-3: ("finished", 3)}, of({1e-3: ("diverged", 9), 2e-3: ("stuck", 5)}, 256),
+     [STABLE, "0.001 has the lowest loss at width 64.", "Is 0.001 safe at width 256? It is RISK.",
+      "The best learning rate is at the edge of the list, so a learning rate beyond the list may be better. Try more "
+      "with --learning-rates.", "At width 256, 0 of 1 learning rates have the same outcome as at width 64."]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("title", "narrow", "wide", "expected"), SAID)
+def test_the_page_says_what_was_found_and_what_to_do(title, narrow, wide, expected):
+    summary = summarize(results(of(narrow) + wide), CHOSEN, FACTORS)
+    assert sentences(summary) == [text.replace("RISK", summary["risk"]) for text in expected]
+    assert headline(summary) == f"{CHOSEN.placement}, width 256: {title}"
 
 
 def test_the_factors_are_those_of_the_paper_at_the_targets_width():

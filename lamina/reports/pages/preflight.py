@@ -78,7 +78,7 @@ def preflight_report(folder: Path) -> Path:
         charts.reference(losses, [1, max(steps)], first["unigram_loss"], "unigram entropy")
     return write_page(
         folder,
-        title=_headline(records, labels),
+        title=headline(records, labels),
         facts=[
             f"{first['num_layers']} layers of width {first['hidden_size']}",
             f"{first['steps']} steps planned, {taken} taken",
@@ -94,19 +94,18 @@ def preflight_report(folder: Path) -> Path:
     )
 
 
-def _headline(records: list[Json], labels: list[str]) -> str:
+def headline(records: list[Json], labels: list[str]) -> str:
     """Return the finding in a line: the only verdict, or the number of runs with the worst verdict."""
     if len(records) == 1:
         return f"{labels[0]}: {records[0]['verdict']}"
     bad = [label for label, row in zip(labels, records, strict=True) if row["verdict"] == "will not train"]
     if bad:
         return f"{len(bad)} of {len(records)} planned runs will not train: {listed(bad)}"
-    risky = [label for label, row in zip(labels, records, strict=True) if row["verdict"] != "fine"]
-    return (
-        f"{len(risky)} of {len(records)} planned runs are risky: {listed(risky)}"
-        if risky
-        else "All planned runs are fine"
-    )
+    open_runs = {label: row["verdict"] for label, row in zip(labels, records, strict=True) if row["verdict"] != "fine"}
+    if not open_runs:
+        return "All planned runs are fine"
+    kinds = " or ".join(sorted(set(open_runs.values())))
+    return f"{len(open_runs)} of {len(records)} planned runs are {kinds}: {listed([*open_runs])}"
 
 
 _BURN_IN = (

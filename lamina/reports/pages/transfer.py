@@ -37,7 +37,7 @@ def transfer_report(folder: Path) -> Path:
     trials = details(f"All {len(by_width)} trials", tables.trials_table(by_width, color))
     return write_page(
         folder,
-        title=_headline(summary),
+        title=headline(summary),
         facts=[
             f"width scaling {summary['width_scaling']}",
             str(study.settings.get("backbone", "")),
@@ -54,7 +54,7 @@ def transfer_report(folder: Path) -> Path:
     )
 
 
-def _headline(summary: Row) -> str:
+def headline(summary: Row) -> str:
     """Return the finding in a line: the learning rate for the target width."""
     rate = summary["learning_rate"]
     found = "no learning rate can be converted" if rate is None else f"train at a learning rate of {rate:g}"
