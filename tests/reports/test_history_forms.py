@@ -13,7 +13,7 @@ import lamina
 from lamina.errors import UserError
 from lamina.reports.diagnosis import gather
 from lamina.reports.histories import read_history
-from lamina.reports.histories.consoles import FORMS
+from lamina.reports.histories.consoles import FORMS, form_of, lines_of
 from lamina.training.monitor.writers import LOSS, NORM
 
 LAST, SPIKE, ROSE = 60, 40, 42
@@ -82,12 +82,16 @@ def written(form):
     return "torchrun started\n" + "\nsaving a checkpoint\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("form", [form.name for form in FORMS])
+def test_the_consoles_are_in_every_form():
+    forms = {form_of(lines_of(written(name))) for name in CONSOLES}
+    assert forms == set(FORMS)
+
+
+@pytest.mark.parametrize("form", CONSOLES)
 def test_a_console_is_read(tmp_path, form):
     path = tmp_path / "train.log"
     path.write_text(written(form))
     history = read_history(path)
-    assert history.form == form
     assert len(history.steps) == LAST
     assert bool(history.clock) == (form not in NO_STEP)
     assert f"60 records from {'record' if form in NO_STEP else 'step'} 1 to 60" in str(history)
@@ -170,7 +174,7 @@ def test_a_large_table_is_read_in_pieces_as_a_small_one_is(tmp_path, monkeypatch
 def test_powershells_utf16_and_a_pipe_are_read(tmp_path, monkeypatch, capsys):
     path = tmp_path / "train.log"
     path.write_bytes(written("nanoGPT's lines").encode("utf-16"))
-    assert read_history(path).form == "nanoGPT's lines"
+    assert read_history(path).form == "lines with a step"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(written("torchtitan's lines").encode())))
     assert lamina.diagnose("-").page == tmp_path / "pipe-lamina" / "diagnosis.html"

@@ -1,6 +1,7 @@
 """Files that name no loss are read by the file's name, or refused for the true reason; notebooks by what they show."""
 
 import json
+import math
 import random
 
 import pytest
@@ -9,7 +10,7 @@ import lamina
 from lamina.errors import UserError
 from lamina.reports.diagnosis import epoch_stairs, gather
 from lamina.reports.histories import import_history, read_history
-from lamina.training.monitor.writers import LOSS
+from lamina.training.monitor.writers import LOSS, NORM
 
 NAMED_BY_FILE = {
     "loss.log": ("2.5 0\n2.4 100\n2.3 200\n", {0: 2.5, 100: 2.4, 200: 2.3}),
@@ -125,3 +126,62 @@ def test_a_second_stage_with_shorter_epochs_is_another_run(tmp_path):
     path.write_text("".join(line.format(*stage) for stage in stages))
     with pytest.raises(UserError, match=r"2 runs: '1' \(step 0 to 110\), '2' \(step 0 to 30\)"):
         read_history(path)
+
+
+TWICE = (
+    "[INFO] callbacks:157 >> {{'loss': 0.0000, 'learning_rate': {r:.4e}, 'epoch': 0.03}}\n"
+    "{{'loss': 0.0, 'grad_norm': nan, 'learning_rate': {r!r}, 'epoch': 0.03}}\n 1%|# | {s}/6249 [08:38<11:33, 6.74s/it]"
+)
+
+
+def test_a_record_that_is_printed_twice_is_one_record(tmp_path):
+    path = tmp_path / "train.log"
+    path.write_text("".join(TWICE.format(r=4.9981234e-05 - s * 1e-09, s=s) for s in (75, 80, 85)))
+    history = read_history(path)
+    assert list(history.values(LOSS)) == [70, 75, 80]
+    assert not any(math.isfinite(loss) for loss in history.values(LOSS).values())
+
+
+def test_losses_beside_a_discriminators_are_neither_summed_nor_judged(tmp_path):
+    path = tmp_path / "train.log"
+    losses = [(1.5 + n % 2 / 9, -0.01 * 1.2**n, 0.008) for n in range(1, 55)]
+    path.write_text(
+        "".join(
+            f"Epoch {n}/99 - Loss Discriminator: {d}, Loss Encoder: {e}, Loss Decoder: {c}\n"
+            for n, (d, e, c) in enumerate(losses, 1)
+        )
+    )
+    history = read_history(path)
+    assert history.opposed
+    assert history.read[LOSS] == "Loss Decoder"
+
+
+def test_lines_below_a_global_step_are_its_record(tmp_path):
+    path = tmp_path / "train.log"
+    numbers = (
+        "loss_0: 20.48  (20.22)",
+        "grad_norm_0: 459.3  (378.8)",
+        "loss_disc: 3.2  (3.6)",
+        "grad_norm_1: 115.9  (2.0)",
+    )
+    path.write_text("  --> STEP: 183/270 -- GLOBAL_STEP: 1061700\n" + "".join(f"     | > {each}\n" for each in numbers))
+    history = read_history(path)
+    assert (history.values(LOSS), history.values(NORM)) == ({1061700: 20.48}, {1061700: 459.3})
+    assert not history.layers
+
+
+def test_results_of_an_evaluation_below_a_heading_are_no_record(tmp_path):
+    path = tmp_path / "train.log"
+    lines = [f"INFO:tensorflow:global_step = {n}, loss = {3 - n / 100}" for n in (10, 20, 30)]
+    path.write_text(
+        "\n".join(
+            [
+                *lines,
+                "INFO:***** Eval results *****",
+                "INFO:  acc = 0.9",
+                "INFO:  global_step = 40",
+                "INFO:  loss = 9.5",
+            ]
+        )
+    )
+    assert list(read_history(path).values(LOSS)) == [10, 20, 30]

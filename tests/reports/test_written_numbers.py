@@ -164,7 +164,7 @@ def test_a_long_preamble_does_not_hide_the_form(tmp_path):
     path = tmp_path / "train.log"
     noise = "".join(f"  layer_norm_epsilon_{n} ......... 1e-05\ncompiling kernel {n}\n" for n in range(900))
     path.write_text(noise * 3 + "".join(f"iter {s}: loss {v:.4f}, time 1.0ms\n" for s, v in course().items()))
-    assert read_history(path).form == "nanoGPT's lines"
+    assert read_history(path).form == "lines with a step"
 
 
 def test_a_loss_that_is_nan_is_a_record(tmp_path):

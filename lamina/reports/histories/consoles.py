@@ -1,44 +1,35 @@
-r"""Read the lines that trainers print. ``FORMS`` has one row for each log format.
-
-A row defines which lines are records, and where a record's names and values are. To read another trainer's lines,
-add a row before "lines with a global step".
-"""
+r"""Read the lines that trainers print. ``FORMS`` has one row for each way to print the step, or to print pairs."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lamina.reports.histories.names import EPOCH_STEPS, whole
+from lamina.reports.histories.names import EPOCH_STEPS, is_whole_loss, whole
 from lamina.reports.histories.numbers import NUMBER, WHOLE, number_of
-from lamina.training.monitor.writers import LOSS
 
 _INSIDE = r"(?:[A-Za-z][\w.]*\(\[?|\{['\"][^'\"]*['\"]:\s*|\[[A-Za-z]+:\s*)?"
 """np.float64(2.3), tensor([2.3]), {'0_default': 2.3}, [local: 2.3]"""
 _VALUE = rf"{_INSIDE}(?P<value>{NUMBER})"
 _STEP = rf"(?P<step>{WHOLE})"
-_PIPES = rf"\|\s*(?P<name>[^|:=]*[A-Za-z][^|:=]*?)\s*[:=]\s*{_VALUE}"
-"""| lm loss: 7.3E-01 |"""
-_NAME = r"(?<![\w./-])[A-Za-z][\w./-]*"
-_SIGNED = rf"(?P<name>(?<![\w./-])[A-Za-z][\w./()-]*(?: (?:norm|loss|rate)\b)?)\s*[:=]\s*\[?{_VALUE}"
-"""loss: 2.3, grad_norm=1.0, learning rate: 1e-4"""
-_SPACED = (
-    rf"(?P<name>{_NAME}(?: [A-Za-z][\w./-]*)?(?: ?\(\w+\))?)['\]]?(?: so far(?: is)?)?"
+_WORD = r"[A-Za-z][\w./-]*+"
+_PAIR = (
+    rf"(?P<name>(?<![\w./-]){_WORD}(?: {_WORD})?(?: ?\([\w ]+\))?)['\]]?(?: so far(?: is)?)?"
     rf"(?:\s*[:=]\s*['\[]?\s*| +\[?|\[)\s*{_VALUE}"
 )
 """loss 2.3, train loss 2.3, grad norm = 1.0, Iter(train) [ 10/500], [Loss] 2.3, 'loss': '2.3', loss so far is 2.3"""
 _QUOTED = rf"""['"](?P<name>[^'"]+)['"]\s*:\s*['"]?{_VALUE}"""
 """'loss': 2.3, "loss": "2.3" """
-_INDENTED = rf"^\s+(?:Train )?(?P<name>[A-Za-z].*?)\s*(?:=|:(?=\s))\s*{_VALUE}\s*$"
-"""a line of its own"""
 _BESIDE = rf"^\s*[|│┃║]\s*(?P<name>[A-Za-z][^|│┃║]*?)\s*[|│┃║]\s*{_VALUE}\s*[|│┃║]"
 """| loss | 2.3 |"""
-_ALONE = rf"^\W*(?P<name>[A-Za-z][^:=|]*?)\s*[:=|]\s*{_VALUE}(?:\s*\([^()]*\))?\s*$"
+_ALONE = re.compile(rf"^\W*(?P<name>[A-Za-z][^:=|]*?)\s*[:=|]\s*{_VALUE}(?:\s*\([^()]*\))?\s*$", re.IGNORECASE)
 """  • Loss: 2.3, | > loss: 2.3 (2.4)"""
-_RATED = r"(?i:(?:\bglobal[ _-]?|\b)(?:step|iter(?:ation)?|update|batch)s?(?:_id|_idx|_num)?)"
+_WORDS = r"(?i:(?:step|iter(?:ation)?|update|batch)s?(?:_id|_idx|_num)?|up\.)"
+_RATED = rf"(?i:\bglobal[ _-]?|\b){_WORDS}"
 _TO_STEP = r"""(?: ?\(\w+\))?["']?[ .:=#\[(]*"""
-_JUDGED = r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b|\bcost\b"
+_JUDGED = re.compile(r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b|\bcost\b")
 """At least one name in a record must match this."""
 
 
@@ -46,69 +37,46 @@ class Form(NamedTuple):
     """The form in which a trainer prints a record.
 
     Attributes:
-        name: the trainer's name, in words.
+        name: the form, in words.
         line: a regular expression for the line that begins a record, with the group ``step``. If the step restarts in
             each epoch, it has the groups ``epoch`` and ``of``, the number of steps in an epoch.
         pair: a regular expression for a pair in the record, with the groups ``name`` and ``value``.
-        more: whether the record continues on the following lines.
+        more: whether the record continues on the following lines. Any record does if its line has only a step.
+        general: whether the pairs have no form of their own.
     """
 
     name: str
-    line: str
-    pair: str
-    more: bool = False
+    line: re.Pattern[str]
+    pair: re.Pattern[str]
+    more: bool
+    general: bool
+
+
+def _form(name: str, line: str, pair: str = _PAIR, more: bool = False) -> Form:
+    return Form(name, re.compile(line), re.compile(pair, re.IGNORECASE), more, pair is _PAIR)
 
 
 FORMS = (
-    Form("NeMo's lines", r"Training epoch \d+, iteration (?P<step>\d+)/\d+ \|", _PIPES),
-    Form("Megatron's lines", r"iteration[\s:=]+(?P<step>\d+)\s*/\s*\d+ \|", _PIPES),
-    Form(
-        "Megatron's wrapped lines",
-        r"iteration[\s:=]+(?P<step>\d+)\s*/\s*\d+ \|(?![^\n]*(?:loss|norm))",
-        rf"(?:^|\|)\s*(?P<name>[^|:=]*[A-Za-z][^|:=]*?)\s*[:=]\s*{_VALUE}",
-        more=True,
-    ),
-    Form("printed dictionaries", r"""\{\s*['"][^'"{}]+['"]\s*:[^{}]*(?:\}|(?:,[^{},]*){3,}$)""", _QUOTED),
-    Form("dictionaries on several lines", r"""^\s*\{\s*(?:['"][^{}]*)?$""", _QUOTED, more=True),
-    Form("OLMo-core's lines", r"\[step=(?P<step>\d+)/", _INDENTED, more=True),
-    Form("Composer's lines", r"\[batch=(?P<step>\d+)(?:/\d+)?\]:", _INDENTED, more=True),
-    Form("tables of a name and a value", r"^\W*[-=─━═╌]{8}", _BESIDE, more=True),
-    Form("blocks below a step", rf"{_RATED}{_TO_STEP}{_STEP}(?:\s*/\s*\d+)?\W*$", _ALONE, more=True),
-    Form("llm.c's lines", r"\bstep\s+(?P<step>\d+)/\d+ \| (?:train )?loss [\d.na+-]+", _SPACED),
-    Form("llm.c's log", r"^s:(?P<step>\d+) trl:", _SIGNED),
-    Form("nanochat's lines", r"\bstep (?P<step>\d+)(?:/\d+)? \([\d.]+%\) \|", _PIPES),
-    Form("nanoGPT's lines", r"\biter (?P<step>\d+): (?:train )?loss", _SPACED),
-    Form(
-        "litgpt's lines",
-        r"Epoch \d+ \| iter \d+ step (?P<step>\d+) \|",
-        rf"(?P<name>loss train|train loss)\s*:\s*{_VALUE}",
-    ),
-    Form("fairseq's lines", r"\bepoch \d+(?: \||:)\s+(?P<step>\d+) / \d+ \S*loss=", _SIGNED),
-    Form("verl's lines", r"\bstep:(?P<step>\d+) - ", _SIGNED),
-    Form("MaxText's lines", r"completed step: (?P<step>\d+),", _SIGNED),
-    Form("torchtitan's lines", r"\bstep:\s*(?P<step>[\d,]+)\s.*?\bloss:", _SIGNED),
-    Form("DeepSpeed's lines", r"\bsteps: (?P<step>\d+) loss:", _SIGNED),
-    Form("Marian's lines", rf"\bEp\. (?P<epoch>\d+)\S* : Up\. {_STEP} :", rf"(?P<name>Cost|gNorm|L\.r\.) {_VALUE}"),
-    Form("ESPnet's lines", r"(?P<epoch>\d+)epoch:train:\d+-(?P<step>\d+)batch", rf"(?P<name>\w+)={_VALUE}"),
-    Form("timm's lines", r"\bTrain: (?P<epoch>\d+) \[\s*(?P<step>\d+)/(?P<of>\d+) ", _SIGNED),
-    Form("llama2.c's lines", r"^(?P<step>\d+) \| loss ", _SPACED),
-    Form("Levanter's lines", rf"Progress on:\s*train {_STEP}it/", _SIGNED),
-    Form("lines with a global step", rf"(?i:\bglobal)[ _-]?{_RATED}{_TO_STEP}{_STEP}", _SPACED),
-    Form(
+    _form("printed dictionaries", r"""\{\s*['"][^'"{}]+['"]\s*:[^{}]*(?:\}|(?:,[^{},]*){3,}$)""", _QUOTED),
+    _form("dictionaries on several lines", r"""^\s*\{\s*(?:['"][^{}]*)?$""", _QUOTED, more=True),
+    _form("tables of a name and a value", r"^\W*[-=─━═╌]{8}", _BESIDE, more=True),
+    _form("lines with a global step", rf"(?i:\bglobal)[ _-]?{_WORDS}{_TO_STEP}{_STEP}"),
+    _form(
         "lines with an epoch and its steps",
         r"(?i:\bepoch|\btrain:)(?:\(train\))?[\s:\[(=]*(?P<epoch>\d+)(?![\d%])(?:\s*/\s*\d+)?"
         r"(?:(?!loss)[^\n])*?(?P<step>\d+)\s*/\s*(?P<of>\d+)(?![\d/:])",
-        _SPACED,
     ),
-    Form("Keras' lines", r"^\s*(?P<step>\d+)/(?P<of>\d+) (?:\[[=>.]+\]|[━\s]+\d|- \d)", _SPACED),
-    Form("a progress bar's lines", rf"\b{_STEP}/(?P<of>\d+) \[", _SPACED),
-    Form("lines with a step", rf"{_RATED}{_TO_STEP}{_STEP}", _SPACED),
-    Form("lines that begin with a step", rf"(?:^|\] )\[?{_STEP}(?:(?: \| [\d.]+)?[\]|:,]|\s*/\s*\d+,?)\s", _SPACED),
-    Form("lines with a loss", r"(?i)loss\b[^\d\n]{0,12}(?:\d|nan|inf)", _SPACED),
+    _form("a progress bar's lines", r"(?:^\s*|\b)(?P<step>\d+)/(?P<of>\d+) (?:\[|[━\s]+\d|- \d)"),
+    _form("lines with a number of steps", rf"(?:\b(?P<epoch>\d+)epoch\S*?)?\b{_STEP}(?:it|batch)(?:/(?!s)|:)"),
+    _form("lines with a step", rf"(?<!/){_RATED}{_TO_STEP}{_STEP}"),
+    _form(
+        "lines that begin with a step",
+        rf"(?:^(?:s:(?=\d+ trl))?|\] )\[?{_STEP}(?:(?: \| [\d.]+)?(?: \||[\]|:,])|\s*/\s*\d+,?)?\s",
+    ),
+    _form("lines with a loss", r"(?i)loss\b[^\d\n]{0,12}(?:\d|nan|inf)"),
 )
 """The forms, the most specific form first. If several forms fit equally many lines, Lamina takes the first of them."""
-GENERAL = FORMS[[form.name for form in FORMS].index("lines with a global step") :]
-"""Forms that no particular trainer prints."""
+_HEADER = re.compile(r"(?:\s*/\s*\d+)?(?:,\w+=\w+)*\W*$|[^\n]*\|\s*$")  # the rest of a line above a record
 _BAR = re.compile(r"(?P<step>\d+)/\d+ \[\d*\d:\d\d")  # of tqdm, before or between printed dictionaries
 _EPOCH = re.compile(r"^\s*Epoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # Keras prints it above the steps
 _BEFORE = re.compile(rf"{_RATED}{_TO_STEP}{_STEP}")  # step 10: {'loss': 2.3}
@@ -120,51 +88,57 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _HELD_OUT = re.compile(
     r"(?i)(?<![\w/-])(?:(?:val|valid|validati(?:on|ng)|eval|evaluati(?:on|ng)|test|testing|dev)\b(?![\w/-])|eval_)"
 )
-_SPECIAL = 5  # lines of no special form that count as much as one of a trainer's
-_ENOUGH, _TRIED = 200, 2000  # lines of a trainer's form that are enough to choose it, and lines that are tried
+_HEADING = re.compile(rf"{_HELD_OUT.pattern}[^\d\n]*$")  # ***** Eval results *****
+_COUNTED, _ROUNDING = {"progress bar", "epoch"}, 1e-3  # names of a line above, and the rounding of a number
+_SPECIAL = 5  # lines of a general form that count as much as one of another form
+_ENOUGH, _TRIED = 200, 2000  # lines that are enough if all are of one form, and lines that are tried
 _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
 
 
 def lines_of(text: str) -> Iterator[str]:
     """Yield a console's lines without colors. A text that a progress bar has overwritten is also a line."""
     text = (_ANSI.sub("", _MOVES.sub("\n", text)) if "\x1b" in text else text).replace("**", "")  # bold, in pasted text
+    text = _NO_VALUE.sub("", text) if any(word in text for word in ("N/A", "n/a", "None", "null")) else text
     for line in re.split(r"[\r\n]+", text):
         parts = _BAR_BEGINS.split(line) if line.count("%|") > 1 else (line,)  # bars whose returns a paste has lost
-        yield from (_NO_VALUE.sub("", part) for part in parts if part and not part.isspace())
+        yield from (part for part in parts if part and not part.isspace())
 
 
 def form_of(lines: Iterable[str]) -> Form | None:
     """Return the form that fits most of the first lines that may be records; None if no form fits."""
-    counts, tried = dict.fromkeys(FORMS, 0), 0
-    begun = dict.fromkeys((form for form in FORMS if form.more), False)
+    counts, begun, tried, best = [0] * len(FORMS), [False] * len(FORMS), 0, 0
+    weights = [1 + (form is not FORMS[-1]) if form.general else _SPECIAL for form in FORMS]
     for line in lines:
-        fits = re.search(_JUDGED, line) is not None
-        for form in begun:
-            if begun[form] and fits and any(whole(pair["name"]) for pair in _pairs(form, line)):
-                counts[form] += 1
-                begun[form] = False
-            elif re.search(form.line, line) is not None:
-                begun[form] = True
-        if not fits:
-            continue
-        fitting = [form for form in counts if not form.more and re.search(form.line, line) is not None]
-        for form in fitting:
-            counts[form] += form in GENERAL or any(whole(pair["name"]) for pair in _pairs(form, line))
-        tried += bool(fitting)
-        if tried == _TRIED or any(count >= _ENOUGH for form, count in counts.items() if form not in GENERAL):
+        judged, fitting = _JUDGED.search(line) is not None, False
+        for at, form in enumerate(FORMS):
+            match = form.line.search(line)
+            inline = match is not None and not form.more
+            if judged and ((inline and form.general) or ((inline or begun[at]) and _has_whole(form, line))):
+                counts[at] += 1
+                begun[at], fitting = False, True
+            elif match is not None:
+                begun[at] = form.more or _is_header(form, match)
+        tried += fitting
+        best = max(range(len(FORMS)), key=lambda at: counts[at] * weights[at]) if fitting else best
+        if tried == _TRIED or (tried == counts[best] == _ENOUGH):
             break
-    best = max(counts, key=lambda form: counts[form] * (_SPECIAL if form not in GENERAL else 1 + ("step" in form.line)))
-    return best if counts[best] else None
+    return FORMS[best] if counts[best] else None
 
 
-def _pairs(form: Form, line: str) -> Iterator[re.Match[str]]:
-    return re.finditer(form.pair, line, re.IGNORECASE)
+def _is_header(form: Form, match: re.Match[str]) -> bool:
+    """Return whether a line has a step alone, so that the lines below have the numbers of this step."""
+    return form.general and "step" in match.groupdict() and _HEADER.match(match.string, match.end()) is not None
+
+
+def _has_whole(form: Form, line: str) -> bool:
+    return any(whole(name.strip()) for name, _ in form.pair.findall(line))
 
 
 _SAID = (
     r"(?i)\bloss(?:es)?\b.{0,40}\b(?:is|are|was|became|turned)\b.{0,20}?\b(?:nan|inf(?:inite|inity)?|not finite)\b"
     r"|\bloss(?:es)?\b\D{0,20}\bnot finite\b"
 )
+_BROKEN_WORDS = (" is", " are", " was", "became", "turned", "finite", "diverged", "invalid", "nan loss", "inf loss")
 _BROKEN = re.compile(rf"{_SAID}|\bdiverged with loss\W+nan\b|\b(?:nan|invalid|non-finite) (?:or inf )?loss\b")
 """Loss is nan, stopping training; Model diverged with loss = NaN; Invalid loss, terminating training."""
 
@@ -172,14 +146,37 @@ _BROKEN = re.compile(rf"{_SAID}|\bdiverged with loss\W+nan\b|\b(?:nan|invalid|no
 def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
     """Yield the records in the lines, with the step if the form has one.
 
-    If the trainer printed a sentence that the loss was not finite, Lamina adds a record for this sentence.
+    If the trainer printed a sentence that the loss was not finite, Lamina adds a record for this sentence. A record
+    that a trainer printed twice, once with fewer names, is one record.
     """
+    kept: Mapping[str, object] = {}
+    for record in _printed(form, lines):
+        if len(kept) != len(record) and _is_same(kept, record):
+            kept = max(kept, record, key=len)
+            continue
+        if kept:
+            yield kept
+        kept = record
+    if kept:
+        yield kept
+
+
+def _is_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """Return whether a record has another's names and more, and the same numbers, but for their rounding."""
+    names, more = sorted((one.keys() - _COUNTED, other.keys() - _COUNTED), key=len)
+    if not names < more or len(names) < 2 or not any(map(is_whole_loss, names)):
+        return False
+    pairs = ((number_of(one[name]), number_of(other[name])) for name in names)
+    return all(a is not None and b is not None and math.isclose(a, b, rel_tol=_ROUNDING) for a, b in pairs)
+
+
+def _printed(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
     console, ended = _Console(form), ""
     before, last = dict[str, object](), dict[str, object]()
-    begins, line, match = re.compile(form.line).search, "", None
+    begins, line, match = form.line.search, "", None
     for line in lines:
         match, low = begins(line), line.lower()
-        suspect = any(word in low for word in ("nan", "inf", "finite", "invalid"))  # far faster than the pattern
+        suspect = any(word in low for word in _BROKEN_WORDS)  # far faster than the pattern
         if suspect and _BROKEN.search(line) and not (match and _has_loss_at_step(form, match)):
             ended = line
             continue
@@ -214,50 +211,57 @@ def _broken(before: Mapping[str, object], last: Mapping[str, object], sentence: 
     """Return the record of a sentence that says that the loss is not finite: at the step that it names, or as far after
     the last record as that is after the one before.
     """
-    losses = [name for name in last if (known := whole(name)) is not None and known.metric == LOSS]
     if (step := _step(str(last.get("step")))) is not None:
         named = re.search(rf"{_RATED}{_TO_STEP}(?P<step>{WHOLE})", sentence)
         earlier = _step(str(before.get("step")))
         apart = max(1, step - earlier) if earlier is not None else 1
         last = {**last, "step": (named and _step(named["step"])) or step + apart}
-    return {**last, **dict.fromkeys(losses, "nan")}
+    return {**last, **dict.fromkeys(filter(is_whole_loss, last), "nan")}
 
 
 def _has_loss_at_step(form: Form, match: re.Match[str]) -> bool:
     """Return whether a line that begins a record has a step and a loss: step: 9, loss is nan."""
-    names = (part["name"].strip() for part in _pairs(form, match.string))
-    losses = ((known := whole(name)) is not None and known.metric == LOSS for name in names)
-    return match.groupdict().get("step") is not None and any(losses)
+    names = (name.strip() for name, _ in form.pair.findall(match.string))
+    return match.groupdict().get("step") is not None and any(map(is_whole_loss, names))
 
 
 class _Console:
-    """A console's record, and what the lines before it said of its step and epoch."""
+    """A console's record, and what the lines before it said of its step and epoch.
+
+    Attributes:
+        open: whether the record has a step alone, so that the lines below belong to it.
+        held_out: whether a heading above announced results of an evaluation, one a line.
+    """
 
     def __init__(self, form: Form):
-        self.form, self.general = form, form in GENERAL
-        self.pairs = re.compile(form.pair, re.IGNORECASE).finditer
+        self.form, self.open, self.held_out = form, form.more, False
+        self.names: dict[str, tuple[str, bool]] = {}
         self.record: dict[str, object] | None = None
         self.bar = self.epoch = ""
 
     def go_on(self, line: str) -> None:
         """Read a line that begins no record."""
-        if self.form.more and self.record is not None:
-            self._add_pairs(line)
-        elif (seen := _BAR.search(line)) is not None:
+        general = self.form.general
+        goes_on = self.held_out and len(self.form.pair.findall(line)) == 1
+        self.held_out = general and (goes_on or _HEADING.search(line) is not None)
+        if (seen := _BAR.search(line)) is not None:
             self.bar = seen["step"]
         elif (seen := _EPOCH.match(line)) is not None:
             self.epoch = seen["epoch"]
+        elif self.open and self.record is not None and not (general and _is_held_out(line)):
+            self._add_pairs(line, _ALONE.findall(line) if general else ())
 
     def begin(self, line: str, match: re.Match[str]) -> None:
         """Read the line in which a record begins."""
-        groups, self.record = match.groupdict(), {}
+        groups, self.record, general = match.groupdict(), {}, self.form.general
         self.epoch = groups.get("epoch") or self.epoch
-        if self.epoch and (self.general or "epoch" in groups):
+        if self.epoch and (general or "epoch" in groups):
             self.record["epoch"] = self.epoch
         step = _step(groups.get("step"))
         if step is None and match.start() and (seen := _BEFORE.search(line, 0, match.start())) is not None:
             step = _step(seen["step"])
-        named = self.pairs(line) if self.general and "step" not in match[0].lower() and _OWN.search(line) else ()
+        unnamed = general and "step" not in match[0].lower() and _OWN.search(line) is not None
+        named = self.form.pair.finditer(line) if unnamed else ()
         own = next((part for part in named if _OWN.fullmatch(part["name"].strip())), None)
         if own is not None and not line[own.end() :][:1].isalpha() and _step(own["value"]) is not None:
             self.record["step"] = _step(own["value"])
@@ -265,10 +269,11 @@ class _Console:
             self.record["step"] = step
             if groups.get("of"):
                 self.record[EPOCH_STEPS] = groups["of"]
-        self._add_pairs(line)
+        header = not self._add_pairs(line) and _is_header(self.form, match)
         if self.form.more:
             return
-        if self.general and _is_held_out(line):
+        self.open, self.held_out = header and not self.held_out, header and self.held_out
+        if general and _is_held_out(line):
             self.record = {f"valid/{name}": value for name, value in self.record.items()}
         if step is None and (seen := _BAR.search(line)) is not None:
             self.bar = seen["step"]
@@ -277,19 +282,28 @@ class _Console:
         if _ENDS in self.record:
             self.record = None
 
-    def _add_pairs(self, line: str) -> None:
-        """Add a line's pairs; of a name that comes twice, the first value holds."""
-        record = self.record
+    def _add_pairs(self, line: str, found: Sequence[tuple[str, str]] = ()) -> bool:
+        """Add a line's pairs, or those found; of a name that comes twice, the first value holds. Return whether one is
+        judged.
+        """
+        record, judged = self.record, False
         assert record is not None
-        for part in self.pairs(line):
-            name = part["name"].strip()
-            record.setdefault(low if (low := name.lower()) in ("step", "epoch") else name, part["value"])
+        for written, value in found or self.form.pair.findall(line):
+            if (known := self.names.get(written)) is None:
+                name = written.strip()
+                known = (low if (low := name.lower()) in ("step", "epoch") else name), whole(name) is not None
+                self.names[written] = known
+            record.setdefault(known[0], value)
+            judged |= known[1]
+        return judged
 
 
 def _is_held_out(line: str) -> bool:
     """Return whether a line has the loss of an evaluation."""
     low = line.lower()
-    return "train" not in low and _HELD_OUT.search(line, 0, max(0, low.find("loss"))) is not None
+    if "train" in low or not any(word in low for word in ("val", "test", "dev")):
+        return False
+    return _HELD_OUT.search(line, 0, max(0, low.find("loss"))) is not None
 
 
 def _step(text: str | None) -> int | None:

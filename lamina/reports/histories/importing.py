@@ -28,7 +28,7 @@ from lamina.reports.histories.names import (
     are_opposed,
     best,
     is_loss,
-    is_side_loss,
+    is_whole_loss,
     parameter_of,
     parts_of,
     plain,
@@ -352,7 +352,9 @@ def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
         notes.append(f"not recorded: {', '.join(absent)}")
     if LOSS in history.read and not history.series[_MODEL, LOSS][1].any():
         notes.append(f"{history.read[LOSS]!r} is 0 in every record")
-    if LOSS not in history.read and (side := [name for name in history.unused if is_side_loss(name)]):
+    if LOSS not in history.read and (
+        side := [name for name in history.unused if is_loss(name) and not is_whole_loss(name)]
+    ):
         notes.append(f"{side[0]!r} is not the task's loss, so Lamina does not use it as the loss")
     if NORM not in history.read and history.parameters["gradient_norm"]:
         notes.append("Lamina computed the model's gradient norm from all parameters with a series")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ _PART = 5
 """The rank of a loss that may be a part of another loss."""
 _UNCLIPPED = _set("raw unclipped before pre preclip unclip")
 _CLIPPED = _set("after clipped post postclip")
-_POWERS = _set("l2 2 2norm 0")
+_POWERS = _set("l2 2norm 0 1 2")
 _NO_RATE = _set("min max decay ratio warmup")
 
 
@@ -98,32 +98,31 @@ def whole(name: str) -> Whole | None:
     return _loss(words) or _norm(words) or _rate(words)
 
 
-def is_side_loss(name: str) -> bool:
-    """Return whether a name stands for a loss that trainers add to the task's loss, such as a z, auxiliary or balance
-    loss.
-    """
-    words = set(words_of(name))
-    return bool(words & _LOSSES and words & _SIDE) and not words & _HELD_OUT
+def is_whole_loss(name: str) -> bool:
+    """Return whether a name stands for the task's training loss, or a part of it."""
+    return (known := whole(name)) is not None and known.metric == LOSS
 
 
 def is_loss(name: str) -> bool:
-    """Return whether a name stands for a training loss: the task's loss or any other loss."""
+    """Return whether a name stands for a training loss: the task's, or one that trainers add, such as a z loss."""
     words = set(words_of(name))
-    return bool(words & _LOSSES) and not words & (_HELD_OUT | _NO_LOSS | _GRADIENT)
+    named = bool(words & {"loss", "losses"}) and not words & (_HELD_OUT | _NO_LOSS | _GRADIENT)
+    return named or is_whole_loss(name)
 
 
 def are_opposed(name: str, others: Iterable[str]) -> bool:
-    """Return whether a loss is a generator's or a discriminator's, and another loss is the opponent's."""
-    sides = (_set("g gen generator"), _set("d dis disc discriminator"))
-    words = [set(words_of(other)) for other in (name, *filter(is_loss, others))]
-    return any(words[0] & side for side in sides) and all(any(each & side for each in words) for side in sides)
+    """Return whether a loss is one of several of which one is a discriminator's, which trains against the others."""
+    losses = {other: set(words_of(other)) for other in filter(is_loss, {name, *others})}
+    named = any(words & _set("disc discriminator") for words in losses.values())
+    sides = (_set("g gen generator"), _set("d dis"))
+    return len(losses) > 1 and (named or all(any(words & side for words in losses.values()) for side in sides))
 
 
-def parts_of(name: str, others: Iterable[str]) -> list[str]:
+def parts_of(name: str, others: Collection[str]) -> list[str]:
     """Return the names of a loss's parts, which differ in one word (box_loss, cls_loss, dfl_loss). The list is empty if
-    ``name`` is a total, or if there are fewer than three parts.
+    ``name`` is a total, if the parts are trained against each other, or if there are fewer than three parts.
     """
-    if (known := whole(name)) is None or known.rank != _PART:
+    if (known := whole(name)) is None or known.rank != _PART or are_opposed(name, others):
         return []
     words = words_of(name)
     parts = [

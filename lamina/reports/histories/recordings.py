@@ -121,17 +121,18 @@ def of_lines(lines: Iterable[Mapping[str, object]], form: str) -> Columns:
         for name, value in line.items():
             if (column := known.get(name)) is None:
                 column = known[name] = _Column(str(name))
-            if column.plain and isinstance(value, (float, str)):
+            direct = (column.plain and not isinstance(value, bool)) or (type(value) is int and not column.is_run)
+            if direct and isinstance(value, (float, str, int)):
                 try:
                     number = float(value)
-                except ValueError:
+                except (ValueError, OverflowError):
                     column.add(row, value)
                     continue
                 if column.first is None:
                     column.first = value
                 column.at.append(row)
                 column.of.append(number)
-            elif isinstance(value, Mapping) and number_of(value) is None:
+            elif type(value) is dict and number_of(value) is None:
                 for inner, part in _judged_inside(str(name), value):
                     known.setdefault(inner, _Column(inner)).add(row, part)
             else:
