@@ -148,12 +148,12 @@ _FIXED: Json = {  # each with the value that may be said, too
     **{f"{kind}_checkpointing_kwargs": {"use_reentrant": False} for kind in ("gradient", "activation")},
 }
 _OFFERED = PretrainSettings.names()
-_SETTINGS = {  # by the argument, the setting of a run that decides it
-    entry.name: entry.name if entry.name in _OFFERED else meaning(entry.name, _OFFERED, near=True)
-    for entry in fields(TrainingArguments)
-    if entry.init and entry.name not in _FIXED
+_NAMES = {entry.name for entry in fields(TrainingArguments) if entry.init}
+_OURS = {  # by the argument, the setting of a run that decides it
+    name: setting
+    for name in _NAMES - set(_FIXED)
+    if (setting := name if name in _OFFERED else meaning(name, _OFFERED, near=True)) not in (None, "trainer")
 }
-_OURS = {argument: setting for argument, setting in _SETTINGS.items() if setting is not None and setting != "trainer"}
 A = TypeVar("A", bound=TrainingArguments)
 
 
@@ -177,7 +177,6 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
 
     A job accepts no argument that does not exist, that it sets itself, or that would change the meaning of its records.
     """
-    names = {entry.name for entry in fields(TrainingArguments) if entry.init}
     for name, value in trainer.items():
         if name in _FIXED:
             if value != _FIXED[name]:
@@ -188,8 +187,8 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
         if name in _OURS:
             flag = f"--{_OURS[name].replace('_', '-')}"
             raise UserError(f"trainer.{name}: {flag} sets this argument. Use {flag}.")
-        if name not in names:
-            raise unknown("trainer argument", name, names & set(OPTIONS))
+        if name not in _NAMES:
+            raise unknown("trainer argument", name, _NAMES & set(OPTIONS))
         check_value(name, value)
     check_together(trainer, schedule)
 
@@ -202,11 +201,10 @@ def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, 
             f"multiple of {processes}, or another number of processes"
         )
     check_arguments(settings.trainer, settings.schedule, PretrainSettings)
-    names = {entry.name for entry in fields(TrainingArguments) if entry.init}
     values = _values(settings, processes)
-    if "activation_checkpointing" not in names:
+    if "activation_checkpointing" not in _NAMES:
         values["gradient_checkpointing"] = settings.gradient_checkpointing
-    values = {k: v for k, v in values.items() if k in names}
+    values = {k: v for k, v in values.items() if k in _NAMES}
     if values["lr_scheduler_type"] in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         values.setdefault("lr_scheduler_kwargs", {"min_lr_rate": settings.min_learning_rate})
     try:

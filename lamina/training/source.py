@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -61,8 +61,8 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
         "tokenizer": settings.tokenizer if lacks_tokenizer else folder,
     }
     if given is None:
-        defaults = {f.name: f.default for f in fields(settings) if f.default is not MISSING}
-        given = {name: getattr(settings, name) for name in DECIDED if getattr(settings, name) != defaults.get(name)}
+        values = {name: getattr(settings, name) for name in DECIDED}
+        given = {name: value for name, value in values.items() if value != settings.default(name)}
     for name in DECIDED:
         if name in given and given[name] != stored[name] and not _same(name, given[name], stored, plan, config):
             raise UserError(

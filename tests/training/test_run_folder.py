@@ -134,7 +134,9 @@ def test_overwrite_deletes_what_lamina_wrote(copied):
     with run_folder.hold(copied, overwrite=True) as resumes:
         assert not resumes
         assert sorted(p.name for p in copied.iterdir()) == [".lock", ".replaces"]
-    assert sorted(p.name for p in copied.iterdir()) == [".lock"]
+        (copied / "config.yaml").touch()
+    assert sorted(p.name for p in copied.iterdir()) == [".lock", "config.yaml"]
+    assert not copied.with_name("run.old").exists()
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "config.yaml", "result.json"])
