@@ -41,11 +41,18 @@ def number(value: object, form: str) -> str:
 
 
 _RECORDED = re.compile(rf"^({'|'.join(map(re.escape, IN_WORDS))}): ")
+
+
+def _bigrams(found: re.Match[str]) -> str:
+    settings = re.findall(r"(.+?) ([\d.]+) \(([\d.]+)\)(?:, |$)", found[1])
+    tables = [table for _, _, table in settings]
+    table = " to ".join(dict.fromkeys((min(tables), max(tables))))
+    above = ", ".join(f"{name} ({loss})" for name, loss, _ in settings)
+    return f"a bigram table's loss is {table}, and these settings' losses are above it: {above}"
+
+
 _OLDER = (  # words of older records, and today's words for the same
-    (
-        r"^not past the loss of a table of bigrams \(in brackets\)",
-        "these losses are above a bigram table's (in parentheses)",
-    ),
+    (r"^not past the loss of a table of bigrams \(in brackets\): (.*)", _bigrams),
     (r"^(.+?): (\d+ of \d+) short \(too few steps to tell\)", r"\1: \2 runs are too short to tell"),
     (
         r"(\d+ of \d+) stuck \(share that failed: 95 % ",
@@ -60,7 +67,7 @@ _OLDER = (  # words of older records, and today's words for the same
         r"the policy has not moved: its reward's gain is from (\S+) \(95 %\)",
         r"its reward has not risen (the 95 % interval of the rise starts at \1)",
     ),
-    (r"^decided at scale (\w+)", r"only scale \1 can decide this"),
+    (r"^decided at scale (\w+)", r"this claim needs scale \1"),
     (
         r"^(seeds were added after) a look: p corrected over (.*?)( and \d+) looks",
         r"\1 a judgment: p corrected for \2\3 judgments",
@@ -78,9 +85,13 @@ _OLDER = (  # words of older records, and today's words for the same
     ),
     (r"^no run that has learned", "no run has learned"),
     (r"runs that failed last", "failed runs ranked last"),
-    (r"share 95 % (\d+)% to (\d+)%", r"95 % interval of this share: \1 % to \2 %"),
+    (r"share 95 % (?=\d)", "95 % interval of this share: "),
     (r"\(95 % (?=[-\d])", "(95 % interval "),
+    (r" (\S+) against (\S+): off by at most (\S+ %)", r" \1, expected \2 (at most \3 off)"),
+    (r"(?<=\d)%", " %"),
     (r"\bedr\b", "EDR"),
+    (r"^the formula takes branches", "the formula assumes branches"),
+    (r"^at the start they are smaller$", "before training, the branches are smaller than the skip"),
 )
 
 

@@ -31,7 +31,7 @@ def _within(values: BySeed, expected: float, tolerance: float, name: str) -> Fin
 
 @claim(
     says="Along L blocks of skips and norms (no branches), the gradient shrinks by a factor of sigma^(2L) in Post-LN "
-    "and of sigma^L in FuseNorm",
+    "and of sigma^L in FuseNorm (sigma is the standard deviation of a norm's input)",
     paper="Eq 10: exponents 2 and 1",
 )
 def fuse_decay(trials: Trials) -> Finding:

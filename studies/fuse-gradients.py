@@ -62,8 +62,8 @@ def fuse_gradients(trials: Trials) -> Finding:
 
 
 @claim(
-    says="At the highest learning rate, FuseNorm trains, but Post-LN does not: the gradients of all its layers but the "
-    "last are almost zero",
+    says="At the highest learning rate, FuseNorm trains, but Post-LN does not. Post-LN's gradients are almost zero in "
+    "all layers but the last",
     paper="Figure 7, left and middle",
 )
 def fuse_gradients__collapse(trials: Trials) -> Finding:

@@ -30,8 +30,8 @@ def straightness(table: Frame) -> float:
 
 
 @claim(
-    says="The cosine similarity between blocks stays above 0.5 at every distance in Pre-LN, and falls below Pre-LN's "
-    "at the largest distance in FuseNorm",
+    says="In Pre-LN, the cosine similarity between two blocks stays above 0.5 at every distance. At the largest "
+    "distance, FuseNorm's cosine similarity is lower than Pre-LN's",
     paper="At the largest distance: above 0.5 (Pre-LN) and about 0.25 (FuseNorm)",
 )
 def fuse_similarity(trials: Trials) -> Finding:

@@ -11,8 +11,7 @@ def trains_at(trials: Trials, width: str) -> dict[float, bool]:
 
 
 @claim(
-    says="The wide model fails at the learning rates at which the narrow model fails, and trains at those at which the "
-    "narrow model trains",
+    says="The narrow and the wide model fail at the same learning rates, and train at the same learning rates",
     paper="Figure 4: widths 640 and 2560, 64 layers. It prints no learning rate",
 )
 def fuse_width(trials: Trials) -> Finding:

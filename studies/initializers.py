@@ -13,7 +13,7 @@ def _gain(trials: Trials, worse: str, better: str) -> dict[int, float]:
 
 
 @claim(
-    says="Pre-LN's loss falls more when the initializer becomes width-aware than when FuseNorm then replaces Pre-LN",
+    says="A width-aware initializer lowers Pre-LN's loss by more than FuseNorm does with this initializer",
     one_learned=True,
 )
 def initializers(trials: Trials) -> Finding:
@@ -33,8 +33,8 @@ def initializers__each(trials: Trials) -> Finding:
 
 
 @claim(
-    says="With one initializer, FuseNorm's or Peri-LN's loss is below Pre-LN's, and with the other initializer, it is "
-    "above Pre-LN's",
+    says="FuseNorm's (or Peri-LN's) loss is below Pre-LN's with the plain initializer, and above Pre-LN's with the "
+    "width-aware initializer",
     one_learned=True,
 )
 def initializers__sign(trials: Trials) -> Finding:

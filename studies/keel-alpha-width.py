@@ -6,7 +6,7 @@ NARROW, WIDE = 48, 192
 
 
 @claim(
-    says="When the width grows from 48 to 192, the loss with alpha = 4 L falls, compared with the loss with alpha = L",
+    says="The loss with alpha = 4 L, minus the loss with alpha = L, is smaller at width 192 than at width 48",
     paper='"wider models may need a larger alpha"',
 )
 def keel_alpha_width(trials: Trials) -> Finding:

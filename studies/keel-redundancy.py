@@ -18,8 +18,8 @@ def keel_redundancy(trials: Trials) -> Finding:
 
 
 @claim(
-    says="The deeper half of the layers has a larger share of the total in Keel than in Pre-LN, if we add up how much "
-    "the loss rises without each layer",
+    says="If each layer is removed in turn, the deeper half causes a larger share of the total rise in loss in Keel "
+    "than in Pre-LN",
     quantity="share of the deeper half",
 )
 def keel_redundancy__share(trials: Trials) -> Finding:

@@ -25,8 +25,8 @@ def fewer(trials: Trials, a: str, b: str) -> Finding:
 
 
 @claim(
-    says="At a high learning rate and with a warm-up of 10 % of the steps, fewer runs fail in long trainings than in "
-    "short trainings",
+    says="At a high learning rate and with a warm-up of 10 % of the steps, fewer runs fail among long runs than among "
+    "short runs",
     paper="At a learning rate of 5e-3, runs diverge with 8B and 16B tokens, but not with 30B",
 )
 def peri_budget(trials: Trials) -> Finding:
@@ -34,8 +34,8 @@ def peri_budget(trials: Trials) -> Finding:
 
 
 @claim(
-    says="The number of warm-up steps is the cause: a longer warm-up saves short trainings, and a shorter warm-up "
-    "makes long trainings fail",
+    says="The number of warm-up steps is the cause: a longer warm-up saves short runs, and a shorter warm-up makes "
+    "long runs fail",
     paper="Appendix G.1 supposes this cause, and does not test it",
 )
 def peri_budget__warmup(trials: Trials) -> Finding:

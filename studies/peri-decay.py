@@ -65,7 +65,7 @@ def peri_decay__gap(trials: Trials) -> Finding:
 
 
 @claim(
-    says="With ten times the weight decay, the seeds of Pre-LN that diverged train",
+    says="Pre-LN's diverged seeds train if the weight decay is ten times as large",
     paper="Figure 10b: seed 4 diverges with 0.033, but not with 0.33",
 )
 def peri_decay__rescue(trials: Trials) -> Finding:

@@ -5,8 +5,8 @@ from lamina.lab.papers.judging.curves import at_rate_of
 
 
 @claim(
-    says="Peri-LN (norms at A and B) has a lower loss than norms at A and C, which have a lower loss than Post-LN "
-    "(norm at C)",
+    says="Norms at A and B (Peri-LN) give a lower loss than norms at A and C. Norms at A and C give a lower loss than "
+    "a norm at C (Post-LN)",
     paper="Losses (400M): 2.91 (A and B), 3.01 (A and C), 3.05 (C)",
 )
 def peri_places(trials: Trials) -> Finding:

@@ -4,8 +4,8 @@ from lamina.lab.papers.judging import Finding, Trials, all_of, claim, fraction, 
 
 
 @claim(
-    says="If a sandwich's output gains start at 1/sqrt(N), it has no loss spike, and a lower loss than if they start "
-    "at 1 (a sandwich has norms before and after each sub-layer)",
+    says="A sandwich (norms before and after each sub-layer) has no loss spike if its output gains start at 1/sqrt(N), "
+    "and a lower loss than if they start at 1",
     paper='"zero loss spikes" in 17T tokens (400B)',
 )
 def sandwich_scaled(trials: Trials) -> Finding:

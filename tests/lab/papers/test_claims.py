@@ -255,7 +255,7 @@ def test_a_claim_about_losses_holds_and_fails(claim, scale):
 def test_a_claim_about_7b_is_not_decided_by_small_models_and_says_what_they_show(scale):
     found = judged("mix-7b", trials_of("mix-7b", scale, by_placement(mix_ln=2.0, pre_ln=2.1)))
     assert (found.verdict, found.p) == (Verdict.NEEDS_SCALE, None)
-    assert found.note.startswith("only scale paper can decide this: these models are far below 7B; in them, mix_ln 2.0")
+    assert found.note.startswith("this claim needs scale paper: these models are far below 7B; in them, mix_ln 2.0")
 
 
 @pytest.mark.parametrize(("claim", "scale"), at_scales(MEASURED))

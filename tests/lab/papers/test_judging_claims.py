@@ -206,7 +206,7 @@ def test_both_arms_must_have_learned_more_than_a_table_of_bigrams():
     assert verdict(both(bigram_entropy=float("nan"))).verdict == "holds", "nothing is known of it"
     between = verdict(both(bigram_entropy=2.95))
     assert between.verdict == "needs scale"
-    assert between.note == "these losses are above a bigram table's loss (in parentheses): pre_ln 3.013 (2.950)"
+    assert between.note == "a bigram table's loss is 2.950, and these settings' losses are above it: pre_ln (3.013)"
     assert verdict(both(bigram_entropy=2.95), exact=True).verdict == "holds"
 
 
@@ -246,7 +246,8 @@ def test_a_later_stage_is_as_good_as_the_models_that_it_began_with():
         return lower(trials.where(stage="tasks"), "keel", than="pre_ln", column="score_sorting", by=1.0)
 
     found = verdict(whole, check, axes=("placement", "stage"))
-    assert "pre_ln 3.013 (2.950)" in found.note
+    assert "a bigram table's loss is 2.950" in found.note
+    assert "pre_ln (3.013)" in found.note
     assert found.verdict == "needs scale"
 
 

@@ -88,7 +88,7 @@ def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) ->
     if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
         return
     several = not arms or rows.groupby(arms, dropna=False)["learning_rate"].nunique().max() > 1
-    short, past = [], 0
+    short, tables, past = [], [], 0
     for name, part in _each(rows, [*arms, "learning_rate"] if several else arms):
         if STAGE in part and part["bigram_entropy"].isna().all():  # the models that the stage began with
             root = results[results["bigram_entropy"].notna() & results["seed"].isin(part["seed"])]
@@ -97,10 +97,12 @@ def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) ->
         lost = int(part["status"].isin(NOT_TRAINED).sum())
         loss, bigrams = trained["eval_loss"].mean(), trained["bigram_entropy"].mean()
         if lost < MOST * (lost + len(trained)) and loss >= bigrams:
-            short.append(f"{name} {loss:.3f} ({bigrams:.3f})")
+            short.append(f"{name} ({loss:.3f})")
+            tables.append(f"{bigrams:.3f}")
         past += loss < bigrams
     if short and not (enough and past):
-        yield f"these losses are above a bigram table's loss (in parentheses): {', '.join(short)}"
+        table = " to ".join(dict.fromkeys((min(tables), max(tables))))
+        yield f"a bigram table's loss is {table}, and these settings' losses are above it: {', '.join(short)}"
 
 
 def _by_chance(rows: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:

@@ -133,7 +133,7 @@ def inconclusive(ours: str, note: str, seeds: int = 0) -> Finding:
 
 def needs_scale(scale: str, why: str) -> Finding:
     """Return the finding of a claim that only a larger scale ("gpu", "paper") can decide. ``why`` is one sentence."""
-    return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"only scale {scale} can decide this: {why}")
+    return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"this claim needs scale {scale}: {why}")
 
 
 def all_of(*findings: Finding) -> Finding:

@@ -83,7 +83,7 @@ def close(
     )
     return Finding(
         verdict=Verdict.HOLDS if worst <= tolerance else Verdict.FAILS,
-        ours=f"{name} {number(mean(values))} against {number(expected)}: off by at most {100 * worst:.2g} %".strip(),
+        ours=f"{name} {number(mean(values))}, expected {number(expected)} (at most {100 * worst:.2g} % off)".strip(),
         margin=worst,
         seeds=len(values) if seeds is None else seeds,
     )

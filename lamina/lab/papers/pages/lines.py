@@ -25,6 +25,10 @@ _TITLES = {
     "hidden_size": "width",
     "hidden_top_abs": "largest |x|",
     "edr": "effective dimension ratio",
+    "cosine_by_distance": "cosine similarity",
+    "eigenvalue_over_median": "eigenvalue divided by the median",
+    "log10_product": "log10 of the product of the norms",
+    "arm": "setting",
     "left": "left side of the bound",
     "right": "right side of the bound",
 }
