@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 
 from lamina.api import study
@@ -14,6 +15,9 @@ from lamina.core.values import entries, path
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.names import PAGE
 from lamina.lab.papers.engine.settings import StudySettings
+from lamina.lab.papers.judging.findings import in_words
+
+_WIDEST = 23  # letters of a verdict
 
 EXAMPLES = """
   lamina study list
@@ -68,11 +72,9 @@ def _list(argv: list[str]) -> int:
         return 0
     for judged in verdicts:
         parts = judged.get("parts") or [judged["ours"]]
-        said = f"{parts[0]} (and {len(parts) - 1} more)" if len(parts) > 1 else parts[0] or judged.get("note") or ""
-        show(f"{judged['verdict']:<13} {judged['claim']:<28} {judged['scale']:<5} {said}")
-    counts: dict[str, int] = {}
-    for judged in verdicts:
-        counts[str(judged["verdict"])] = counts.get(str(judged["verdict"]), 0) + 1
+        said = in_words(parts[0] or judged.get("note") or "") + f" (and {len(parts) - 1} more)" * (len(parts) > 1)
+        show(f"{in_words(judged['verdict']):<{_WIDEST}} {judged['claim']:<28} {judged['scale']:<5} {said}")
+    counts = Counter(in_words(judged["verdict"]) for judged in verdicts)
     show("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     if records is None and not records_folder().is_dir():
         show_error("the records are not installed. Run in a checkout: pip install ./studies/records")
@@ -127,11 +129,11 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int
     outcome = study(**settings, resume=resume, overwrite=overwrite, record=record)
     show(f"\n{settings['study']}: {len(outcome.results)} trials")
     for verdict in outcome.claims:
-        show(f"  {verdict['verdict']:<13} {verdict['claim']}: {verdict['says']}")
+        show(f"  {in_words(verdict['verdict']):<{_WIDEST}} {verdict['claim']}: {verdict['says']}")
         ours = [("ours", part) for part in verdict.get("parts") or [verdict.get("ours")]]
         for label, text in (*ours, ("paper", verdict.get("paper")), ("note", verdict.get("note"))):
             if text:
-                show(f"  {'':<13} {label}: {text}")
+                show(f"  {'':<{_WIDEST}} {label}: {in_words(text)}")
     show(f"the page: {outcome.folder / PAGE}")
     rows = outcome.results.to_dict("records")
     return _failures([str(row.get("reason")) for row in rows if row.get("status") == "failed"])

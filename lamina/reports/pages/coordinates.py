@@ -114,7 +114,7 @@ def _figure(sizes: Frame, verdicts: Mapping[str, str], axis: str) -> Figure:
                 color=LEVEL if flat else PALETTE[index % len(PALETTE)],
                 dash="solid" if flat else ("solid", "dot", "dash")[index // len(PALETTE) % 3],
                 width=1.4 if flat else 2,
-                name="level" if flat else escape(module),
+                name="flat" if flat else escape(module),
                 data_name=escape(module),
                 group="level" if flat else module,
                 legend=column == 1 and (not flat or module == level),

@@ -2,6 +2,7 @@
 
 import re
 import socket
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -11,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from lamina.cli import main
 from lamina.core import specs
 from lamina.core.backbone_presets import PRESETS
 from lamina.errors import UserError
@@ -19,6 +21,7 @@ from lamina.jobs import columns
 from lamina.lab.papers.dry_run import dry_run, table
 from lamina.lab.papers.engine.plan import StudyPlan, arms, matches
 from lamina.lab.papers.judging import Trials, judge, load_claims
+from lamina.lab.papers.judging.findings import IN_WORDS
 from lamina.lab.papers.study_catalog import BASES, SCALES, catalog_folder, names, read_study
 from lamina.placements import Norm, resolve
 from lamina.probes.engine.registry import listed
@@ -132,6 +135,15 @@ def test_its_claims_ask_for_what_its_trials_measure(study, name):
         asked = re.search(r"does not measure (.+) (at (init|end)|as a training record)\. Add", error)
         assert asked, error
         assert asked[1] in measured, error
+
+
+def test_the_list_names_each_verdict_in_the_words_of_the_pages(capsys):
+    assert main(["study", "list"]) == 0
+    *lines, _, total = capsys.readouterr().out.splitlines()
+    words = sorted(set(IN_WORDS.values()), key=len, reverse=True)  # one begins with another
+    counts = Counter(next(word for word in words if line.startswith(word)) for line in lines)
+    assert total == ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    assert not [line for line in lines if re.search(r" cpu +(holds|excluded|inconclusive|reversed|fails):", line)]
 
 
 def test_every_claims_file_has_its_study():
