@@ -117,10 +117,6 @@ class Port:
             )
         for norm in self._all_norms():
             self.norm_kind(norm)
-        for name, why in self.target.lacks.items():
-            value = getattr(plan, name, None) if hasattr(plan, name) else any(getattr(half, name) for half in halves)
-            if value not in (None, "off", False, 1.0):
-                self._refused(why, f"Choose a placement without {name}")
 
     def _refused(self, what: str, fix: str) -> None:
         raise UserError(
@@ -260,7 +256,7 @@ class Port:
         for (half, scale), factor in by_scale.items():
             other = by_scale.get((next(name for name in SUBLAYERS if name != half), scale))
             same = not factor.is_learned and other is not None and other == factor
-            name = scale if same else self.target.scales.format(half=self.target.halves[half], scale=scale)
+            name = scale if same else f"{self.target.halves[half]}_{scale}"
             shared[half, scale] = _Factor(name, factor.starts, factor.kinds)
         return shared
 

@@ -26,8 +26,7 @@ class Target:
         norm_names: the names of each sub-layer's norms, for pre_norm, out_norm and post_norm. With ``in_order``, a
             plan's norms take the first names, whatever their positions.
         made: the lines that create norms in the trainer's own block.
-        scales: the pattern of a learned scale's name in the block, with ``{half}`` and ``{scale}``.
-        halves: the names of the sub-layers in these patterns.
+        halves: the names of the sub-layers in the names of learned scales, such as ``attention_skip_scale``.
         weights: the trainer's name for each of Lamina's weights. The name of ``layers`` contains the index ``{layer}``;
             ``attention`` and ``feed_forward`` hold the names inside the modules.
         stacks: weights that the trainer keeps in one tensor: the tensor's name, and Lamina's names of the parts.
@@ -36,7 +35,6 @@ class Target:
         roles: for the initializer, the names of the weights by role, without weights that keep the trainer's default.
         test: the parts of the trainer's test: the imports (``standard``: from the standard library), the code that
             builds the model, its logits, and the code that loads weights (default: ``load_state_dict``).
-        lacks: for each of the plan's fields that the trainer does not support, a description of the missing part.
     """
 
     name: str
@@ -46,14 +44,12 @@ class Target:
     norm_names: dict[str, list[str]]
     in_order: bool = False
     made: list[str] = field(default_factory=list)
-    scales: str = "{half}_{scale}"
     halves: dict[str, str] = field(default_factory=lambda: {"attention": "attention", "feed_forward": "feed_forward"})
     weights: dict = field(default_factory=dict)
     stacks: dict[str, list[str]] = field(default_factory=dict)
     layout: str = "rows"
     pairs: bool = False
     roles: dict[str, list[str]] = field(default_factory=dict)
-    lacks: dict[str, str] = field(default_factory=dict)
     test: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -30,10 +30,10 @@ SCALES = ("cpu", "gpu", "paper")
 TIMES = ("init", "end", "records")
 MOST_SEEDS = 1000
 """The largest number of seeds. Lamina rejects a larger number, which the user probably meant as a seed."""
-_STUDY = ("study", "paper", "source", "title", "question", "scales", "figure", "figures", "notes")
+_STUDY = ("study", "paper", "source", "title", "question", "scales", "figures", "notes")
 _SCALE = (
     *("base", "settings", "axes", "measures", "job", "skip", "needs", "looks", "then"),
-    *("notes", "figure", "figures"),
+    *("notes", "figures"),
 )
 _STAGE = ("job", "from", "of", "settings", "skip", "records")
 STAGE = "stage"
@@ -325,12 +325,6 @@ class _Entries:
                 return seeds
         raise self.refused(key, given, f"the number of seeds, at most {MOST_SEEDS}, or a list of different seeds")
 
-    def figures(self) -> tuple[Json, ...]:
-        """Return the figures that a study or a scale asks for, under ``figures`` or ``figure``."""
-        if "figures" in self.data or "figure" not in self.data:
-            return self.mappings("figures")
-        return (dict(self.mapping("figure")),)
-
     def skip(self, axes: Axes) -> tuple[Json, ...]:
         """Read the patterns under ``skip``. A pattern maps axes to a label or a list of labels of the axis."""
         patterns = self.mappings("skip")
@@ -366,13 +360,13 @@ def read_study(study: str | Path) -> StudyDefinition:
         title=entries.text("title", default=name),
         scales={key: _read_scale(f"{path.name}: {key}", key, value, path.parent) for key, value in scales.items()},
         file=path,
-        figures=entries.figures(),
+        figures=entries.mappings("figures"),
     )
 
 
 def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     entries = _Entries(where, data, _SCALE, " with base, settings, axes, ...")
-    entries.figures()
+    entries.mappings("figures")
     job = entries.text("job", default="pretrain")
     entries.among("job", [job], (each.name for each in TRIAL_JOBS.values() if not each.inputs))
     axes = dict(entries.mapping("axes"))

@@ -318,7 +318,7 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
         definition_read.get("scales", {}).get(plan.scale.name) or {}
         for definition_read in (stored.get("definition") or {}, definition)
     )
-    told = ("notes", "figure", "figures")  # only text or figures
+    told = ("notes", "figures")  # only text or figures
     before, now = (
         {key: value for key, value in definition_read.items() if key not in told} for definition_read in written
     )

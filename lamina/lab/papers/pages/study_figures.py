@@ -90,7 +90,7 @@ def _made(study: StudyFolder, requests: Iterable[Request]) -> dict[str, Drawing]
 
 def _written(study: StudyFolder) -> list[Request]:
     for part in (study.definition_of_scale, study.definition):
-        written = part.get("figures") or ([part["figure"]] if part.get("figure") else [])
+        written = part.get("figures")
         requests = []
         for each in written if isinstance(written, list) else ():
             texts = {name: str(each.get(name) or "") for name in _FIELDS}
