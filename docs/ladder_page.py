@@ -167,7 +167,8 @@ def _trends(trials: Frame, arms: Sequence[str]) -> str:
         for per, own in compared.items()
     ]
     headings += [
-        f"FLOPs that Pre-LN needs for this placement's loss at {size}, as a multiple of this placement's:" for size in sizes
+        f"FLOPs that Pre-LN needs for this placement's loss at {size}, as a multiple of this placement's:"
+        for size in sizes
     ]
     notes = (
         f"\n\n{_TREND_AT:g} and {end:g} are tokens per parameter. We did not plan the trend at {end:g} in advance. "
