@@ -1,4 +1,4 @@
-"""The commands as Python functions. Each function trains or measures, then writes the page.
+"""The commands as Python functions. Each function does the command's work, then writes the page.
 
 Each function takes its command's settings as keywords and lists them in its signature. The import loads no heavy
 package.

@@ -131,7 +131,7 @@ def _refuse(row: JobRow, given: Json, folder: Path | None, modes: Json) -> None:
 
 @contextmanager
 def _page_of(folder: Path | None) -> Iterator[None]:
-    """Write the page once the work in the context is done, or is interrupted with a result."""
+    """At the end of the context, write the page, also if the work was interrupted but left a result."""
     try:
         yield
     except KeyboardInterrupt:
@@ -143,7 +143,7 @@ def _page_of(folder: Path | None) -> Iterator[None]:
 
 
 def write_page(folder: Path) -> None:
-    """Write a folder's page. Only the first process writes it."""
+    """Write a folder's page. In all processes but the first, do nothing."""
     from lamina.modeling.processes import launched
     from lamina.reports import report
 
@@ -167,7 +167,7 @@ def as_settings(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _refuse_splits(name: str, value: object) -> None:
-    """Raise UserError for a datasets.DatasetDict, as `load_dataset(NAME)` returns it."""
+    """Raise UserError for a datasets.DatasetDict, which `load_dataset(NAME)` returns if you choose no split."""
     if isinstance(splits := getattr(value, "column_names", None), Mapping):
         names = [str(split) for split in splits]
         allowed = f"one split, as in data[{names[0]!r}]" if names else "a datasets.Dataset"
@@ -222,7 +222,7 @@ def _documents(paths: Iterable[PathLike], field: str) -> Iterator[Mapping[str, o
 
 
 def _file(name: str, rows: Callable[[], Any]) -> str:
-    """Write rows to a .jsonl file in the cache, named by their hash; iterates over them twice."""
+    """Write rows to a .jsonl file in the cache, under a name from the rows' hash. Iterates over the rows twice."""
     from lamina.data.cache import cache_root, publish
 
     digest = hashlib.sha256()

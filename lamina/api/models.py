@@ -94,7 +94,7 @@ def speaker_of(
     seed: int,
     trust_remote_code: bool,
 ) -> Speaker:
-    """Load the model that continues texts, and seed torch. Raises UserError as ``generate`` does."""
+    """Load a model to continue texts, and seed torch. Raises UserError for the reasons that ``generate`` lists."""
     source = path("model", model)
     whole_number("max_new_tokens", max_new_tokens)
     number("temperature", temperature, 0.0)
@@ -138,7 +138,7 @@ def convert(
             default, a transformers checkpoint becomes a Lamina checkpoint, and a Lamina checkpoint becomes a
             transformers checkpoint.
         came_from: the trainer that wrote the source, if it is neither Lamina nor transformers.
-        placement: the placement, if the trainer's checkpoint does not name it.
+        placement: the placement of the norms, if the trainer's checkpoint does not name the placement.
         dtype: the dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
         overwrite: first delete the files that Lamina wrote into ``output``.
         verify: load the result and compare its logits with the source's logits.
@@ -239,10 +239,10 @@ def prune(
         model: a folder with a saved model of Lamina or transformers, or a run's folder.
         output: a new or empty folder.
         layers: the layers to remove, counted from 0: a list, or a text such as "3,5-7".
-        by: the measure by which Lamina chooses the layers, if you give ``drop`` instead of ``layers``.
-            "angular_distance" chooses the contiguous block of layers that changes the hidden states' direction least
-            (Gromov et al. 2024). "layer_drop" chooses the layers whose single removal raises the loss least.
-            PROBE.METRIC (any other metric) chooses the layers with the metric's lowest values.
+        by: the measure by which Lamina chooses ``drop`` layers, if you do not give ``layers``. "angular_distance"
+            chooses the contiguous block of layers that changes the hidden states' direction least (Gromov et al. 2024).
+            "layer_drop" chooses the layers whose single removal raises the loss least. PROBE.METRIC (any other metric)
+            chooses the layers with the metric's lowest values.
         drop: the number of layers to remove.
         overwrite: first delete the files that Lamina wrote into ``output``.
         text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.

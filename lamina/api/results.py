@@ -1,4 +1,4 @@
-"""The results that the functions return: the numbers, the folder and the page of a job."""
+"""The results that Lamina's Python functions return: the numbers, the folder and the page of a job."""
 
 from __future__ import annotations
 

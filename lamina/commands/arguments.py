@@ -62,8 +62,8 @@ class Argument:
         is_setting: whether the option is a field of the command's settings record.
         is_needed: whether the command requires this positional argument.
         is_list: whether the option takes all words up to the next flag.
-        adds: whether each use of the flag adds a value to the earlier values.
-        files: for a mapping, the source files that declare which options of another library are text.
+        adds: whether a repeated flag adds a value to the earlier values instead of replacing them.
+        files: for a mapping of another library's options, the source files that declare which options are text.
         key: the option of another library that the flag sets inside a mapping; empty for Lamina's options.
         alone: the value, as text, that the option takes if no word follows the flag, as after ``--resume``.
     """
@@ -84,7 +84,7 @@ class Argument:
 
     @property
     def kinds(self) -> tuple[object, ...]:
-        """The allowed types. A Literal counts as text, because the settings check its words later."""
+        """The types that the option's value may have. A Literal counts as text, because the settings check it later."""
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return tuple(str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in kinds)
 
@@ -123,7 +123,7 @@ class Argument:
         values[self.name] = [*values[self.name], value] if self.adds else value
 
     def read(self, text: str, says: str) -> object:
-        """Read a text as a value of the option's type. An error message begins with ``says``.
+        """Read a text as a value of the option's type. ``says`` begins the error message.
 
         A mapping's value is read as YAML, unless another library declares the option as text.
         """
@@ -163,7 +163,7 @@ class Argument:
         return flag, ".KEY VALUE" if dict in kinds else " X" if float in kinds else " N"
 
     def help_rows(self) -> Iterator[str]:
-        """Yield the option's lines of the help."""
+        """Yield the help text's lines about this option."""
         narrowest, without, widest = WIDTHS
         width = min(max(shutil.get_terminal_size((without, 24)).columns, narrowest), widest)
         about = self.about
@@ -199,7 +199,7 @@ class Parser:
     def add_settings(self, record: type[Settings], positional: Sequence[str] = ()) -> None:
         """Add a flag for each field (``--num-layers`` for ``num_layers``), and ``--config`` for a YAML file.
 
-        The fields in ``positional`` have no flag. If a name in it ends in "...", the field takes any number of words.
+        The fields in ``positional`` have no flag. If such a name ends in "...", the field takes any number of words.
         """
         self.record = record
         self.add_flag("--config", "a YAML file with any of these settings", metavar="YAML")
@@ -236,7 +236,7 @@ class Parser:
         self.arguments.append(Argument(name, kind, about, flags, default, metavar, adds=default == []))
 
     def add_text_flags(self) -> None:
-        """Add flags for the text on which Lamina measures a trained model. `lamina probe` has the same flags."""
+        """Add flags that choose the text on which Lamina measures a trained model, as `lamina probe` has them."""
         self.add_flag("--corpus", "embedded, a .txt/.jsonl file, a folder, hf:NAME", "embedded", "TEXT")
         self.add_flag("--tokenizer", "tokenizer to use if the model has none", metavar="TEXT")
         self.add_flag("--sequences", "number of text blocks", 64)
@@ -247,7 +247,7 @@ class Parser:
         self.add_flag("--overwrite", "first delete the files that Lamina wrote into the output folder", False)
 
     def add_output_modes(self, resume: str) -> None:
-        """Add ``--overwrite``. If ``resume`` is not empty, also add ``--resume``, with this text as its help."""
+        """Add ``--overwrite``. If ``resume`` is not empty, also add ``--resume`` with the help text ``resume``."""
         if resume:
             about = f"{resume}; with =auto, start a new job if the output folder is empty"
             self.arguments.append(Argument("resume", Resume, about, ("--resume",), False, "[=auto]", alone="yes"))
@@ -320,7 +320,7 @@ class Parser:
         return UserError(f"unknown option {shortened(flag, 80)}{hint} (see `{self.prog} --help{full}`)")
 
     def _argument(self, flag: str) -> Argument | None:
-        """Return the option of a flag: ours, another library's name for it, or what a setting passes on."""
+        """Find the option of a flag, which may have another library's name or set an option of another library."""
         by_flag = {ours: argument for argument in self.arguments for ours in argument.flags}
         if flag in by_flag or not flag.startswith("--"):
             return by_flag.get(flag)
@@ -337,7 +337,7 @@ class Parser:
         raise SystemExit(0)
 
     def format_help(self, *, in_full: bool = False) -> str:
-        """Return the help with the main settings. With ``in_full``, it has all settings, in groups."""
+        """Return the help text with the main settings, or if ``in_full`` is true, with all settings in groups."""
         main = () if in_full or self.record is None else self.record.main
         rows: dict[str, list[tuple[int, str]]] = {group: [] for group in ORDER}
         hidden = 0
@@ -361,7 +361,7 @@ class Parser:
 
 
 def _is_value(word: str) -> bool:
-    """Return whether a word after a flag is its value: not a flag, but perhaps a negative number or a sentence."""
+    """Return whether the word after a flag is its value, which may be a negative number or a sentence."""
     return not word.startswith("-") or word == "-" or " " in word or re.fullmatch(_NEGATIVE, word) is not None
 
 

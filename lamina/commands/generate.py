@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
 
 
 def _converse(model: str, turns: list[dict[str, str]], prompt: str | None, **sampling: Any) -> None:
-    """Answer the prompt; without one, answer each line of standard input until an empty line or its end.
+    """Answer the prompt. Without a prompt, answer each line of standard input until an empty line or the input's end.
 
     An answer appears on the screen while it is generated.
     """

@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
 
 
 def _follow(folder: Path, every: float) -> Path:
-    """Rewrite the page until the job has ended, and return the page's path."""
+    """Rewrite the page whenever new records arrive, until the job has ended. Return the page's path."""
     from lamina.reports.registry import follow
 
     written: Path | None = None

@@ -1,6 +1,6 @@
-"""The command of any job. Lamina makes it from the job's entry in the catalog (``JobRow``).
+"""Run a job from the command line, whichever job the user names. The job's entry in the catalog is a ``JobRow``.
 
-It parses the command line, calls the job's Python function, and prints the result.
+This module parses the command line, calls the job's Python function, and prints the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CODES = {"interrupted": 130, "failed": 1}  # by the status of a result
 
 
 def parser(name: str) -> Parser:
-    """Return the parser of any command."""
+    """Make the parser of a job's command from the job's catalog entry ``row``."""
     if name in JOBS and not JOBS[name].own_command:
         return parser_of(JOBS[name])
     return importlib.import_module(f"lamina.commands.{name}").parser()

@@ -118,7 +118,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _failures(reasons: list[str]) -> int:
-    """Print how many trials failed, and why the first one did; return the exit code."""
+    """Print the number of failed trials and the first failed trial's reason. Return the exit code."""
     if not reasons:
         return 0
     show_error(f"{len(reasons)} trials failed. The first reason: {reasons[0]}")

@@ -1,9 +1,9 @@
-"""The table of transformers' model types that Lamina knows. This module does not load torch.
+"""A table of the model types of transformers that Lamina supports. This module does not load torch.
 
 Each row lists the roles of a type's weights (for initialization) and the type's placement (for the conversion of
-checkpoints). Tests check each type: with the same weights and placement, Lamina's logits equal transformers' logits. A
-saved model also needs the names of its modules and heads. The names of modules and heads are in ``ADAPTERS`` of
-modeling/modeling_lamina.py, which is saved beside the checkpoint.
+checkpoints). Tests check each type: with the same weights and placement, Lamina's logits equal transformers' logits. To
+load a saved model, Lamina also needs the names of the type's modules and heads. These names are in ``ADAPTERS`` of
+modeling/modeling_lamina.py, which Lamina saves beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Conversion:
 
     Args:
         placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
-        norms: a mapping from transformers' name of a norm or learned scale to its position in Lamina's block.
+        norms: a mapping from the name of a norm or learned scale in transformers to its position in Lamina's block.
         options: a mapping from the placement's options to the configuration's fields that hold their values. The option
             ``wiring`` becomes "parallel" if its field is true.
-        one_norm: whether parallel branches share one norm, which is the attention's norm.
+        one_norm: whether parallel branches share one norm, which the checkpoint stores as the attention's norm.
         gain_offset: the number to add to a stored gain: Gemma stores w and multiplies by 1 + w.
-        rounds: a clause for messages, which says where transformers rounds and Lamina does not. In float32, the logits
-            agree up to the last bits.
+        rounds: a clause for messages about a rounding difference between transformers and Lamina. In float32, the
+            logits agree up to the last bits.
         note: a line for the table of docs/edit-layers.md.
     """
 
@@ -46,8 +46,8 @@ class Architecture:
 
     Args:
         title: the model type's name in prose.
-        roles: the role of each weight, by the attribute name of its module. If the name means different things in
-            different sub-layers, the sub-layer's name precedes it ("attention.Wo").
+        roles: a mapping from the attribute name of a module to the role of the module's weight. If sub-layers use one
+            name for different roles, the key begins with the sub-layer's name ("attention.Wo").
     """
 
     title: str
@@ -206,7 +206,7 @@ def conversions() -> dict[str, Conversion]:
 
 
 def convertible() -> str:
-    """List the architectures that can be converted, as text, by placement."""
+    """Return a text that lists, for each placement, the architectures that Lamina can convert."""
     groups: dict[str, list[str]] = {}
     for model_type, conversion in conversions().items():
         groups.setdefault(conversion.placement.partition("(")[0], []).append(ARCHITECTURES[model_type].title)

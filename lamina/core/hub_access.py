@@ -13,7 +13,7 @@ from urllib.request import getproxies
 
 
 def hub_resolves() -> bool:
-    """Return whether the hub's host name resolves; always True behind a proxy, which resolves names itself."""
+    """Return whether DNS knows the hub's host name; always True behind a proxy, because the proxy looks up names."""
     from huggingface_hub import constants
 
     if getproxies():
@@ -29,8 +29,8 @@ def hub_resolves() -> bool:
 def local_when_unreachable() -> Iterator[bool]:
     """Restrict the hub's libraries to local files if the hub is unreachable, and yield whether the hub is reachable.
 
-    The libraries read their offline switch from the environment only at import. Lamina therefore sets the offline
-    switch in the libraries' modules, and restores the switch at the end.
+    The libraries read the environment variable for offline use only at import. So Lamina sets the offline switch in the
+    libraries' modules, and restores the switch at the end.
     """
     from huggingface_hub import constants
 

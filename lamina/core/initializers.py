@@ -39,12 +39,12 @@ class Facts:
 
     @property
     def fan_in(self) -> int:
-        """The number of input channels."""
+        """The weight's number of input channels."""
         return self.hidden_size
 
     @property
     def fan_out(self) -> int:
-        """The number of output channels."""
+        """The weight's number of output channels."""
         return self.hidden_size
 
 

@@ -13,7 +13,7 @@ ALPHA = 1 - CONFIDENCE
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return Student's 95 % interval of the mean of at least two values."""
+    """Return the 95 % confidence interval (Student's t) of the mean of at least two values."""
     from scipy.special import stdtrit
 
     mean, error = mean_and_error(values)
@@ -31,8 +31,8 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def holm(ps: Sequence[float]) -> list[float]:
     """Adjust p values by Holm's step-down method; the result keeps the input's order.
 
-    The i-th smallest p becomes p * (n - i + 1), but at least the adjusted value before it and at most 1. A NaN counts
-    as 1.
+    The i-th smallest of n p values is multiplied by n - i + 1. The result is raised to the next smaller p value's
+    result if it is lower, and is at most 1. A NaN counts as 1.
     """
     ps = [1.0 if math.isnan(p) else p for p in ps]
     adjusted, largest = [0.0] * len(ps), 0.0

@@ -13,7 +13,7 @@ RunState = Mapping[str, Any]
 
 
 def parsed(text: str) -> Json:
-    """Parse JSON. Raises ValueError for invalid JSON and for half of a surrogate pair, which no tokenizer reads."""
+    """Parse JSON. Raises ValueError for invalid JSON and for a lone surrogate, which no tokenizer reads."""
     value = json.loads(text)
     json.dumps(value, ensure_ascii=False).encode()
     return value

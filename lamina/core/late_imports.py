@@ -1,6 +1,6 @@
-"""Callbacks for imports: a callback runs at once if the module is loaded, otherwise after the module's import.
+"""Run a callback once another package is imported; if the package is already imported, run the callback at once.
 
-`import lamina` therefore loads no other package, and users may import packages in any order.
+With such callbacks, `import lamina` needs to load no other package, and users may import packages in any order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class _Finder(NamedTuple):
-    """A finder that finds nothing, but notices a module's import and calls back once the module has run."""
+    """An import finder that finds no module itself, but runs a callback after the import of a given module."""
 
     module: str
     then: Callable[[ModuleType], None]

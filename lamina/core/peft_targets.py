@@ -1,9 +1,9 @@
 """PEFT's defaults for Lamina models, so that `LoraConfig()` and similar configurations need no ``target_modules``.
 
-PEFT looks up a model's type in one table per method. "lamina" is one type with many backbones. For each module that a
-method adapts in a Llama, Lamina's row lists the module's name in every backbone of core/architectures.py. Each name
-means the same module in all backbones, and PEFT skips names that a model lacks. If PEFT adds a method, its table also
-gets a row.
+PEFT has one table per method, with a row per model type. All backbones of Lamina have the type "lamina". For each
+module that a method adapts in a Llama, Lamina's row lists the module's name in every backbone of core/architectures.py.
+Each name means the same module in all backbones, and PEFT skips names that a model lacks. If PEFT adds a method, Lamina
+also adds a row to that method's table.
 """
 
 from __future__ import annotations

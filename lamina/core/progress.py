@@ -21,7 +21,7 @@ def has_bars() -> bool:
 
 
 class ProgressLines:
-    """Writes progress to a log: a line every few seconds at most, and a line at the end; nothing without ``show``."""
+    """Writes progress to a log: a line every few seconds, and a last line. Without ``show``, writes nothing."""
 
     def __init__(self, total: int, *, show: bool = True, every: float = EVERY):
         self.total, self.show, self.every = total, show, every

@@ -19,8 +19,8 @@ _SAID = "LAMINA_PYTHON_FILES"  # set so that a study's worker processes do not r
 def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
     """Run a Python file, and return its module. In messages, ``kind`` is the noun for the file's content.
 
-    Before the first run of a user's file, log that Lamina executes the file. With ``announced``, log nothing. Raises
-    UserError for any exception in the file, including ``sys.exit``.
+    Before the first run of a user's file, log a warning that the file runs as code, unless ``announced`` is true.
+    Raises UserError for any exception in the file, including ``sys.exit``.
     """
     if not announced:
         _say(kind, path)
@@ -35,7 +35,7 @@ def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
 
 @contextmanager
 def guarded(subject: str) -> Iterator[None]:
-    """Turn exceptions of a user's code inside the context into a UserError whose message begins with ``subject``."""
+    """Turn any exception inside the context into a UserError whose message begins with ``subject``."""
     try:
         yield
     except (UserError, KeyboardInterrupt):

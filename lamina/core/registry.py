@@ -27,7 +27,7 @@ def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> Non
 
 
 class Registry(Generic[Entry]):
-    """Entries by name. Lamina loads the entries when it needs the first entry.
+    """A mapping from names to registered entries. The registry imports the modules with the entries at its first use.
 
     Args:
         kind: the noun for an entry ("placement"), for the messages.
@@ -43,7 +43,7 @@ class Registry(Generic[Entry]):
         self._failure: UserError | None = None
 
     def add(self, name: str, entry: Entry, owner: str) -> None:
-        """Register an entry of the module ``owner``. Decorators can call this method, because it loads no module.
+        """Register an entry that the module ``owner`` defines. Decorators can call ``add``, because it loads no module.
 
         Raises UserError if another module has registered the name (``refuse_namesake``).
         """
@@ -62,8 +62,8 @@ class Registry(Generic[Entry]):
         return sorted(self._entries)
 
     def get(self, name: str, *, other_names: Iterable[str] = ()) -> Entry:
-        """Return the entry of this name. Raises UserError for an unknown name, and suggests the nearest name.
-        ``other_names`` are also suggested.
+        """Return the entry of this name. Raises UserError for an unknown name; the message suggests the nearest name
+        among the entries and ``other_names``.
         """
         self._load()
         if name not in self._entries:
@@ -99,7 +99,7 @@ class Registry(Generic[Entry]):
             self._entries = before
 
     def _load(self) -> None:
-        """Import the package's modules, then the plug-ins; a plug-in that fails raises at every call."""
+        """Import Lamina's modules, then the plug-ins. If a plug-in fails, every call raises the plug-in's error."""
         if self._failure is not None:
             raise self._failure
         if self._state != "new":

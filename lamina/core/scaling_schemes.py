@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, kw_only=True)
 class WidthScheme:
-    """The exponents e of factors n^e, where n is the width, for embedding, hidden weights and output head.
+    """The exponents e of the factors n^e for embedding, hidden weights and output head; n is the width.
 
     ``multiplier`` (the paper's -a) applies to the weight in the forward pass, ``std`` (-b) to the weight's initial
     standard deviation, and ``rate`` (-c) to Adam's learning rate.

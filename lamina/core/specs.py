@@ -46,10 +46,9 @@ def split(text: str, kind: str) -> list[str]:
 
 
 def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
-    """Split at commas outside brackets and quotes, skipping empty parts; yield None last if one is left open.
+    """Split at commas outside brackets and quotes, without empty parts. Yield None last if a bracket or quote is open.
 
-    With ``whole`` the text consists of options; otherwise it is a list of specs, in which only options in parentheses
-    hold a comma.
+    If ``whole`` is true, the text is a list of options. Otherwise, it is a list of specs with options in parentheses.
     """
     expected: list[str] = []  # the closing characters of the open brackets, or of the open quote
     start, before = 0, "," if whole else ""

@@ -95,7 +95,7 @@ def seed_number(name: str, value: object) -> int:
 def number(
     name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> float:
-    """Return the value if it is a finite number from ``low`` to ``high``; an open side excludes its bound."""
+    """Return the value if it is a finite number from ``low`` to ``high``; ``open_low`` excludes ``low`` itself."""
     if is_finite(value):
         too_low = value <= low if open_low else value < low
         too_high = value >= high if open_high else value > high
@@ -108,7 +108,7 @@ def number(
 
 
 def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float:
-    """Return the value if it is a whole number of steps or a share below 1 of all steps; ``open_low`` rules out 0."""
+    """Return the value if it is a whole number of steps, or a share (below 1) of all steps; ``open_low`` excludes 0."""
     span = number(name, value, 0.0, open_low=open_low)
     if span >= 1 and span != int(span):
         raise UserError(f"{name}: {_shown(value)}. Give a whole number of steps, or a share below 1 of all steps.")
@@ -116,7 +116,7 @@ def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float
 
 
 def is_finite(value: object) -> TypeGuard[int | float]:
-    """Return whether the value is a number that a float can hold: not a bool, NaN, infinity, or beyond 1e308."""
+    """Return whether a value is a number that a float can hold; False for a bool, NaN and infinity."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -148,7 +148,7 @@ _LEVELS, _ENTRIES = 3, 20_000  # of a folder that is given as an input
 def refuse_special(name: str, value: str | Path, *, levels: int = _LEVELS, entries: int = _ENTRIES) -> None:
     """Raise UserError for a pipe, a socket or a device, because a reader might wait there forever.
 
-    In a folder, check up to ``entries`` files, down to ``levels`` levels. A missing path passes.
+    If the path is a folder, check up to ``entries`` files in it, down to ``levels`` levels. Accept a missing path.
     """
     waiting = [(os.fspath(value), 0)]
     for seen, (place, level) in enumerate(waiting):
@@ -187,7 +187,7 @@ def path(name: str, value: object) -> str:
 
 
 def writable_folder(name: str, folder: Path) -> None:
-    """Raise UserError if ``folder`` is not writable or can't be created. This check creates no folder."""
+    """Raise UserError if ``folder`` is not writable or can't be created. The function creates no folder."""
     path(name, folder)
     for parent in (folder, *folder.absolute().parents):
         try:
@@ -223,7 +223,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def what_is_there(missing: str | Path) -> str:
-    """Return ``; FOLDER has NAMES``, for the nearest existing folder of a path that is missing.
+    """For a missing path, return ``; FOLDER has NAMES``: the nearest existing parent folder and its content.
 
     Returns "" if this folder is the current folder, the home folder or the root.
     """
@@ -237,7 +237,7 @@ def what_is_there(missing: str | Path) -> str:
 
 
 def existing_file(name: str, source: str) -> None:
-    """Raise UserError if a source (FILE or FILE.py:NAME) names a missing file; sources such as hf:NAME pass."""
+    """Raise UserError if a source (FILE or FILE.py:NAME) names a missing file. Accept sources such as hf:NAME."""
     file = source.rpartition(":")[0] if ".py:" in source else source
     if file and ":" not in file and not (path := home(name, file)).exists():
         beside = os.listdir(path.parent) if path.parent.is_dir() else ()
@@ -259,7 +259,7 @@ def text(name: str, value: object) -> str:
 
 @takes(PathLike)
 def place(name: str, value: object) -> str:
-    """Return a text that may be a path, paths or a name. Raises UserError if a part is too long for a file's name."""
+    """Return a text that may be a name or paths. Raises UserError if a part is too long for a file's name."""
     place = text(name, value)
     if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in re.split(r"[/,:]", place)):
         raise UserError(f"{name}: {_shown(place)} is too long. Give names of at most {LONGEST_NAME} bytes.")
@@ -289,7 +289,7 @@ def one_of(name: str, value: object, allowed: Collection[str]) -> str:
 
 
 def mapping(name: str, value: object) -> Mapping[str, object]:
-    """Return a mapping if all its keys are text."""
+    """Return the value if it is a mapping whose keys are all text."""
     if not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         raise UserError(f"{name}: {_shown(value)}. Give a mapping of names to values.")
     return value
@@ -297,7 +297,7 @@ def mapping(name: str, value: object) -> Mapping[str, object]:
 
 @takes(Names)
 def comma_separated(name: str, value: object) -> str:
-    """Join a list with commas, as on the command line; a text stays unchanged, and a number becomes its text."""
+    """Join a list with commas, as on the command line. Return a text unchanged, and convert a number to text."""
     if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
         return str(value)
     if isinstance(value, Mapping | bytes | bytearray | memoryview) or not isinstance(value, Iterable):
@@ -311,7 +311,7 @@ def entries(listed: str | None) -> list[str]:
 
 
 def factors(name: str, value: object) -> str | None:
-    """Return the text if it holds comma-separated finite numbers. A number may occur twice."""
+    """Return the text if it consists of comma-separated finite numbers, in which a number may occur twice."""
     if value is None:
         return None
     text = comma_separated(name, value)

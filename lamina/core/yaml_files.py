@@ -21,7 +21,7 @@ class _Strict(_Loader):
     """A safe YAML loader that rejects repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Json:
-        """Build a node's mapping. Raises ConstructorError for a repeated key, of which YAML would keep the last."""
+        """Build a node's mapping. Raises ConstructorError for a repeated key: YAML would keep only the last value."""
         keys: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
@@ -42,7 +42,7 @@ def read_back(data: Json) -> object:
 
 
 def read_mapping(path: Path, needed: str = "lines NAME: VALUE") -> Json:
-    """Read a YAML file's mapping. Raises UserError for an unreadable file, and names the file and the problem."""
+    """Read a YAML file that holds a mapping. Raises a UserError that names the file and the problem."""
     source = repr(str(path))
     try:
         if not path.exists():

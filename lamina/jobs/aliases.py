@@ -61,9 +61,9 @@ def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str |
 
 @cache
 def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
-    """Map option names, and the fields of classes in installed libraries' files, to types, without importing anything.
+    """Map the options of other libraries to their types, as text, without importing the libraries.
 
-    A field gets its annotation as text, an option name an empty text.
+    Each of ``files`` is an option's name (with no known type), or a source file, whose classes' fields count.
     """
     names = {file: "" for file in files if "/" not in file}
     for package, _, rest in (file.partition("/") for file in files if "/" in file):
@@ -80,7 +80,7 @@ def is_text(option: str, files: tuple[str, ...]) -> bool:
 
 
 def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
-    """Return the setting that holds another library's option, and the option's name; None if there is no such setting.
+    """Return the setting that passes another library's option on, and the option's name; otherwise None.
 
     Like ``Settings.outside``, ``outside`` maps a setting to another library's options, or to files that declare them.
     """
@@ -94,7 +94,7 @@ def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[s
 def suggestion(name: str, offered: Collection[str]) -> str | None:
     """Return the offered setting whose name or alias is nearest to an unknown name.
 
-    For another library's name, return only the setting with the same meaning; None if the command has no such setting.
+    If the name is another library's name, return the setting with the same meaning, or None without such a setting.
     """
     others = {other for names in (*TAKEN.values(), *NEAR.values()) for other in names}
     settings_by_name = {

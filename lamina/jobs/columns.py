@@ -21,8 +21,8 @@ class Column:
         format: how the pages print the number; None for a text.
         aggregate: how the ranking combines a placement's seeds: by their mean, by their maximum, by the first seed's
             text, or by a rule in ``lamina.reports.ranking`` ("own"). None leaves the column out of the ranking.
-        measured: whether every run's ``outcome`` has the column; other columns come from some runs only, from the
-            settings or from the job.
+        measured: whether every run measures the column's value. If not, only some runs measure it, or the value comes
+            from the settings or from the job.
         in_ranking: the column's position from the left in the table of placements; 0 leaves the column out of that
             table.
         in_trials: whether the table of all trials has the column.
@@ -108,7 +108,7 @@ def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:
 
 
 def aggregated(aggregate: str) -> tuple[str, ...]:
-    """Return the names of the columns that the ranking combines by ``aggregate``."""
+    """Return the names of the columns whose rule for the ranking (``Column.aggregate``) is ``aggregate``."""
     return names(column for column in RESULT_COLUMNS if column.aggregate == aggregate)
 
 
@@ -122,7 +122,7 @@ TRIALS = tuple(column for column in RESULT_COLUMNS if column.in_trials)
 
 
 def checked(result: dict[str, object]) -> dict[str, object]:
-    """Return ``result``. Raises KeyError for a measured column without a value, and for a value without a column."""
+    """Return ``result`` unchanged. Raises KeyError if a measured column has no value, or if a value has no column."""
     measured = {column.name for column in RESULT_COLUMNS if column.measured}
     missing, extra = measured - set(result), set(result) - {*names(), *BESIDES}
     if missing or extra:

@@ -87,7 +87,7 @@ def read_json(path: Path) -> Json:
 
 
 def noted(path: Path) -> Json:
-    """Read a JSON object; return {} if the file is missing, unreadable, or holds something else."""
+    """Read a JSON object. If the file is missing or unreadable, or holds no JSON object, return {}."""
     try:
         data = read_json(path)
     except (OSError, ValueError):
@@ -111,7 +111,7 @@ def read_sealed(path: Path) -> Json:
 
 
 def _digest(data: object) -> str:
-    """Return the SHA-256 of data that YAML has read."""
+    """Return the SHA-256 of a mapping that was read from YAML."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -148,7 +148,7 @@ def as_json(data: Mapping[str, object]) -> Json:
 
 
 def read_result(folder: Path) -> Json | None:
-    """Read a run's result.json without the seal; None if the run has not ended or the file is unreadable.
+    """Read a run's result.json without its seal; None if the run has not ended or the file is unreadable.
 
     Raises UserError if the result was altered. A result of an older version has no seal.
     """
@@ -160,9 +160,9 @@ def read_result(folder: Path) -> Json | None:
 
 
 def read_seal(path: Path, data: Json) -> Json | None:
-    """Return the seal in a file's data, without the digest; None for an older version's file or for empty data.
+    """Return the seal (hashes of other files) in a JSON file's ``data``, without the file's own digest.
 
-    Raises UserError if somebody altered the data after Lamina hashed them.
+    Returns None for an older version's file or empty data. Raises UserError if somebody altered the hashed data.
     """
     seal = data.get(SEAL)
     if not data or (seal is None and not _is_sealed(path.parent)):
@@ -178,7 +178,7 @@ def read_seal(path: Path, data: Json) -> Json | None:
 
 
 def _is_sealed(folder: Path) -> bool:
-    """Return whether the folder's config.yaml has a digest: then a version that seals results wrote the folder."""
+    """Return whether config.yaml has a digest, as in every folder whose results Lamina seals."""
     try:
         with (folder / CONFIG).open("rb") as file:
             return file.readline(20).startswith(f"{DIGEST}:".encode())
@@ -187,7 +187,7 @@ def _is_sealed(folder: Path) -> bool:
 
 
 def digest_of_json(data: Json) -> str:
-    """Return the SHA-256 of an object, written as JSON."""
+    """Return the SHA-256 of the JSON text of an object."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

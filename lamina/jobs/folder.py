@@ -46,7 +46,7 @@ def in_use(folder: Path) -> bool:
 
 
 def _is_beginning(child: Path) -> bool:
-    """Return whether a job writes this before its first record: a lock, its environment, a half-written file."""
+    """Return whether a job writes this file before its first record: a lock, environment.json, a half-written file."""
     if child.name in _APART or any(child.name.startswith(f".{name}.") for name in (ENVIRONMENT, CONFIG, STUDY)):
         return True
     return child.name == ENVIRONMENT and _is_environment(child)
@@ -61,9 +61,9 @@ def _is_environment(path: Path) -> bool:
 
 
 def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True, flag: str = "--{}") -> None:
-    """Raise the UserError that ``hold`` would raise, but change nothing.
+    """Raise the UserError that ``hold`` would raise for this folder, without locking or changing the folder.
 
-    With ``resumes``, the command has --resume; ``flag`` is the form in which the user types resume and overwrite.
+    ``resumes``: whether the command has --resume. ``flag``: how users type an option's name, such as ``--{}``.
     """
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")

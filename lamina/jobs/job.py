@@ -70,7 +70,7 @@ class Job(Generic[S]):
 
     Attributes:
         settings: the complete settings; for a resumed job, the stored settings with the allowed changes.
-        given: the user's settings by name; None if the caller gave a whole record.
+        given: the user's settings by name; None if the caller gave a complete settings object.
         resumes: whether the folder holds something to resume.
     """
 
@@ -124,13 +124,13 @@ def open_job(
 ) -> Job[S]:
     """Open a job.
 
-    ``open_job`` checks the job's folder at once. Lamina changes the folder only in ``with``, so work that is slow or
-    may fail can come first.
+    ``open_job`` checks the job's folder at once. Lamina changes the folder only when ``with`` begins, so the caller can
+    first do work that is slow or may fail.
 
     For further checks of --resume, see training/checkpointing/resuming.py (runs) and studies/record.py (studies).
 
     Args:
-        given: a whole record, or only the user's settings, by name.
+        given: a complete settings object, or a mapping of only the user's settings.
         resume: whether to resume the job in the folder; "auto" resumes if the folder holds a job.
         overwrite: whether to replace the folder's content.
         policy: the settings that a resumed job may change.

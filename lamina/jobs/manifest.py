@@ -60,7 +60,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
-    """Write a folder's manifest and sync everything to disk. ``listed`` holds the entries of already hashed files."""
+    """Write a folder's manifest and sync all files to disk. ``listed`` has the entries of files hashed before."""
     listed = {name: sync_and_hash(folder / name) for name in files_in(folder)} if listed is None else listed
     manifest = {"checksum": checksum(listed), "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -81,9 +81,9 @@ def listed(folder: Path) -> dict[str, Entry]:
 
 
 def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
-    """Describe the first file of a sealed folder that is missing, cut short or altered; None if all files are whole.
+    """Describe the first file in the manifest that is missing, cut short or altered; None if all files are intact.
 
-    Files that the manifest does not list are not faults (see ``strays``). Without ``content``, compare only sizes.
+    The function ignores files outside the manifest (see ``strays``). Without ``content``, it compares only sizes.
     """
     try:
         files = listed(folder)
@@ -106,7 +106,7 @@ def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
 
 
 def strays(folder: Path) -> list[str]:
-    """List the files of a sealed folder that its manifest does not list."""
+    """List the files in a folder that the folder's manifest does not list."""
     files = {*listed(folder), MANIFEST}
     return [name for name in files_in(folder) if name not in files]
 
@@ -124,7 +124,7 @@ def refuse_damaged(folder: Path) -> None:
 
 @lru_cache(maxsize=64)
 def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str | None:
-    """Return what is wrong with a saved model; looked at once for each state of its ``files``."""
+    """Describe what is wrong with a saved model; cached until a size or time in ``files`` changes."""
     broken = what_is_broken(folder)
     if broken is None:
         foreign = [n for n in strays(folder) if not (n.endswith(_PLAIN) or Path(n).name.startswith("."))]
@@ -133,7 +133,7 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str |
 
 
 def _of_another_run(folder: Path) -> str | None:
-    """Return a clause if the result beside a run's model was written with another model."""
+    """If result.json beside a run's model has another model's hash, return a clause that says so; otherwise None."""
     try:
         sealed = json.loads((folder.parent / RESULT).read_text(encoding="utf-8"))["seal"]["files"]
     except (OSError, *NOT_A_MANIFEST):  # no run's, or an older version's
@@ -150,7 +150,7 @@ def model_folder(path: str | Path) -> Path:
 
 
 def how_to_load(folder: Path) -> str:
-    """Return lines with a saved model's folder, its class, and the Python that loads the model."""
+    """Return two lines of text: a saved model's folder and class, and the Python code that loads the model."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = str((config.get("architectures") or [""])[0])
     auto = f"AutoModelFor{name.partition('For')[2] or 'CausalLM'}"

@@ -1,4 +1,4 @@
-"""The row of a job. Lamina makes the job's command and Python function from the row.
+"""The description of a job as data (its row). From the row, Lamina makes the job's command and Python function.
 
 To add a job, add its settings, its function, its page (``lamina.reports.registry.report_of``), the text that it prints
 (``ending_of``) and its row, all in the job's package. Import heavy packages inside the row's functions.
@@ -27,7 +27,7 @@ Given = Mapping[str, object]
 
 
 class Modes(TypedDict, total=False):
-    """Options for a job's run, in addition to its settings."""
+    """The options that every job takes besides its settings: resume, overwrite and the progress bar."""
 
     resume: Resume
     overwrite: bool
@@ -39,8 +39,8 @@ class Switch:
     """A flag of a job that is not a setting.
 
     Attributes:
-        prints: whether the command ends with another text if the flag is set. ``ending_of(kind, switch=name)``
-            registers the text.
+        prints: whether the flag changes the text that the command prints at the end. ``ending_of(kind, switch=name)``
+            registers this text.
         draws: whether the flag also saves the page's figures as pictures. With ``draws``, the Python function has the
             flag.
         passed: whether ``JobRow.run`` takes the switch. With ``passed``, the Python function has the flag.
@@ -74,12 +74,12 @@ class JobRow:
         resumes: the help text of --resume; empty for a job that does not resume.
         positional: the names of the settings without a flag. If a name ends in "...", the setting takes any number of
             words.
-        listing: a function that returns the list that the help and --list print.
+        listing: a function that returns the list (such as all probes) that --help and --list print.
         inputs: the settings that name models to start from, the main model's setting first.
         files: the settings that name data or code.
         fails: a function of the result that says whether the exit code is 1.
-        folder: a function that returns the output folder, if the folder's default depends on other settings.
-        pages: a function that imports the page and the printed text, if ``lamina.reports`` does not import them.
+        folder: a function that returns the default output folder, if this default depends on other settings.
+        pages: a function that imports the modules of page and printed text, if ``lamina.reports`` does not import them.
         extra: the package's extra that the job needs.
         own_command: whether a module of ``lamina.commands`` holds the command.
     """

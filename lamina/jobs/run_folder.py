@@ -44,7 +44,7 @@ class RunFolder:
         return [fault for fault in faults if fault is not None]
 
     def require_records(self) -> None:
-        """Raise UserError for the first damaged record, because a resumed run would continue that record."""
+        """Raise UserError for the first damaged record file, because a resumed run would append to this file."""
         for fault in self.faults():
             raise UserError(
                 f"resume: {fault} in {str(self.path)!r}. Restore or delete the file, or begin again with --overwrite."
@@ -54,9 +54,9 @@ class RunFolder:
 def parse_lines(path: Path) -> tuple[list[Json], str | None]:
     """Parse a growing file of JSON records, each with a step; return them and the file's first fault.
 
-    A line without a step is a fault, and Lamina leaves out this line's record. A step below the previous record's step
-    is a fault, except in the records of rollbacks. An incomplete last line, which a killed run leaves, is not a fault.
-    A missing file holds no records.
+    A line without a step is a fault, and the result lacks this line. A step below the previous record's step is also a
+    fault, except in a file of rollbacks. An incomplete last line, which a killed run leaves, is not a fault. A missing
+    file holds no records.
     """
     records: list[Json] = []
     fault, last = None, -1

@@ -1,6 +1,6 @@
-"""The seal of a folder's records: result.json holds the file's digest, the trial's key and each record's hash.
+"""The seal of a folder: result.json holds a digest of itself, the key of the trial, and the hash of each record file.
 
-When Lamina reads the folder, it therefore notices an edited digit or a file of another trial.
+So Lamina notices an edited digit, or a file from another trial, when it reads the folder.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def write_result(folder: Path, result: Mapping[str, object]) -> None:
 
 
 def write_with_seal(folder: Path, name: str, data: Mapping[str, object], patterns: Iterable[str]) -> None:
-    """Write a JSON file with the file's digest and the hashes of the folder's files that match ``patterns``.
+    """Write a JSON file with its own digest and the hash of each file in the folder that matches ``patterns``.
 
     Raises OSError.
     """
@@ -81,7 +81,7 @@ def write_with_seal(folder: Path, name: str, data: Mapping[str, object], pattern
 
 
 def seal_tables(folder: Path) -> None:
-    """Write seal.json with the hashes of the tables that a job computed from its trials, if there are such tables.
+    """If a job has computed tables from its trials, write seal.json with the hashes of these tables.
 
     Raises OSError.
     """
@@ -92,7 +92,7 @@ def seal_tables(folder: Path) -> None:
 def lift_seal(folder: Path) -> bool:
     """Delete seal.json before the job writes its tables again; return whether the tables were unchanged.
 
-    If a table was altered, log its name and keep the seal until the job has written the table again. Raises UserError
+    If a table was altered, log its name, and keep seal.json until the job has written the table again. Raises UserError
     if study.yaml was altered, because the job cannot write this file again.
     """
     try:
@@ -130,7 +130,7 @@ def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
 
 
 def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str, str]:
-    """Return the faults of the records that the file ``by`` seals, by the records' paths; empty without a seal.
+    """Map the path of each altered or missing record to its fault, by the hashes that the file ``by`` holds.
 
     The function does not check the model, because the model's own manifest has the hashes of its files. A missing file
     counts as a fault only if ``missing`` is true.
@@ -185,7 +185,7 @@ def refuse_page(folder: Path) -> None:
 
 
 def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
-    """Return the size and SHA-256 of each growing record, and of the first line of metrics.jsonl."""
+    """Return the size and SHA-256 of each file that grows during a run, and of the first line of metrics.jsonl."""
     hashes_now = {name: ((folder / name).stat().st_size, digest) for name, digest in hashes(folder, GROWING).items()}
     if METRICS in hashes_now:
         with (folder / METRICS).open("rb") as file:
@@ -195,7 +195,7 @@ def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoint: str) -> None:
-    """Raise UserError for a record whose beginning has changed since a checkpoint.
+    """Raise UserError if the part of a record file that existed at a checkpoint has changed since.
 
     A missing record passes. A metrics.jsonl without its last lines also passes, because the resumed run logs them
     again.
@@ -224,7 +224,7 @@ def _beginning(path: Path, size: int) -> str:
 
 
 def _is_cut(path: Path) -> bool:
-    """Return whether study.yaml does not fit its own digest: whoever needs it says so, and a page leaves it out."""
+    """Return whether study.yaml contradicts its own digest, so that pages omit it and other readers raise an error."""
     try:
         read_sealed(path)
     except UserError:
@@ -236,12 +236,12 @@ def _is_cut(path: Path) -> bool:
 def hash_of(path: Path, *state: int) -> str:
     """Return a file's SHA-256.
 
-    Each result of a job needs the hashes of all records. So Lamina caches a hash by the file's size, time and inode.
+    A job's result needs the hashes of all record files, so Lamina caches them by size, modification time and inode.
     """
     return sha256(path)
 
 
 def _trial(folder: Path) -> str | None:
-    """Return the key of a trial of a store; None for any other folder."""
+    """Return the key of the trial in the folder, if a store of trials holds the folder; otherwise None."""
     identity = noted(folder / TRIAL)
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16] if identity else None

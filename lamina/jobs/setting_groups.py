@@ -7,7 +7,7 @@ from lamina.jobs.settings import Settings, at_least, setting
 
 
 class TextSettings(Settings, group="data"):
-    """The text, and its division into blocks of tokens."""
+    """The settings of the text and of its division into blocks of tokens."""
 
     corpus: str = setting(
         "embedded",
@@ -24,13 +24,13 @@ class TextSettings(Settings, group="data"):
 
 
 class BatchSettings(Settings, group="steps and learning rate"):
-    """The number of blocks that Lamina processes together."""
+    """The setting for the number of blocks per forward pass."""
 
     batch_size: int = setting(4, "text blocks or images per forward pass", at_least(1))
 
 
 class SequencesSettings(Settings, group="data"):
-    """The number of blocks that Lamina measures."""
+    """The setting for the largest number of blocks to measure."""
 
     sequences: int | None = setting(None, "maximum number of blocks", at_least(1))
 

@@ -92,12 +92,12 @@ class Settings:
     """The base class of all settings records.
 
     ``command_name`` is the record's ``lamina`` command. ``without`` names inherited fields that the record does not
-    offer. Such fields keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
-    files and help texts. The other fields follow base class by base class, and the record's new fields come last.
-    ``group``, a keyword of the class statement, is the heading of a group's flags in ``--help all``. A command's own
-    record has no group. ``main`` names the ten settings that ``--help`` shows. ``needed`` names the settings that a job
-    must have before it begins. If a setting holds another library's options, ``outside`` maps the setting to these
-    options, or to the files that declare them.
+    offer: these fields keep their defaults, and have neither a flag nor a key in YAML. ``order`` names the fields that
+    come first in files and help texts. The other fields follow base class by base class, and the record's new fields
+    come last. ``group``, a keyword of the class statement, is the heading of a group's flags in ``--help all``. The
+    settings class of a command has no ``group``. ``main`` names the ten settings that ``--help`` shows. ``needed``
+    names the settings that a job must have before it begins. If a setting holds another library's options, ``outside``
+    maps the setting to these options, or to the files that declare them.
     """
 
     command_name: ClassVar[str] = ""
@@ -109,7 +109,7 @@ class Settings:
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init_subclass__(cls, *, group: str = "") -> None:
-        """Make every subclass a frozen dataclass, in which a changed field keeps what was not given anew."""
+        """Make every subclass a frozen dataclass. A ``changed`` field inherits the parts that it does not change."""
         super().__init_subclass__()
         cls.group = group
         inherited = {entry.name: entry for base in reversed(cls.__mro__[1:-1]) for entry in fields(base)}
@@ -119,7 +119,7 @@ class Settings:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        """Check every field, then the whole record. Raises UserError that names the field."""
+        """Check each field, then the settings together. Raises a UserError that names the field."""
         for name, (check, may_be_none) in _checks_of(type(self)).items():
             value = getattr(self, name)
             if name in self.without and value != self.default(name):
@@ -143,7 +143,7 @@ class Settings:
     @classmethod
     @cache
     def names(cls) -> tuple[str, ...]:
-        """Return the names of the fields that the record offers, in the order of its files."""
+        """Return the names of the fields that the record offers, in their order in config.yaml and in help texts."""
         ordered = dict.fromkeys(cls.__dict__.get("order", ()))
         for base in cls.__bases__:
             if issubclass(base, Settings):
@@ -236,7 +236,7 @@ _OF_TYPES: dict[object, Check] = {bool: switch, str: text, dict: mapping}
 
 @cache
 def _checks_of(cls: type[Settings]) -> dict[str, tuple[Check, bool]]:
-    """Return each field's check, declared or decided by its type, and whether the field may be None."""
+    """Return each field's check (declared, or the check of the field's type), and whether the field may be None."""
     checks: dict[str, tuple[Check, bool]] = {}
     for name in (entry.name for entry in fields(cls)):
         hint = cls.kind(name)
