@@ -483,7 +483,7 @@ def _share_of(blocks: int, share: Fraction) -> int:
 
 
 def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
-    """Mix several pairs of splits into one, with the same shares in both splits; return a single pair unchanged.
+    """Mix several corpora's train and eval splits, with the same shares in both splits. Return a single pair unchanged.
 
     The held-out split has as many blocks as the shares allow without repeating a block. ``train`` is as long as all
     parts together. ``MixedBlocks.for_run`` gives the order and length for a run.
@@ -517,7 +517,7 @@ def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
 def _entropy(parts: Sequence[Part], blocks: Sequence[Blocks]) -> float:
     """Return the cross-entropy of mixed held-out tokens under mixed, add-one smoothed train frequencies, in nats.
 
-    Both are mixed by the shares: p(t) = sum over the parts of share * p_part(t).
+    The shares weight the tokens and the frequencies: p(t) = sum over the parts of share * p_part(t).
     """
     train, held_out = np.zeros(1), np.zeros(1)
     for part, part_blocks in zip(parts, blocks, strict=True):

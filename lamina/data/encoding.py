@@ -48,8 +48,8 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
 def known(token: int, size: int | None, source: str, notes: list[str] | None) -> int | None:
     """Return the end-of-text token, or None if the model's vocabulary of ``size`` lacks it.
 
-    A vocabulary of 256 bytes lacks the token. Lamina then omits the token, and ``notes`` gets a line, which begins with
-    ``source``.
+    A vocabulary of 256 bytes lacks the token. Lamina then omits the token, and adds a line to ``notes``, which begins
+    with ``source``.
     """
     if size is None or token < size:
         return token

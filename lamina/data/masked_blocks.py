@@ -45,7 +45,7 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
         return MaskedBlocks(self.source.for_run(seed), self.tokenizer, self.mask_ratio, seed, training=True)
 
     def __getitem__(self, index: int) -> TokenBlock:
-        """Mask a block [sequence_length]; at least one token is chosen, since a loss over none is undefined."""
+        """Mask a block [sequence_length]. At least one token is chosen, because a loss over no tokens is undefined."""
         block = self.source[self.number(index)]
         ids = block["input_ids"]
         special = torch.isin(ids, self.special)

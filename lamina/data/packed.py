@@ -185,7 +185,7 @@ class _Packing:
     def blocks(self, corpus: SingleCorpus, root: Path, eval_fraction: float, trained: bool) -> Blocks:
         """Return a corpus's blocks from the cache in ``root``, packing them first if they are missing.
 
-        ``trained``: whether the tokenizer was trained on the corpus without ``eval_fraction`` of it.
+        ``trained`` says whether the tokenizer was trained on the corpus without its held-out part.
         """
         identity = f"{_FORMAT}{'-padded' * self.padded}|{corpus.fingerprint()}|{self.encoder.content_hash()}"
         key = hashlib.sha256(f"{identity}|{self.sequence_length}|{eval_fraction!r}".encode()).hexdigest()
@@ -222,7 +222,7 @@ class _Packing:
         return [_opened(path, self.encoder, self.sequence_length, padded=self.padded) for path in paths]
 
     def _pack(self, draft: Path, corpus: SingleCorpus, fraction: float) -> tuple[Packed, float]:
-        """Pack a corpus, holding out more of a small one; also return the held-out share."""
+        """Pack a corpus, and return the held-out share, which is larger for a small corpus."""
         total, length = count_chars(corpus), self.sequence_length
         options = {"total_chars": total, "padded": self.padded, "progress": self.progress}
         while True:

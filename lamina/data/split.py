@@ -95,7 +95,7 @@ class Splitter:
 
 
 def _cut(text: str, start: int, room: int, chars: int) -> int:
-    """Return the end of the segment that begins at ``start``; its piece of ``chars`` characters has ``room`` left."""
+    """Return the end of the segment that begins at ``start``. The piece of ``chars`` characters has ``room`` left."""
     full = start + room
     if len(text) <= full:
         return len(text)
@@ -125,7 +125,7 @@ def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
 
 
 def count_chars(corpus: SingleCorpus) -> int:
-    """Read all of a corpus, and count its characters. The number decides the length of a piece."""
+    """Read all of a corpus, and count its characters. The count decides the length of a piece."""
     return sum(len(document.text) for document in corpus.documents())
 
 

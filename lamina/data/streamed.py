@@ -233,7 +233,7 @@ class Place:
         segments: the number of segments that have been read from the shard's next document.
         last: the document and the character at which the last packed segment ended (as in TokenJoiner).
         carry: the tokens that do not fill a block yet.
-        skip: the number of blocks after this position that the stream has already returned.
+        skip: the number of blocks after this position that the stream has already returned, and so skips.
     """
 
     turn: int = 0
@@ -289,7 +289,7 @@ class TokenStream:
             carry, skip, before = ids[whole * length :], 0, after
 
     def _batches(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Yield the tokens of about a million characters, and the place after them without carry and skip."""
+        """Yield the tokens of about a million characters, and the Place after them without ``carry`` and ``skip``."""
         turn, first = place.turn, place.shard
         joiner = TokenJoiner(self.encoder, None if place.last is None else cast("tuple[int, int]", tuple(place.last)))
         while True:
@@ -313,9 +313,9 @@ class TokenStream:
                 yield Place(turn=turn, last=joiner.last), joiner.encode()
 
     def _segments(self, number: int, place: Place) -> Iterator[tuple[tuple[object, Sequence[int], int], Segment]]:
-        """Yield a shard's segments from a place on, except held-out ones.
+        """Yield a shard's segments from a Place on, without held-out segments.
 
-        With each segment comes the place after it: the ``position``, ``split`` and ``segments`` of a Place.
+        Each segment comes with the ``position``, ``split`` and ``segments`` of the Place after the segment.
         """
         position, split, passed = place.position, tuple(place.split), place.segments
         limit, splitter = self.held_out.get(number, 0), Splitter(*split)
@@ -402,7 +402,7 @@ class StreamedBlocks(BlockSource):
         return self._held[1]
 
     def _drop(self) -> None:
-        """Forget all chunks, after waiting for one that is being read, whose generator is in use."""
+        """Forget all chunks. If a thread is reading a chunk, first wait for the thread, which uses the generator."""
         if (coming := getattr(self, "_coming", None)) is not None and not coming.cancel():
             coming.exception()
         self._held: tuple[int, np.ndarray] = (-1, np.empty(0))
@@ -413,6 +413,6 @@ class StreamedBlocks(BlockSource):
 
 @atexit.register
 def _stop_reading() -> None:
-    """Close all files before the interpreter unloads the modules needed for it."""
+    """Close all files before the interpreter unloads the modules that closing a file needs."""
     for blocks in list(_READING):
         blocks._drop()

@@ -80,7 +80,7 @@ class Runner:
         return wrapped
 
     def _shared(self, answer: Callable[[list[T]], list[A]], requests: list[T]) -> list[A]:
-        """Answer this process's share of the requests, then return all processes' answers, as if there were one.
+        """Answer this process's share of the requests, and return the answers of all processes in order.
 
         The harness's own sharing would put different examples before the questions of each process.
         """

@@ -213,7 +213,7 @@ class Evaluation:
         return self._write(Status.FINISHED, "")
 
     def _compare(self, records: Mapping[tuple[str, str], Json]) -> None:
-        """Compare the models with the first one on the items that both have. Raises UserError for other items."""
+        """Compare each model with the first model on the same items. Raises UserError if the items differ."""
         self.paired, tables = [], {}
         if sum(not candidate.left_out for candidate in self.candidates) < 2:
             return
@@ -340,11 +340,11 @@ class Evaluation:
         return numbers
 
     def _write(self, status: Status, reason: str) -> Json:
-        """Write the tables and result.json in the first process; return the content of result.json in all."""
+        """Write the tables and result.json in the first process. Return the content of result.json in all processes."""
         return self.processes.by_first(partial(self._written, status, reason))
 
     def _end(self, status: Status, reason: str) -> None:
-        """Write how the evaluation ended, without the other processes: one of them may have failed."""
+        """Write how the evaluation ended. Do not wait for the other processes, because a process may have failed."""
         if self.processes.first:
             self._written(status, reason)
 
@@ -403,7 +403,7 @@ def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, in
 
 
 def _file_name(name: str) -> str:
-    """Make a file name of letters, digits and a few marks; a changed name gets a hash, so that names do not clash."""
+    """Make a unique file name of letters, digits and a few marks. If this changes the name, the name gets a hash."""
     plain = re.sub(r"[^A-Za-z0-9@._-]+", "-", name).strip("-.")[-80:]
     return plain if plain == name else f"{plain or 'model'}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 

@@ -100,7 +100,7 @@ def perplexity(
         batch_size: windows per forward pass.
         share: the number of windows that each process takes in turn; give the same number in all processes (default: a
             batch).
-        processes: the processes that share the text; like a single process, they sum the losses in the windows' order.
+        processes: the processes that share the text. The number of processes does not change the loss.
         progress: called with the number of newly scored tokens.
 
     Raises:
@@ -155,7 +155,7 @@ def _tokens(
 ) -> tuple[int, list[int], int]:
     """Return the token before the scored tokens, the scored tokens, and the text's bytes that are not scored.
 
-    Without ``first``, the text's own first token precedes the others.
+    If ``first`` is None, the text's first token is the token before the scored tokens.
     """
     if first is not None:
         return first, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], 0
@@ -165,7 +165,7 @@ def _tokens(
 
 
 def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
-    """Return the summed loss of windows in nats; short ones are padded on the right, which a causal model ignores."""
+    """Return the summed loss of windows in nats. Short windows get padding on the right, which the model ignores."""
     longest = max(len(read) for read, _ in batch)
     inputs = torch.full((len(batch), longest), padding)
     labels = torch.full((len(batch), longest), UNSCORED)

@@ -171,7 +171,7 @@ class ScoreLine:
     """A line of the table of scores.
 
     Attributes:
-        means: for each column, the mean over the line's runs, in percent for shares; NaN if no run has a number.
+        means: for each column, the mean over the line's runs (in percent for shares); NaN if no run has a score.
         stds: the sample standard deviations over the runs; NaN for fewer than two.
         runs: the number of evaluated runs.
         left_out: the number of runs that Lamina did not evaluate, by reason: ``{"diverged": 2}``.

@@ -39,7 +39,7 @@ _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 @functools.cache
 def _shipped() -> TaskManager:
-    """Return the harness's manager with its index of 14,000 files, which takes seconds."""
+    """Return the harness's manager with its index of 14,000 files. The index takes seconds."""
     from lm_eval.tasks import TaskManager
 
     with quiet_harness():
@@ -104,7 +104,7 @@ class Tasks:
             raise UserError(f"tasks: unknown task {shortened(repr(name), 200)}{near} (allowed: {allowed})")
 
     def _refuse_unreadable(self) -> None:
-        """Raise UserError for a user's file that is not a mapping in YAML; the harness skips it in silence."""
+        """Raise UserError for a user's file that is not a mapping in YAML. The harness would silently skip the file."""
         for path in sorted(path for folder in self.folders for path in folder.rglob("*.yaml")):
             try:
                 if not isinstance(yaml.compose(path.read_bytes()), yaml.MappingNode):
@@ -139,7 +139,7 @@ class Tasks:
                 raise UserError(self._reason(name, error, reachable)) from error
 
     def _manager(self, entries: dict[str, Entry], folder: Path) -> TaskManager:
-        """Return a manager of these entries; their data are in ``self.data``, as files in ``folder`` then say."""
+        """Return a manager of these entries. New task files in ``folder`` make the tasks read ``self.data``."""
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_defaults=False)
@@ -155,7 +155,7 @@ class Tasks:
         return manager
 
     def _reached(self, name: str) -> Iterator[tuple[str, Entry]]:
-        """Yield the entry of a name, and those of the members of a group or tag."""
+        """Yield the entry of a name, and the entries of all members if the name is a group or tag."""
         waiting, seen = [name], set[str]()
         while waiting:
             entry = self.entry(task := waiting.pop())
@@ -196,7 +196,7 @@ class Tasks:
 
 
 def _members(listed: object) -> list[str]:
-    """Return the names of a group's members, including those of nested groups."""
+    """Return the names of a group's members, including the members of nested groups."""
     names: list[str] = []
     for member in listed if isinstance(listed, list) else [listed]:
         if isinstance(member, str):

@@ -91,7 +91,7 @@ def build(
 
 
 def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[str, object] | None) -> str:
-    """Set the user's adapter in the configuration, and return the head: the backbone's first by default.
+    """Set the user's adapter in the configuration, and return the head. The default is the backbone's first head.
 
     Raises UserError for an invalid adapter or head, and for a model that exceeds the memory.
     """
@@ -138,8 +138,8 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
 def _check_runs(model: PreTrainedModel) -> None:
     """Raise UserError if a model does not run, or computes other logits with its cache than without.
 
-    Lamina calls this for untested backbones and for configurations from files. If their layers pass on more than the
-    stream, the built model can fail or lose information at its first token.
+    Lamina makes this check for untested backbones and for configurations from files. If their layers pass on more than
+    the stream, the built model can fail or lose information at its first token.
     """
     if model.main_input_name != "input_ids" or any(p.is_meta for p in model.parameters()):
         return

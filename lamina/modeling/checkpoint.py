@@ -96,7 +96,7 @@ def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
 
 
 def _located(path: str | Path) -> tuple[str, Path | None, Json]:
-    """Return the path for transformers, the run's folder if any, and further arguments for transformers."""
+    """Return the path that transformers reads, the run's folder (or None), and more arguments for transformers."""
     name, run = str(path), None
     folder = Path(path).expanduser()
     refuse_special("checkpoint", folder)
@@ -131,7 +131,7 @@ def _is_of_a_head(model: PreTrainedModel, key: str) -> bool:
 
 
 def _class(config: PreTrainedConfig) -> ModelClass:
-    """Return the model class that saved the checkpoint, or else one with a head that fits the configuration."""
+    """Return the model class that saved the checkpoint; otherwise, a class with a head that fits the configuration."""
     for architecture in config.architectures or ():
         for module in (modeling_lamina, transformers):
             if hasattr(module, architecture):

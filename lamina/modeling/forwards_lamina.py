@@ -21,7 +21,7 @@ from torch import nn
 
 
 class _Calls(ast.NodeTransformer):
-    """Puts calls of methods ``before`` and ``after`` calls of the modules ``owner.name``, by the modules' names."""
+    """Adds method calls to a syntax tree, before and after the calls of modules ``owner.name``."""
 
     def __init__(self, owner: str, before: Mapping[str, str], after: Mapping[str, str]):
         self.owner, self.before, self.after, self.found = owner, before, after, set[str]()
@@ -92,7 +92,7 @@ def _tree(forward: object) -> ast.FunctionDef | None:
 
 
 def _compiled(tree: ast.FunctionDef, original: FunctionType, name: str) -> FunctionType:
-    """Compile a method's changed tree and register its text, under a file name of its own."""
+    """Compile a method's changed tree, and register its source text under a unique file name."""
     names = original.__code__.co_freevars
     owner = original.__qualname__.rpartition(".")[0].rpartition(".")[2]
     text = textwrap.indent(ast.unparse(ast.fix_missing_locations(tree)), "    ")
@@ -112,7 +112,7 @@ def _compiled(tree: ast.FunctionDef, original: FunctionType, name: str) -> Funct
 def _twin(
     original: FunctionType, code: CodeType, closure: tuple[CellType, ...], wrapped: FunctionType | None = None
 ) -> FunctionType:
-    """Return a function that differs from the original in its code, its closure and what it wraps."""
+    """Return a copy of a function with other code, another closure and another ``__wrapped__`` function."""
     twin = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
     functools.update_wrapper(twin, original)
     twin.__kwdefaults__ = original.__kwdefaults__

@@ -98,7 +98,7 @@ class Speaker:
             )
 
     def answer(self, turns: list[dict[str, str]], tell: Callable[[str], object] | None = None) -> str:
-        """Return the answer to a conversation that ends with the user's turn. ``tell`` gets the answer in parts."""
+        """Return the answer to a conversation that ends with the user's turn. Pass ``tell`` the answer in parts."""
         self.check_chat()
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Weight(Facts):
-    """A parameter, and facts that an initializer may need. The role "wiring" means no initializer and no weight decay.
+    """A parameter, and facts that an initializer may need. The role "wiring" has no initializer and no weight decay.
 
     ``sublayer`` is "attention", "feed_forward", "embedding" or "readout". If the parameter joins several matrices,
     ``rows`` is the number of output channels of each matrix. With ``transposed``, the first axis holds the input
@@ -105,7 +105,7 @@ def initialize(
 
 
 def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
-    """Return the projections stacked in one matrix, each with its role; a plain matrix is one piece."""
+    """Split a matrix into the projections that it stacks, each with its role. A plain matrix is one piece."""
     if weight.role == "gate_and_in":
         roles, sizes = ("gate", "feed_forward_in"), [weight.fan_out // 2] * 2
     elif weight.role == "query_key_value":

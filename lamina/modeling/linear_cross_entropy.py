@@ -183,7 +183,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Scale the kept gradients by the loss's gradient, in place. Backward therefore runs only once."""
+        """Scale the kept gradients by the loss's gradient, in place. You can therefore call backward only once."""
         if ctx.gradients is None:
             raise RuntimeError("the chunked loss supports only one backward pass. Leave out retain_graph.")
         (by_hidden, by_weight), ctx.gradients = ctx.gradients, None

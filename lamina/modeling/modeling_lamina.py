@@ -80,7 +80,7 @@ class Adapter:
 
     @property
     def parts(self) -> dict[str, str]:
-        """A dict: for each name that a layer's module may have, the module's path in a Block."""
+        """A dict from each name that a layer's attention or feed-forward may have to the module's path in a Block."""
         return {name: f"{half}.module" for half in HALVES for name in getattr(self, half).split("|")}
 
     def halves(self, layer: nn.Module) -> list[str]:
@@ -376,7 +376,7 @@ class LaminaModel(LaminaPreTrainedModel):
         self.backbone.set_input_embeddings(value)
 
     def _check_whole(self) -> None:
-        """Raise ValueError if an engine has cut the model where the plan needs all of it. Engines call it first."""
+        """Raise ValueError if an engine split layers or channels that belong together. Engines call this first."""
         if not (self._pp_plan or all(isinstance(layer, Block) for layer in self.layers)):
             raise ValueError(
                 "plan: a model cannot be split into pipeline stages if the plan scales or normalizes the embedding, or "
@@ -398,7 +398,7 @@ class LaminaModel(LaminaPreTrainedModel):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _after_embeddings(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        """Scale and norm computed embeddings. A bound method, so that a copied model uses its own norm."""
+        """Scale and normalize the embeddings. This is a bound method, so that a copied model uses the copy's norm."""
         return self._scaled_and_normed(output)
 
     def forward(

@@ -289,7 +289,8 @@ def _settle() -> None:
     """Wait for gloo's threads to end, or at least to become idle, before the interpreter ends.
 
     Such a thread releases a collective's tensors a moment after the collective has ended, and needs the interpreter for
-    that. If it is late, it aborts the process (exit status -6), and torchrun calls a finished run failed.
+    this. If the interpreter has already ended, the thread aborts the process (exit status -6), and torchrun reports a
+    finished run as failed.
     """
     gc.collect()  # a process group that nothing keeps waits for its threads itself
     time.sleep(0.2)  # DTensor's caches keep FSDP2's group for good; its threads need a millisecond

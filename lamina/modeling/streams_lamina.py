@@ -154,7 +154,7 @@ class StreamMixer(LaminaWiring):
         return read.to(streams.dtype), logits[-1] if self.mixes else None, write
 
     def _moved(self, logits: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-        """Add to the static weights those projected from the normed streams."""
+        """Add the weights that are projected from the normed streams to the static weights."""
         flat = self.spec["weights"] == "sigmoid"
         rows = x.flatten(-2) if flat else x
         y = nn.functional.linear(rows, self.held("projection", x)) * inverse_rms(rows, self.eps)  # no normed copy

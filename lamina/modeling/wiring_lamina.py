@@ -467,7 +467,7 @@ class Residual(nn.Module):
         return total if self.post_norm is None else self.post_norm(total)
 
     def _normed(self, hidden: torch.Tensor, norm: LaminaNorm) -> torch.Tensor:
-        """Compute A(h); three states [..., 3, hidden_size] are normed separately if there are three norms."""
+        """Compute A(h). If there are three norms, each normalizes one of the three states [..., 3, hidden_size]."""
         if self.key_norm is None or self.value_norm is None:
             return norm(hidden)
         norms = (norm, self.key_norm, self.value_norm)

@@ -300,7 +300,7 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
 
 
 def _reading(sub: Sublayer, split: int, block_input: int) -> str:
-    """Draw the line to a branch from what it reads: the stream, the block's input, or remembered states."""
+    """Draw the line from a branch's input (the stream, the block's input, or remembered states) to the branch."""
     x, end = _STREAM, _BRANCH - 9
     if sub.read == "block_input":
         bypass = f"M{x} {block_input}H{_BYPASS + 9}q-9 0 -9 -9V{split + 9}q0 -9 9 -9H{end}"

@@ -87,7 +87,7 @@ def layer_facts(layer: Layer) -> dict[str, object]:
 
 
 def end_facts(plan: Plan) -> dict[str, object]:
-    """Return the facts outside a plan's layers: on the embedding, the final norm, and the norms on q, k and v."""
+    """Return the facts outside a plan's layers: embedding norm and scale, final norm, and norms on q, k and v."""
     values = {name: getattr(plan, name) for name in _ENDS}
     return {name: norm_fact(v) if v is None or isinstance(v, Norm) else v for name, v in values.items()}
 
@@ -125,7 +125,7 @@ def match(layers: Sequence[Facts], ends: Facts) -> Match:
 
 
 def _more_of(plan: Plan) -> int:
-    """Count the fields of a plan's layers that are not a plain sum's with a norm before the branch."""
+    """Count the fields in which a plan's layers differ from a plain sum with a norm before the branch (Pre-LN)."""
     return sum(
         not _same(value, _DEFAULT.get(field)) for layer in plan.layers for field, value in layer_facts(layer).items()
     )
@@ -154,7 +154,7 @@ def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
 
 
 def _values(kind: object, layers: Sequence[Facts], *, scales: bool) -> list[object]:
-    """Return the values of an option to try: every word that it allows, and measured numbers."""
+    """Return the values to try for an option: every word that the option allows, and measured numbers."""
     alternatives = get_args(kind) if get_origin(kind) is not Literal and get_args(kind) else (kind,)
     values: list[object] = []
     for alternative in alternatives:
@@ -173,7 +173,7 @@ def _values(kind: object, layers: Sequence[Facts], *, scales: bool) -> list[obje
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Silence the placements' warnings about options, which nobody chose."""
+    """Silence the placements' warnings about options, because Lamina, not the user, chose the options."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -206,7 +206,7 @@ _DEFAULT = layer_facts(Layer())
 
 
 def _wrong_fields(layers: Sequence[Facts], plan: Plan) -> dict[str, list[int]]:
-    """Return by field the layers whose measured fact differs from the plan's."""
+    """Return, by field, the layers whose measured fact differs from the plan's fact."""
     wrong: dict[str, list[int]] = {}
     for index, (facts, layer) in enumerate(zip(layers, plan.layers, strict=True)):
         expected = layer_facts(layer)
@@ -236,7 +236,7 @@ def _shown(value: object) -> str:
 
 
 def _with_ends(spec: str, plan: Plan, ends: Facts) -> tuple[str, list[str]]:
-    """Add to a spec the options that give the measured ends; also returns the differences that no option removes."""
+    """Add the options that give the facts in ``ends`` to a spec. Also returns differences that no option removes."""
     expected = end_facts(plan)
     options, differences = [], []
     for field, value in ends.items():

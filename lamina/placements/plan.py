@@ -112,7 +112,7 @@ class Norm:
 
 
 def _as_norm(field_name: str, value: object) -> Norm | None:
-    """Return the norm that a value stands for: True or a kind's name for one, False or None for none, or a Norm."""
+    """Convert a value to a norm: True or a kind's name gives a Norm, False gives None, others stay unchanged."""
     if value is None or isinstance(value, Norm):
         return value
     if isinstance(value, bool):

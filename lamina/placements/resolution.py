@@ -331,7 +331,7 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
 
 
 def _on_the_stream(plan: Plan) -> Iterator[str]:
-    """Yield each place at which a plan does more to the stream than add branches."""
+    """Name each part of a plan that changes the stream other than by adding a branch."""
     records: list[tuple[str, Plan | Layer | Sublayer, tuple[str, ...]]] = [("the plan", plan, AT_THE_ENDS)]
     for index, layer in enumerate(plan.layers):
         records.append((f"layer {index}", layer, SUBLAYERS))
@@ -344,7 +344,7 @@ def _on_the_stream(plan: Plan) -> Iterator[str]:
 
 
 def _like_others(plan: Plan) -> Norm:
-    """Return a norm of the same kind as the plan's first one; the default kind for a plan without norms."""
+    """Return a norm of the same kind as the plan's first norm; a plan without norms gets the default kind."""
     norms = [norm for x in plan.layers for sub in (x.attention, x.feed_forward) for norm in sub.norms.values()]
     norms += [norm for norm in (plan.final_norm, plan.embedding_norm) if norm is not None]
     return Norm(kind=norms[0].kind, groups=norms[0].groups) if norms else Norm()

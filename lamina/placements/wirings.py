@@ -80,7 +80,7 @@ def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) ->
 
 
 def _collapsed(plan: Plan, how: str) -> Plan:
-    """Return the plan with one stream made of all by their mean, their sum, or the sum of each one's final norm."""
+    """Join the streams after the last block by their mean, their sum, or the sum of the normalized streams."""
     if plan.readout is None or plan.readout.normed or plan.readout.norms:
         raise UserError(f"collapse: {how!r} has no effect with this wiring. Leave collapse out.")
     n = plan.streams
@@ -93,7 +93,7 @@ def _count(size: int | None) -> int:
 
 
 def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
-    """Add streams with sigmoid weights; sub-layer l first reads stream l mod n most, or all would stay alike."""
+    """Add streams with sigmoid weights. At first, sub-layer l reads most of stream l mod n, so that streams differ."""
     n = _count(size)
 
     def one(index: int) -> Streams:
@@ -164,7 +164,7 @@ def gated_residual(plan: Plan, size: int | None) -> Plan:
 
 
 def _check_sums(plan: Plan, *, post_norms: bool) -> None:
-    """Raise UserError unless every sub-layer adds to the unscaled stream, all with a post-norm or all without."""
+    """Raise UserError unless all sub-layers add to the unscaled stream, and all or none have a post-norm."""
     for half in (half for layer in plan.layers for half in (layer.attention, layer.feed_forward)):
         plain = (half.skip, half.skip_scale, half.skip_scale_learned) == ("stream", 1.0, "no")
         if not plain or (half.post_norm is not None) != post_norms:

@@ -222,7 +222,7 @@ def _write_mlx(model: LaminaForCausalLM, folder: Path) -> None:
 
 
 def _read_torchtitan(folder: Path) -> ForeignCheckpoint:
-    """Read one step's folder; torchtitan saves no sizes, so config.json of the same Llama must be in it."""
+    """Read one step's folder. torchtitan saves no sizes, so the folder must also have the Llama's config.json."""
     if not (folder / "config.json").is_file():
         raise UserError(
             f"source: {str(folder)!r} holds no config.json, and torchtitan saves no sizes. Put the config.json "

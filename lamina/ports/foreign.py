@@ -39,9 +39,9 @@ class ForeignCheckpoint:
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads a checkpoint's index, which is a pickle: the classes of such an index, and nothing that could run.
+    """Reads a checkpoint's index, which is a pickle, and loads only harmless classes that an index needs.
 
-    OLMo-core's has a class of its own for the places in the files, without a field of torch's.
+    OLMo-core's index has its own class for a tensor's position in the files, which lacks a field of torch's class.
     """
 
     def find_class(self, module: str, name: str, /) -> object:
@@ -60,7 +60,7 @@ class _Metadata(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader, with that index."""
+    """torch's reader, but ``_Metadata`` loads the index."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:

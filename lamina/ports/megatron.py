@@ -44,7 +44,7 @@ _LLAMA: dict[str, object] = {
 
 
 class _Unread:
-    """Stands for an object of a class that nobody asks for: its code does not run."""
+    """Replaces the classes in a pickle that Lamina does not need, so that their code does not run."""
 
     def __init__(self, *args: object, **kwargs: object):
         pass
@@ -54,7 +54,7 @@ class _Unread:
 
 
 class _Arguments(pickle.Unpickler):
-    """Reads the pickle in common.pt, and of its classes only argparse's Namespace."""
+    """Reads the pickle in common.pt, but loads no classes except argparse's Namespace and OrderedDict."""
 
     def find_class(self, module: str, name: str, /) -> type:
         return {"Namespace": Namespace, "OrderedDict": OrderedDict}.get(name, _Unread)

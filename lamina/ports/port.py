@@ -320,7 +320,7 @@ class Port:
         return lines
 
     def _guarded(self, holds: Sequence[bool], line: str) -> list[str]:
-        """Return the line, under a condition if it is for some layers alone."""
+        """Return the line of code. If only some layers need the line, put it under a condition."""
         if all(holds):
             return [line]
         layers = [layer for layer, holder in enumerate(holds) if holder]
@@ -393,7 +393,7 @@ class Port:
 
     @property
     def index(self) -> str:
-        """Return the source expression for the layer's index in a block's constructor."""
+        """Return the source expression that a block's constructor uses for the layer's index."""
         return self.target.code.get("index", "layer")
 
     @property
@@ -479,7 +479,7 @@ class Initialization:
 
 
 def _constant(sub: Sublayer, scale: str) -> float:
-    """Return a scale at the start; the skip's under a coupling is 1 - b or sqrt(1 - b^2) of the branch's b."""
+    """Return a scale's initial value. A skip that is coupled with the branch's b has 1 - b or sqrt(1 - b^2)."""
     if scale == "skip_scale" and sub.coupling != "none":
         b = sub.out_scale
         return 1 - b if sub.coupling == "lerp" else math.sqrt(1 - b * b)
@@ -487,6 +487,6 @@ def _constant(sub: Sublayer, scale: str) -> float:
 
 
 def nameless(plan: Plan) -> Placement:
-    """Return a placement for a plan whose scheme this machine may lack."""
+    """Return a placement without texts for a plan whose placement may not be registered here."""
     texts = dict.fromkeys(("title", "source", "initialization", "advice", "description"), "")
     return Placement(name=plan.placement, equation=(), options=(), make=lambda num_layers: plan, **texts)

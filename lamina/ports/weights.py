@@ -32,7 +32,7 @@ _SCALES = ("skip_scale", "pre_scale", "out_scale", "gate")
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where one of Lamina's tensors is in the trainer's: a whole tensor, or part ``part`` of ``parts``."""
+    """The position of a Lamina tensor in the trainer's tensor ``name``: its index ``part`` among ``parts`` parts."""
 
     name: str
     part: int = 0

@@ -43,9 +43,9 @@ class AngularDistance(DirectionsProbe):
             Lamina uses the separator. "all" (Mix-LN Eq 8, over 256K tokens) means every token. "first" is the first
             token, the class token of most encoders and vision models. The default is "last" for text, and "all" for
             images and during training, where sequences are few.
-        tokens_per_batch: with "all", the number of each batch's tokens that Lamina keeps until the last layer has run
-            (default: all of your own text; for a corpus, the number that fits in a quarter of the model's memory). If
-            Lamina keeps only a part of the tokens, the page has a note.
+        tokens_per_batch: for tokens="all", how many tokens of each batch Lamina keeps until the last layer has run. By
+            default, Lamina keeps all tokens of your own text, or as many tokens of a corpus as fit in a quarter of the
+            model's memory. If Lamina keeps only a part of the tokens, the page has a note.
     """
 
     name = "angular_distance"
@@ -138,7 +138,7 @@ def scaled_rows(distances: Frame) -> pd.DataFrame:
 
 
 def _early_or_deep(turns: np.ndarray) -> list[str]:
-    """Say which half's layers turn the stream less, by the median, since the first and last are often far off."""
+    """Say whether early or deep layers rotate the stream less. Compare medians: end layers are often extreme."""
     if len(turns) < 4 or not np.isfinite(turns).all():
         return []
     half = len(turns) // 2

@@ -166,7 +166,7 @@ class Attention(Probe):
 def of_heads(
     logits: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return METRICS by sequence and head, [sequences, heads, metrics], and each head's largest logit.
+    """Return the ``METRICS`` of each head, [sequences, heads, metrics], and each head's largest logit.
 
     ``logits`` and ``weights`` are [sequences, heads, queries, keys]; ``mask`` is None or [sequences, tokens] of 0 and
     1.
@@ -196,7 +196,7 @@ def of_heads(
 
 
 def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Reshape to [batch, heads, queries, keys]; None if it is not attention over the tokens (a router's choice)."""
+    """Reshape to [batch, heads, queries, keys]. Return None for a softmax over something else, such as experts."""
     if logits.ndim == 4 and len(logits) == batch:
         return logits, weights
     if len(logits) % batch:

@@ -56,7 +56,7 @@ class Sides:
 
 
 def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[Sides]:
-    """Return both sides of Eq 13 and 21 (Var(F) and constant / L), and of Eq 20 (Var(Z) and Var(skip) + Var(F)).
+    """Return both sides of FuseNorm's Eq 13 and 21 (Var(F), constant / L) and Eq 20 (Var(Z), Var(skip) + Var(F)).
 
     L is the number of blocks. Lamina takes the variance over each token's channels, and averages it over the tokens of
     a sequence.
@@ -83,13 +83,13 @@ def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[S
 
 
 def identity_sides(block: LayerCall, tolerance: float) -> Sides:
-    """Return both sides of Eq 9 without its constant: ||J - I||_2 and the standard deviation of the block's input."""
+    """Return ||J - I||_2 and the standard deviation of the block's input, the two quantities in FuseNorm's Eq 9."""
     distance = Jacobian(block, block.stream).norm(batch_dims=1, identity=1.0, tolerance=tolerance).value
     return Sides(block.site.index, "block", "fusenorm_eq_9", distance, _variance(block.stream).sqrt())
 
 
 def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
-    """Return both sides of Eq 19, once with the paper's approximate bound and once with the chain rule's bound.
+    """Return both sides of FuseNorm's Eq 19, with the paper's approximate bound and with the chain rule's bound.
 
     The blocks must have FuseNorm's structure: a norm on both sums, and a feed-forward skip that carries the block's
     input. Lamina uses the true gains, which the paper sets to 1. The right side of role fusenorm_eq_19 is not a strict
@@ -171,7 +171,7 @@ def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
 
 
 def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
-    """Return the up-projection: of two, the one whose output does not go into the nonlinearity."""
+    """Return the up-projection. If there is also a gate, the gate's output enters the nonlinearity."""
     modules = [module for _, module in feed_forward.up]
     if len(modules) == 1 or feed_forward.pre is None:
         return modules[-1]
@@ -185,7 +185,7 @@ def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
 
 
 def _matrix(module: nn.Module) -> torch.Tensor:
-    """Return a projection's weight as [out, in] in float64; GPT-2's Conv1D keeps the transpose."""
+    """Return a projection's weight as [out, in] in float64; GPT-2's Conv1D stores the transpose."""
     stored: Any = module.weight
     weight = stored.detach().double()
     return weight if hasattr(module, "in_features") else weight.T
@@ -309,7 +309,7 @@ class Bounds(ShortProbe):
         self._add_all(measured)
 
     def _branches(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> list[Sides]:
-        """Return Eq 13 and 21's sides in one pass of the model, whatever its layers pass on besides the stream."""
+        """Return both sides of FuseNorm's Eq 13 and 21, even for layers that return more than the stream."""
         sublayers = [(site.index, part) for site in context.structure.layers for part in site.sublayers]
         found: dict[int, torch.Tensor] = {}
         points = {at: part.contribution for at, (_, part) in enumerate(sublayers)}
@@ -323,7 +323,7 @@ class Bounds(ShortProbe):
         return sides
 
     def _add_all(self, measured: list[list[Sides]]) -> None:
-        """Add the rows of all statements from the sides of each batch."""
+        """Add the rows of all inequalities, from both sides of each inequality in each batch."""
         by_role: dict[tuple[str, str], list[Sides]] = {}
         for parts in zip(*measured, strict=True):
             left, right = (torch.cat([getattr(part, side) for part in parts]) for side in ("left", "right"))
@@ -439,7 +439,7 @@ class LastLayer:
 
 @dataclass(frozen=True)
 class LastLayerSides:
-    """One batch's two sides in float64. ``left_by_token`` and ``right_by_token`` are by token, [tokens]."""
+    """Both sides of the inequality for one batch, in float64. The fields that end in ``_by_token`` are [tokens]."""
 
     left: float
     right: float
@@ -455,9 +455,9 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
         left    ||dL/dW||_F = ||sum_t h_t (x) dL/da_t||_F
         right   sum_t ||h_t|| ||dL/do_t|| * product over the norms after W of 2 max|gamma| sqrt(D) / ||their input_t||
 
-    Where the right side has ||dL/do_t||, Peri-LN's equations 21 and 37 have 2, which bounds ||softmax(o) - y|| if o are
-    the logits. A real model has a final norm and a head after o. Equation 11 is an equality: without a norm, both sides
-    of each token are equal.
+    Peri-LN's equations 21 and 37 have the number 2 instead of ||dL/do_t||. If o are the logits, 2 bounds ||softmax(o) -
+    y||, but a real model has a final norm and a head after o. Equation 11 is an equality: without a norm, both sides of
+    each token are equal.
     """
     down_path, down = last.feed_forward.down
     points: dict[str, Point] = {

@@ -159,8 +159,8 @@ class DepthMixing(ShortProbe):
 def _stretches(states: list[torch.Tensor], sources: list[torch.Tensor]) -> list[list[float]]:
     """Return ||d state / d source||_F / sqrt(size) for each source, of each state.
 
-    It is estimated from products with random directions, all in one backward pass: a small model's time is that of
-    calling operations.
+    Lamina estimates the norm from products with random directions. One backward pass computes all products, because the
+    calls of operations take most of a small model's time.
     """
     directions = []
     for number, state in enumerate(states):

@@ -273,7 +273,7 @@ def shared_layers(structure: Structure) -> list[int]:
 
 
 def _owners(structure: Structure) -> dict[int, tuple[Place, str]]:
-    """Return each module's place (without a role if the path tells it) and its path inside the sub-layer."""
+    """Return each module's (layer, sublayer, role) and its path inside the sub-layer. Only norms have a role here."""
     owners: dict[int, tuple[Place, str]] = {}
 
     def own(root: nn.Module, place: Place, prefix: str = "") -> None:

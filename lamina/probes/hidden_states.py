@@ -517,7 +517,7 @@ class StateTotals(Totals):
 
 
 def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: int, token: int) -> int | None:
-    """Return a token's id; None if the state's tokens are not those of the input."""
+    """Return a token's id; None if the state's tokens are not the input's tokens."""
     if input_ids is None or input_ids.shape != peaks.shape:
         return None
     return int(input_ids[sequence, token])

@@ -188,7 +188,7 @@ class JacobianProbe(ShortProbe):
                 self._search(-1, "model", "jacobian", search)
 
     def _block(self, block: LayerCall, *, path: bool) -> dict[str, torch.Tensor]:
-        """Measure a block's norms by role, [sequences]; ``path`` adds that of the residual path."""
+        """Measure a block's norms by role, [sequences]; ``path`` adds the residual path's norm."""
         layer, x = block.site.index, block.stream
         jacobian = Jacobian(block, x)
         norms = {}
@@ -305,7 +305,7 @@ class JacobianProbe(ShortProbe):
 
 
 def _of_stream(block: LayerCall, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a block as a function from one stream to the same stream after it; the other streams are fixed."""
+    """Return a block as a function from one stream to the same stream after the block. The other streams are fixed."""
 
     def function(z: torch.Tensor) -> torch.Tensor:
         streams = [z if i == index else x for i, x in enumerate(block.stream.unbind(-2))]

@@ -78,7 +78,7 @@ class LayerDrop(Probe):
 
     Args:
         block: number of consecutive layers to drop together, starting at each layer in turn.
-        meaning: remove, branch, or "all" (default).
+        meaning: how to drop a layer: "remove", "branch", or "all" for both (default).
         metric: loss, perplexity or "all" (default).
         task: a task of lm-evaluation-harness instead of the loss (pip install lm-eval).
         include_path: a folder with the task's YAML file, which can hold code and therefore needs run_code.
@@ -347,7 +347,7 @@ def mean_loss(losses: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def loss_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of other - whole over the same sequences, and the standard error of this paired difference."""
+    """Return the mean increase of the loss over the same sequences, and this paired difference's standard error."""
     return mean_loss(np.asarray(other) - np.asarray(whole))
 
 

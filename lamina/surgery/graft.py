@@ -171,7 +171,7 @@ def _keep_values(old: LaminaForCausalLM, new: LaminaForCausalLM) -> None:
 
 
 def _offset(norm: nn.Module) -> float:
-    """Return what a norm adds to its parameter to get the gain."""
+    """Return the number that a norm adds to its parameter to get the gain."""
     return 1.0 if getattr(norm, "zero_centered", False) else 0.0
 
 
@@ -193,7 +193,7 @@ class _Seen:
 
 @dataclass
 class _Old:
-    """The old model's states on the text: x^0, those of its sub-layers, and the input of its head."""
+    """The old model's states on the text: x^0, the states in each sub-layer, and the head's input."""
 
     first: list[torch.Tensor] = field(default_factory=list)
     entries: list[torch.Tensor] = field(default_factory=list)
@@ -222,7 +222,7 @@ def _keep(found: list[torch.Tensor]) -> Callable[[nn.Module, Args, Kwargs], None
 class _Matching:
     """One pass through the new model, which fits each new norm and factor when the pass reaches it.
 
-    ``scale`` is the new stream divided by the old one, where no norm stands on the stream.
+    ``scale`` is the ratio of the new to the old model's stream if no norm is on the stream.
     """
 
     def __init__(self, old: LaminaForCausalLM, new: LaminaForCausalLM, told: Told):
@@ -256,11 +256,11 @@ class _Matching:
             forward(self.new, {"input_ids": ids})
 
     def fit_before(self, norm: nn.Module, args: Args, wanted: torch.Tensor | None) -> None:
-        """Fit a norm when it is called: to ``wanted``, or else to its own input."""
+        """Fit a norm just before it runs, so that its output is near ``wanted`` (default: the norm's input)."""
         self.fit(norm, args[0], args[0] if wanted is None else wanted)
 
     def fit(self, norm: nn.Module, x: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Set a norm's gain (and bias) so that norm(x) comes nearest to ``wanted``; skip a norm without a gain."""
+        """Set a norm's gain (and bias) so that norm(x) is nearest to ``wanted``. Skip a norm without a gain."""
         weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         if not isinstance(weight, torch.Tensor):
             return
@@ -319,7 +319,7 @@ class _Step:
         return new.post_norm(total)
 
     def _entry(self, x: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
-        """Return the module's input; the projections that read it absorb a norm that is gone."""
+        """Return the module's input. Projections absorb the effect of a norm that only the old model has."""
         new, old, matching = self.new, self.old, self.matching
         factor = over(old.pre_scale, new.pre_scale)
         if new.pre_norm is not None:
@@ -341,7 +341,7 @@ class _Step:
         return hidden
 
     def _branch(self, hidden: torch.Tensor, kwargs: Kwargs, factor: Factor, wanted: torch.Tensor) -> torch.Tensor:
-        """Return B(module(hidden)); the module's last projection absorbs a factor or a norm that is gone."""
+        """Return B(module(hidden)). The last projection absorbs a factor or norm that only the old model has."""
         new, old, matching = self.new, self.old, self.matching
         output = self._run(hidden, kwargs)
         if new.out_norm is not None:

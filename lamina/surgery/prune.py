@@ -198,7 +198,7 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
 
 
 def _by_index(cls: type[PreTrainedModel], config: PreTrainedConfig, holder: str, count: int) -> str:
-    """Name the fields of a configuration that decide what some layers are by their index; empty if none is found."""
+    """Name the configuration's fields that give some layers another kind by their index; empty if there are none."""
 
     def kinds(changed: PreTrainedConfig) -> list[str]:
         with torch.device("meta"):
@@ -237,7 +237,7 @@ def _difference(
     gone: Sequence[int],
     by_index: Callable[[], str],
 ) -> float:
-    """Return how far the written model's logits are from the expected logits. Raises UserError if the difference is too
+    """Return the largest difference between the written model's and the expected logits. Raises UserError if it is too
     large.
     """
     with torch.no_grad():

@@ -198,8 +198,8 @@ def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[Fil
 class Document:
     """A self-contained text: a file, or a row of a .jsonl file, a .parquet file or a dataset.
 
-    A long file (more than 16 million characters; one million when streamed) comes as several Documents. All Documents
-    but the first have ``continues``, and only these may consist of white space alone.
+    A long file (more than 16 million characters; one million when streamed) comes as several Documents. ``continues``
+    is true for all these Documents except the first, and only these may consist of white space alone.
     """
 
     text: str
@@ -214,7 +214,7 @@ def read_file(
     part_chars: int = PART_CHARS,
     on_rows: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Document, Position]]:
-    """Yield a file's documents from ``start`` on, each with the position after it.
+    """Yield a file's documents from the position ``start`` on, each with the position after the document.
 
     Args:
         path: the file's path; its suffix decides whether Lamina reads it as rows or as plain text.
@@ -245,7 +245,7 @@ def with_text(documents: Iterable[tuple[Document, P]]) -> Iterator[tuple[Documen
 def _parts(
     path: Path, text_field: str, start: Position, part_chars: int, on_rows: Callable[[], None]
 ) -> Iterator[tuple[Document, Position]]:
-    """Yield parts of about ``part_chars`` characters that end at a line's end if one is near."""
+    """Yield parts of about ``part_chars`` characters. A part ends at the end of a line if a line ends nearby."""
     offset, number = start
     with open_text(path, offset) as text:
         while part := text.read(part_chars):

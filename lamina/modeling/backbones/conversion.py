@@ -156,7 +156,7 @@ def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: P
 
 
 def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
-    """Add in double precision and round once, so that float32 holds exactly the number that Gemma computes."""
+    """Add ``offset`` in double precision and round once, so that the sum is exactly the gain that Gemma computes."""
     return (gain.double() + offset).to(gain.dtype) if offset else gain
 
 
@@ -267,7 +267,7 @@ def _has_one_norm(conversion: Conversion, plan: Plan) -> bool:
 
 
 def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> None:
-    """Give both branches of each layer in ``ours`` one norm; the projections after it absorb the difference.
+    """Give both branches of each layer in ``ours`` the same norm. The projections after the norm absorb the difference.
 
     W (g n + b) + c is (W g) n + (W b + c): a norm's gain g [width] scales columns, its bias b [width] moves the bias c.
     """
@@ -430,7 +430,7 @@ def _inner_norms(model: LaminaForCausalLM, plan: Plan) -> str:
 
 
 def _folded(plan: Plan) -> Plan:
-    """Return the plan that is left when constants move into the weights, without norms on queries, keys and values."""
+    """Return the plan after Lamina moves its constants into the weights, without norms on queries, keys and values."""
 
     def unscaled(sub: Sublayer) -> Sublayer:
         if sub.coupling == "none":
@@ -649,7 +649,7 @@ def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple
 
 
 def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbone: str) -> float:
-    """Return how far the written model's logits are from the source's. Raises UserError if that is too far."""
+    """Return the largest difference of logits between written and source model. Raises UserError if it is too large."""
     difference, largest = largest_difference(model, again)
     if math.isnan(difference):
         raise UserError(

@@ -145,7 +145,7 @@ def read_config(
 
 
 def _check_plan(plan: dict, source: str) -> None:
-    """Raise UserError for an invalid plan; a norm kind that is unknown may come from an installed package."""
+    """Raise UserError for an invalid plan. An unknown norm kind is valid if an installed package registers it."""
     try:
         Plan.from_dict(plan)
     except UserError:
@@ -255,14 +255,14 @@ def refuse_fetched(data: Mapping[str, object], source: str) -> None:
 
 
 def _falls_back(name: str) -> bool:
-    """Return whether transformers would take a kernel of the hub in place of a package that is missing."""
+    """Return whether transformers would use a kernel from the hub because a package is missing."""
     packages = ("kernels", "flash_attn", "flash_attn_interface")
     kernels, *installed = (importlib.util.find_spec(package) is not None for package in packages)
     return _FLASH.fullmatch(name) is not None and kernels and not any(installed)
 
 
 def _texts(data: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield all texts inside of JSON data with their paths, without those of plain lists' indices."""
+    """Yield each text in JSON data with its path. A path leaves out the indices of lists."""
     if isinstance(data, str):
         yield path, data
     elif isinstance(data, Mapping):
@@ -301,10 +301,10 @@ def load_weights(
         config: the model's configuration, as ``read_config`` returns it.
         field: the user's name for the path; every message begins with it.
         dtype: the dtype of the weights; "auto" keeps the checkpoint's dtype.
-        pickles: if there are no safetensors, read a .bin file (only its tensors).
+        pickles: if there is no safetensors file, read a .bin file (only its tensors).
         optional: a function of a tensor's name that says whether the checkpoint may lack the tensor (default: all must
             be there).
-        extra: whether the checkpoint may have another head, which Lamina then leaves out.
+        extra: whether the checkpoint may have a head that the model lacks. Lamina does not load this head.
         more: further arguments of ``from_pretrained``.
 
     Raises:

@@ -145,7 +145,7 @@ def _heads(width: int, head_dim: int) -> int:
 
 
 def _fitting_heads(width: int) -> list[int]:
-    """Return the numbers of heads of an even width, which rotary embeddings need. Raises UserError if there is none."""
+    """Return the head counts that give heads an even width, for rotary embeddings. Raises UserError if none do."""
     fitting = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
     if not fitting:
         raise UserError(f"hidden_size: {width} cannot be divided into heads of an even width. Give an even number.")

@@ -149,7 +149,7 @@ def is_quantized(config: PreTrainedConfig) -> bool:
 def refuse_foreign(
     model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: Iterable[str], source: str
 ) -> None:
-    """Raise UserError for a stored tensor that the loaded model does not use, or uses as another kind of number.
+    """Raise UserError for a stored tensor that the loaded model does not use, or uses with a dtype of another kind.
 
     Three kinds of unused tensors are allowed: heads of the same model type, buffers that older versions stored, and
     tensors that transformers ignores.
@@ -184,7 +184,7 @@ def refuse_foreign(
 
 
 def _is_packed(key: str, modules: set[str]) -> bool:
-    """Return whether a tensor may be a part of a quantized weight: a scale, a zero, a state of a module's."""
+    """Return whether a tensor may belong to a module's quantized weight, such as a scale or a zero point."""
     *path, last = key.split(".")
     inside = any(".".join(path[:count]) in modules for count in range(1, len(path) + 1))
     return inside and last not in ("weight", "bias")
@@ -195,7 +195,7 @@ def _is_mask(key: str, stored: Stored | None) -> bool:
 
 
 def _tensors_of_heads(model: PreTrainedModel) -> set[str]:
-    """Return the names of tensors of all models that transformers makes of a configuration, with whatever head."""
+    """Return the tensor names of all models that transformers can build from the configuration, one model per head."""
     names: set[str] = set()
     for mapping in (value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING")):
         try:
@@ -242,7 +242,7 @@ _TORCH = {
 
 
 def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], source: str) -> None:
-    """Raise UserError for tensors of layers beyond the configuration's last: it would cut the model short."""
+    """Raise UserError if tensors belong to more layers than the configuration has, which the model would lose."""
 
     def kind(key: str) -> str:
         return ".".join("#" if part.isdigit() else part for part in key.split("."))

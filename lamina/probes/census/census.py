@@ -61,7 +61,7 @@ _SINKHORN = 1e-3  # by which its matrix' sums are off 1
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Layers with the same equations: their indices, one layer's sums, and the norms inside its sub-layers.
+    """Layers with the same equations: all layers' indices, and the first layer's sums and norms inside its sub-layers.
 
     ``streams`` holds the sums on several streams, and ``reads`` holds the sums of earlier states that the layers read.
     """
@@ -78,7 +78,7 @@ class Census:
     """The measurements of a model, and the registered placement that fits them.
 
     Attributes:
-        match: the placement, with the model's ``differences`` from it; None if ``unknown`` gives a reason.
+        match: the placement, and the model's ``differences`` from this placement; None if ``unknown`` gives a reason.
         unknown: the reason why Lamina cannot follow the model.
         groups: the layers, grouped by equal equations.
         ends: the embedding's norm and scale, the final norm, and the norms on queries, keys and values.
@@ -210,13 +210,13 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
 
 
 def _with_kinds(site: LayerSite, proved: LayerSite) -> LayerSite:
-    """Return the layer with the kinds of the proved sub-layers, if these were found."""
+    """Set each sub-layer's kind to its kind in the proved layer, unless the proof dropped the sub-layers."""
     pairs = zip(site.sublayers, proved.sublayers or site.sublayers, strict=True)
     return replace(site, sublayers=tuple(replace(sublayer, kind=part.kind) for sublayer, part in pairs))
 
 
 def _several_streams(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> StreamLayers | None:
-    """Return the layers of a model that passes several streams on; None for other models."""
+    """Return the model's layers if they pass several residual streams from layer to layer; None for other models."""
     width = getattr(_text_config(model), "hidden_size", None)
     if not isinstance(width, int) or "input_ids" not in inputs:
         return None
@@ -277,7 +277,7 @@ def _of_streams(
 
 
 def _wired(best: Match, wirings: Callable[[str], list[str]], otherwise: str) -> Match:
-    """Return the match with a wiring added to each placement that has one, or with the difference that none has."""
+    """Add the measured wiring to each placement that supports it. If none does, add the difference ``otherwise``."""
     exact = [] if best.differences else [best.placement, *best.others, *best.here]
     wired_as = {spec: wired for spec in exact or [best.placement] if (wired := wirings(spec))}
     if not wired_as:
@@ -313,7 +313,7 @@ def _stream_facts(sums: Sequence[StreamSum], usual: str, scalar: bool) -> dict[s
 
 
 def _with_norms_before(layers: list[dict[str, object]], ends: dict[str, object]) -> tuple[list[Facts], Facts]:
-    """Treat a norm whose output is also the skip (MiniMax) as the post-norm of the sum before it.
+    """Treat a norm whose output is also the skip (MiniMax) as the post-norm of the preceding sum.
 
     A final norm then counts as the last layer's post-norm.
     """
@@ -338,7 +338,7 @@ def _grouped(
     root: nn.Module,
     inputs: Mapping[str, torch.Tensor],
 ) -> list[LayerGroup]:
-    """Group the layers that compute the same; the norms inside are measured in the first layer of each group."""
+    """Group the layers with the same equations. Measure the inner norms only in each group's first layer."""
     indices: dict[object, list[int]] = {}
     for site, layer_sums in zip(structure.layers, sums, strict=True):
         inner = tuple(norm.role for sub in site.sublayers for norm in sub.norms if norm.role == "inner_norm")
@@ -377,7 +377,7 @@ def _alike(factor: Factor | None) -> object:
 
 
 def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
-    """Express a group's sums in the fields of a plan."""
+    """Express the sums of a group of layers as fields of a placement's plan."""
     found: dict[str, object] = {"order": SEQUENTIAL}
     terms = [(total, branch) for total in group.sums for branch in total.branches]
     if len(terms) > 1 and (terms[0][0] is terms[-1][0] or terms[-1][1].beside):
@@ -405,7 +405,7 @@ def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
 
 
 def _inner_facts(group: LayerGroup, usual: str) -> dict[str, object]:
-    """Return the norms before the last projection of an attention or a feed-forward; a mixer's are its own."""
+    """Return the norms before the last projection of attention and feed-forward. Norms in a mixer do not count."""
     places = {norm.inside: norm.kind for norm in group.inner if norm.on == OUTPUT and norm.inside in SUBLAYERS}
     return {f"{part}.inner_norm": _as_fact(kind, usual) for part, kind in places.items()}
 
@@ -436,7 +436,7 @@ def _sublayer_facts(total: Sum, branch: BranchTerm, usual: str) -> dict[str, obj
 
 
 def _usual_kind(groups: Sequence[LayerGroup]) -> str:
-    """Return the kind of most of the sub-layers' norms: the one that a plan calls "norm"."""
+    """Return the most frequent kind of norm in the sub-layers. A plan calls this kind "norm"."""
     counts: dict[str, int] = {}
     for group in groups:
         for total in group.sums:
@@ -447,7 +447,7 @@ def _usual_kind(groups: Sequence[LayerGroup]) -> str:
 
 
 def _as_fact(value: object, usual: str) -> object:
-    """Return a measured norm's kind in the words of ``norm_fact``; other values are unchanged."""
+    """Return a measured norm's kind as ``norm_fact`` would name the kind; other values are unchanged."""
     if value == usual:
         return "norm"
     words = {"layer": "layer norm", "rms": "rms norm"}
@@ -463,7 +463,7 @@ def _ends(
     inputs: Mapping[str, torch.Tensor],
     notes: list[str],
 ) -> dict[str, object]:
-    """Measure the norms and scales around the layers; a scale is None if x^0 is more than a row of the embedding."""
+    """Measure the norms and scale around the layers. The scale is None unless x^0 is a scaled embedding row."""
     facts: dict[str, object] = {"embedding_norm": "none", "embedding_scale": None, "final_norm": "none"}
     points = {("x0", ""): structure.layers[0].input}
     sites = {"embedding_norm": structure.embedding_norm, "final_norm": structure.final_norm}
@@ -526,7 +526,7 @@ def _shape_notes(groups: Sequence[LayerGroup]) -> list[str]:
 
 
 def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return random tokens, in a number unlike the model's other sizes, or noise for a vision model."""
+    """Return random tokens, or noise for a vision model. The token count differs from every size in the config."""
     if reads_images(model):
         return batches_of(None, model, None, corpus="noise", sequences=_SEQUENCES)[0]
     text = _text_config(model)
@@ -577,7 +577,7 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
 
 
 def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
-    """Build a model from its configuration with random weights; a large one gets fewer layers and tokens."""
+    """Build a model from its configuration with random weights. Lamina shrinks the configuration of a large model."""
     note, count = "Lamina built the model from its configuration alone, with random weights", _size(config)
     fewer_layers = (
         f", {_FEW_LAYERS} layers and a vocabulary of {_FEW_TOKENS}, so a factor that depends on the depth has its "
@@ -604,7 +604,7 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
 
 
 def stirred(model: nn.Module) -> nn.Module:
-    """Return the model with noise on its gains, biases and scales, because ones and zeros would hide their effect."""
+    """Add noise to the model's gains, biases and scales, because a parameter of 1 or 0 has no visible effect."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

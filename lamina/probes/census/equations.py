@@ -36,7 +36,7 @@ _ROUGHLY = 1e-2  # of a norm's largest output: what is further off is another no
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A term's factor: one number, or the mean of one number per channel. ``learned`` is "no" or the factor's shape."""
+    """A term's factor (with ``by_channel``, the mean over channels). ``learned`` is "no" or the factor's shape."""
 
     value: float = 1.0
     by_channel: bool = False
@@ -53,8 +53,8 @@ class Factor:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchTerm:
-    """One branch of a sum: B(module(pre_scale * A(x))) times ``scale``. ``norms`` maps each position to the norm's
-    kind.
+    """One branch of a sum: ``scale`` * B(module(pre_scale * A(x))), with norms A and B. ``norms`` maps each norm's
+    position to its kind.
 
     ``pre_scale`` is None if the module's input is not a multiple of the preceding norm's output. With ``beside``, x is
     the block's input, before the block's earlier sub-layers have added to the stream.
@@ -102,7 +102,7 @@ class Sum:
 
 def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()) -> list[list[Sum]]:
     """From two passes, fit the sums by which each layer adds to the stream. In the second pass, Lamina changes the
-    layers' own scales.
+    layers' learned scales.
 
     ``watch`` runs the model and returns the tensors at points. Parameters of ``others`` do not count as a layer's
     scales.
@@ -128,7 +128,7 @@ def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()
 
 
 def _groups(site: LayerSite) -> list[list[tuple[int, SublayerSite]]]:
-    """Group the sub-layers that run side by side: those added before anything reads the stream again."""
+    """Group the sub-layers that run side by side: no module reads the stream between their additions."""
     groups: list[list[tuple[int, SublayerSite]]] = [[]]
     for number, sublayer in enumerate(site.sublayers):
         if groups[-1] and groups[-1][-1][1].after is not None and groups[-1][-1][1].after is not sublayer.after:
@@ -159,7 +159,7 @@ def watched_rows(root: nn.Module, inputs: Mapping[str, torch.Tensor], points: Ma
 
 
 def _own_parameters(site: LayerSite, more: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return a layer's own scales: parameters outside its norms and outside modules with a matrix."""
+    """Return a layer's scales: the parameters outside the norms and outside modules with a weight matrix."""
     parts = [module for sublayer in site.sublayers for _, module in sublayer.modules]
     parts = [module for module in parts if any(parameter.ndim > 1 for parameter in module.parameters())]
     parts += [*more, *(norm.module for sublayer in site.sublayers for norm in sublayer.norms)]
@@ -184,7 +184,7 @@ def changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class _Fit:
-    """A fit of one sum: its terms, their total, and the factors, each a tensor of one or of all channels."""
+    """The fit of one sum: its terms, total and factors. A factor has one value, or one value per channel."""
 
     def __init__(
         self, site: LayerSite, group: list[tuple[int, SublayerSite]], tensors: Tensors, embedding: torch.Tensor
@@ -237,7 +237,7 @@ class _Fit:
                     return
 
     def sum(self) -> Sum:
-        """Return the equation; without factors if none fit."""
+        """Return the equation. If no factors fit, the equation has no factors."""
         factors = [as_factor(f) for f in self.factors] or [Factor()] * (len(self.names) + len(self.group))
         skip = dict(zip(self.names, factors, strict=False))
         branches = []
@@ -252,7 +252,7 @@ class _Fit:
         return Sum(branches=tuple(branches), skip=skip, post_norm=post, coupling=self._coupling(), error=self.error)
 
     def _is_beside(self, number: int) -> bool:
-        """Return whether a later sub-layer reads the block's input, without what earlier ones have added to it."""
+        """Return whether a later sub-layer reads the block's input from before the earlier sub-layers' additions."""
         block, key = self.tensors[self.site.index, "input"], (self.site.index, number)
         read = self.tensors.get((*key, "pre_norm", "input"), self.tensors.get((*key, "entry")))
         return read is not None and torch.equal(read, block) and not torch.equal(read, self.stream)
@@ -266,7 +266,7 @@ class _Fit:
         return next((k for k, total in kinds.items() if inside and float((total - 1).abs().max()) < _APART), "none")
 
     def pre_factor(self, number: int, sublayer: SublayerSite) -> torch.Tensor | None:
-        """Return the factor from the norm's output (the stream, without a norm) to the module's input; None if none."""
+        """Return the factor from the norm's output (or the stream) to the module's input; None if none fits."""
         entry = self.tensors.get((self.site.index, number, "entry"))
         normed = self.tensors.get((self.site.index, number, "pre_norm", "output"))
         norm = next((norm for norm in sublayer.norms if norm.role == "pre_norm"), None)
@@ -323,7 +323,7 @@ def norm_kind(norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
 
 
 def _learned(before: _Fit, after: _Fit, found: Sum) -> Sum:
-    """Mark as learned the factors that changed with the layer's own parameters."""
+    """Mark a factor as learned if it changed when Lamina changed the layer's scales."""
     if not (before.factors and after.factors and before.names == after.names):
         return found
     skip = {

@@ -57,7 +57,7 @@ class StateRead:
 
 @dataclass(frozen=True)
 class _Reader:
-    """A module that sums states: ``layer`` is N at the end; ``into`` names what it gives, one for each output."""
+    """A module that sums states. ``layer`` is N after the last layer. ``into`` names each output's use ("queries")."""
 
     module: nn.Module
     layer: int
@@ -94,7 +94,7 @@ class MemoryLayers:
         return tensors
 
     def _part_ways(self, tensors: dict[Hashable, torch.Tensor], layer: int, parts: list[torch.Tensor], w: int) -> None:
-        """Put the queries' input in the place of three, side by side, if the other two are made in the same way."""
+        """If queries, keys and values read concatenated inputs with equal factors, keep only the queries' input."""
         entry = tensors.pop((layer, 0, "entry"))
         if entry.shape[-1] != len(parts[:-1]) * w:
             return
@@ -130,7 +130,7 @@ class MemoryLayers:
 
     @contextmanager
     def _noted(self, noise: bool = False) -> Iterator[tuple[_Given, _Made]]:
-        """Note what readers make and are given; with ``noise`` each state is random numbers of its own to them."""
+        """Record the readers' inputs and outputs. With ``noise``, Lamina gives the readers random states."""
         given, made = _Given(), _Made()
         self.made, last = made, self.structure.num_layers
         states: dict[int, torch.Tensor] = {}
@@ -182,7 +182,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Fit:
-    """The weights [tokens or 1, states] of what a reader gave, by the indices of the states that it was given."""
+    """A reader's ``weights`` [tokens or 1, states] of its input states, and these states' indices."""
 
     def __init__(self, place: int, number: int, given: _Given, made: _Made):
         self.states = tuple(sorted(given[place], key=lambda state: (state == SO_FAR, state)))
@@ -215,7 +215,7 @@ def _judged(into: str, before: _Fit, after: _Fit) -> StateRead:
 
 
 def _with_entries(site: LayerSite) -> LayerSite:
-    """Give each sub-layer what its module reads, and its norms that stand inside the module."""
+    """Move each sub-layer's entry to its module's input, and keep only the inner norms that are inside the module."""
     entries = []
     for sublayer in site.sublayers:
         (path, half), *_ = sublayer.modules
@@ -262,7 +262,7 @@ def _form(reads: Sequence[StateRead]) -> Form:
 
 
 def _reads_of(plan: Plan) -> list[Form]:
-    """Return what a plan's layers read, and its end, in the words of ``StateRead``."""
+    """Return the states that a plan's layers and final norm read, as ``_form`` does for a ``StateRead``."""
     found: list[Form] = []
     kept: tuple[int, ...] = ()
     depth = any(getattr(layer, half).reads_memory for layer in plan.layers for half in SUBLAYERS)

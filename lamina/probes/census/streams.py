@@ -78,7 +78,7 @@ class StreamSum:
         return f"S' = {f'{c}{of}({total})' if c else total}; r {self.read}, w {self.write}, M {mix}{more}"
 
     def form(self) -> tuple[object, ...]:
-        """Return the measured facts that a plan's ``Streams`` also holds."""
+        """Return the measured fields that a plan's ``Streams`` also has."""
         return self.own if any(self.own) else (), self.normed, self.read, self.write, self.mix
 
 
@@ -112,7 +112,7 @@ def _form(sublayer: Sublayer) -> tuple[object, ...]:
 
 
 def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
-    """Return whether constant weights are those that a sub-layer writes with, each times its branch's factor."""
+    """Return whether constant write weights equal the plan's ``out_scale * write``; True for other weights."""
     if one.write != CONSTANT or sublayer.streams is None:
         return True
     expected = [sublayer.out_scale * write for write in sublayer.streams.write]
@@ -201,7 +201,7 @@ class StreamLayers:
 
     @contextmanager
     def _stirred(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Add noise to each layer's streams, so that no two are alike; yields the streams by layer."""
+        """Add noise to each layer's streams, so that all streams differ. Yields the streams by layer."""
         stirred: dict[int, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(0)
 
@@ -256,7 +256,7 @@ class StreamLayers:
     def _sum(
         self, x: torch.Tensor, sources: Mapping[str, torch.Tensor], own: tuple[str, ...], calls: Sequence[Call]
     ) -> tuple[StreamSum, Weights] | None:
-        """Fit the sub-layer whose result is x; returns it with each token's weights, or None if none fits."""
+        """Fit the sub-layer that returns x. Returns the sum with each token's weights, or None if no sum fits."""
         norms, total, normed = dict[str, str](), x.clone(), [False] * self.n
         narrow, last = self._pairs(calls, 1), set[Call]()
         for call, given, made in [*narrow, *self._pairs(calls, self.n)]:
@@ -302,7 +302,7 @@ class StreamLayers:
 
 
 def by_token(total: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Fit each token's terms to its sums. Returns the factors [tokens, terms, sums] and the remaining error."""
+    """Fit the sums of each token by factors of its terms. Returns the factors [tokens, terms, sums] and the error."""
     largest = float(max(total.abs().max(), terms.abs().max())) or 1.0
     if not math.isfinite(largest):
         return torch.zeros(len(total), terms.shape[1], total.shape[1], dtype=total.dtype), math.inf
@@ -316,7 +316,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
-    """Tell which streams of y [tokens, n, width] are x's after a norm; None if one is neither x's nor its norm."""
+    """Mark the streams in y [tokens, n, width] that are norms of x's; None if one is neither equal nor a norm."""
     norms = []
     for before, after in zip(x.unbind(1), y.unbind(1), strict=True):
         same = torch.equal(before, after)
@@ -329,7 +329,7 @@ def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
 def _read(
     hidden: torch.Tensor, streams: torch.Tensor, own: tuple[str, ...]
 ) -> tuple[torch.Tensor | None, tuple[str, ...]]:
-    """Fit the weights [tokens, n] of the streams in a tensor, and the norms that they are read through."""
+    """Fit ``hidden`` as a weighted sum of the streams. Returns the weights [tokens, n] and the norm on each stream."""
     weights, error = by_token(hidden, streams)
     if error <= ROUNDING:
         return weights[..., 0], own
@@ -341,7 +341,7 @@ def _read(
 
 
 def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights]) -> StreamSum:
-    """Return a sum with its weights classified: those of single tokens differ, and learned ones have moved."""
+    """Return the second pass's sum, with its weights classified as constant, learned or different for each token."""
     one, (read, write, mix) = after
     earlier = before[0].skip  # streams apart may span the block's input
     skip = earlier if one.skip == UNSEEN or earlier not in (STREAM, UNSEEN) else one.skip
@@ -366,7 +366,7 @@ def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights])
 
 
 def _moves(before: torch.Tensor, after: torch.Tensor) -> str:
-    """Classify weights by the median token, since a branch that is small at a token gives few digits there."""
+    """Classify weights by the median token, because a weight is imprecise at a token where its branch is small."""
     limit, middle = _MOVED * float(after.abs().max()), after.median(0).values
     if float((after - middle).abs().amax(1).median()) > limit:
         return BY_TOKEN

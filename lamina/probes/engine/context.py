@@ -78,8 +78,8 @@ class Context:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """Return the model and its base: a pass of either restarts the count of calls, because OPT's head bypasses its
-        base.
+        """Return the model and its base. A forward pass of the model or of the base restarts the count of calls,
+        because OPT's head bypasses the base.
         """
         return [self.model] if self.base is self.model else [self.model, self.base]
 
@@ -97,8 +97,8 @@ class Context:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """Return a probe's limit (0: none): its option if set, otherwise 0 for the user's inputs and ``sample`` for a
-        corpus.
+        """Return how many inputs a probe measures (0: all): the probe's option if it is set; otherwise 0 for the user's
+        inputs, or ``sample`` for a corpus.
         """
         return option if option is not None else 0 if self.whole else sample
 

@@ -33,7 +33,7 @@ def lines(
     log_y: bool = False,
     band: str | None = None,
 ) -> Figure:
-    """Draw a line for each value of the column ``color`` (None: one line). ``band`` names the errors' column."""
+    """Draw a line for each value of the column ``color`` (None: one line). ``band`` names the column of errors."""
     import plotly.graph_objects as go
 
     figure = go.Figure()

@@ -64,7 +64,7 @@ def batches_of(
     ``given`` holds texts, which Lamina packs into blocks of ``sequence_length`` tokens; token blocks [sequences,
     tokens] (a tensor, an array, lists or a dataset of input_ids); or images [images, channels, height, width].
 
-    ``notes`` gets a line if Lamina leaves out the text's end because it does not fill a block.
+    If the text's end does not fill a block, Lamina leaves the end out and adds a line to ``notes``.
 
     Raises:
         UserError: if Lamina cannot read the input, or if the input is shorter than a block or does not fit the model.
@@ -113,7 +113,7 @@ def _length(length: int | None, model: nn.Module) -> int:
 
 
 def _corpus_texts(corpus: str, text_field: str, chars: int | None) -> list[str]:
-    """Return held-out pieces spread over a corpus; all of it if it is short or ``chars`` is None."""
+    """Return held-out pieces from all parts of a corpus, or a whole corpus if it is short or ``chars`` is None."""
     from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
 
     text = single_corpus(corpus, text_field)

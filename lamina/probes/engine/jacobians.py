@@ -18,7 +18,7 @@ from lamina.probes.structure.sites import LayerSite, NormSite, SublayerSite
 
 @dataclass(frozen=True)
 class SpectralNorm:
-    """A spectral norm, and the last state of its iteration."""
+    """A spectral norm, and how the iteration that computed the norm ended."""
 
     value: torch.Tensor  # the norm, float64 on the CPU, [...] one per problem; never above the true one
     # ||J^T u - s v|| / s for the singular triplet (s, u, v): a singular value lies within this of s
@@ -169,7 +169,7 @@ def _unit(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _orthogonal(vectors: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
-    """Make ``vectors`` [problems, n] orthogonal to all ``others``, in two rounds since one loses half the bits."""
+    """Make ``vectors`` [problems, n] orthogonal to all ``others``. One round would lose half the bits, so use two."""
     if not others:
         return vectors
     basis = torch.stack(others, dim=1)
@@ -180,7 +180,7 @@ def _orthogonal(vectors: torch.Tensor, others: list[torch.Tensor]) -> torch.Tens
 
 
 def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest singular value of the bidiagonal matrix and its residual relative to it, [problems] each."""
+    """Return the bidiagonal matrix's largest singular value and the residual relative to this value, [problems]."""
     diagonal, above = torch.stack(alpha, dim=-1), torch.stack(beta, dim=-1)
     matrix = torch.diag_embed(diagonal) + torch.diag_embed(above[:, :-1], offset=1)
     if not bool(matrix.isfinite().all()):

@@ -58,11 +58,12 @@ def run(
 
     The forward passes stop once each probe's relative standard error is at most ``tolerance`` (0: never). Without
     ``strict``, Lamina skips a probe that does not apply to the model, with a note. If a probe fails, or ``done`` raises
-    an error, ``broken`` gets the probe and the exception, and the other probes continue. Without ``broken``, Lamina
-    raises the exception. ``done`` gets the seconds of a probe's own work, in the shared forward passes and after them.
-    Before anything runs, ``estimated`` gets the expected seconds of each probe and of the "forward passes".
-    ``starting`` gets each part's name when the part begins. Cheap probes come first. With ``sampled``, the frames have
-    the columns ``sequences`` and ``tokens``, which give the size of each row's sample.
+    an error, Lamina calls ``broken`` with the probe and the exception, and the other probes continue. Without
+    ``broken``, Lamina raises the exception. Lamina passes ``done`` the seconds that the probe itself took, during and
+    after the shared forward passes. Before the first probe runs, Lamina passes ``estimated`` the expected seconds of
+    each probe and of the "forward passes". Lamina calls ``starting`` with each part's name when the part begins. Cheap
+    probes come first. With ``sampled``, the frames have the columns ``sequences`` and ``tokens``, which give the size
+    of each row's sample.
 
     Raises:
         UserError: if a probe does not apply to the model (with ``strict``), or lacks what it needs.
@@ -104,7 +105,7 @@ def run(
 
 @contextmanager
 def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exception], None] | None) -> Iterator[None]:
-    """Run a part of a probe: note a probe that does not apply to the model, and give ``broken`` one that fails."""
+    """Run a part of a probe. Add a note if the probe doesn't apply to the model; call ``broken`` if it fails."""
     try:
         yield
     except UserError as error:

@@ -246,7 +246,7 @@ class Measuring:
         return result
 
     def _told(self) -> set[str]:
-        """Return the notes of the finished probes; a resumed job's are in its folder."""
+        """Return the notes of the finished probes, including probes that finished before the job was resumed."""
         return {note for entry in self.results.values() for note in entry.get("notes") or ()}
 
     def _inputs(self) -> Json:
@@ -346,7 +346,7 @@ def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
 
 
 def _runs(texts: Sequence[str]) -> str:
-    """Return the text if it is the same for all layers; else each text with its layers."""
+    """Return the text if all layers have the same text. Otherwise, return each text with its layers."""
     runs = [(text, [i for i, _ in run]) for text, run in groupby(enumerate(texts), key=lambda each: each[1])]
     if len(runs) == 1:
         return texts[0]

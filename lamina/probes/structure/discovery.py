@@ -62,7 +62,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Tag:
-    """The role of a tensor: the stream, a norm of it, or a branch of several parts."""
+    """The role of a tensor: the stream, a norm of the stream, or a branch, which may have several parts."""
 
     kind: str  # stream | normed | branch
     parts: tuple[_Part, ...] = ()
@@ -72,7 +72,7 @@ class _Tag:
 
 @dataclass(frozen=True)
 class _Sum:
-    """An addition to the stream. ``branches``: None if no module returns what is added, or if that is the stream."""
+    """An addition to the stream. ``branches`` is None if the added tensor is the stream or no module's output."""
 
     op: Op
     skips: tuple[_Tag, ...]
@@ -127,9 +127,9 @@ class TracedLayer:
         return False
 
     def _keep_sums_of_the_stream(self) -> None:
-        """Keep the additions to the stream that reach the call's output, or that a norm reads (FuseNorm's).
+        """Keep the additions to the stream that reach the call's output, or that a norm reads (as in FuseNorm).
 
-        RWKV adds the stream of the token before and passes the sum to its projections only: that is no addition.
+        RWKV mixes the stream with the previous token's stream, but only for its projections. This sum does not count.
         """
         last = self.tags.get(self.call.output)
         waiting = [last.sum] if last is not None and last.kind != "branch" else []
@@ -206,7 +206,7 @@ class TracedLayer:
         self.tags[op.outputs[0]] = replace(tag, parts=parts)
 
     def _fits(self, value: int) -> bool:
-        """Tell whether a tensor can be the stream: as many elements and channels (OPT flattens its tokens)."""
+        """Return whether a tensor has the stream's numbers of elements and channels. OPT flattens the other axes."""
         shape = self.record.shapes[value]
         same = math.prod(shape) == math.prod(self.shape) and shape[-1:] == self.shape[-1:]
         return same and self.record.floating[value]
@@ -330,7 +330,7 @@ class TracedLayer:
         return values
 
     def _give_norms(self, number: int, addition: Addition, begin: int) -> None:
-        """Add the norms since the last sum to the branches that they belong to."""
+        """Add each norm that ran since the last sum to its branch."""
         for norm in (c for c in self.calls if c.is_norm and begin < c.began < addition.op.time):
             if id(norm) in self.out:
                 role = "out_norm"
@@ -349,7 +349,7 @@ class TracedLayer:
 
 
 def _mine(op: Op, modules: list[Call], others: list[Call], begin: int, end: int) -> bool:
-    """Tell whether an operation is in a branch: in its modules, or between two sums and in no other branch."""
+    """Return whether an operation is in a branch: in its modules, or between two sums and in no other branch."""
     if any(m.began < op.time < m.ended for m in modules):
         return True
     return begin < op.time < end and not any(m.began < op.time < m.ended for m in others)
@@ -462,7 +462,7 @@ def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
 
 
 def _declared_layer(index: int, path: str, block: nn.Module, record: Trace) -> LayerSite:
-    """Describe a block of Lamina's; contributions are taken after an out_norm, before a factor or a write."""
+    """Describe a Lamina block. A contribution is the tensor after an out_norm and before a factor or a write."""
     halves = {kind: block.get_submodule(kind) for kind in ("attention", "feed_forward")}
     sublayers: list[SublayerSite] = []
     for kind, half in halves.items():
@@ -507,7 +507,7 @@ def _chains(record: Trace) -> list[list[Call]]:
 
 
 def _families(record: Trace) -> list[list[Call]]:
-    """Group the calls of modules that add to a stream by the call around them."""
+    """Find the calls that add to a stream, and group these calls by the calling module's call."""
     families: dict[int, list[Call]] = {}
     for call in record.calls:
         if call.parent is not None and _carries_stream(call, record):
@@ -538,7 +538,7 @@ def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[C
 
 
 def _outside_chains(chains: list[list[Call]], calls: list[Call]) -> list[list[Call]]:
-    """Return the outermost chains of layers outside the chosen ones (a hierarchy of stages, a second tower)."""
+    """Return the outermost chains that ran before or after the model's layers (other stages, a second tower)."""
     began, ended = calls[0].began, calls[-1].ended
     outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
     calls_outside = [call for chain in outside for call in chain]
@@ -609,7 +609,7 @@ def _sources(ops: Iterable[Op]) -> dict[int, int]:
 
 
 def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: Call | None = None) -> NormSite | None:
-    """Return the norm that gives the first layer its stream, or that reads the last layer's."""
+    """Return the norm whose output the first layer reads, or the norm that reads the last layer's output."""
     same = _sources(record.ops)  # DeBERTa multiplies the normed embedding by the padding's mask
     for call in record.calls:
         if not call.is_norm:
@@ -663,7 +663,7 @@ def _feed_forward(branch: Branch) -> FeedForward | None:
 
 
 def _feed_forward_within(call: Call, record: Trace) -> FeedForward | None:
-    """Describe the feed-forward whose call is known."""
+    """Describe the feed-forward that a known call runs."""
     layer, branch = TracedLayer(call, record, describe=False), Branch(call)
     layer.describe_branch(branch, [call], layer.ops)
     return _feed_forward(branch)

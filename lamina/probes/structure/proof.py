@@ -141,7 +141,7 @@ def _check_axes(structure: Structure, tensors: Tensors, batch: torch.Tensor) -> 
 
 
 def _check_same(structure: Structure, states: Tensors, others: Tensors, text: str) -> None:
-    """Raise UserError if two passes' states differ by more than rounding; the place is put into ``text``."""
+    """Raise UserError(``text``, with the state's path) if the states of two passes differ by more than rounding."""
     for state in structure.states():
         a, b = states[state], others[state]
         same = a.shape == b.shape
@@ -169,10 +169,10 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
 
 
 def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
-    """Return whether skip + contributions is the input of each norm on the stream, and the layer's output at the end.
+    """Return whether skip + contributions gives the input of each norm on the stream, and the layer's output.
 
-    The skip carries the stream as it is after the sub-layer before, or the layer's input, or both, each times a
-    number for each channel (1 but for the placements that scale it), which is fitted: too few to hide a contribution.
+    The skip is the stream after the preceding sub-layer, the layer's input, or the sum of these tensors. Lamina fits a
+    factor per channel, because some placements scale the skip. These factors are too few to hide a contribution.
     """
     x = tensors[site.index].double().flatten(0, -2)
     output = tensors["output", site.index].double()
@@ -196,14 +196,14 @@ def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
 def _is_made_of(
     total: torch.Tensor, parts: Sequence[torch.Tensor], skips: Sequence[torch.Tensor], precision: float
 ) -> bool:
-    """Return whether a sum is made of skips and contributions; all but the last may be scaled, as a later skip is."""
+    """Return whether a sum consists of skips and contributions. A skip may scale all but the last contribution."""
     if _is_sum(total, sum(parts, torch.zeros_like(total)), skips, precision):
         return True
     return len(parts) > 1 and _is_sum(total, parts[-1], (*skips, *parts[:-1]), precision)
 
 
 def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[int, int]]:
-    """Return (layer, sub-layer) of feed-forwards that mix tokens (RWKV's WKV)."""
+    """Return (layer, sub-layer) of each supposed feed-forward that mixes tokens (RWKV's WKV)."""
     points: dict[tuple, Point] = {}
     for site in structure.layers:
         for number, sublayer in enumerate(site.sublayers):
@@ -241,9 +241,9 @@ def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[i
 
 
 def _without_others(site: LayerSite, mixing: set[tuple[int, int]], tensors: Tensors) -> LayerSite:
-    """Unmark the sub-layers of a layer that are no feed-forwards after all.
+    """Remove the feed-forward's description from sub-layers that turned out to be something else.
 
-    A sub-layer that mixes tokens becomes a mixer; one that is gated after its last matrix, as in RWKV, keeps its kind.
+    A sub-layer that mixes tokens becomes a mixer. A sub-layer with a gate after its last matrix (RWKV) keeps its kind.
     """
     sublayers = []
     for number, sublayer in enumerate(site.sublayers):

@@ -102,7 +102,7 @@ class _Follower(TorchDispatchMode):
         self.times: dict[int, int] = {}
 
     def value(self, tensor: torch.Tensor, new: bool = False) -> int:
-        """Return the number of a tensor; a new one if it was just written."""
+        """Return a tensor's number in the trace. A tensor that was just written gets a new number."""
         if new or id(tensor) not in self.values:
             self.values[id(tensor)] = len(self.trace.shapes)
             self.trace.shapes.append(tuple(tensor.shape))
