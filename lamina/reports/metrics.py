@@ -71,7 +71,7 @@ METRICS = {
             "Norm of the optimizer's change to each block's weights, divided by the norm of these weights. The ratio "
             "shows how fast a layer moves, with clipping, learning rate and weight decay included. Around 10⁻³ is "
             "usual. "
-            "In large runs, this ratio has risen before the gradient and the loss, and first in the lower layers."
+            "In some large runs, this ratio rose earlier than the gradient and the loss, and first in the lower layers."
         ), over_steps=(
             "The layers go upward and the steps to the right. The ratio follows the learning rate. If only some "
             "layers brighten, the run becomes unstable there."
@@ -116,7 +116,7 @@ METRICS = {
             "this mean is large relative to the mean |x|."
         )),
         Metric("stream_rms", "Magnitudes", "Root mean square of each stream", "root mean square", folded=True, caption=(
-            "Each of the model's streams after the sub-layer, from the first record (light) to the last (dark). "
+            "Size of each residual stream after the sub-layer, from the first record (light) to the last (dark). "
             "If one stream is far above the others, the model uses only this stream."
         )),
         Metric("stream_cosine", "Magnitudes", "Similarity of the streams", "cosine", folded=True, log=False, caption=(
@@ -135,7 +135,7 @@ METRICS = {
         )),
         Metric("forgotten_share", "Updates", "Lost moments", "change / moments", folded=True, log=False, caption=(
 
-            "Largest change of a sample of the optimizer's moments between two steps, divided by their norm. 1 "
+            "Largest change of a sample of the optimizer's moments between two steps, divided by the sample's norm. 1 "
             "means that the moments were lost."
 
         )),
@@ -180,7 +180,7 @@ METRICS = {
         )),
         Metric("step_loss", "Every step", "Loss of every step", "loss (nats per token)", caption=(
             "Training loss of every step, also between records. With several seeds, a band reaches from the lowest to "
-            "the highest. If there are too many steps to draw, the line shows the maximum of a few steps."
+            "the highest loss. If there are too many steps to draw, the line shows the maximum of a few steps."
         ), folded=True, log=False),
         Metric("step_gradient_norm", "Every step", "Gradient norm of every step", "gradient norm", caption=(
             "Norm of all parameters' gradient at every step, before clipping. The tables count the spikes of this norm."

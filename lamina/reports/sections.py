@@ -181,6 +181,6 @@ _SEEDS = " With several seeds, the line is the mean of the seeds that finished, 
 _SECOND = "Loss on the text of --eval-corpus, with the same tokenizer. The run did not train on this text."
 _TASKS = "Scores on the tasks of --eval-tasks. Accuracies go from 0 to 1."
 _DIAGRAMS = (
-    "The trained plans, from bottom to top. The vertical line is the residual stream, and each branch to its "
-    "right holds a module. Only a norm on the line rescales the stream; a norm on a branch does not."
+    "The trained placements, drawn from bottom to top. The vertical line is the residual stream, and each branch to "
+    "its right holds a module. Only a norm on the line rescales the stream; a norm on a branch does not."
 )

@@ -165,9 +165,9 @@ def _layers(row: Json) -> str:
     share = row["ffn_variance_share"]
     return (
         f"Var(x^N) is {10 ** row['growth']:.2g} × Var(x^0). The weights' gradient is smallest in layer "
-        f"{row['weight_gradient_layer']}: gradients of layers differ by at most a factor of "
-        f"{10 ** -row['weight_gradient']:.2g}. Before the first step, the feed-forwards together add {share:.2g} × "
-        f"their skips' variance (FuseNorm's Theorem 1 assumes about 1)"
+        f"{row['weight_gradient_layer']}: the layers' gradients differ by at most a factor of "
+        f"{10 ** -row['weight_gradient']:.2g}. Before the first step, each feed-forward adds a share of its skip's "
+        f"variance, and the sum of all shares is {share:.2g} (FuseNorm's Theorem 1 assumes about 1)"
     )
 
 

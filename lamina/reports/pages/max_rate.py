@@ -184,8 +184,9 @@ def rules(settings: Mapping[str, object]) -> list[str]:
         f"plateau: the smoothed loss fell by less than {value['plateau_margin']} nats while the learning rate "
         f"grew by a factor of {value['plateau_factor']}. A plateau is called stuck if the loss was less than "
         f"{value['stuck_margin']} nats below the corpus's unigram entropy.",
-        "The largest learning rate is the value just before the failure: at the last step at which the smoothed loss "
-        "was at its minimum. For a plateau, it is the value at the last step at which the loss fell.",
+        "The largest learning rate is the learning rate just before the failure, at the last step at which the "
+        "smoothed loss was at its minimum. For a plateau, it is the learning rate at the last step at which the loss "
+        "fell.",
     ]
 
 

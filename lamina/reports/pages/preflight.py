@@ -28,10 +28,10 @@ from lamina.reports.tables import Field, Row, chip, number, status, swatch, tabl
 
 _FIGURES = (
     ("Cumulative Jacobian", (
-        "Root mean square gain of the Jacobian from each state to the last one, before the first step and after the "
-        "burn-in. If the gain falls by many orders of magnitude toward the embedding (-1), the early layers get no "
-        "gradient. If the gain rises by many orders of magnitude, a small change in an early layer becomes a large "
-        "change in the last layer."
+        "How strongly a small change of each state changes the last state (the Jacobian's root mean square gain), "
+        "before the first step and after the burn-in. If the gain falls by many orders of magnitude toward the "
+        "embedding (-1), the early layers get no gradient. If the gain rises by many orders of magnitude, a small "
+        "change in an early layer becomes a large change in the last layer."
     ), "jacobian_gain", "gain to the last layer"),
     ("Backward: gradient of the weights", (
         "Gradient norm of each block's weights on the held-out sequences, before clipping. Adam evens out "

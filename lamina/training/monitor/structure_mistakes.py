@@ -76,7 +76,7 @@ def never_run(setup: BeforeTraining) -> Iterator[Mistake]:
     ]
     if unused := [p for p in unused if p.requires_grad]:
         yield Mistake(
-            what=f"forward uses {len(unused)} of the trained matrices nowhere ({setup.listed(unused)})",
+            what=f"forward never uses {len(unused)} of the trained matrices ({setup.listed(unused)})",
             why="it calls another module twice instead of theirs, or the loss reads a weight without its module",
             do="Call their modules, or remove them",
         )
@@ -165,8 +165,8 @@ def not_finite(setup: BeforeTraining) -> Iterator[Mistake]:
     if not broken and (nan := [p for p in setup.trained if not math.isfinite(seen.get(id(p), 0.0))]):
         yield Mistake(
             what=f"the loss is finite, but the gradients of {len(nan)} parameters are not ({setup.listed(nan)})",
-            why="a step writes NaN to these weights; sqrt and norm have no gradient at 0, and log and division none "
-            "behind torch.where",
+            why="a step writes NaN to these weights. The gradient of sqrt and norm is not finite at 0, and torch.where "
+            "does not help against log or division by 0",
             do="Add a small number inside the root, the logarithm or the divisor",
         )
 
