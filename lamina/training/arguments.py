@@ -175,7 +175,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
 def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> None:
     """Raise UserError for an argument under ``trainer`` that this kind of job does not accept.
 
-    A job accepts no argument that does not exist, that it sets itself, or that would change the meaning of its records.
+    A job rejects unknown arguments, arguments that the job sets, and arguments that change what the job's records mean.
     """
     for name, value in trainer.items():
         if name in _FIXED:
@@ -194,7 +194,7 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
 
 
 def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, **own: object) -> A:
-    """Build the arguments as an instance of ``kind``, such as TRL's class; ``own`` sets further fields."""
+    """Build the arguments as an instance of the class ``kind``, such as a class of TRL. ``own`` sets further fields."""
     if settings.batch_size % processes:
         raise UserError(
             f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes. Choose a "

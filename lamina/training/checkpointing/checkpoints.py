@@ -46,7 +46,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore this object from a checkpoint's whole run state; ``state["step"]`` is the checkpoint's step."""
+        """Restore this object from a checkpoint's complete run state; ``state["step"]`` is the checkpoint's step."""
         ...
 
 
@@ -56,7 +56,7 @@ def collected(states: Iterable[Stateful]) -> Json:
 
 
 class Checkpoints:
-    """The checkpoints of a run, each complete or absent.
+    """The checkpoints of a run. A checkpoint is written completely or not at all.
 
     Args:
         folder: the folder of the checkpoints, checkpoints/ in the run's folder.
@@ -66,12 +66,13 @@ class Checkpoints:
         self.folder = folder
 
     def paths(self) -> list[Path]:
-        """Return the checkpoints, whole or broken, sorted by step. Raises OSError if the folder can't be read."""
+        """Return the paths of all checkpoints, even broken ones, by step. Raises OSError for an unreadable folder."""
         children = self.folder.iterdir() if self.folder.is_dir() else ()  # glob finds nothing in an unreadable folder
         return sorted((p for p in children if re.fullmatch(r"checkpoint-(0|[1-9]\d*)", p.name)), key=step_of)
 
     def newest(self, allowed: Callable[[Json], bool] = lambda state: True) -> Path | None:
-        """Return the newest whole checkpoint whose run state is ``allowed``; log a warning for each broken checkpoint.
+        """Return the newest intact checkpoint whose run state ``allowed`` accepts. Log a warning for broken
+        checkpoints.
 
         The log also names files in the checkpoint that its manifest does not list. Lamina does not read these files.
         """
@@ -123,9 +124,9 @@ class Checkpoints:
             raise
 
     def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
-        """Delete old checkpoints, but keep the last ``keep`` checkpoints up to ``step``.
+        """Delete all checkpoints except the last ``keep`` checkpoints up to ``step``.
 
-        Also delete checkpoints after ``step``, which a rollback has abandoned.
+        A rollback has abandoned checkpoints after ``step``, so the method deletes them.
 
         Also keep the newest checkpoint whose run state ``keep_also`` accepts. A checkpoint whose name has the wrong
         step also stays, because it may be the only copy of its content.
@@ -158,11 +159,11 @@ class Background:
         self._written: Future[None] | None = None
 
     def begin(self, act: Callable[[], None]) -> None:
-        """Run ``act`` in the thread; call ``wait`` first."""
+        """Run ``act`` in the thread. Call ``wait`` before you call this method again."""
         self._written = self._thread.submit(act)
 
     def look(self) -> None:
-        """If the threads of all processes have ended, raise their error, if there is one.
+        """Once the threads of all processes have ended, raise the error of a thread that failed.
 
         All processes must call this method after the same step.
         """
@@ -182,12 +183,12 @@ def step_of(path: Path) -> int:
 
 
 def run_state(path: Path) -> Json:
-    """Read the run state of a whole checkpoint: the state of guard, records, rollbacks and so on, without tensors."""
+    """Read the run state of an intact checkpoint: the state of guard, records, rollbacks and so on, without tensors."""
     return read_json(path / RUN_STATE)
 
 
 def listed_state(path: Path) -> Json | None:
-    """Return a checkpoint's run state if the run state's file is intact, even if others are not; otherwise None."""
+    """Return a checkpoint's run state if run_state.json is intact, even if other files are not; otherwise None."""
     try:
         state = run_state(path) if listed(path)[RUN_STATE][1] == sha256(path / RUN_STATE) else None
         return state if state is not None and state["step"] == step_of(path) else None
@@ -196,9 +197,9 @@ def listed_state(path: Path) -> Json | None:
 
 
 def what_is_broken(path: Path) -> str | None:
-    """Name the first file of a checkpoint that is missing, cut short or altered; None for a whole checkpoint.
+    """Describe the first file of a checkpoint that is missing, cut short or altered; None for an intact checkpoint.
 
-    A checkpoint whose folder name has the wrong step is not whole.
+    A checkpoint whose folder name has the wrong step also counts as broken.
     """
     broken = manifest.what_is_broken(path)
     if broken is None and (step := run_state(path)["step"]) != step_of(path):
@@ -207,7 +208,7 @@ def what_is_broken(path: Path) -> str | None:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint; a kill in between leaves nothing that looks like a checkpoint."""
+    """Delete a checkpoint. If the process is killed meanwhile, no folder looks like a checkpoint but lacks files."""
     doomed = path.with_name(f".gone-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(path, doomed)
@@ -230,7 +231,7 @@ def _publish(path: Path, final: Path, entries: dict[str, Entry]) -> None:
 
 
 def _of_its_step(path: Path) -> bool:
-    """Return whether a checkpoint is named after the step in its run state; True if that can't be read."""
+    """Return whether a checkpoint's name has the step of its run state; True if the run state can't be read."""
     try:
         return run_state(path)["step"] == step_of(path)
     except (OSError, *NOT_A_MANIFEST):

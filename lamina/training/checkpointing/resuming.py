@@ -67,7 +67,7 @@ class RunIdentity:
 
 
 def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: str, known: Json | None = None) -> None:
-    """Raise UserError if the text has changed since the run in ``folder`` began; ``known`` is from ``known_of``."""
+    """Raise UserError if the text has changed since the run in ``folder`` began; ``known_of`` returns ``known``."""
     known = known_of(folder) if known is None else known
     stored = known["text"] if "text" in known else noted(folder / DATA).get("fingerprint")
     if stored is not None and stored != fingerprint:
@@ -84,7 +84,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def known_of(folder: Path) -> Json:
-    """Return the identity in the newest checkpoint that stores an identity; empty without such a checkpoint."""
+    """Return the state of ``RunIdentity`` in the newest checkpoint that stores such a state; otherwise {}."""
     for path in reversed(Checkpoints(folder / "checkpoints").paths()):
         state = listed_state(path)
         if state is not None and "settings" in state:
@@ -115,7 +115,7 @@ class Rollback:
         step: the step of the restored checkpoint; 0 for the initial weights.
         diverged_at: the step at which the guard stopped the run.
         skipped: the first and last position, in steps, of the skipped data in the training order.
-        ahead: the number of steps of data that the training order has skipped after ``step``.
+        ahead: the number of steps of data that the training order has skipped in total once it has passed ``step``.
         learning_rate_factor: the product of the factors of all rollbacks so far.
     """
 
@@ -130,7 +130,7 @@ class Rollback:
 
 @dataclass(kw_only=True)
 class Rollbacks:
-    """All rollbacks of a run, kept in its folder so that a killed run resumes with them."""
+    """All rollbacks of a run. A file in the run's folder lists them, so that a killed run resumes correctly."""
 
     folder: Path
     done: list[Rollback] = field(default_factory=list)
@@ -154,7 +154,7 @@ class Rollbacks:
         return {"rollbacks": len(self.done)}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Raise UserError if the checkpoint counts more rollbacks than rollbacks.json holds."""
+        """Raise UserError if the checkpoint was saved after more rollbacks than rollbacks.json lists."""
         if (taken_after := int(state.get("rollbacks", 0))) > len(self.done):
             raise UserError(
                 f"resume: checkpoint-{state['step']} was saved after {taken_after} rollbacks, but "
@@ -175,7 +175,7 @@ class Rollbacks:
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
-        """Return whether no rollback after this checkpoint went back to a step before the checkpoint."""
+        """Return whether the checkpoint is still valid: no later rollback went back to a step before the checkpoint."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
@@ -236,7 +236,7 @@ def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
 def result_to_keep(folder: Path) -> Json | None:
     """Return the result of the run in a folder.
 
-    If Lamina can resume the run, the result is None or has no final status.
+    If the function returns None or a result without a final status, Lamina can resume the run.
 
     Raises UserError if the run's records were damaged, altered or exchanged.
     """
@@ -253,7 +253,7 @@ def result_to_keep(folder: Path) -> Json | None:
 
 
 def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
-    """Return whether a run's model is damaged or, with ``missing``, absent; log a warning if so."""
+    """Return whether a run's model is damaged (or absent, if ``missing`` is true); if so, log a warning."""
     try:
         if (folder / MODEL).is_dir():
             refuse_damaged(folder / MODEL)
@@ -266,9 +266,9 @@ def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
 
 
 def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
-    """Return the checkpoint to resume from. None means to begin at step 0, as after a rollback to the start.
+    """Return the checkpoint to resume from. None means that the run begins at step 0, as after a rollback to the start.
 
-    Raises UserError if there are checkpoints but none is usable, because a new beginning would lose the run.
+    Raises UserError if there are checkpoints but none is usable, because a start at step 0 would lose the progress.
     """
     checkpoint = Checkpoints(folder).newest(rollbacks.allows)
     if checkpoint is not None:

@@ -47,7 +47,7 @@ class ModelCard:
 
     Attributes:
         head: the name of the model's head in ``HEADS``.
-        data: the name and value of each fact about the data, in order.
+        data: facts about the data (name and value), in the order of the card.
         result: the run's result, as in result.json.
         command: the command line that trains the model again; the card leaves out this machine's folders.
         base_model: the folder or hub name of the model that the training began with; empty for a new model.
@@ -126,7 +126,7 @@ _MEASURES = {
 
 
 def _is_on_hub(model: str | None) -> bool:
-    """Return whether a model's name is on the hub; the hub refuses a card whose ``base_model`` is a folder."""
+    """Return whether a name is a model on the hub, because the hub rejects a card whose ``base_model`` is a folder."""
     try:
         validate_repo_id(model)
     except HFValidationError:
@@ -148,7 +148,7 @@ def _table(name: str, value: str, rows: Mapping[str, object]) -> list[str]:
 
 
 def _named(value: object) -> str:
-    """Return a value as text with only the last part of each absolute path, to hide this machine's folders."""
+    """Return a value as text. Of each absolute path, keep only the last part, to hide this machine's folders."""
     return re.sub(r"(?<![^\s=:,;('\"])/[^:,;()'\"]*", lambda path: PurePath(path[0]).name, str(value))
 
 
@@ -201,7 +201,7 @@ def push(folder: Path, name: str) -> bool:
 def save_model(
     model: PreTrainedModel, processor: Processor, folder: Path, processes: Processes, card: ModelCard | None = None
 ) -> None:
-    """Write a model with its tokenizer or image processor, or nothing. Lamina gathers a sharded model first."""
+    """Write a model with its tokenizer or image processor, completely or not at all. Gathers a sharded model first."""
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:

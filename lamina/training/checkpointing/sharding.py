@@ -50,8 +50,8 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
     can't shard a scalar, so learned scalars become vectors of one element; checkpoints and saved models hold them as
     scalars.
 
-    If ``processes.tensor`` is above 1, each group of this many neighboring processes first splits the linear layers'
-    matrices by transformers' plan.
+    If n = ``processes.tensor`` is above 1, each n neighboring processes first split the linear layers' matrices as
+    transformers' tensor-parallel plan says.
     """
     whole = init_device_mesh(device, (processes.data_size, processes.tensor), mesh_dim_names=("data", "tensor"))
     if processes.tensor > 1:
@@ -79,7 +79,7 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
 
 
 def _share_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Give each process its columns or rows of the linear layers, by transformers' plan for tensor parallelism."""
+    """Split the linear layers by columns or rows over the processes, by transformers' plan for tensor parallelism."""
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # since transformers 5.22
 
@@ -145,12 +145,12 @@ def reshard(model: nn.Module) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict with each tied weight once.
+    """Return the state dict, which contains each tied weight only once.
 
     The tensors are the model's own tensors, except scalars, which are copies.
 
-    After ``only_trained``, the result has only the trained weights. All processes of a sharded model must call this
-    function. If you change the tensors, call ``set_scalars``.
+    If ``only_trained`` was called on the model, the result has only the trained weights. All processes of a sharded
+    model must call this function. If you change the tensors, call ``set_scalars``.
     """
     reshard(model)
     tied: dict[int, str] = {}
@@ -165,7 +165,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def only_trained(model: nn.Module) -> None:
-    """Make checkpoints of this model store only the trained weights; frozen weights are loaded from their source."""
+    """Make checkpoints of this model store only the trained weights. A run loads frozen weights from their source."""
     setattr(model, _TRAINED, True)
 
 
@@ -198,7 +198,7 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def set_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a whole tensor into another tensor, which may be sharded. All processes must call this function."""
+    """Copy an unsharded tensor into a tensor that may be sharded. All processes must call this function."""
     value = value.reshape(tensor.shape)  # a sharded scalar is a vector
     if isinstance(tensor, DTensor):
         value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
@@ -220,7 +220,7 @@ def own_class(model: nn.Module) -> Iterator[None]:
 def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Copy tensors to the CPU.
 
-    If a tensor is sharded, Lamina copies this process's part. Lamina copies a tensor with two names once.
+    Of a sharded tensor, Lamina copies this process's part. A tensor with two names is copied once.
     """
     copied: dict[tuple[int, torch.Size], torch.Tensor] = {}
     made: Tensors = {}
@@ -246,7 +246,7 @@ def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: Proce
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Reads only the given safetensors files; its base class would read all files in the folder."""
+    """Reads only the given safetensors files, because the base class reads all files in the folder."""
 
     def __init__(self, files: Sequence[Path]):
         super().__init__(str(files[0].parent) if files else ".")
@@ -285,7 +285,7 @@ def shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], Json]:
-    """Return an optimizer's state by parameter name, in two parts: tensors that can be sharded, and the rest."""
+    """Return an optimizer's state by parameter name, in two parts: tensors that can be sharded, and other values."""
     reshard(model)
     names, scalars = _names(model), _scalars(model)
     tensors: dict[str, torch.Tensor] = {}

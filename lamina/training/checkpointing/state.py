@@ -1,8 +1,9 @@
 """Write and read the contents of a checkpoint: a Trainer's state.
 
-One process or DDP writes optimizer/states.safetensors and, beside config.json, a model.safetensors that transformers
-can load. FSDP2 writes one safetensors file per process into model/ and optimizer/, with torch.distributed.checkpoint.
-Any number of processes can read either form: Lamina finds tensors by name, and splits them for the reading processes.
+A run in one process or with DDP writes optimizer/states.safetensors and, beside config.json, a model.safetensors that
+transformers can load. A run with FSDP2 writes one safetensors file per process into model/ and optimizer/, with
+torch.distributed.checkpoint. Any number of processes can read both kinds of checkpoints: Lamina finds tensors by name
+and splits them.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def write(
 ) -> Callable[[], None]:
     """Write this process's part of a checkpoint's small files, and return a function that writes the tensors.
 
-    An error in one process is raised in all processes. With ``copied``, the tensors are copied to the CPU now, so that
-    another thread, with separate collectives, may write them later.
+    An error in one process is raised in all processes. With ``copied``, Lamina copies the tensors to the CPU now, so
+    that another thread, with separate collectives, may write the copies later.
     """
     model = bare(trainer)
     sharded, writes = sharding.is_sharded(model), processes.first
@@ -87,7 +88,7 @@ def write(
 
 
 def _write_rest(trainer: Trainer, folder: Path, rest: Json, state: Json) -> None:
-    """Write the files that the first process writes alone; ``rest`` is the optimizer's part without tensors."""
+    """Write the files that only the first process writes; ``rest`` is the optimizer's state without tensors."""
     torch.save(rest, folder / "optimizer.pt")
     schedule: Any = trainer.lr_scheduler
     torch.save(schedule.state_dict(), folder / "scheduler.pt")
@@ -132,7 +133,7 @@ def read_optimizer(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def scale_learning_rate(trainer: Trainer, factor: float) -> None:
-    """Multiply the learning rates of all groups, now and in the rest of the schedule."""
+    """Multiply the current and all later learning rates of each parameter group by a factor."""
     schedule: Any = trainer.lr_scheduler
     for group in schedule.optimizer.param_groups:
         for name in ("lr", "initial_lr"):
@@ -143,7 +144,7 @@ def scale_learning_rate(trainer: Trainer, factor: float) -> None:
 
 
 def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path, step: int) -> None:
-    """Seed the random generators if the number of processes changed; otherwise Trainer restores them."""
+    """If the number of processes changed, seed the random generators. Otherwise, Trainer restores the generators."""
     name = f"rng_state_{processes.rank}.pth" if processes.size > 1 else "rng_state.pth"
     written = sum(name.startswith("rng_state") for name in listed(checkpoint))
     if written == processes.size and (checkpoint / name).is_file():

@@ -1,1 +1,1 @@
-"""A run's use of its machines: processes, precision and compilation."""
+"""How a run uses its machines: processes, precision and compilation."""

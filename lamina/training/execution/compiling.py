@@ -55,11 +55,11 @@ def keep_freed_memory() -> None:
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor", recomputed: bool = True) -> int:
-    """Compile every Block of ``model`` in place; return the number of different block structures.
+    """Compile each Block of ``model`` in place. Return the number of different block structures.
 
-    With ``recomputed``, the backward pass computes the inputs of matrix products (a norm's output, the gated
-    activations) again, from tensors that are kept anyway. Recomputing saves a quarter of the activations' memory and
-    costs a little elementwise work, which takes relatively more time on a GPU.
+    With ``recomputed``, the backward pass recomputes the inputs of matrix products (a norm's output, the gated
+    activations) from tensors that stay in memory anyway. This saves a quarter of the activations' memory and costs a
+    little elementwise work, which takes relatively more time on a GPU.
 
     The parameters keep their names. The first step compiles graphs for the shape of its batch. Run a batch of another
     shape under `parts.uncompiled`.
@@ -85,8 +85,8 @@ def discard(model: nn.Module) -> None:
 
 
 def structure(block: Block) -> tuple:
-    """Return a key for a block's graph: the block's modules, shapes and settings, but not the values of weights or
-    scales.
+    """Return a key for a block's graph. It contains the block's modules, shapes and settings, but no values of weights
+    or scales.
 
     Two blocks with equal keys share a graph.
     """

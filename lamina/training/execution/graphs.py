@@ -46,7 +46,7 @@ class BlockCall(NamedTuple):
         return cast(tuple[tuple[object, ...], dict[str, object]], pytree.tree_unflatten(leaves, self.tree))
 
     def samples(self) -> tuple[torch.Tensor, ...]:
-        """Make tensors of zeros with which Lamina captures the call."""
+        """Make tensors of zeros as sample arguments for the capture of the call."""
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device, requires_grad=gradient)
             for shape, dtype, device, gradient in self.tensors
@@ -57,7 +57,7 @@ _TENSOR = object()
 
 
 class _OfTensors(nn.Module):
-    """A block as a function of the tensors in its call."""
+    """A block as a function of only the tensors among its arguments, as CUDA graphs require."""
 
     def __init__(self, block: Block, call: BlockCall):
         super().__init__()

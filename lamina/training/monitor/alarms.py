@@ -1,4 +1,4 @@
-"""Early alarms: a layer's gradient, update, moments or residual stream becomes unusual before the loss rises.
+"""Early alarms: find unusual gradients, updates, moments or hidden states of a layer before the loss rises.
 
 Each alarm names one sub-layer and one step. This module does not import transformers, because report pages use this
 module to read alarms.jsonl and notable.jsonl.
@@ -96,7 +96,7 @@ class Alarm:
 
 @dataclass(kw_only=True)
 class Alarms(Rules):
-    """Raises alarms for unusual rows. A series raises no second alarm before it is back in its usual range.
+    """Raises alarms for unusual rows. A series raises a second alarm only after it has returned to its usual range.
 
     An unusual gradient becomes an alarm if it stays unusual for more consecutive steps than its limit, or if another
     series, such as the loss, becomes unusual soon after. Otherwise, Lamina records the gradient's batch as a notable
@@ -107,7 +107,7 @@ class Alarms(Rules):
             None, Lamina writes no file.
 
     Attributes:
-        told: the alarms and notable batches so far, oldest first.
+        told: the alarms and notable batches that were written so far, oldest first.
         marked: the steps of the last call at which a series was unusual.
         news: the first alarm of each event that began in the last call, as a sentence without the final period.
         paths: the known paths of layers in the model.
@@ -125,7 +125,7 @@ class Alarms(Rules):
     _scores: dict[Key, list[float]] = field(default_factory=dict)  # the last two, of what must last
 
     def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
-        """Write and return the alarms of new rows; Lamina divides updates by the learning rate ``rate``."""
+        """Find, write and return the alarms in new rows. Lamina divides updates by the learning rate ``rate``."""
         by_step: dict[int, list[Row]] = {}
         for row in rows:
             by_step.setdefault(row[0], []).append(row)
@@ -196,7 +196,7 @@ class Alarms(Rules):
             self._write()
 
     def _followed(self, step: float, begun: float) -> list[Alarm]:
-        """Return waiting alarms that an alarm at ``begun`` confirms, and notable batches that no alarm followed."""
+        """Return waiting alarms that an alarm at step ``begun`` confirms, and notable batches without a later alarm."""
         told: list[Alarm] = []
         high = [(key, values[0]) for key, values in self._high.items()]
         for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:
@@ -217,7 +217,7 @@ class Alarms(Rules):
         return told
 
     def _once(self, found: Found) -> list[Alarm]:
-        """Return the alarm of a series that has just left its range; a gradient must first stay outside it."""
+        """Return an alarm if a series has just left its usual range; a gradient must first stay outside for a while."""
         if not (found.left or found.name or self._out):
             return []
         rule, (step, layer, sublayer, role, _, metric, value), usual = found.rule, found.row, found.usual
@@ -288,7 +288,7 @@ def in_words(metric: str) -> str:
 
 
 def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Return an alarm as a sentence without the final period; it names the layer's path in the model, if known."""
+    """Return an alarm as a sentence without the final period; if known, the sentence has the layer's path."""
     name = in_words(alarm.metric)
     others = "the other layers' median" if alarm.layer >= 0 else "the layers' median"
     words = {
@@ -362,7 +362,7 @@ def says_where(alarm: Alarm) -> bool:
 def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
     """Return the first alarm within 20 steps of ``first`` that locates the failure.
 
-    The search goes on after ``first``, because Lamina judges gradients and losses at every step, and other measures
+    The search continues after ``first``, because Lamina judges gradients and losses at every step, but other measures
     only at recorded steps. If no alarm locates the failure, return the first alarm that names a layer or part.
     """
     if is_hard(first) and (first.sublayer, first.role) == ("model", "all"):
@@ -373,7 +373,7 @@ def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
 
 
 def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
-    """Write alarms to alarms.jsonl and notable batches to notable.jsonl, but write no empty file."""
+    """Write alarms to alarms.jsonl and notable batches to notable.jsonl. Do not create a file without lines."""
     lines: dict[str, list[Json]] = {ALARMS: [], NOTABLE_BATCHES: []}
     for alarm in told:
         lines[NOTABLE_BATCHES if alarm.rule == NOTABLE else ALARMS].append(asdict(alarm))
@@ -387,7 +387,7 @@ def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
 def read_alarms(folder: Path) -> list[Alarm]:
     """Read a run's alarms and notable batches, oldest first. Older versions wrote notable batches into alarms.jsonl.
 
-    Skips damaged lines, and alarms of other versions that this version does not know, with one warning.
+    Skips damaged lines, and logs one warning for alarms of other versions that this version does not know.
     """
     lines = [line for name in (ALARMS, NOTABLE_BATCHES) for line in parse_lines(folder / name)[0]]
     lines, names = sorted(lines, key=lambda line: line["step"]), {each.name for each in fields(Alarm)}

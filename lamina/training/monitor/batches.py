@@ -1,6 +1,6 @@
 """Record the rows of unusual batches in batches.jsonl, to show the text that caused a spike.
 
-This module loads neither torch nor transformers, because the pages read batches.jsonl with it.
+This module loads neither torch nor transformers, because report pages use this module to read batches.jsonl.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 class KeptBatches:
-    """Keeps one process's batches of the last steps. Only ``rows`` waits for the device.
+    """Keeps the batches of the last steps in one process. Only the method ``rows`` waits for the device.
 
     Args:
         every: the steps between two records; on a GPU, Lamina sees alarms only at records.
@@ -85,8 +85,8 @@ class KeptBatches:
 class BatchRecords:
     """Writes batches.jsonl: a line for each row of a batch that is notable or has an alarm.
 
-    A line has the ``step``, the ``process``, the ``row``, the ``hash`` and the ``beginning``. The beginning is text;
-    without a tokenizer, it is a list of the first token ids; for a row without tokens, it is None.
+    A line has the keys ``step``, ``process``, ``row``, ``hash`` and ``beginning``. ``beginning`` is text; without a
+    tokenizer, it is a list of the first token ids; for a row without tokens, it is None.
 
     Args:
         folder: the folder of the file; None in all processes but the first.
@@ -104,7 +104,7 @@ class BatchRecords:
             write_lines(folder / BATCHES, self._lines)
 
     def write(self, steps: Iterable[int], processes: Processes) -> None:
-        """Write the batches of the steps that the first process names. All processes must call this method together."""
+        """Write the batches of the steps that the first process requests. All processes must call it together."""
         written = {line["step"] for line in self._lines}
         new = sorted(step for step in set(steps) - written if self.kept.steps.get(step))
         new = new[: max(0, MOST_STEPS - len(written))]

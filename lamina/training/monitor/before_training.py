@@ -1,4 +1,4 @@
-"""The setup of a training before its first step, and the checks that examine it."""
+"""The state of a training before its first step, and a registry of the checks that examine this state."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class BeforeTraining:
         optimizers: the optimizers; empty if the caller gave none.
         structure: the model's layers; None if Lamina did not find them.
         batch: the batch's tensors by the name of the model's argument; empty without a batch.
-        trial: the result of one pass; None without a batch or a loss.
+        trial: the result of one forward and backward pass; None without a batch or a loss.
         scaler: whether a GradScaler scales the loss; None if unknown.
         half: whether autocast computes in float16.
         running: whether the model runs its first training step.
         recording: whether autograd records operations.
-        failed: the exception's text for each check that raised an exception.
+        failed: for each check that raised an exception, the exception's text.
     """
 
     model: nn.Module
@@ -103,7 +103,7 @@ class BeforeTraining:
 
     @property
     def settings(self) -> list[tuple[torch.optim.Optimizer, Mapping[str, Output]]]:
-        """The optimizers' groups, each with its optimizer."""
+        """Pairs of an optimizer and one of its parameter groups."""
         return [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @cached_property
@@ -156,7 +156,7 @@ class BeforeTraining:
 
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensor, or the leaf from which operations with a single input computed the tensor."""
+    """Return the leaf tensor from which operations with a single input computed a tensor, or a leaf tensor itself."""
     node: Output = tensor.grad_fn
     while node is not None and len(of := [x for x, _ in node.next_functions if x is not None]) == 1:
         node = of[0]

@@ -35,8 +35,8 @@ def check(
     Args:
         model: the model that will be trained.
         optimizer: the model's optimizer, or a list of optimizers.
-        batch: a batch on the model's device: a mapping of the model's arguments, a tuple of them, or one tensor. With
-            a batch, Lamina also checks the first loss, labels, masks and each layer's gradient.
+        batch: a batch on the model's device: a mapping or a tuple of the model's arguments, or a tensor. With a batch,
+            Lamina also checks the first loss, labels, masks and each layer's gradient.
         loss: a function that takes the model and the batch and returns a scalar loss (default: the loss in the model's
             output).
         scaler: the GradScaler of float16 training, if there is one.
@@ -72,7 +72,7 @@ def check(
 
 
 def _tried(setup: BeforeTraining, batch: object, loss: LossOf | None) -> list[str]:
-    """Run the model on a batch, if there is one; return the checks that were not possible."""
+    """If there is a batch, run the model on the batch. Return the checks that were not possible."""
     if batch is None:
         return ["first loss, labels, masks and gradients. Pass batch= to check them"]
     model = setup.model

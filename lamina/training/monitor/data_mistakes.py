@@ -100,7 +100,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def start_of_decoder(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find labels of an encoder-decoder that begin with the token that the model itself puts before them."""
+    """Find labels of an encoder-decoder that begin with the start token, which the model itself also adds."""
     start, labels = getattr(getattr(setup.model, "config", None), "decoder_start_token_id", None), setup.labels
     if labels is None or not setup.is_encoder_decoder or any("decoder" in name for name in setup.batch):
         return
@@ -152,7 +152,7 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find tokens of the batch whose embeddings are 0, or are close to the mean embedding in a frozen table."""
+    """Find the batch's tokens whose embeddings are 0 or, in a frozen table, close to the mean embedding."""
     table, tokens = setup.ends[0].weight if setup.ends is not None else None, setup.tokens
     if table is None or tokens is None or table.ndim != 2 or not 0 <= int(tokens.max()) < len(table):
         return
@@ -277,7 +277,7 @@ def image_values(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def reads_padding(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an encoder that reads padding at the rows' ends, because no mask hides it."""
+    """Find an encoder that reads the padding at the rows' ends, because no mask hides the padding."""
     padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
     mask, tokens = setup.batch.get("attention_mask"), setup.tokens
     encodes = setup.is_encoder_decoder or re.search("bert", type(setup.model).__name__, re.IGNORECASE)
@@ -314,7 +314,7 @@ def labels_of_padding(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def labels_of_others(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find labels of a causal language model that are not tokens of their own row."""
+    """Find a causal language model's labels that do not come from the tokens of the same row."""
     tokens, labels = setup.tokens, setup.labels
     causal = _CAUSAL.search(type(setup.model).__name__)
     known = setup.shift is not None or (setup.trial is not None and setup.trial.offset is not None)

@@ -141,7 +141,7 @@ class ExpertBalance(TrainerCallback):
             bias += self.rate * torch.sign(count.mean() - count).to(bias)
 
     def rows(self, step: int) -> list[Row]:
-        """Return the loads of the last step as tidy rows: each expert's share of the step's tokens.
+        """Return each expert's load in the last step (its share of the step's tokens) as tidy rows.
 
         A layer's loads sum to ``top_k``; if they are balanced, each is top_k / num_experts.
         """

@@ -36,23 +36,23 @@ class FirstPass:
 
     Attributes:
         loss: the loss's value.
-        logits: the model's logits, if it returns any; of large ones the first rows.
-        gradients: the root mean square of each gradient, by the parameter's id; only for parameters with a gradient.
+        logits: the model's logits, if it returns any; only the first rows of large logits.
+        gradients: the root mean square of each gradient that exists, by the parameter's id.
         ran: the ids of the modules that were called.
-        offset: how many tokens ahead the targets are (1 for the next token); None if the targets are not the model's
+        offset: how many tokens the targets are ahead of the input (1: next token); None if the targets are not input
             tokens.
-        reads: whether the logits for a target depend on the target or on later tokens; None if unknown.
+        reads: whether the logits that predict a target depend on the target itself or on later tokens; None if unknown.
         causal: whether logits are independent of later tokens; None if unknown.
-        stuck: the ids of matrices of zeros whose gradient stays 0 forever.
-        idle: the ids of matrices whose gradient is 0, unless zeros in the model may stop it.
-        foreign: parameters that the loss depends on, and the model does not hold.
+        stuck: the ids of all-zero matrices whose gradient will stay 0.
+        idle: the ids of matrices whose gradient is 0, except where all-zero weights elsewhere may explain this.
+        foreign: parameters on which the loss depends although the model does not contain them.
         mixes: whether a row's logits depend on the other rows of the batch; None if unknown.
-        by_row: whether equal rows have different logits.
-        pools_padding: whether the logits of a row are those of padding at its end.
-        calls: the arguments of the first call of each function of ``WATCHED``, by its name; first rows of large ones.
-        teaches: whether kl_div's target comes from other trained weights than its input.
+        by_row: whether identical rows of the batch get different logits.
+        pools_padding: whether a row's only logits come from the padding at the row's end.
+        calls: the arguments of the first call of each function in ``WATCHED``, by its name; large tensors are cut.
+        teaches: whether the target of kl_div depends on trained weights that its input does not depend on.
         entropies: the values of all cross-entropies.
-        rises: whether the loss falls when its only cross-entropy rises.
+        rises: whether the loss falls when the only cross-entropy in the loss rises.
         half: whether autocast computes in float16.
     """
 
@@ -98,7 +98,7 @@ WATCHED = {
 class _Calls(TorchFunctionMode):
     """Keeps the arguments of the first call of each watched function, and all cross-entropies.
 
-    ``part`` returns what to keep of an argument.
+    ``part`` maps an argument to the part of the argument to keep.
     """
 
     def __init__(self, part: Callable[[Output], Output]) -> None:
@@ -142,7 +142,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _first_rows(value: Output) -> Output:
-    """Return a tensor without its graph, of a large one its first rows."""
+    """Return a tensor detached from its graph. Of a large tensor, return only the first rows."""
     if not isinstance(value, torch.Tensor):
         return value
     large = value.is_floating_point() and value.numel() > _KEPT
@@ -150,7 +150,7 @@ def _first_rows(value: Output) -> Output:
 
 
 def _few_classes(value: Output, of: int = 1) -> Output:
-    """Return some classes of a tensor of logits, which stand for all when two passes are compared."""
+    """Return the logits of some classes. Comparing these logits is enough to compare two passes."""
     if not isinstance(value, torch.Tensor) or value.ndim < 2 or not value.is_floating_point():
         return value
     step = -(-value.shape[of] // _CLASSES)
@@ -158,7 +158,7 @@ def _few_classes(value: Output, of: int = 1) -> Output:
 
 
 def leaves_of(value: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the leaves that a tensor was computed from and that require a gradient, by id."""
+    """Return the leaf tensors that require a gradient and from which a tensor was computed, by id."""
     found = {id(value): value} if value.is_leaf and value.requires_grad else {}
     nodes, seen = [value.grad_fn], set[Output]()
     while nodes:
@@ -172,7 +172,7 @@ def leaves_of(value: torch.Tensor) -> dict[int, torch.Tensor]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values; if the tensor is sharded, return this process's part."""
+    """Return a plain tensor with a tensor's values. Of a sharded tensor, return this process's part."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -263,10 +263,10 @@ def _gradients(model: nn.Module, every: Iterable[torch.Tensor]) -> tuple[dict[in
 
 
 def _stuck(model: nn.Module, loss_of: Callable[[], torch.Tensor | None]) -> frozenset[int]:
-    """Return the zero matrices whose gradient is 0 and stays 0 after all zero matrices with a gradient have moved.
+    """Return the all-zero matrices whose gradient is 0 and will stay 0 when other all-zero matrices have changed.
 
-    They are stuck only if they get a gradient once all of them differ from 0. The passes replace only zeros, so Lamina
-    can restore the weights exactly.
+    A matrix counts only if it gets a gradient once all these matrices differ from 0. The passes replace only zeros, so
+    Lamina can restore the weights exactly.
     """
     trained = [p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p.grad is not None]
     if any(isinstance(p, DTensor) for p in trained):
@@ -308,7 +308,7 @@ def _scores(calls: Mapping[str, Mapping[str, Output]]) -> torch.Tensor | None:
 
 
 def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return which labels count, and how many tokens ahead they are; None if the labels are not the row's tokens."""
+    """Return which labels count, and how many tokens ahead they are; None if labels are not the row's tokens."""
     length = labels.shape[1]
     if tokens.shape[1] < 4 or not tokens.shape[1] - 2 <= length <= tokens.shape[1]:
         return None
@@ -322,7 +322,7 @@ def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -
 
 
 class _Repeats:
-    """Passes in evaluation mode with other values for the tensors that the model got."""
+    """Repeats the pass in evaluation mode with changed inputs, to find on which inputs the logits depend."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class _Repeats:
 
     @torch.no_grad()
     def _again(self, places: Places, seed: int = 0) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the model's and the cross-entropy's logits, with other values for some of the model's arguments."""
+        """Run the model with changed values for some arguments. Return its logits and the cross-entropy's logits."""
 
         def swapped(module: nn.Module, a: tuple, k: dict[str, Output]) -> tuple[tuple, dict[str, Output]]:
             return tuple(places.get(at, x) for at, x in enumerate(a)), {at: places.get(at, x) for at, x in k.items()}
@@ -358,7 +358,7 @@ class _Repeats:
         return logits, scores
 
     def found(self, calls: Mapping[str, Mapping[str, Output]]) -> dict[str, Output]:
-        """Return attributes of ``FirstPass``."""
+        """Return the attributes of ``FirstPass`` that these passes determine."""
         (mixes, by_row), target = self.rows(), self.target(calls)
         found = {"mixes": mixes, "by_row": by_row, "pools_padding": self.pools_padding()}
         if target is None:
@@ -367,7 +367,7 @@ class _Repeats:
         return {**found, "offset": target[-1], "reads": reads, "causal": causal}
 
     def pools_padding(self) -> bool:
-        """Return whether a row's only logits depend mostly on its last token, where a mask hides this token."""
+        """Return whether a row's only logits depend mostly on the row's last token although a mask hides this token."""
         tables = [(at, x) for at, x in self._given.items() if x.ndim == 2 and not x.is_floating_point()]
         pairs = [(at, x, mask) for at, x in tables for _, mask in tables if mask.shape == x.shape and mask.max() <= 1]
         before = self._logits
@@ -396,7 +396,7 @@ class _Repeats:
         return None
 
     def reads(self, at: int | str, counted: torch.Tensor, offset: int) -> tuple[bool | None, bool | None]:
-        """Change the last token that is a target; return whether its logits change, and whether no earlier ones do."""
+        """Change the last target token. Return whether the logits for it change, and whether earlier logits stay."""
         last = int(counted.any(0).nonzero().max())
         tokens = self._given[at].clone()
         tokens[:, last + offset] = torch.where(tokens[:, last + offset] == tokens[:, 0], tokens[:, 1], tokens[:, 0])

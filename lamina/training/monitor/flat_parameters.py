@@ -26,10 +26,10 @@ class FlatParameters:
         zero: ZeRO's optimizer (``zero_optimizer``), if there is one.
 
     Attributes:
-        parts: for each module's id, the parts of the module's own parameters; empty with ``use_orig_params``.
+        parts: for each module's id, the parts of the parameters directly in the module; empty with ``use_orig_params``.
         zero: for each parameter's id, the parameter's part under DeepSpeed's ZeRO.
-        hidden_by: the name of the tool that splits the model's own parameters, so that no whole weights exist; ""
-            without such a tool.
+        hidden_by: the name of the tool that splits the model's parameters, so that no process has whole weights;
+            otherwise "".
     """
 
     def __init__(self, model: nn.Module, zero: object = None):

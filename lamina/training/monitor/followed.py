@@ -39,9 +39,9 @@ class Followed:
 
     Attributes:
         structure: the model's structure; None if no layers were found.
-        whole: whether Lamina proved that the watched tensor is the residual stream. Lamina locates the parameters even
-            without a proof of the stream.
-        unproved: the layers of further stacks (such as a decoder) for which Lamina found no such proof.
+        whole: whether Lamina proved that the watched tensor is the residual stream. Lamina assigns parameters to layers
+            even without this proof.
+        unproved: the layers of further stacks (such as a decoder) whose residual stream Lamina did not prove.
         notes: notes for the user, a line each.
     """
 
@@ -52,7 +52,7 @@ class Followed:
 
     @property
     def points(self) -> dict[Spot, Point]:
-        """The points at which Lamina proved that it sees the residual stream."""
+        """The points of the model at which Lamina sees the residual stream, according to the proof."""
         points = stream_points(self.structure) if self.structure is not None and self.whole else {}
         return {spot: point for spot, point in points.items() if spot[0] not in self.unproved}
 
@@ -66,11 +66,11 @@ class Followed:
 def follow(
     model: nn.Module, arguments: Arguments, *, layers: str | None = None, first_layer: int | None = None
 ) -> Followed:
-    """Find a model's layers with a small part of a batch. Raises no error, so that training always continues.
+    """Find a model's layers by passes over a small part of a batch. Raises no error, so that training always continues.
 
-    If Lamina cannot cut an argument (such as a block mask) to a part of the batch, the model gets all arguments whole.
-    The passes run in evaluation mode, and leave gradients and random generators unchanged. Compiled parts run
-    uncompiled, so that their hooks are called and nothing is compiled for a small pass. The user's own hooks also run.
+    If Lamina cannot cut an argument (such as a block mask) to a part of the batch, it cuts no argument. The passes run
+    in evaluation mode, and leave gradients and random generators unchanged. Compiled parts run uncompiled, so that
+    their hooks are called and nothing is compiled for a small pass. The user's own hooks also run.
     """
     problem = "" if arguments else "the model was called without arguments"
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
@@ -152,7 +152,7 @@ def _numbered(followed: Followed, model: nn.Module, first: int | None) -> Follow
 def _proved(
     model: nn.Module, small: Inputs, structure: Structure, *, reads_tokens: bool = True
 ) -> tuple[Structure, bool]:
-    """Check that a structure's stream is the residual stream; return the structure with notes, and whether it is."""
+    """Check whether a structure's stream is the residual stream. Return the structure with notes, and the result."""
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     if not sharded and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # ZeRO 3
         # The proof needs a backward pass.
@@ -166,9 +166,9 @@ def _proved(
 
 
 def _calls(model: nn.Module, arguments: Arguments) -> Iterator[Inputs]:
-    """Yield arguments for a call of the model: the main input, all tensors cut small, all tensors, all arguments.
+    """Yield arguments to try in a call of the model: the main input, all tensors cut small, all tensors, all arguments.
 
-    Images beside tokens belong to all.
+    If the batch has images besides token ids, all tensors cut small come first.
     """
     inputs, main = tensors_of(arguments), getattr(model, "main_input_name", None)
     cut = {
@@ -197,7 +197,7 @@ def _holds_tensors(value: object) -> TypeGuard[MutableMapping[str, object]]:
 
 
 def _unflattened(forward: Callable[..., Output], arguments: Arguments, /, **inputs: torch.Tensor) -> Output:
-    """Call a model with its own arguments, in which ``inputs`` stand for the tensors of these names."""
+    """Call a model with its original arguments, but with the tensors in ``inputs`` under their names."""
     given = {}
     for name, value in arguments.items():
         if _holds_tensors(value):

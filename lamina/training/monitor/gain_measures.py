@@ -24,7 +24,7 @@ the gain, the gain.
 
 
 def gain_rows(model: nn.Module, step: int) -> list[Row]:
-    """Measure mean and largest magnitude of each gain and learned scale of a Lamina model."""
+    """Measure the mean and the largest magnitude of each gain and learned scale of a Lamina model."""
     reshard(model)
     base = body_of(model, "layer monitor")
     roles = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", *SCALES, "gate")
@@ -53,7 +53,7 @@ def gains_of(structure: Structure) -> list[Gain]:
 
 
 def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
-    """Return the largest weight matrix [rows, width] of the embedding, and of the output head unless both are tied."""
+    """Return the largest weight matrix [rows, width] of the embedding and of the output head; a tied matrix once."""
     tables: dict[str, nn.Parameter] = {}
     kinds = {"embedding": nn.Embedding, "readout": nn.Linear}
     for role, module in (("embedding", structure.embedding), ("readout", structure.head), *structure.outside):
@@ -69,7 +69,7 @@ def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
 
 
 def _offset(norm: nn.Module) -> float:
-    """Return what a norm adds to its stored gain: 1 for Gemma's norms, 0 otherwise."""
+    """Return the constant that a norm adds to its stored gain: 1 for Gemma's norms, otherwise 0."""
     weight = norm.weight.detach()  # type: ignore[union-attr]
     try:
         effective = effective_gain(norm)

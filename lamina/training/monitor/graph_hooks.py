@@ -51,8 +51,9 @@ class Hook:
     """A hook for a module that may be compiled. The hook holds only a weak reference to the object whose method it
     calls.
 
-    The hooks of a compiled module itself run outside of the graph; there the method runs uncompiled. Inside a graph,
-    the hook is inlined and does nothing. A copy of the hook, such as in a copied or pickled model, does nothing.
+    If the compiled module itself has the hook, the hook runs outside of the graph and calls the method uncompiled.
+    If the compiler inlines the hook into a graph, the hook does nothing. A copy of the hook, such as in a copied or
+    pickled model, does nothing.
     """
 
     def __init__(self, method: Callable[..., Output] | None = None):
@@ -77,7 +78,7 @@ skip_code(Hook.__call__.__code__)  # else it is compiled on its own, where is_co
 
 
 def _traced(act: Callable[..., Output]) -> Callable[..., Output]:
-    """Return a hook that is a part of a compiled module's graph; the hooks of that module itself run outside of it."""
+    """Return a hook that works inside a compiled module's graph, and also on the compiled module itself."""
     uncompiled: Callable[..., Output] = torch.compiler.disable(act)
 
     def acting(*args: Output) -> Output:
@@ -120,7 +121,7 @@ def class_with_hooks(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _without_hooks(state: Json) -> Json:
-    """Return a module's state without the hooks of this file."""
+    """Return a module's state without the hooks that ``GraphHooks`` made."""
     state = {name: value for name, value in state.items() if name not in (_INPUT, _OUTPUT, _ARGUMENT)}
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         hooks = state[name]
@@ -148,7 +149,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class GraphHooks(Generic[Key]):
-    """Hooks at points of a model. A compiler may inline the hooks, and they stay until ``close``."""
+    """Hooks at points of a model. A compiler may inline the hooks. The hooks stay until ``close``."""
 
     def __init__(self, points: Mapping[Key, Point]):
         self._handles: list[RemovableHandle] = []

@@ -75,11 +75,11 @@ class DivergenceGuard:
             )
 
     def accept(self) -> None:
-        """Forget the losses so far. After a divergence that did not stop the run, the loss may stay high."""
+        """Forget the losses so far, because the loss may stay high after a divergence that did not stop the run."""
         self.above_since, self.best, self._recent = None, math.inf, []
 
     def see_steps(self, rows: Iterable[Row]) -> None:
-        """Read each step's loss and gradient norm since the last record. Only subclasses do this."""
+        """Take the loss and gradient norm of each step since the last record. Does nothing in this class."""
 
     def see_gradient(self, step: int, norm: float, first: int | None = None, rows: Sequence[Row] = ()) -> None:
         """Check the total gradient norm before clipping. Raises Diverged.
@@ -159,9 +159,9 @@ Point = tuple[float, float]  # step, loss
 def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
     """Return a phrase that quotes two losses if the loss is still falling after ``steps`` steps; otherwise None.
 
-    The loss still falls if ``steps`` more steps at its final pace would lower it by STILL_FALLING nats. Runs get stuck
-    at ``entropy``. So a loss above ``entropy`` also counts as falling if its final pace is at least UNSLOWED times the
-    whole run's pace.
+    The loss is still falling if ``steps`` more steps at its final pace would lower it by STILL_FALLING nats. A loss
+    often stays near ``entropy`` for a while or forever. A loss above ``entropy`` also counts as falling if its final
+    pace is at least UNSLOWED times the whole run's pace.
 
     ``records`` are the lines of metrics.jsonl. The final pace is the eval loss's pace over the last fifth of the run
     (up to two fifths if there was no evaluation in between). Without such evaluations, the final pace is the training

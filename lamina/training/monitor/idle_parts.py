@@ -37,8 +37,8 @@ class IdleParts:
     Attributes:
         runs: for each part, the number of consecutive values at which the part was idle.
         named: the idle parts that a note has named.
-        counts: for each layer, the number of loads of 0 that a load above 0 ended, and this number plus the loads above
-            0.
+        counts: for each layer, the number of loads of 0 before a load above 0, and this number plus the number of loads
+            above 0.
         told: for each metric, the number of notes so far.
     """
 
@@ -57,7 +57,7 @@ class IdleParts:
         """Judge a step and yield its notes.
 
         Args:
-            groups: the gradients and updates of sub-layers of one kind.
+            groups: the gradients and updates, grouped by kind of sub-layer.
             loads: the experts' loads.
             recent: the latest values of each series.
         """
@@ -82,7 +82,7 @@ class IdleParts:
     def _behind(
         self, members: Sequence[Row], recent: Mapping[tuple[int, str, str, str], Sequence[float]]
     ) -> Iterator[Part]:
-        """Yield the parts whose share of the usual value has been far below their past share for long enough."""
+        """Yield the parts whose share of the usual value has been far below the part's past share for long enough."""
         usual = statistics.median(row[6] for row in members) if len(members) > 2 else 0.0
         past: list[float] = []  # each member's median, computed only if a member is small
         before = 0.0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Wrapped functions call a listener's methods before they run; a loss scaler's step calls them afterward."""
+    """Wrapped torch functions call a listener's methods before they run, but a loss scaler's step afterward."""
 
     def differentiates(self, loss: torch.Tensor) -> None: ...
 
@@ -98,7 +98,7 @@ def _telling_loss(inner: Callable[..., object]) -> Callable[..., object]:
 
 
 def _quiet(inner: Callable[..., object]) -> Callable[..., object]:
-    """Notify no listener of the pass over uninitialized memory by which a pipeline stage learns its shapes."""
+    """Do not notify listeners of the pass over uninitialized memory with which a pipeline stage finds its shapes."""
 
     @wraps(inner)
     def infer(*args: object, **kwargs: object) -> object:
@@ -159,7 +159,7 @@ def _telling_unscale(inner: Callable[..., object]) -> Callable[..., object]:
 
 
 def _telling_sharded_clip(inner: Callable[..., object]) -> Callable[..., object]:
-    """Notify listeners of FSDP1's own clipping, which does not call torch's functions."""
+    """Notify listeners of clipping by FSDP1's method, which does not call torch's functions."""
 
     @wraps(inner)
     def clip_grad_norm_(model: nn.Module, max_norm: float, *args: object, **kwargs: object) -> object:
@@ -171,7 +171,7 @@ def _telling_sharded_clip(inner: Callable[..., object]) -> Callable[..., object]
 
 
 def _telling_end(inner: Callable[..., object]) -> Callable[..., object]:
-    """Notify listeners that a loop leaves the process group, while the processes can still exchange the last step."""
+    """Notify listeners just before a loop destroys the process group, while they can exchange the last step."""
 
     @wraps(inner)
     def destroy_process_group(group: ProcessGroup | None = None) -> object:

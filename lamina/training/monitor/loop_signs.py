@@ -25,10 +25,10 @@ _SHOWN = 4  # names in a note
 
 @dataclass(frozen=True, kw_only=True)
 class StepSigns:
-    """The signs of one step.
+    """Signs that a training loop skipped, froze or replaced layers in a step.
 
     Attributes:
-        trained: the owners (sub-layers or parts) with a parameter that required a gradient.
+        trained: the sub-layers and other parts (owners) with a parameter that required a gradient.
         left_out: the layers and sub-layers that this step did not call, although earlier steps did.
         changed: the number of each owner's parameters that were replaced, or that began or ceased to require a
             gradient.
@@ -46,7 +46,7 @@ class StepSigns:
 
 @dataclass(frozen=True, eq=False)
 class _Mark:
-    """A hook that notes a sub-layer's call; a copied model's hook notes it in a set of its own."""
+    """A hook that notes a sub-layer's call in a set. A copied model's hooks use another set."""
 
     called: set[tuple[int, str]]
     layer: int
@@ -88,7 +88,7 @@ class LoopSigns:
             handle.remove()
 
     def replaced(self, owners: Iterable[Owner]) -> None:
-        """Note that a new search for the layers found other parameters for ``owners``."""
+        """Note that a new search for the layers found other parameters in the parts ``owners``."""
         self._replaced |= set(owners)
 
     def end_step(self, step: int, *, passed: bool) -> StepSigns:
@@ -135,7 +135,7 @@ class LoopSigns:
 
 
 def places(owners: Iterable[Owner]) -> str:
-    """Name owners briefly: ``layers 0 to 3, embedding``."""
+    """Name parts of a model briefly: ``layers 0 to 3, embedding``."""
     owners = list(owners)
     layers = sorted({layer for layer, _, _ in owners if layer >= 0})
     whole = layers == list(range(layers[0], layers[-1] + 1)) if layers else False
@@ -156,7 +156,7 @@ def named(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
 def kept_square(optimizers: Sequence[torch.optim.Optimizer]) -> torch.Tensor | None:
     """Return the squared norm of gradients that already exist before a backward pass; None without gradients.
 
-    Only the optimizers' parameters count, because no code needs to zero other gradients.
+    Only parameters in the optimizers count, because training code need not zero other gradients.
     """
     parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -22,7 +22,7 @@ def _called(setup: BeforeTraining, name: str) -> dict[str, object]:
 
 @checks
 def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a loss's wrong inputs: probabilities as logits, logits as log-probabilities, viewed logits, other shapes."""
+    """Find wrong inputs of a loss: probabilities as logits, logits as log-probabilities, or logits of a wrong shape."""
     logits = _called(setup, "cross_entropy").get("input")
     odds = _called(setup, "binary_cross_entropy_with_logits").get("input")
     viewed = setup.trial.logits if setup.trial is not None else None
@@ -84,7 +84,7 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def targets(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find targets that no output can reach, or reaches after very many steps, and a teacher that is trained."""
+    """Find targets that outputs cannot reach, or reach only after very many steps, and a teacher that is trained."""
     given = _called(setup, "binary_cross_entropy_with_logits").get("target")
     if isinstance(given, torch.Tensor) and given.numel() and not 0 <= float(given.min()) <= float(given.max()) <= 1:
         yield Mistake(
@@ -123,7 +123,7 @@ def label_smoothing(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a loss that falls when its only cross-entropy rises, and a mean log-probability as the loss."""
+    """Find a loss with the wrong sign: minus a cross-entropy, or a mean log-probability."""
     trial = setup.trial
     if trial is None or any(g.get("maximize") for _, g in setup.settings):
         return

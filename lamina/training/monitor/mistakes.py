@@ -51,7 +51,7 @@ class Mistakes(list[Mistake]):
 def findings(setup: BeforeTraining) -> list[Mistake]:
     """Return the mistakes that the checks find; empty if FSDP1 or DeepSpeed hides the weights or gradients.
 
-    ``setup.failed`` gets each check that raised an exception.
+    The function adds each check that raised an exception to ``setup.failed``.
     """
     if FlatParameters(setup.model) or is_deepspeeds(setup.model):
         return []

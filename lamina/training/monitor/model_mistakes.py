@@ -214,7 +214,7 @@ def _gain(norm: nn.Module) -> torch.Tensor | None:
 
 
 def _is_as_made(norm: nn.Module) -> bool:
-    """Return whether a norm's weight has the initial value of the norm's class (Nemotron's 1 + weight starts at 2)."""
+    """Return whether a norm's weight equals its class's initial value (1 even for Nemotron's 1 + weight)."""
     weight: Output = norm.weight
     try:
         new: Output = type(norm)(len(weight))
@@ -232,7 +232,7 @@ def _is_reentrant(model: nn.Module) -> bool:
 
 
 def _inputs_are_frozen(model: nn.Module) -> bool:
-    """Return whether the layers' inputs require no gradient: embeddings are frozen, and no hook changes that."""
+    """Return whether embeddings are frozen and no hook makes the layers' inputs require a gradient."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     hooked = any(module._forward_hooks for module in tables)
     return bool(tables) and not hooked and not any(p.requires_grad for module in tables for p in module.parameters())

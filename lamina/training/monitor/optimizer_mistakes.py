@@ -34,7 +34,7 @@ LARGE_STEP = 2.0  # times a matrix's root mean square: a step of Adam that repla
 
 @checks
 def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find trainable parameters that are in no optimizer, unless the optimizers train only a small part on purpose."""
+    """Find trainable parameters that are in no optimizer, unless the optimizers train a small part on purpose."""
     missing = [p for p in setup.trained if id(p) not in setup.groups] if setup.optimizers else []
     all_of, left_out = (sum(p.numel() for p in part) for part in (setup.trained, missing))
     if missing and (left_out == all_of or all_of - left_out >= HEAD_ONLY * all_of):
@@ -115,7 +115,7 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _rate_of(groups: Iterable[Mapping[str, Output]]) -> float:
-    """Return the groups' highest learning rate before a schedule; infinity if an optimizer chooses it itself."""
+    """Return the groups' highest learning rate before a schedule; infinity if an optimizer chooses the rate itself."""
     rates = [group.get(name, 0.0) for group in groups for name in ("lr", "initial_lr", "max_lr")]
     return max((math.inf if rate is None else float(rate) for rate in rates), default=0.0)
 
@@ -187,7 +187,7 @@ def maximizes(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find two betas in the wrong order, and a momentum of 1. Three betas (Adan) have another order."""
+    """Find two betas in the wrong order, and a momentum of 1 or more. An optimizer with three betas (Adan) is fine."""
     for _, group in setup.settings:
         betas, momentum = group.get("betas") or (), group.get("momentum") or 0.0
         if len(betas) == 2 and betas[0] > betas[1] and betas[0] >= SWAPPED:
@@ -317,7 +317,7 @@ def restored_alone(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find learning rates that fall from layer to layer: layer-wise decay in the wrong direction."""
+    """Find layer-wise learning rate decay in the wrong direction, in which later layers have lower learning rates."""
     for path, layers in setup.blocks:
         rates = [_rate_of(g for p in layer.parameters() for g in setup.groups.get(id(p), ())) for layer in layers]
         falls = all(first > second for first, second in pairwise(rates))

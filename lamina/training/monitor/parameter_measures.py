@@ -58,10 +58,10 @@ def owned_parameters(model: nn.Module) -> Owned:
 
 
 def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatParameters | None = None) -> Owned:
-    """List a model's parameters with their layer and sub-layer; without a structure, all belong to the whole model.
+    """List a model's parameters with their layer and sub-layer; without a structure, with the whole model as owner.
 
     A parameter that several layers share (ALBERT) counts in the first of these layers. A tied parameter counts in the
-    embedding. Parameters of another stack of layers (a decoder after the encoder) have the role "other".
+    embedding. Parameters of a further stack of layers (a decoder after the encoder) have the role "other".
     """
     flat = flat or FlatParameters(model)
     if structure is None:
@@ -87,7 +87,7 @@ def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatPa
 
 
 def _share(tensor: torch.Tensor) -> float:
-    """Return the factor on this process's part in a sum over processes: 1 for a shard, 1 / n for each of n copies."""
+    """Return the weight of this process's part in a sum over processes: 1 for a shard, 1 / n for each of n copies."""
     if not is_initialized():
         return 1.0
     world = get_world_size()
@@ -115,7 +115,7 @@ def clip(model: nn.Module, limit: float) -> torch.Tensor:
 
 
 class GradientNorms:
-    """The gradient's L2 norm by sub-layer and block, of the embedding, and of the output head.
+    """Measures the gradient's L2 norm in each sub-layer and block, the embedding and the output head.
 
     For sharded parameters (FSDP, ZeRO), the processes sum the squares of their parts, so the norms equal one process's
     norms.
@@ -166,7 +166,7 @@ class GradientNorms:
         return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
 
     def clips(self) -> bool:
-        """Return whether ``clip`` works: it needs whole gradients of one device and one dtype, in the model's order."""
+        """Return whether ``clip`` works: it needs unsharded gradients of one device and dtype, in the model's order."""
         kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters if parameter.grad is not None}
         return self._all and len(kinds) == 1 and not (self.sharded or self._exact)
 
@@ -185,7 +185,7 @@ class GradientNorms:
         return total, self.summed(norms.double().pow(2), present)
 
     def local_sums(self, tensors: Sequence[torch.Tensor | None], *, power: int = 2) -> torch.Tensor:
-        """Sum |x|**power by group over this process's part of ``tensors`` (one per parameter; None counts as zeros)."""
+        """Sum |x|**power by group over this process's part of ``tensors`` (one per parameter; None means zeros)."""
         present = [index for index, tensor in enumerate(tensors) if tensor is not None]
         parts = [local_part(tensor) for tensor in tensors if tensor is not None]
         if not parts:
@@ -217,14 +217,14 @@ class GradientNorms:
         return bool(flag)
 
     def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum the processes' shares; without sharding, each process already has the whole sum."""
+        """Sum over a sharded model's processes. Without sharding, each process already has the whole sum."""
         if self.sharded and is_initialized():
             sums = sums.to(self.device)  # ZeRO may keep its parts on the CPU
             torch.distributed.all_reduce(sums, group=self.group)
         return sums
 
     def trained(self) -> set[Owner]:
-        """Return the owners that now have a parameter that requires a gradient."""
+        """Return the owners (sub-layers or parts) in which a parameter currently requires a gradient."""
         groups = {group for group, p in zip(self.groups, self.parameters, strict=True) if p.requires_grad}
         owners = {self.keys[group] for group in groups}
         return owners | {(layer, "block", "all") for layer, _, _ in owners if layer >= 0}
@@ -249,9 +249,9 @@ def reading_waits(tensor: torch.Tensor) -> bool:
 
 
 class FirstFailure:
-    """The first step with a gradient norm that is not finite, and the step's ``squares()``; both stay on the device.
+    """Keeps the first step with a gradient norm that is not finite, and its ``squares()``, on the device.
 
-    On a GPU, a run reads its norms only when it records. By then every weight may be NaN, so that no layer stands out.
+    On a GPU, a run reads gradient norms only at recorded steps. By then every weight may be NaN, in all layers.
     """
 
     def __init__(self) -> None:
@@ -268,7 +268,7 @@ class FirstFailure:
         self._step, self._squares = self._step + new * step, torch.where(new, squares, self._squares)
 
     def read(self) -> tuple[int, torch.Tensor]:
-        """Return the step and its squares; step 0 if every norm was finite."""
+        """Return the first such step and its squares; step 0 if every norm was finite."""
         return (0 if self._step is None else int(self._step)), self._squares
 
 
@@ -298,13 +298,13 @@ def is_recorded(step: int, args: Arguments) -> bool:
 
 
 def estimate_of(group: Mapping[str, Output]) -> float | None:
-    """Return Prodigy's or D-Adaptation's estimate of a group's learning rate, which the group's ``lr`` multiplies."""
+    """Return the estimate by which Prodigy or D-Adaptation multiplies a group's ``lr``."""
     estimate = group.get("d")
     return float(estimate) if isinstance(estimate, int | float) else None
 
 
 def largest_rate(optimizers: Optimizers) -> float | None:
-    """Return the largest learning rate of all groups; None if no group has one (Adafactor's own step size)."""
+    """Return the largest learning rate of all groups; None if no group has one, as if Adafactor chooses step sizes."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [(group.get("lr"), estimate_of(group)) for group in groups]
     return max((float(rate) * (1.0 if d is None else d) for rate, d in rates if rate is not None), default=None)
@@ -315,15 +315,14 @@ class Samples:
 
     In most trainings only the optimizers change weights and moments, so the alarm for other changes needs no fitted
     limit. ``written_ratio`` is the norm of such changes to the weights since the last record, divided by the weights'
-    norm. ``moved_ratio`` is the distance that training moved the weights before such a change, divided by the weights'
-    norm. This distance starts at the previous such change, or at the first step. ``forgotten_share`` is the largest
-    loss of magnitude in one of the optimizer's tensors, divided by the tensor's norm; it is 1 if the tensor is lost.
+    norm. ``moved_ratio`` is the distance that training moved the weights between the previous such change (or the first
+    step) and this change, divided by the weights' norm. ``forgotten_share`` is the largest loss of magnitude in one of
+    the optimizer's tensors, divided by the tensor's norm; it is 1 if the tensor is lost.
 
     Only ``rows`` waits for the device. A resumed run begins with a new sample, so its first step is not compared.
 
     Attributes:
-        resumed: whether the run has earlier steps. If the run has earlier steps, an optimizer without a state has lost
-            its state.
+        resumed: whether the run has earlier steps. In such a run, an optimizer without a state has lost its state.
     """
 
     resumed = False
@@ -385,7 +384,7 @@ class Samples:
 
     @property
     def _count(self) -> int:
-        """The number of elements that are weights."""
+        """The number of the sample's elements that are weights; the others are moments."""
         return sum(map(len, self._views[: len(self._sizes)]))
 
     def _moments(self, optimizers: Optimizers) -> Iterator[tuple[int, str, torch.Tensor]]:
@@ -398,7 +397,7 @@ class Samples:
                     yield index, key, local_part(part) if self.groups.sharded else part
 
     def _take(self, moments: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor | None:
-        """Read the sample, with zeros for lost moments; None if the tensors are on several devices."""
+        """Read the sample's current values, with zeros for lost moments; None if the tensors are on several devices."""
         parameters = self.groups.parameters
         weights = [local_part(parameter) for parameter in parameters] if self.groups.sharded else parameters
         kept = [moments[key] if key in moments else torch.zeros_like(weights[key[0]]) for key in self._keys]
@@ -450,7 +449,7 @@ class Samples:
 
 
 def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a view of ``size`` evenly spread elements, or of all elements; empty for a noncontiguous tensor."""
+    """Return a view of ``size`` evenly spread elements of a tensor; empty for a noncontiguous tensor."""
     if not tensor.is_contiguous():
         return tensor.new_empty(0)
     stride = max(1, tensor.numel() // size)
@@ -466,9 +465,9 @@ class UpdateRatios(TrainerCallback):
     |w' - w| / |w|. If the optimizer has Adam's moments after the step, the metrics include ``first_moment`` |m| and
     ``second_moment``, the norm of sqrt(v), both in units of the gradient. ``unmoved_parameters`` is the number of
     parameters with a gradient and an update of exactly 0. ``without_gradient`` is the number of parameters that
-    ``SilentParameters`` finds. If the groups have different learning rates, ``rate_ratio`` is a sub-layer's learning
-    rate divided by the optimizer's median learning rate, if this ratio is above 1. ``rate_estimate`` is the learning
-    rate that an optimizer estimates itself.
+    ``SilentParameters`` finds. ``rate_ratio`` is a sub-layer's learning rate divided by the optimizer's median learning
+    rate. It is measured if the groups have different learning rates and the ratio is above 1. ``rate_estimate`` is the
+    learning rate that an optimizer estimates itself.
 
     At a recorded step, memory holds a copy of the weights from the backward pass to the end of the step. At other
     steps, memory holds only a copy of ``samples``. Only ``rows`` waits for the device.
@@ -480,11 +479,11 @@ class UpdateRatios(TrainerCallback):
     Attributes:
         rate: the largest learning rate of the last measured step.
         samples: finds changes that the optimizers did not make.
-        still: the parameters that got a gradient at the last record but did not move.
+        still: the parameters that got a gradient at the last recorded step but did not change.
         missing: whether no optimizer contains any parameter in ``still``.
-        silent: the parameters that got no gradient at the last record.
-        resting: the parameters with a gradient and a learning rate of 0 at the last record, while other parameters
-            moved.
+        silent: the parameters that got no gradient at the last recorded step.
+        resting: the parameters with a gradient and a learning rate of 0 at the last recorded step, while other
+            parameters changed.
     """
 
     rate: float | None = None
@@ -609,7 +608,7 @@ class UpdateRatios(TrainerCallback):
         return unmoved
 
     def _without_gradient(self) -> list[int]:
-        """Return the positions of trained parameters whose gradient is zero, although it is not zero in most layers."""
+        """Return the positions of trained parameters with a zero gradient that most other layers do not have."""
         if self._largest is None:
             return []
         ids = [id(stored(parameter)) for parameter in self.groups.parameters]

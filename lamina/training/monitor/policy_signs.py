@@ -41,7 +41,7 @@ _RECENT = 16  # values of the KL
 
 
 class Sign(NamedTuple):
-    """A judged value: rule, step, metric, value, usual value, and whether the value is out of range."""
+    """A value that a rule has judged: rule, step, metric, value, usual value, and whether the value is out of range."""
 
     rule: str
     step: int
@@ -52,8 +52,8 @@ class Sign(NamedTuple):
 
 
 def metrics_of(names: Iterable[str]) -> dict[str, str]:
-    """Return a policy's metrics by the names of logged series. The result is empty without rewards, because other
-    trainers also log entropy.
+    """Map the names of logged series to a policy's metrics. The result is empty without rewards, because other trainers
+    also log entropy.
     """
     found = {name: LOGGED[plain] for name in names if (plain := name.removeprefix("train/")) in LOGGED}
     return found if {EQUAL, REWARD} & {*found.values()} else {}
@@ -75,11 +75,11 @@ class PolicyCourse:
 
     Attributes:
         last: the step of the last record; 0 before the first.
-        begun: the first step of the current period in which all rewards of each group are equal; 0 if rewards differ.
+        begun: the first step of the current period in which each group has equal rewards; 0 if rewards differ now.
         run: the number of records in the current period.
         records: the number of records before the current period.
-        equal: before the current period, the number of records with equal rewards in each group.
-        idle: whether the rewards have given no gradient for too long to be chance.
+        equal: the number of records before the current period in which each group had equal rewards.
+        idle: whether equal rewards have left no gradient for longer than chance explains.
         first: the first values of each metric.
         recent: the last KL values inside the usual range.
         outside: by metric, the number of consecutive records outside the usual range.
@@ -108,8 +108,8 @@ class PolicyCourse:
     def _equal(self, step: int, share: float) -> Sign:
         """Judge the share of groups with equal rewards.
 
-        A single group of two often has equal rewards; a record may be the mean of several steps. So Lamina counts how
-        often such a record came before.
+        A record with a single group of two completions often has equal rewards, and a record may be the mean of several
+        steps. So Lamina counts how often such records came before.
         """
         if share < 1.0 - 1e-6:
             self.records, self.equal = self.records + self.run + 1, self.equal + self.run

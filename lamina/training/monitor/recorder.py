@@ -1,4 +1,4 @@
-"""Connect the monitor with Lamina's runs: handle Trainer's events, progress, timing and Ctrl-C."""
+"""Connect the monitor with Lamina's own runs: handle Trainer's events, progress, timing and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class MonitoredTrainer(_Trainer):
         return skipped
 
     def failed_loss(self, loss: torch.Tensor) -> float | None:
-        """Add a micro-batch's loss to the series. If its mean over processes is not finite, return the mean, otherwise
+        """Add a micro-batch's loss to the series. Return the loss's mean over processes if it is not finite, otherwise
         None.
 
         If reading a value waits for the device, Lamina reads it only at recorded steps. In fp16, the loss scaler skips
@@ -146,7 +146,7 @@ class MonitoredTrainer(_Trainer):
         return norm
 
     def continue_records(self) -> None:
-        """When training begins, restore the sums that a resumed trainer had collected since its last record."""
+        """When training begins, restore the sums that a resumed run had collected since its last record."""
 
     def bare_model(self) -> LaminaForCausalLM:
         """Return the model without the wrappers of accelerate and DDP.
@@ -175,7 +175,7 @@ class RunRecorder(Monitor, TrainerCallback):
 
     Attributes:
         tokens_of: returns the number of tokens in the first steps.
-        realized: returns each corpus's contribution to a mix up to a step; empty for a single corpus.
+        realized: returns how much each corpus of a mix has contributed up to a step; empty for a single corpus.
         full_speed: the tokens per second at the GPUs' peak speed; None if the peak is unknown.
         unit: the name for tokens in progress lines.
         trainer: the Trainer that calls back; set before training begins.

@@ -1,4 +1,4 @@
-"""The rules of the alarms. A rule compares each series of a run with a reference, and has a largest allowed difference.
+"""The alarm rules. A rule compares each series of a run with a reference, and limits the difference.
 
 Each rule is a pure function of the rows so far, so that Lamina can judge stored records again. ``limits.json`` holds
 the limits, and names the runs on which tools/calibration/alarms.py fitted them.
@@ -62,14 +62,14 @@ GRADIENTS = ("gradient_norm", "step_gradient_norm", "first_moment")
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """How a rule compares a metric's series with their past values.
+    """How a rule compares a value with the past values of the same series, for one metric.
 
     Attributes:
         rises: whether a value above the past values counts.
         falls: whether a value below the past values counts.
         fewest: the number of past values that the rule needs.
-        calm: the value below which a rise does not count, such as an attention logit that grows early in training, or a
-            gain that began at 0.
+        calm: the value below which a rise does not count. For example, attention logits grow early in training, and
+            gains may start at 0.
     """
 
     rises: bool = True
@@ -125,9 +125,8 @@ _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose update
 class Found(NamedTuple):
     """A judgment: the rule, the row, the usual value, and whether the value is outside its usual range.
 
-    ``name`` and ``score`` belong to the fitted limit, if the rule has a fitted limit. The value is outside its usual
-    range if the score is above this limit. For a rising gradient, the number of consecutive steps must exceed the
-    limit.
+    If the rule has a fitted limit, ``name`` names the limit, and the value is outside its usual range if ``score`` is
+    above the limit. For a rising gradient, the number of consecutive steps must exceed the limit.
     """
 
     rule: str
@@ -156,7 +155,7 @@ def noise_of(losses: Sequence[float]) -> float:
 
 
 def series_of(row: Row) -> Series:
-    """Return a row's series. Norms with the same role, such as query and key norms, have separate series."""
+    """Return a row's series. Norms with the same role in a sub-layer (query and key norms) have separate series."""
     _, layer, sublayer, role, index, metric, _ = row
     return layer, sublayer, f"{role} {index + 1}" if index else role, metric
 
@@ -252,7 +251,7 @@ class Rules:
         self.notes += self._idle.see(step, groups, (row for row in rows if row[5] == "expert_load"), self._recent)
 
     def _rewarded(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge the numbers of a policy that a trainer logged. If the rewards give no gradient, series start again."""
+        """Judge a policy's numbers from a trainer's log. While rewards give no gradient, the series start again."""
         was_idle = self._policy.idle
         for sign in self._policy.see(step, {row[5]: row[6] for row in rows}) if rows else ():
             yield Found(sign.rule, (sign.step, -1, "model", "all", 0, sign.metric, sign.value), sign.usual, sign.left)
@@ -263,7 +262,8 @@ class Rules:
     def _estimated(self, step: int, rows: Iterable[Row]) -> bool:
         """Return whether an optimizer's estimate of its learning rate has just grown. The training starts only then.
 
-        The estimate begins far too low (Prodigy, D-Adaptation). While it grows, series of records start again.
+        The estimate begins far too low (Prodigy, D-Adaptation). While the estimate grows, series of records start
+        again.
         """
         value, (highest, grew) = max((row[6] for row in rows if row[5] == "rate_estimate"), default=0.0), self._estimate
         if value > GROWS * highest > 0:
@@ -275,7 +275,7 @@ class Rules:
         return step < grew + INTERVAL
 
     def _schedule(self, step: int, rate: float | None) -> Iterator[Found]:
-        """Judge the learning rate by its highest value so far. Its first rise is a warm-up."""
+        """Compare the learning rate with its highest value so far. The first rise of the learning rate is a warm-up."""
         if not rate or self._estimate[0]:
             return
         before, highest, at = self._peak
@@ -340,7 +340,7 @@ class Rules:
             yield Found("kept", row, 0.0, left=row[6] > KEPT)
 
     def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
-        """Judge a value by the median of its series' past, and a recorded value also by the last two values' trend."""
+        """Compare a value with its series' past median, and at recorded steps also with the last two values' trend."""
         step, _, _, _, _, metric, value = row
         scaled = value / rate if metric == "update_norm" and rate else value
         recent = self._past_of(row)
@@ -367,8 +367,8 @@ class Rules:
     def _course(self, rule: str, row: Row, sign: float) -> Found | None:
         """Judge how far a series of records has moved in one direction over its last records.
 
-        Returns None for few records, or while they hold a 0 from which the series rises, because a part that starts at
-        zero grows by any factor in healthy training.
+        Returns None if there are few records, or if the series rises from a 0 in these records, because a part that
+        starts at zero grows by any factor in healthy training.
         """
         recent = [*self._recent[series_of(row)]]
         if len(recent) < SAME_WAY or (rule == "rise" and 0.0 in recent):
@@ -386,9 +386,9 @@ class Rules:
     def _calm(self, row: Row, past: Past) -> float:
         """Return the value below which a rise does not count.
 
-        For gradients and moments, it is the model's usual value. In healthy training, a sub-layer or embedding far
+        For gradients and moments, this is the model's usual value. In healthy training, a sub-layer or embedding far
         below this value can rise tenfold, briefly or for good, without an effect on the model. If steps leave out parts
-        by chance, the other parts' gradients vary manyfold, so only a gradient above all earlier ones counts.
+        by chance, the other parts' gradients vary manyfold, so only a new highest gradient counts.
         """
         if row[5] not in GRADIENTS:
             return past.calm
@@ -405,8 +405,8 @@ class Rules:
     def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
         """Judge parts with a separate learning rate: muP, Muon and fine-tuning have such parts.
 
-        Such a learning rate is a note. It becomes an alarm once the part's weights, and no other part's weights, have
-        left their usual range.
+        Lamina writes a note about such a learning rate. The note becomes an alarm once the weights of this part, and of
+        no other part, have left their usual range.
         """
         rates = [row for row in rows if row[5] == "rate_ratio"]
         if not rates:
@@ -485,7 +485,9 @@ class Rules:
         yield from (Found("dead", row, usual, left=sure and not many) for row, usual, sure in dead)
 
     def _low(self, members: Sequence[Row]) -> Iterator[Found]:
-        """Compare gradients with both neighboring layers' gradients; the last layer's with the two layers before it."""
+        """Compare each layer's gradients with both neighboring layers' gradients (the last layer's: with two earlier
+        layers').
+        """
         for index in range(1, len(members)):
             beside = (index - 1, index + 1) if index + 1 < len(members) else (index - 2, index - 1)
             usual, row = min(members[at][6] for at in beside), members[index]
@@ -493,7 +495,7 @@ class Rules:
                 yield self._fitted("low", row, usual, math.log(usual / row[6]))
 
     def _updates(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge a record's updates by their effect on the weights."""
+        """Judge the updates of a recorded step by their size relative to the weights."""
         places: dict[Place, dict[str, Row]] = {}
         for row in rows if any(row[5] in _UPDATES for row in rows) else ():
             inside = row[1] >= 0 and row[2] != "block"
@@ -547,7 +549,7 @@ class Rules:
     def _loss(self, row: Row) -> Iterator[Found]:
         """Judge the loss by two control charts (CUSUM) of its distance from its median, in units of its noise.
 
-        After a step that a loss scaler skipped, the weights are the same, and the loss says nothing new.
+        After a step that a loss scaler skipped, the weights are unchanged, so the loss carries no new information.
         """
         if self._skipped:
             return
@@ -644,7 +646,7 @@ class Rules:
 
 
 def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
-    """Return as rows how many experts each layer uses: the exponential of the entropy of their loads."""
+    """Return as rows how many experts each layer uses: the exponential of the entropy of the experts' loads."""
     loads: dict[tuple[int, str], list[float]] = {}
     for row in rows:
         if row[5] == "expert_load" and math.isfinite(row[6]):
@@ -658,19 +660,19 @@ def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
 
 
 def _earlier_peak(recent: Sequence[float]) -> float:
-    """Return the largest value before the latest values that are all above it; without such values, the largest one."""
+    """Return the largest value, but ignore the latest values if all of them exceed all earlier values."""
     count = len(recent)
     peaks = [max(recent[:at]) for at in range(count // 2 + 1, count) if min(recent[at:]) > max(recent[:at])]
     return peaks[0] if peaks else max(recent)
 
 
 def _leaving(value: float, recent: Sequence[float], sign: float, gaps: float) -> tuple[float, float]:
-    """Return the usual value, and the logarithm of a value's ratio to it; 0 within the noise.
+    """Return the usual value, and the logarithm of a value's ratio to it (0 if the ratio is within the noise).
 
-    ``gaps`` is the time since the last value, divided by the time between the last two values. If the continued trend
-    of these two values comes nearer to the value, it is the usual value. For measures of every step, ``gaps`` is 0.
-    While their past is short, the trend goes from one half of the past to the other, because gradients grow or shrink
-    manyfold at the start of a training.
+    ``gaps`` is the time since the last value, divided by the time between the last two values. If the trend of these
+    two values comes nearer to the value than the past median, the trend gives the usual value. For metrics of every
+    step, ``gaps`` is 0. While the past of such a metric is short, the trend goes from the first half of the past to the
+    second half, because gradients grow or shrink manyfold at the start of a training.
     """
     usual, half = statistics.median(recent), len(recent) // 2
     last, before, steps = recent[-1], recent[-2], gaps

@@ -115,7 +115,7 @@ class ScheduledProbes(TrainerCallback):
         )
 
     def _measure(self, context: Context) -> list[tuple[Probe, pd.DataFrame | None, list[str]]]:
-        """Run all probes in one pass; if one fails, run each in a separate pass, so that only that one is lost."""
+        """Run all probes in one pass. If a probe fails, run each probe separately, to lose only the failed one."""
         results: list[tuple[Probe, pd.DataFrame | None, list[str]]] = []
 
         def done(probe: Probe, frame: pd.DataFrame, seconds: float) -> None:

@@ -15,7 +15,7 @@ Peers: TypeAlias = dict[tuple[str, ...], list[int]]
 
 
 def named_alike(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield a layer's parameters, except numbered experts, with their modules and their names inside the layer."""
+    """Yield a layer's parameters, except the parameters of numbered experts, with module and name inside the layer."""
     for path, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not any(part.isdigit() for part in path.split(".")):
@@ -49,7 +49,7 @@ class SilentParameters:
     def found(self, gradients: Sequence[float], trained: set[int]) -> list[int]:
         """Return the positions of parameters that get no gradient.
 
-        Takes the largest |gradient| of each parameter, and the positions of the trained parameters.
+        The arguments are the largest |gradient| of each parameter, and the positions of the trained parameters.
         """
         living = {self._groups[place] for place, gradient in enumerate(gradients) if gradient > 0}
         suspects: list[int] = []

@@ -42,7 +42,8 @@ def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, 
 
 
 def first_number(model: nn.Module, path: str) -> int:
-    """Return the number in the path of a stage's first layer; 0 if earlier layers exist, or if layers have no numbers.
+    """Return the number in the path of a stage's first layer; 0 if layers have no numbers or the model has earlier
+    layers.
 
     In a pipeline stage, torchtitan's ModuleDict lacks the earlier layers; a list has None or Identity in their place.
     """
