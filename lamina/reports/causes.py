@@ -47,8 +47,8 @@ _AROUND = (16, 5)  # how many losses are compared: before the first alarm, and f
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that helps a run. A run already has the change if ``setting`` equals ``made``. A number must be above 0
-    and at most ``made``.
+    """A change that helps a run. A run already has the change if ``setting`` equals ``made``, or, for a number, is
+    above 0 and at most ``made``.
     """
 
     text: str
@@ -411,7 +411,8 @@ class Signs:
     def first(self) -> Alarm | None:
         """The alarm that explains most (``first_before``).
 
-        If a hard sign (``HARD``) follows soon, Lamina takes this sign instead of a risen gradient.
+        If an alarm of a rule in ``HARD`` (such as ``not_finite``) follows soon, Lamina takes this alarm instead of a
+        risen gradient.
         """
         of = self.counted
         first = first_before(of.alarms, of.rose)
@@ -519,9 +520,9 @@ def _loss_around(losses: Mapping[int, float], step: int) -> str:
 
 
 def _jump(losses: Mapping[int, float], step: int) -> str:
-    """Describe the loss after a jump: it is "back" after a bad batch, "stays" with other data, or rises "again".
-
-    If something changed the weights, the loss rises "again". Returns "no" without a jump, and "" with too few losses.
+    """Describe how the loss went on after it jumped at a step. Returns "back" if the loss fell back, as after a bad
+    batch; "stays" if the loss stayed up, as on other data; or "again" if the loss rose again, as after a change of the
+    weights. Returns "no" without a jump, and "" with too few losses.
     """
     before = [losses[at] for at in sorted(losses) if at < step][-_AROUND[0] :]
     after = [losses[at] for at in sorted(losses) if at >= step][: _AROUND[0]]
@@ -581,8 +582,8 @@ class Learned:
         )
 
     def odds(self, signs: Mapping[str, str]) -> dict[str, float]:
-        """Return each cause's probability, the most likely first. Under NOT_KNOWN, a sign's share is the mean of the
-        causes' average share and a uniform share.
+        """Return each cause's probability, the most likely first. For the cause NOT_KNOWN, Lamina averages the share of
+        a sign over all causes, then averages the result with a uniform share.
 
         This is naive Bayes with equal priors, and with ``added`` runs spread equally over a sign's values. Most signs
         depend on each other, so Lamina divides the logarithms of their shares by ``temper``. If the learning rate or

@@ -178,7 +178,7 @@ def failing_step(folder: Path) -> int | None:
 
 
 def _view(metrics: Collection[str]) -> str:
-    """Return which of ``VIEWS`` a history's metrics are."""
+    """Return the kind of record (one of ``VIEWS``) that a history with these metrics is."""
     return "layers" if "gradient_norm" in metrics else "norm" if NORM in metrics else "loss"
 
 
@@ -194,7 +194,7 @@ def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0
 
 
 def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
-    """Return the highest loss that does not count as above the losses before; infinite if these are too few."""
+    """Return the highest loss that does not count as a rise over the losses ``before``; infinite if they are few."""
     finite = [loss for loss in before[-BEFORE:] if math.isfinite(loss)]
     if len(finite) < BEFORE // 2:
         return math.inf
@@ -314,10 +314,9 @@ def _rise_in(losses: Mapping[int, float], steps: Sequence[int], *, may_wander: b
 
 
 def _rise_near_zero(losses: Sequence[float]) -> int | None:
-    """Return where a loss too small to rise by ``_NATS`` left its level, or None. From there on, all losses are above
-    three times the lowest maximum of 16 losses in a row.
-
-    Counts from the last loss that was as low. A policy's loss starts at exactly 0, which is no level.
+    """Return the index from which a loss below ``_NATS`` stays above its usual level, or None if the loss does not
+    rise. The level is the lowest maximum of 16 losses in a row. From the index on, all losses are above three times the
+    level. A policy's loss starts at exactly 0, which does not count as a level.
     """
     values = np.asarray(losses)
     if len(values) < BEFORE + _PATIENCE or not (values > 0).all() or not np.isfinite(values).all():
@@ -503,7 +502,9 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
 
 
 def _jump(evidence: Evidence) -> tuple[int, float, float] | None:
-    """Return ``rate_jump`` before the first anomaly, or else before the loss rose; None for a schedule's restart."""
+    """Return the learning rate's jump (``rate_jump``) before the first anomaly. Without an anomaly, return the jump
+    before the loss rose, or None if the schedule restarted there.
+    """
     if evidence.first is not None:
         return rate_jump(evidence)
     rose = next(iter(evidence.spikes), None) if evidence.rose is None else evidence.rose
@@ -546,7 +547,7 @@ def _next(evidence: Evidence, first: Alarm, place: Alarm) -> list[str]:
 
 
 def _everywhere(evidence: Evidence, first: Alarm) -> list[str]:
-    """Say so if most layers have an anomaly at once."""
+    """Report whether most layers have an anomaly at once."""
     at_once = {alarm.layer for alarm in evidence.alarms if 0 <= alarm.step - first.step <= START and alarm.layer >= 0}
     layers = sum(index >= 0 for index in evidence.names)
     if len(at_once) <= max(2, layers // 2):
@@ -555,7 +556,7 @@ def _everywhere(evidence: Evidence, first: Alarm) -> list[str]:
 
 
 def _more(evidence: Evidence) -> str:
-    """Return what to record in addition; empty for a run that recorded every step."""
+    """Advise what else to record; empty for a run that recorded every step."""
     if evidence.settings.get("every") == 1:
         return ""
     return "every step by layer (lamina.watch)" if evidence.imported else "every step (every=1)"

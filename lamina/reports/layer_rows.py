@@ -228,7 +228,7 @@ class LayerRows:
         )
 
     def _read(self, parts: Sequence[Path], columns: Sequence[str]) -> Iterator[Columns]:
-        """Yield the columns of each readable part, texts as their order in ``_names``."""
+        """Yield the columns of each readable part. Each text becomes its position in ``_names``."""
         for part in parts:
             try:
                 yield self._arrays(part, columns)

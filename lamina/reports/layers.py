@@ -61,7 +61,7 @@ def blocks(metric: Metric) -> Quantity:
 
 
 def _busiest(metric: Metric, trial: Trial) -> Frame:
-    """Return each layer's largest value over the mean of its values by index."""
+    """Return each layer's largest value, divided by the mean of the layer's values (one value per index)."""
     rows = trial.layers.of(metric.name)
     values: Frame = rows.groupby(["step", "layer"], as_index=False)["value"].agg(["max", "mean"])
     ratio = (values["max"] / values["mean"]).to_numpy()
@@ -113,7 +113,7 @@ def _outside(items: Sequence[Shown], metric: Metric) -> Figure | None:
     """Draw a metric outside the blocks against the step.
 
     The line is the largest value of a step. If a step has several values (of seeds, or of the 100 largest elements), a
-    band reaches down to the lowest.
+    band reaches down to the lowest value.
     """
     lines, steps = [], []
     for item in items:
@@ -150,7 +150,7 @@ def _outside(items: Sequence[Shown], metric: Metric) -> Figure | None:
 
 
 def _by_index(items: Sequence[Shown], metric: Metric) -> Figure | None:
-    """Draw a map per placement of each expert's load at the last step over its layer's mean, layers upward."""
+    """Draw a map per placement: each expert's load at the last step, divided by the mean load in the expert's layer."""
     maps = []
     for item in items:
         rows = item.trials[0].layers.of(metric.name)

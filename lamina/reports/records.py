@@ -239,7 +239,7 @@ def read_parquet(path: Path) -> Frame:
 
 
 def whole_of(metric: str) -> tuple[str, ...]:
-    """Return the sub-layers whose rows stand for whole blocks. The stream leaves a block after its last sub-layer."""
+    """Return the sub-layers whose rows describe whole blocks. A block's output is its last sub-layer's hidden state."""
     return ("feed_forward", "block") if metric.startswith("hidden_") else ("block",)
 
 

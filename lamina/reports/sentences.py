@@ -232,7 +232,7 @@ def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
 
 
 def _worst(known: list[Json]) -> str:
-    """Return the last stuck placement, or otherwise the last: a diverged placement's gradients explain nothing."""
+    """Return the last stuck placement. If none is stuck, return the last: diverged runs' gradients explain nothing."""
     stuck = [row for row in known if row["status"] == "stuck" and not row["finished"]]
     return (stuck or known)[-1]["placement"]
 
@@ -252,7 +252,7 @@ def _evenness(placement: str, table: Frame, column: int) -> str:
 
 
 def _ratio(table: Frame | None, column: int) -> float | None:
-    """Return the last block's value over the first's at a logged step, by position; None if it is undefined."""
+    """Return the last block's value divided by the first block's value in a column; None if the ratio is undefined."""
     if table is None or len(table.loc[0:]) < 2:
         return None
     first, last = (float(table.loc[0:].iloc[end, column]) for end in (0, -1))

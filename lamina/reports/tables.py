@@ -126,7 +126,7 @@ def chip(word: str, label: str | None = None) -> str:
 def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
     """Return the table of the placements, each at its best learning rate, best first.
 
-    Columns that are equal for all placements are folded below.
+    If a column has the same value for all placements, the value is in a folded list below the table.
     """
     several = bool((summary["learning_rates"] > 1).any())
     fields = [Field("", lambda row: in_form(row["rank"], ".0f"), "rank")]
@@ -157,7 +157,7 @@ def trials_table(results: Frame, colors: Mapping[str, str]) -> str:
 
 
 def _present(columns: Iterable[Column], frame: Frame) -> list[Column]:
-    """Return the columns without optional columns for which ``frame`` has no value (short or older runs)."""
+    """Return all columns except the optional columns that are empty in ``frame`` (as in short or older runs)."""
     return [c for c in columns if not c.optional or (c.name in frame and frame[c.name].notna().any())]
 
 

@@ -1,4 +1,5 @@
-"""The lines that a job prints when it ends. Each kind of job has a function of the folder and the result.
+"""The lines that a job prints when it ends. For each kind of job, a function makes the lines from the folder and the
+result.
 
 The numbers, warnings and sentences equal those on the job's page.
 """

@@ -48,12 +48,12 @@ def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
     """Build a model of every arm on the meta device, and count its parameters and FLOPs.
 
     Args:
-        arms: a mapping from each arm to its trials' complete settings by name. The trials of an arm differ only in
-            learning rate and seed.
+        arms: maps each arm to its trials. Trials are a mapping from the trial's name to all of the trial's settings.
+            The trials of an arm differ only in learning rate and seed.
 
     Returns:
-        A row per arm with ``COLUMNS``. Sizes and costs are for one trial, and ``total_gpu_hours`` is for all trials of
-        the arm.
+        One row per arm, with the columns ``COLUMNS``. Sizes and costs are for one trial, and ``total_gpu_hours`` is for
+        all trials of the arm.
 
     Raises:
         UserError: Lamina cannot build a model from a trial's settings, placement or sizes. The message names the trial.

@@ -125,7 +125,7 @@ class Tuning:
         return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
 
     def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the values of the arm at whose best rate this arm also trains. Without such an arm, return None."""
+        """Return the values of the other arm whose best learning rate this arm also uses (None: no such arm)."""
         for axis, label in values.items():
             if label in self.also:
                 return {**values, axis: self.also[label]}
@@ -423,7 +423,7 @@ def _base(entries: _Entries, name: object, folder: Path) -> Json:
 
 @cache
 def _bases(file: Path, changed: int) -> Json:
-    """Read a file of bases. Lamina reads it again only if it has changed."""
+    """Read a YAML file of settings that studies share. Lamina reads the file again only if the file has changed."""
     return read_mapping(file)
 
 

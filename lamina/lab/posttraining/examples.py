@@ -177,7 +177,7 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
 
 
 def _turned(rows: Dataset, function: Callable[[Json], Json], *names: str) -> Dataset:
-    """Apply a function that returns turns in the columns ``names`` to every row."""
+    """Apply a function to every row. The function returns a row whose columns ``names`` hold chat turns."""
     import datasets
 
     types = datasets.Features({**rows.features, **dict.fromkeys(names, datasets.List(datasets.Json()))})
@@ -185,7 +185,7 @@ def _turned(rows: Dataset, function: Callable[[Json], Json], *names: str) -> Dat
 
 
 def _kinds(rows: Dataset, form: Sequence[str]) -> set[str]:
-    """Return what columns hold: texts (Value), turns (List), or both (Json)."""
+    """Return the kind of content in columns: texts (Value), chat turns (List), or both (Json)."""
     return {type(rows.features[name]).__name__ for name in form}
 
 
@@ -225,7 +225,9 @@ def _of_lima(row: Json) -> Json:
 
 
 def _of_pair(row: Json) -> Json:
-    """Split off the prompt with which both answers begin, as TRL does, or convert texts beside turns to turns."""
+    """Split off the prompt with which both answers begin, as TRL does. If the row already has a prompt and mixes texts
+    with chat turns, convert the texts to turns.
+    """
     from trl.data_utils import maybe_extract_prompt
 
     pair = {name: row[name] for name in PAIR_FORMS[0] if row.get(name) is not None}
@@ -270,7 +272,7 @@ def unfit(row: Fields, form: Sequence[str]) -> str:
 
 
 def _is_turn(turn: Passed) -> bool:
-    """Return whether a turn has the fields that templates read. An assistant's turn may not be empty."""
+    """Return whether a turn has the fields that templates read. An assistant's turn must not be empty."""
     if not isinstance(turn, dict) or not turn.get("role") or not isinstance(turn.get("content"), str | list | None):
         return False
     return turn["role"] != "assistant" or bool(turn.get("content") or turn.get("tool_calls"))

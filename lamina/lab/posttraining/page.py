@@ -126,7 +126,7 @@ for _kind in _TITLES:
 
 
 def _headline(kind: Kind, records: Sequence[Json], held_out: object) -> str:
-    """Return the page's title: how the number that judges this kind of training changed."""
+    """Return the page's title: the change of the main metric for this kind of training."""
     name = _JUDGED_BY[kind]
     values = [record[name] for record in records if is_number(record.get(name))]
     if len(values) < 2:

@@ -32,8 +32,8 @@ _EXTREMES = {"min_reward": min, "max_reward": max}
 
 
 class Measured(NamedTuple):
-    """TRL's loss and metrics on a batch of held-out pairs. The weight of the loss or a metric is the number of pairs or
-    tokens behind it.
+    """TRL's loss and metrics on a batch of held-out pairs. The weight of each value is the number of pairs or tokens
+    that it averages.
     """
 
     metrics: Mapping[str, float]

@@ -208,7 +208,7 @@ def _of_function(named: str, seconds: float) -> Score:
 
 
 def _as_trl_asks(function: Callable[..., Passed], asked: Passed, ids: Sequence[int], text: str, row: Fields) -> Passed:
-    """Call a reward function with TRL's signature on one answer. TRL's functions take lists by name.
+    """Call a reward function with TRL's signature on one answer. TRL's functions take lists as keyword arguments.
 
     TRL leaves a result of None out of the sum, so Lamina counts None as 0.
     """

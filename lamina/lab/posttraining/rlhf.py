@@ -1,13 +1,13 @@
 """Train policies by reinforcement learning with TRL's online trainers: RLOO, GRPO, and ReMax (on TRL's RLOO trainer).
 
 ReMax (Li et al. 2024, arXiv 2310.10505) takes one sampled and one greedy answer per prompt. Lamina follows Adam-mini's
-code. With clipped rewards r, the log-probabilities logp of the policy and ref of the model that it started from, and
-the mask of the sampled answer's tokens:
+code. r is a clipped reward. logp_t is the policy's log-probability of token t of the sampled answer, and ref_t is the
+initial model's log-probability. Lamina treats the weights as constants.
 
     advantage = r(sampled) - r(greedy)
-    weight_t  = advantage - beta * (logp_t - ref_t)             the KL per step: each step is charged its own
-    weight_t  = advantage - beta * sum_s (logp_s - ref_s)       the KL per sequence, as TRL's RLOO charges it
-    loss      = - sum_t weight_t * logp_t / sum_t 1             over all answers' tokens; the weights are constants
+    weight_t  = advantage - beta * (logp_t - ref_t)             (with the KL per step)
+    weight_t  = advantage - beta * sum_s (logp_s - ref_s)       (with the KL per sequence, as in TRL's RLOO)
+    loss      = - sum_t weight_t * logp_t / sum_t 1             (the sums are over the tokens of all answers)
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         return prompts(rows, turns=turns), ("prompt",)
 
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
-        """Add the prompts' texts, and the same tokens that TRL's trainers would make of the prompts at each step."""
+        """Add each prompt's text and token ids. TRL's trainers compute the same token ids at each step."""
         tokenizer, options = self.start.tokenizer, self.settings.trl.get("chat_template_kwargs") or {}
         theirs: Passed = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs=options)
         how = {"tokenize": False, "add_generation_prompt": True, **options}

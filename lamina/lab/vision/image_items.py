@@ -126,7 +126,7 @@ def _uniform(generator: torch.Generator) -> float:
 
 
 class ImageItem(TypedDict):
-    """An item with ``pixel_values`` (float [channels, height, width]), ``labels`` (the class), and ``draw`` (its
+    """An item: ``pixel_values`` (float [channels, height, width]), ``labels`` (the class), ``draw`` (the item's
     number).
     """
 

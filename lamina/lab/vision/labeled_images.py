@@ -121,7 +121,7 @@ def pillow() -> None:
 
 
 def in_8_bits(picture: Image, mode: str) -> Image:
-    """Convert an image to 8 bits per channel (L or RGB). Of a 16-bit gray level, Lamina keeps the upper 8 bits.
+    """Convert an image to 8 bits per channel (L or RGB). Lamina keeps the upper 8 bits of a 16-bit gray level.
 
     Raises ValueError for pixels with an unknown range: floating-point numbers, or more than 16 bits.
     """

@@ -86,7 +86,7 @@ def coordinates_report(folder: Path) -> Path:
 
 
 def _verdicts(slopes: Frame) -> dict[str, str]:
-    """Return each module's verdict, the worst of its layers."""
+    """Return each module's verdict, which is the worst verdict of the module's layers."""
     found = {name: set(rows["verdict"]) for name, rows in slopes[slopes["metric"] == "size"].groupby("module")}
     worst = ("broken", "grows", "shrinks")
     return {str(name): next((one for one in worst if one in verdicts), "flat") for name, verdicts in found.items()}

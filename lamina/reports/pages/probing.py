@@ -102,9 +102,9 @@ def _read(path: Path) -> Figure:
 def main_numbers(frame: Frame) -> Frame:
     """Summarize a probe's values: one row per metric, with the layers of the extremes.
 
-    Each combination of sub-layer, role, number format and meaning of a drop has a separate row. The other columns hold
-    the number of rows, the number of values that are not finite, the lowest, median and highest value, and the layers
-    of the lowest and the highest value.
+    Each combination of sub-layer, role, number format and ``meaning`` (the way to drop a layer) has a separate row. The
+    other columns hold the number of rows, the number of values that are not finite, the lowest, median and highest
+    value, and the layers of the lowest and the highest value.
     """
     apart = ("metric", "sublayer", "role", "format", "meaning")
     by = [name for name in apart if name in frame and frame[name].notna().any()]
@@ -193,7 +193,7 @@ def _prune(result: Json, probes: Json) -> Section:
 
 
 def _removal(probes: Json) -> list[str]:
-    """Return layer_drop's sentences on the layers that can go, which stand only above the command of `lamina prune`."""
+    """Return layer_drop's sentences on the layers to remove, which the page shows above the `lamina prune` command."""
     texts = [str(text) for text in probes.get("layer_drop", {}).get("sentences") or ()][1:]
     return [text for at, text in enumerate(texts) if at == 0 or "angular distance" in text]
 

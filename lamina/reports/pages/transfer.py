@@ -62,7 +62,7 @@ def headline(summary: Row) -> str:
 
 
 def sentences(summary: Row) -> list[str]:
-    """Report a transfer's results: the intervals, the learning rate, the risk, and the ends of the wider runs."""
+    """Report a transfer's results: the intervals, the learning rate, the risk, and how the wider runs ended."""
     proxy, rate, above = summary["proxy_width"], summary["learning_rate"], summary["first_failing_above"]
     if rate is None:
         return [

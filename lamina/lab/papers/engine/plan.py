@@ -1,4 +1,4 @@
-"""Plan a study: find the trials that it still needs after the results so far.
+"""Plan a study: find the trials that are still missing, given the results so far.
 
 If a study tunes learning rates, its sweep runs first. If the best learning rate is at the sweep's edge, Lamina adds
 learning rates beyond the edge. After the sweep, Lamina trains each arm with the study's seeds at the arm's best
@@ -77,7 +77,7 @@ def refuse_without_effect(scale: Scale, changes: Json) -> None:
 
 
 def matches(values: Mapping[str, str], pattern: Json) -> bool:
-    """Return whether values on the axes match a pattern under ``skip``."""
+    """Return whether an arm's values on the axes match a pattern under the study's ``skip``."""
     listed = {axis: label if isinstance(label, list) else [label] for axis, label in pattern.items()}
     return all(values[axis] in map(str, labels) for axis, labels in listed.items())
 
@@ -87,7 +87,7 @@ Results = Callable[[StudyTrial], Json | None]
 
 @dataclass
 class StudyPlan:
-    """The trials of a scale.
+    """The plan of a study at one scale: the trials to run.
 
     Attributes:
         changes: settings that replace the scale's settings.
@@ -107,7 +107,7 @@ class StudyPlan:
         self._made: dict[tuple[int, float | None, int, bool | str], StudyTrial] = {}
 
     def dry(self) -> dict[str, dict[str, Settings]]:
-        """Return the trials' settings by arm and name without reading the text.
+        """Return every trial's settings, by arm and trial name, without reading the training text.
 
         For a tuned arm, the result has all learning rates with the tuning seeds, and one rate with the other seeds. If
         the sweep has other settings than the study, the sweep is a separate arm in the result.
@@ -124,7 +124,7 @@ class StudyPlan:
         return trials
 
     def stages(self) -> dict[str, int]:
-        """Return the number of trials of each stage, without reading the text."""
+        """Return the number of trials of each stage, without reading the training text."""
         every = set(range(len(self.arms)))
         arms, counts = {self.scale.job: every}, dict[str, int]()
         for stage in self.scale.stages:
@@ -177,7 +177,7 @@ class StudyPlan:
         return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
 
     def _others(self, tuning: Tuning) -> dict[int, float]:
-        """Return the known learning rates of other arms at which an arm also trains, by the arm's number."""
+        """Return the learning rate that an arm takes over from another arm, by the number of the arm."""
         numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
         pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
         partners = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
@@ -189,8 +189,8 @@ class StudyPlan:
         return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
 
     def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> StudyTrial | None:
-        """Return a stage's trial for an arm. Returns None if the stage skips the arm, or Lamina has not chosen its
-        input's rate.
+        """Return a stage's trial for an arm. Returns None if the stage skips the arm, or if Lamina has not yet chosen
+        the learning rate of the model from which the trial starts.
         """
         if stage.of:
             values = {**self.arms[number].values, **stage.of}
@@ -290,7 +290,7 @@ def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
 
 
 def _rank(results: list[Json]) -> tuple[float, float]:
-    """Return a rate's rank: first the share of trials that did not learn, then the mean of the known losses.
+    """Return a learning rate's sort key: the share of trials that did not learn, then the mean of the known losses.
 
     Lamina ignores trials that did not end. A rate at which no trial ended ranks last.
     """

@@ -43,7 +43,7 @@ Known = Callable[[StudyTrial], Json | None]
 
 
 def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[str, StudyTrial]:
-    """Return, by key, the trials that can start now. If a trial must wait, return the trials for which it waits.
+    """Return, by key, the trials that can start now. If a trial must wait for others, return those trials in its place.
 
     The records keep results but no models. If another trial needs a recorded trial's model, the recorded trial runs
     again.
@@ -432,7 +432,7 @@ def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:
-    """Return a measure's rows of all trials, or None. The first column is the trial's key."""
+    """Return one measure's rows for all trials, or None if no trial has any. The first column is the trial's key."""
     import pandas as pd
 
     tables = [(str(key), store.table(str(key), measure)) for key in results["key"].unique()]

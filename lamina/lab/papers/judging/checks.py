@@ -83,7 +83,7 @@ class _Arm:
         return self.failed / self.runs if self.runs else 0.0
 
     def ranked(self, column: str) -> dict[int, float]:
-        """Return the values, where failed runs have the worst value (NaN if the column has none)."""
+        """Return the values. A failed run gets the column's worst value (see ``_worst``)."""
         return {**self.values, **dict.fromkeys(self.lost_seeds, _worst(column))}
 
     def note(self) -> str:
@@ -142,7 +142,7 @@ def equivalent(trials: Trials, a: Arm, b: Arm, *, within: float = 0.02, column: 
 
 
 def no_worse(trials: Trials, a: Arm, *, than: Arm, within: float = 0.01, column: str = "eval_loss") -> Finding:
-    """Judge whether arm ``a`` is at most ``within`` above arm ``b``."""
+    """Judge whether arm ``a``'s value exceeds arm ``b``'s value by at most ``within``."""
     region = Region(below=within, text=f", claimed at most {number(within)}")
     return _compared(trials, (a, than), column, region)
 

@@ -59,9 +59,10 @@ def limited(
     """Apply the rules of statistical power to a finding. ``reads`` says which part of ``results`` its claim has read.
 
     The verdict becomes "needs scale" if an arm trains but learns no more than a bigram table, is at chance on the
-    tasks, or has policies that do not move. The verdict becomes "inconclusive" if Lamina chose the learning rate with
-    the tested seeds, or if the best rate is at the sweep's edge. With ``exact``, the claim follows from the model's
-    equations, and no rule applies. With ``one_learned``, one arm with a loss below the bigram table's loss is enough.
+    tasks, or has policies whose reward did not rise. The verdict becomes "inconclusive" if Lamina chose the learning
+    rate with the tested seeds, or if the best rate is at the sweep's edge. With ``exact``, the claim follows from the
+    model's equations, and no rule applies. With ``one_learned``, one arm with a loss below the bigram table's loss is
+    enough.
     """
     if exact or not reads.columns or "key" not in results or "status" not in results:
         return finding
@@ -82,8 +83,8 @@ def limited(
 
 
 def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
-    """Name the arms whose loss is not below the bigram table's loss. With ``enough``, name none if one arm's loss is
-    below.
+    """Name the arms whose loss is not below the bigram table's loss. With ``enough``, name no arm if at least one arm's
+    loss is below the table's loss.
     """
     if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
         return

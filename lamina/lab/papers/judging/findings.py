@@ -23,7 +23,7 @@ class Verdict(StrEnum):
         HOLDS_AT_ISO_LOSS: the trials show that the claim is true, also at equal pretraining loss.
         EXPLAINED: the trials show that the claim is true, but not at equal pretraining loss.
         REVERSED: the trials show the opposite.
-        EXCLUDED: the trials show that a difference on the claimed side is too small to count.
+        EXCLUDED: the trials show that the claimed difference, if it exists, is too small to count.
         PART_FAILED: the trials show that a part of the claim is false.
         FAILS: a count or a formula contradicts the claim, or there is a difference where the claim says that there is
             none.
@@ -114,7 +114,7 @@ class Finding:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The lines of this finding's parts for a larger claim. Each line has a verdict."""
+        """The text lines with which a combined finding lists this finding. Each line begins with a verdict."""
         linked = len(self.parts) > 1 or self.ours.startswith(f"{self.verdict}: ")
         return self.parts if linked else (f"{self.verdict}: {self.ours}",)
 
@@ -242,11 +242,12 @@ class Region:
     def find(self, values: Sequence[float], *, name: str) -> Finding:
         """Judge the mean of at least three values, one per seed. An infinite value stands for a failed run.
 
-        The claim holds if a one-sided test at 2.5 % shows that the mean is inside each bound, and the mean is inside by
-        at least ``least``. The claim is `reversed` (with two bounds: `fails`) if a one-sided test at 2.5 % shows that
-        the mean is outside a bound, and the mean is outside by at least ``least``. Otherwise, the claim is `excluded`
-        if a one-sided test shows that the mean is not inside by ``least``. All p values are doubled. If a value is
-        infinite, Lamina uses Wilcoxon's signed ranks and the median in place of the t test and the mean.
+        The claim holds if a one-sided test at 2.5 % shows for each bound that the mean is on the claimed side, and the
+        distance from the mean to the bound is at least ``least``. The claim is `reversed` (with two bounds: `fails`) if
+        such a test shows that the mean is on the wrong side of a bound, and the distance is at least ``least``.
+        Otherwise, the claim is `excluded` if such a test shows that the mean is not ``least`` away on the claimed side.
+        All p values are doubled. If a value is infinite, Lamina uses Wilcoxon's signed ranks and the median in place of
+        the t test and the mean.
         """
         finite, slack = all(map(math.isfinite, values)), 1e-9
         low, high = statistics.median_low(values), statistics.median_high(values)

@@ -61,7 +61,7 @@ def at_other_budgets(trials: Trials, arm: Mapping[str, object]) -> list[Arm]:
 
 
 def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
-    """Extend a finding that our values are higher with a comparison at equal loss.
+    """Add a comparison at equal loss to the finding that our values are higher.
 
     ``others`` has the other setting's results for several lengths of pretraining. ``at_loss`` interpolates the other
     setting's value at the loss of ``ours``.
@@ -134,10 +134,10 @@ def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
 
 
 def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[Mapping[str, BySeed], BySeed]:
-    """Return each setting's reward at the largest KL that all settings reached with a seed. Also return this KL.
+    """For each seed, return the largest KL that all settings reached, and each setting's reward at this KL.
 
-    Rewards and KLs are by seed. ``arms`` has the frontiers by seed, under any names. Lamina interpolates the reward
-    between two evaluations.
+    The result is the rewards by setting and seed, then the KLs by seed. ``arms`` maps each setting's name to its
+    frontiers by seed. Lamina interpolates the reward between two evaluations.
     """
     seeds = set.intersection(*(set(by_seed) for by_seed in arms.values()))
     reached = {seed: min(by_seed[seed][-1][0] for by_seed in arms.values()) for seed in sorted(seeds)}

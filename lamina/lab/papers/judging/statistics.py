@@ -60,7 +60,7 @@ def p_above(values: Sequence[float]) -> float:
 
 
 def _signed_ranks(values: Sequence[float]) -> float:
-    """Return the share of all sign patterns whose sum of positive ranks is at least the observed sum, without zeros."""
+    """Return the share of sign patterns whose sum of positive ranks is at least the observed sum, ignoring zeros."""
     import numpy as np
     from scipy import stats
 

@@ -153,8 +153,8 @@ class Trials:
     def by_seed(self, arm: Arm, column: str = "eval_loss") -> Frame:
         """Return a column and ``status`` of one arm, with one row per seed. The index is the seed.
 
-        Raises NotMeasured for an unknown column, and if ``arm`` has several trials per seed. If ``arm`` has several
-        trials per seed, they belong to several arms, and the claim must choose one arm.
+        Raises NotMeasured for an unknown column, and if ``arm`` has several trials per seed. Such trials belong to
+        several arms, and the claim must choose one arm.
         """
         rows = self.arm(arm)
         rows._require_column(column)

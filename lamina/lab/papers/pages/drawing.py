@@ -130,7 +130,7 @@ class Drawing:
         return len(names) > 1 and not names <= set(self.x.ticks)
 
     def height(self, reach: float) -> float | None:
-        """Return a height from 0 (the lowest point of the data) to 1 (the highest point), or None without points."""
+        """Return the y value at a height from 0 (the data's lowest point) to 1 (the highest); None without points."""
         lines = [series for panel in self.panels for series in panel.series]
         values = [y for series in lines for y in (*series.y, *series.low, *series.high) if math.isfinite(y)]
         if not values:
@@ -150,7 +150,7 @@ class Request:
         kind: a name in ``lamina.lab.papers.pages.study_figures.KINDS``.
         x: the column along x, or "" if the kind chooses the column.
         y: the column along y, or "" if the kind chooses the column.
-        color: the axis with one line per value, or "" for the placement (or the first axis that varies).
+        color: the axis whose values get one line each, or "" for the placement (or the first axis that varies).
         measure: the table's file without its ending (``init-gradients``), for kinds that draw a measure.
         more: all other entries of the figure in the YAML.
     """

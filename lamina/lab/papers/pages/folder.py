@@ -32,7 +32,7 @@ class StudyFolder:
     """The folder of a study that ran at one scale.
 
     Attributes:
-        header: study.yaml.
+        header: the content of study.yaml.
         results: one row per trial, with its key, its values on the axes, ``tuned``, and the columns of a result.
     """
 

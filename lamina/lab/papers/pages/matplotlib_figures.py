@@ -196,7 +196,7 @@ def _scale(field: Axes, axis: Axis) -> None:
 
 
 def _turned(axis: Axis) -> bool:
-    """Return whether the labels on x fit side by side only if they are turned."""
+    """Return whether the labels on x must be turned to fit side by side."""
     if axis.has_texts:
         return max(len(str(tick)) for tick in axis.ticks) * len(axis.ticks) > 34
     return 5 < len(axis.ticks) <= 10

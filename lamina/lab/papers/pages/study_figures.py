@@ -38,7 +38,7 @@ class ShownMetric:
     """The part of a probe's table that a figure shows.
 
     Attributes:
-        rows: the values that other columns must have. Columns that the table lacks have no effect.
+        rows: the rows to draw, as a value for each of some columns. Columns that the table lacks have no effect.
         x: the column along x.
         log: whether y is logarithmic.
     """
@@ -142,7 +142,7 @@ def sweep(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw each arm's value at its learning rate against an axis (in ``by_depth``, against the number of layers)."""
+    """Draw each arm's value at its best learning rate against an axis (for ``by_depth``: the number of layers)."""
     usual = next((a for a in study.varied if a != "placement"), study.varied[0])
     x, value = request.x or ("num_layers" if request.kind == "by_depth" else usual), _value(study, request)
     table = arms(study)

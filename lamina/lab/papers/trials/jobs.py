@@ -27,7 +27,8 @@ SCORE = "score"
 
 
 def columns_of(result: Json) -> Json:
-    """Return ``score``, the average of a table's shares in percent, and ``score_HEADING`` of each column.
+    """Return a score table as columns: ``score`` (the mean of the shares, in percent), and ``score_HEADING`` per
+    column.
 
     A result from a study's records already has the score columns, so Lamina returns it unchanged.
     """

@@ -290,7 +290,7 @@ class Store:
         return lines
 
     def _inherited(self, trial: StudyTrial) -> Json | None:
-        """Return a result for a trial if the model of one of its inputs did not train. If all trained, return None."""
+        """Return a result for a trial whose input model did not train, or None if all input models trained."""
         for source in trial.inputs.values():
             result = self.result(source)
             if result is not None and result["status"] in UNTRAINED:

@@ -128,7 +128,7 @@ def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json
 
 
 def _places(settings: Json) -> Json:
-    """Return the content of the folders that settings name, by setting. Lamina leaves out names without a folder."""
+    """Return, by setting, the content of each folder that a setting names. Lamina leaves out names without a folder."""
     places = {
         name: _files(str(path), ignored)
         for name, ignored in PLACES.items()
@@ -154,7 +154,7 @@ def _plan(placement: str, num_layers: int) -> tuple[str, str]:
 
 
 def _changed(value: object) -> Json:
-    """Return a plan's fields that differ from their defaults, so that a new field keeps the keys of older trials."""
+    """Return a plan's fields that differ from their defaults. So a new field keeps the keys of older trials."""
     assert is_dataclass(value)
     changed = {}
     for entry in fields(value):
@@ -182,7 +182,7 @@ def _hash(data: Json | list[list[str]]) -> str:
 
 @lru_cache(maxsize=64)
 def _text(corpus: str, text_field: str) -> str:
-    """Hash a text, and the shares of a mix."""
+    """Hash a corpus's text. For a mix of corpora, also hash the corpora's shares."""
     parts = Corpus.parse(corpus, text_field).parts
     hashes = "+".join(part.corpus.fingerprint() for part in parts)
     return hashes if len(parts) == 1 else f"{hashes} {':'.join(str(part.share) for part in parts)}"
@@ -243,7 +243,7 @@ class StudyTrial:
 
 
 def may_be(trial: StudyTrial, placement: str) -> bool:
-    """Return whether a placement may have the trial's plan. Returns True if Lamina cannot read the placement."""
+    """Return whether a placement may resolve to the trial's plan. Returns True if Lamina cannot read the placement."""
     try:
         settings = replace(trial.settings, placement=placement)
         return identity(trial.job, settings)["plan"] == trial.identity["plan"]
