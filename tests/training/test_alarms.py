@@ -199,6 +199,13 @@ def test_layers_that_are_left_out_or_switched_off_by_chance_are_not_dead_but_tho
     assert told(never) == []
 
 
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+def test_an_update_is_compared_with_those_of_layers_that_were_not_switched_off(gradient):
+    rows = [row(1, 1.0 if layer in (1, 2) else gradient, layer=layer) for layer in range(6)]
+    rows += [row(1, 0.08 if layer in (1, 2) else 1e-3, layer=layer, metric="update_ratio") for layer in range(6)]
+    assert {alarm.layer for alarm in told([rows])} == ({1, 2} if gradient else set())
+
+
 @pytest.mark.parametrize("left_out", [False, True])
 @pytest.mark.parametrize(
     ("metric", "values", "stays"),

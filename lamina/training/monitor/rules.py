@@ -386,9 +386,8 @@ class Rules:
     def _calm(self, row: Row, past: Past) -> float:
         """Return the value below which a rise does not count.
 
-        For gradients and moments, this is the model's usual value. In healthy training, a sub-layer or embedding far
-        below this value can rise tenfold, briefly or for good, without an effect on the model. If steps leave out parts
-        by chance, the other parts' gradients vary manyfold, so only a new highest gradient counts.
+        For gradients and moments, this is the model's usual value, because a sub-layer far below this value can rise
+        tenfold without an effect on the model. If steps leave out parts by chance, only a new highest gradient counts.
         """
         if row[5] not in GRADIENTS:
             return past.calm
@@ -446,7 +445,8 @@ class Rules:
         for members in groups:
             if len(members) > 2 and len(self._recent.get(series_of(members[0]), ())) <= STAYS:
                 yield from self._low(members)
-        ratios = list(self._groups(rows, "update_ratio"))
+        left_out = {row[1:4] for row in rows if row[5] == "gradient_norm" and row[6] == 0.0}
+        ratios = self._groups((row for row in rows if row[1:4] not in left_out), "update_ratio")
         lowest = min((row[1] for members in (*groups, *ratios) for row in members), default=0)
         for members in (*groups, *ratios):
             peers = [row for row in members if row[1] > lowest and row[1] not in self.starts]
