@@ -143,7 +143,7 @@ def _first(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: li
     """Return the token that precedes each text; None, with notes, if the model's vocabulary lacks this token."""
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(prefix, int):
-        raise UserError("tokenizer: it has neither a beginning-of-text nor an end-of-text token. Choose another.")
+        raise UserError("tokenizer: it has no beginning-of-text or end-of-text token. Choose another tokenizer.")
     first = known(prefix, getattr(model.config.get_text_config(), "vocab_size", None), "corpus", notes)
     if first is None:
         notes.append("corpus: Lamina does not score the first token of each text")

@@ -88,10 +88,10 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         decides=False,
     )
     num_fewshot: int | None = setting(
-        None, "examples before each question (default: the set's number, otherwise the task's)", at_least(0)
+        None, "examples before each question (default: the number of the paper's set or of the task)", at_least(0)
     )
     compare: bool = setting(
-        False, "compare earlier evaluations item by item: give their folders as MODEL", decides=False
+        False, "compare earlier evaluations item by item (MODEL is an evaluation's folder)", decides=False
     )
     limit: int | None = setting(
         None, "maximum number of items per task, and of documents of the corpus (default: all)", at_least(1)
@@ -113,7 +113,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         "float32", "float32, bfloat16, float16, or auto (the checkpoint's)"
     )
     chat_template: bool = setting(False, "put the questions into the tokenizer's chat template")
-    system: str | None = setting(None, "with chat_template, the system message before each question", text)
+    system: str | None = setting(None, "system message before each question (with chat_template)", text)
     generation: Json = setting(
         {},
         "argument of transformers' generate, for tasks in which the model writes text, e.g. "

@@ -95,7 +95,7 @@ SETS: dict[str, TaskSet] = {
             Wanted(task="lambada_openai", metric="acc", heading="LAMBADA"),
             Wanted(task="agieval", metric="acc", heading="AGI-Eval"),
         ),
-        source="Keel's summary of tasks (with the harness's default number of examples)",
+        source="Keel, the tasks in the paper's summary (with the harness's default number of examples)",
     ),
 }
 

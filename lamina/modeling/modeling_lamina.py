@@ -213,7 +213,7 @@ def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     try:
         base = cast(type[PreTrainedModel], MODEL_MAPPING[type(config)])
     except KeyError:
-        raise ValueError(f"backbone {config.model_type!r}: transformers has no base model. Choose another.") from None
+        raise ValueError(f"backbone {config.model_type!r}: it has no base model. Choose another backbone.") from None
     name = "Lamina" + base.__name__
     while name in globals() and base not in globals()[name].__mro__:  # another class of the name, or one of Lamina's
         name += "_"

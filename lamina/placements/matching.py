@@ -17,7 +17,7 @@ from lamina.placements.wirings import WIRINGS
 
 Facts: TypeAlias = Mapping[str, object]  # of a layer: "attention.pre_norm" -> "norm"; of the ends: "final_norm" -> ...
 UNSEEN = "not seen"  # a fact that any plan agrees with
-UNSEEN_NUMBER = "a number that is not seen"  # one that any plan agrees with whose number is constant
+UNSEEN_NUMBER = "a number that Lamina did not measure"  # one that any plan agrees with whose number is constant
 _UNMEASURED = ("weight_gain", "gate_gain", "gate_temperature")  # of the weights: no part of what is computed
 SEQUENTIAL, PARALLEL = "attention, then feed-forward", "attention and feed-forward side by side"
 _ENDS = ("embedding_norm", "embedding_scale", "final_norm", "qk_norm", "v_norm")

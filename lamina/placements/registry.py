@@ -75,7 +75,7 @@ COMMON: tuple[Option, ...] = (
         default=None,
         help=(
             "with wiring: number of streams (default: 4); for attn_res, layers per block (0: one sub-layer); for "
-            "mudd, the step of a width"
+            "mudd, the number of which a width is a multiple"
         ),
     ),
     Option(

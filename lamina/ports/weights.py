@@ -85,8 +85,8 @@ class Names:
 
     def _without_place(self, key: str) -> UserError:
         return UserError(
-            f"tensor {key!r}: {self.target.title} has no weight for it. Choose a model with the backbone of the "
-            "target's test."
+            f"tensor {key!r}: {self.target.title} has no weight for it. Choose a model with the backbone "
+            "that the generated test builds."
         )
 
     def to_theirs(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

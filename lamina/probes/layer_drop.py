@@ -146,7 +146,7 @@ class LayerDrop(Probe):
         if count < 2:
             raise UserError("layer_drop: the model has a single layer. Choose a model with 2 layers or more.")
         if self.block >= count:
-            raise UserError(f"block: {self.block} of {count} layers leaves none. Choose at most {count - 1}.")
+            raise UserError(f"block: {self.block} of {count} layers leaves no layer. Choose at most {count - 1}.")
         bare = [site.index for site in context.structure.layers if not site.sublayers]
         if bare and BRANCH in self.meanings:
             if not self._wants_all:

@@ -384,8 +384,8 @@ class _Step:
         name = self.matching.names[self.new.module]
         if float((expected - actual).abs().max()) > _FOLDED * float(expected.abs().max()):
             raise UserError(
-                f"placement: {name} has projections that cannot absorb a factor. Choose a placement with a norm on "
-                "this side of the module."
+                f"placement: {name} has projections that cannot absorb a factor. Choose a placement that "
+                "normalizes the module's input and output."
             )
         self.matching.told["folded"].append(name)
 

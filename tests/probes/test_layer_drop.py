@@ -327,7 +327,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 @pytest.mark.parametrize(
     ("model", "spec", "said"),
     [
-        (small_model("llama"), "layer_drop(block=3)", "block: 3 of 3 layers leaves none"),
+        (small_model("llama"), "layer_drop(block=3)", "block: 3 of 3 layers leaves no layer"),
         (small_model("llama").model, "layer_drop", "no head that predicts tokens"),
         (built("pre_ln", num_layers=1), "layer_drop", "the model has a single layer"),
         (small_model("vit"), "layer_drop", "no head that predicts tokens"),

@@ -36,7 +36,7 @@ def images() -> Reader:
 
 
 READERS: dict[str, Callable[[], Reader]] = {"pixel_values": images}
-"""By the name of a model's main input (except token ids): the function that loads this input's reader."""
+"""Maps the name of a model's main input (except token ids) to a function that loads this input's reader."""
 
 
 def reads_images(model: nn.Module) -> bool:
