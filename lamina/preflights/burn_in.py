@@ -63,7 +63,7 @@ class Proxy:
 
     @property
     def note(self) -> str:
-        """A phrase that names the differences from the planned run, or ""."""
+        """A phrase about the differences from the planned run; "" without differences."""
         parts = []
         if self.hidden_size != self.planned_hidden_size:
             parts.append(
@@ -77,7 +77,8 @@ class Proxy:
 
 
 def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
-    """Reduce the planned run until ``steps`` cost at most ``flops``: fewer blocks per step, then a narrower model.
+    """Reduce the planned run until ``steps`` steps cost at most ``flops``: fewer blocks per step, then a narrower
+    model.
 
     Lamina never reduces the depth, and a step keeps at least 256 tokens. Lamina halves the width, down to 64, while the
     backbone allows the smaller width.
@@ -195,7 +196,7 @@ def take_snapshot(
 
 
 def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return each sequence's cross-entropy, and by how many nats the loss is below the mean prediction's loss."""
+    """Return each sequence's cross-entropy, and the mean prediction's loss minus this cross-entropy, in nats."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
@@ -207,7 +208,7 @@ def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor
 
 @dataclass
 class _LayerNumbers:
-    """Reduces states, branches and gradients to numbers during the passes."""
+    """Hooks that measure hidden states, branches and gradients during the passes, and keep only numbers."""
 
     values: dict[tuple[int, str, str], torch.Tensor | float] = field(default_factory=dict)
     metric: str = ""  # that the next backward pass measures at the states
@@ -255,8 +256,8 @@ class BurnIn:
     """The record of a burn-in.
 
     ``losses``, ``gradient_norms`` (before clipping) and ``learning_rates`` have one entry per step. Lamina took the
-    ``snapshots`` before the first step and after some later steps. ``stopped`` says why the burn-in ended early, or is
-    empty.
+    ``snapshots`` before the first step and after some later steps. ``stopped`` is the reason if the burn-in ended
+    early, otherwise "".
     """
 
     proxy: Proxy
@@ -303,7 +304,7 @@ class BurningIn:
     """A model that takes the first steps of a planned run. Call ``train``, then ``record``.
 
     Lamina shortens a planned warm-up to at most ``longest_warmup`` steps, so that the burn-in reaches the peak learning
-    rate. A shorter warm-up is harder on the model than the planned warm-up. Lamina calls ``tick`` after each step.
+    rate. A shorter warm-up makes training less stable than the planned warm-up. Lamina calls ``tick`` after each step.
     """
 
     def __init__(

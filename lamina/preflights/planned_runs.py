@@ -164,7 +164,7 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
 
 
 def other_settings(run: PretrainSettings, init: str, divisor: int) -> Iterator[tuple[str, PretrainSettings]]:
-    """Yield the flags and settings of runs with the initializer SUITS, with a lower learning rate, and with both."""
+    """Yield the flags and settings of runs with the initializer SUITS, a lower learning rate, or both."""
     rate = float(f"{run.learning_rate / divisor:.1g}")
     for changed in ({"init": SUITS}, {"learning_rate": rate}, {"init": SUITS, "learning_rate": rate}):
         if changed.get("init") != init:
@@ -181,7 +181,8 @@ def best_of(
     device: str = "cpu",
     tick: Callable[[], object] = lambda: None,
 ) -> str:
-    """Return the flags and the verdict of the first run that is fine. If no run is fine, use the best run.
+    """Return the flags and the verdict of the first run with the verdict "fine", or else of the run with the best
+    verdict.
 
     Returns "" if no run has a better verdict than ``verdict``.
     """
@@ -245,7 +246,7 @@ def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[i
 
 
 def is_open(numbers: Features) -> bool:
-    """Return whether the fitted rules cannot decide if the run will train."""
+    """Return whether the verdict so far is "risky" or "undecided", so that further steps may change it."""
     return verdict_of(numbers, calibration()) in ("risky", "undecided")
 
 

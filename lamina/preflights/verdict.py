@@ -103,7 +103,7 @@ def calibration() -> Json:
 
 
 def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
-    """Return the verdict: "fine" or "risky" if the model learned, and "will not train" if the chance is small."""
+    """Return the verdict: "fine" or "risky" if the model learned, otherwise "will not train" or "undecided"."""
     low, high = fitted["bands"]
     sure = chance(numbers, fitted)
     if learns(numbers, fitted):
@@ -149,7 +149,7 @@ def progress(numbers: Features) -> dict[str, float]:
 
 
 def projected(numbers: Features) -> float:
-    """Estimate the excess at the run's end: the loss falls at half its pace per unit of summed learning rate."""
+    """Estimate the excess at the run's end, if the loss falls half as fast per unit of summed learning rate."""
     return numbers.excess - 0.5 * max(numbers.pace, 0.0) * max(1.0 - numbers.spent, 0.0)
 
 
@@ -196,8 +196,8 @@ class PreflightVerdict:
 def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerdict:
     """Return the verdict in words.
 
-    ``better`` names flags that give the run a better verdict, and the better verdict. Lamina reads ``better`` only if
-    the run is ``disconnected`` or its loss was not finite.
+    ``better`` is a phrase with flags that improve the run's verdict, and with the improved verdict. Lamina reads
+    ``better`` only if the run is ``disconnected`` or its loss was not finite.
     """
     fitted = calibration()
     sure, kind, deciding = chance(numbers, fitted), verdict_of(numbers, fitted), 0

@@ -45,9 +45,9 @@ def compare(
 ) -> pd.DataFrame:
     """Train every placement at every learning rate and seed. Returns the rows of results.csv, in the trials' order.
 
-    ``settings`` is a record of all settings, or a mapping with the settings to change. If a trial fails, diverges or
-    gets stuck, the status in its row says so. With ``resume``, Lamina skips trials that have ended, and resumes the
-    other trials from their last checkpoints.
+    ``settings`` is a complete settings object, or a mapping with the settings to change. If a trial fails, diverges or
+    gets stuck, the row of the trial has this status. With ``resume``, Lamina skips trials that have ended, and resumes
+    the other trials from their last checkpoints.
 
     Raises:
         UserError: a setting is invalid, Lamina cannot read the corpus, the output folder is in use, or the settings or
@@ -69,7 +69,7 @@ def max_lr(
 ) -> pd.DataFrame:
     """Raise the learning rate of every placement and seed until training fails. Returns the rows of results.csv.
 
-    The settings, ``resume`` and the errors are as in ``compare``.
+    For ``settings``, ``resume`` and the errors, see ``compare``.
     """
     job, complete, trials = open_study(Kind.MAX_LR, MaxRateStudySettings, settings, resume, overwrite, bar)
     with job:

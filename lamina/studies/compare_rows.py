@@ -1,4 +1,4 @@
-"""The catalog entries of the jobs that train many models to answer one question."""
+"""The catalog entries of `lamina compare`, `max-lr`, `coord-check` and `transfer`, which train many models each."""
 
 from __future__ import annotations
 

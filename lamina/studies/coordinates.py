@@ -65,7 +65,7 @@ def coord_check(
 ) -> Frame:
     """Run the coordinate check and write its folder. Returns the rows of ``slopes``; the verdict is in result.json.
 
-    ``settings`` is a record of all settings, or a mapping with the settings to change.
+    ``settings`` is a complete settings object, or a mapping with the settings to change.
 
     Raises:
         UserError: for invalid settings, a corpus that cannot be read, an output folder in use.
@@ -183,7 +183,7 @@ class OneBatch(ArrayBlocks):
 
 @contextmanager
 def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield a mapping from each module's name to its latest output, in float32."""
+    """Inside the context, keep the latest output of each module, in float32, in the yielded mapping."""
     outputs: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -203,7 +203,7 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def slopes(table: Frame, tolerance: float) -> Frame:
-    """Fit and judge the exponent e of value ~ size^e for each module and step, where the size is the width or depth.
+    """Fit and judge the exponent e in value ~ size^e for each module and step. The size is the width or the depth.
 
     The exponent is the least-squares slope of log(value), averaged over the seeds, against log(size). For modules with
     the same name, Lamina averages the slopes over the layers. If the depth varies, Lamina averages over ``shares`` of
@@ -229,7 +229,7 @@ def slopes(table: Frame, tolerance: float) -> Frame:
 
 
 def shares(table: Frame) -> Frame:
-    """Keep the rows at equal fractions of each model's depth, and replace the layer with the number of the share.
+    """Keep the rows at equal fractions (shares) of each model's depth, and replace the layer by the share's number.
 
     If the shallowest model has D blocks, share k - 1 of a model of L blocks ends with block ceil(k L / D), k = 1 .. D.
     Lamina keeps the rows of the blocks that end a share, and all rows outside the blocks.
@@ -243,9 +243,9 @@ def shares(table: Frame) -> Frame:
 def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
     """Return the content of result.json: the worst verdict (flat, grows, shrinks or broken) and its modules.
 
-    Two outputs may start smaller by up to n^-1/2, because they grow during training: the logits under muP, and the
-    residual stream under CompleteP. Under CompleteP, the initial residual stream is a sum of L random branches divided
-    by L. Lamina accepts such slopes.
+    At the first step, two outputs may shrink with the size n, down to n^-1/2, because training makes them grow: the
+    logits under muP, and the residual stream under CompleteP. Under CompleteP, the initial residual stream is a sum of
+    L random branches divided by L. Lamina accepts such slopes.
     """
     sizes = rows[rows["metric"] == "size"]
     smaller: tuple[str, ...] = ()

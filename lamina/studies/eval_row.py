@@ -1,4 +1,4 @@
-"""The catalog entry of `lamina eval`, which also evaluates all runs of a study."""
+"""The catalog entry of `lamina eval`, which evaluates models, or all runs of a study."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from lamina.jobs.seals import refuse_tables
 
 
 def runs_of(path: str) -> list[Candidate] | None:
-    """Return one candidate per row of results.csv. The candidate's ``arm`` is the placement, with its width and
-    learning rate if they vary.
+    """Return a model to evaluate (a candidate) per row of results.csv. The candidate's ``arm`` is its placement, with
+    width and learning rate if they vary.
 
     Returns None if the folder holds no study. Raises UserError if the study has no results or its runs have no models.
     """

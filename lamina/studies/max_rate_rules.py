@@ -1,14 +1,14 @@
 """Find the largest learning rate of a run whose learning rate rises at each step.
 
-Keel's protocol (arXiv 2601.19895) warms up linearly from 0 and names three signs of failure, without thresholds: an
-early plateau, a spike from which the loss does not return, and an anomalously slow descent. The rules below are ours.
-L(s) is the loss of step s, S(s) is the mean of the last ``window`` losses up to s, and low(s) is the least S so far.
-The run stops at the first step s at which one of these rules holds:
+In Keel's protocol (arXiv 2601.19895), the learning rate rises linearly from 0. The paper names three signs of failure,
+without thresholds: an early plateau, a spike from which the loss does not return, and an anomalously slow descent. We
+chose the rules below. L(s) is the loss of step s, S(s) is the mean of the last ``window`` losses up to s, and low(s) is
+the least S so far. The run stops at the first step s at which one of these rules holds:
 
 - non-finite: L(s), or the gradient's norm, is not finite.
-- spike: L has been above low + ``spike_margin`` at each of the last ``spike_patience`` steps. If the loss returns
-earlier, Lamina does not count a spike.
-- plateau: the loss has not fallen since step a, the first step at which S was less than ``plateau_margin`` above
+- spike: L has been above low + ``spike_margin`` at each of the last ``spike_patience`` steps. A rise that ends earlier
+does not count as a spike. - plateau: the loss has not fallen since step a, the first step at which S was less than
+``plateau_margin`` above
   low(s). Since step a, the learning rate has grown by ``plateau_factor``, and at least 2 ``window`` steps have passed.
   A fall of less than ``plateau_margin`` does not count. If low is not at least ``stuck_margin`` below the corpus's
   unigram entropy, Lamina calls the plateau "stuck". At the lowest learning rates the loss hardly changes. So a plateau
@@ -81,7 +81,7 @@ def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
 def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = False) -> Stop | None:
     """Find the first failure in the losses, which begin with step 1. Returns None if there is no failure yet.
 
-    ``broken`` is true if the run ended after ``losses`` because another value was not finite.
+    ``broken`` is true if the run ended after these losses because another value, such as a gradient, was not finite.
     """
     values = np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(values)
@@ -109,9 +109,7 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
 
 
 def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
-    """Return the result of a run that reached the end of its warm-up. The learning rate in this result is a lower
-    bound.
-    """
+    """Return the result of a run in which no rule held. If its loss fell, the learning rate is a lower bound."""
     smooth = smoothed(losses, rules.given.window)
     if len(smooth) and not _begun(rules, smooth, smooth.min()):
         reason = f"the loss has not fallen by {2 * rules.given.plateau_margin:g} nats from its start of {smooth[0]:.3f}"
@@ -148,7 +146,7 @@ def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int
 
 
 def _begun(rules: MaxRateRules, smooth: np.ndarray, low: float) -> bool:
-    """Return whether the loss has begun to fall."""
+    """Return whether the smoothed loss has begun to fall, that is, by 2 ``plateau_margin``."""
     return bool(low <= smooth[0] - 2 * rules.given.plateau_margin)
 
 
@@ -177,7 +175,7 @@ class MaxRateGuard(DivergenceGuard):
         self.losses += [value for _, _, _, _, _, metric, value in rows if metric == LOSS]
 
     def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:
-        """Raise Diverged at a record if a rule holds, or at once if the loss is not finite."""
+        """Raise Diverged at a recorded step if a rule holds, or at once if the loss is not finite."""
         if not math.isfinite(loss):
             super().see_loss(step, loss, rows)
         if (stop := find_stop(self.losses, self.rules)) is not None:
@@ -191,9 +189,7 @@ class MaxRateGuard(DivergenceGuard):
         self.losses = list(state.get("losses_by_step", []))
 
     def outcome(self, status: Status) -> Json:
-        """Return the columns of result.json with the largest learning rate. For a run that was stopped early, return
-        none.
-        """
+        """Return the columns of result.json about the largest learning rate; empty for a run that was interrupted."""
         if not status.ended:
             return {}
         stop = find_stop(self.losses, self.rules, broken=status == Status.DIVERGED)

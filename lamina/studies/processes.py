@@ -71,7 +71,7 @@ class Server:
 
     @classmethod
     def running(cls) -> Server:
-        """Return this process's server, and start it if it does not run."""
+        """Return the server of this process. If the server does not run, start it."""
         with cls._starting:
             server = cls._current
             if server is None or server.owner != os.getpid() or server.process.poll() is not None:
@@ -87,7 +87,7 @@ class Server:
         return trial
 
     def send(self, request: Json) -> None:
-        """Send a request. If the server has ended, do nothing, because ``code`` reports that the server has ended."""
+        """Send a request. If the server has ended, do nothing, because ``code`` reports this."""
         with self.lock, contextlib.suppress(OSError):
             self.connection.send_bytes(json.dumps(request).encode())
 
@@ -138,7 +138,7 @@ class Forked:
 
 
 class Alone:
-    """A trial in its own interpreter, with the methods of ``Forked``."""
+    """A trial in a separate interpreter, with the methods of ``Forked``."""
 
     def __init__(self, request: Json):
         self.process = subprocess.Popen(

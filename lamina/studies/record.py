@@ -1,4 +1,4 @@
-"""Write and read a study's record (study.yaml), and check that the study's trials belong together."""
+"""Write and read study.yaml (the record of a study), and check that the study's trials belong together."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def _reap(running: dict[str, Process], trials: Mapping[str, Task], ended: Ended, missing: str = "failed") -> list[str]:
-    """Report the trials whose processes have ended, and return the trials that another driver runs."""
+    """Report the trials whose processes have ended. Return the trials that another process on the same study runs."""
     busy = []
     for trial, process in list(running.items()):
         if (code := process.exit_code()) is None:

@@ -62,7 +62,7 @@ class SeedsSettings(Settings, group="steps and learning rate"):
 
 
 def rates_by_placement(name: str, value: object) -> str | dict[str, str]:
-    """Check the learning rates of each placement. ``value`` maps placements to comma-separated rates, or is text."""
+    """Check ``value``, which gives learning rates for placements. It is a mapping to comma-separated rates, or text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Mapping):
@@ -109,7 +109,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         )
 
     def rates(self, spec: str) -> list[float]:
-        """Return a placement's learning rates from ``learning_rates_of``, or by default ``learning_rates``."""
+        """Return a placement's learning rates: from ``learning_rates_of`` if it has them, else ``learning_rates``."""
         rates_text = self._own_rates().get(spec)
         return numbers(
             "learning_rates" if rates_text is None else "learning_rates_of", rates_text or self.learning_rates, float
@@ -281,7 +281,7 @@ def sizes_list(name: str, value: object) -> str:
 
 @takes(Numbers)
 def depths_or_none(name: str, value: object) -> str:
-    """Check depths as ``sizes_list`` does. An empty text means that the user gave no depths."""
+    """Check that the list has at least two depths. An empty text means that the user gave no depths."""
     return sizes_list(name, value) if comma_separated(name, value) else ""
 
 
@@ -297,7 +297,7 @@ class CoordCheckSettings(
     OutputSettings,
     ThreadSettings,
 ):
-    """The settings of a coordinate check. For each width and seed, a model takes a few steps on one batch."""
+    """The settings of a coordinate check: for each size and seed, a model takes a few steps on one batch."""
 
     command_name = "coord-check"
     main = (

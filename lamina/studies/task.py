@@ -17,12 +17,12 @@ from lamina.training.pretrain_row import pretrain
 
 
 class Busy(UserError):
-    """Another process runs this trial."""
+    """The error that another process runs this trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A trial to run in its own process.
+    """A trial that runs in a separate process.
 
     Attributes:
         settings: the job's settings, whose ``output`` is the trial's folder.
@@ -59,7 +59,7 @@ class Task:
         )
 
     def claim(self) -> AbstractContextManager[None]:
-        """Lock the trial while it runs, if other drivers may run it. Raises Busy if another driver runs it now."""
+        """Lock the trial while it runs, if others may run it. Raises Busy if another process runs the trial now."""
         return nullcontext()
 
     def run(self) -> Json:
@@ -68,11 +68,11 @@ class Task:
 
 
 def _named(name: str) -> Any:
-    """Return the object that "module:name" names."""
+    """Import and return the object with the name "module:name"."""
     module, _, qualname = name.partition(":")
     return reduce(getattr, qualname.split("."), import_module(module))
 
 
 def task_of(request: Json) -> Task:
-    """Rebuild a task from a request. The task has the class that the request names."""
+    """Rebuild a task from a request of the driver. The request names the task's class."""
     return _named(request["task"]).from_request(request)

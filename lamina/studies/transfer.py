@@ -69,7 +69,7 @@ def transfer(
 
 
 def role_rates(settings: TransferSettings) -> dict[str, float]:
-    """Return the factor on the learning rate at the target's width, by kind of weight."""
+    """Return for each kind of weight the factor on the learning rate at the target's width."""
     trial = next(iter(settings.trials().values()))
     target = PretrainSettings(**{**trial.to_dict(), "hidden_size": settings.target_width})
     resolve_run(target, trained=False)
@@ -87,7 +87,7 @@ def role_rates(settings: TransferSettings) -> dict[str, float]:
 
 
 def summarize(results: Frame, settings: TransferSettings, factors: dict[str, float]) -> Json:
-    """Return the content of transfer.json."""
+    """Summarize the results of a transfer as the content of transfer.json."""
     narrow = judged(results[results["hidden_size"] == settings.proxy_width], settings.best_margin)
     wide = sorted(set(results["hidden_size"]) - {settings.proxy_width})
     best_by_width = {int(w): judged(results[results["hidden_size"] == w], settings.best_margin) for w in wide}
@@ -126,9 +126,7 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
 
 
 def judged(results: Frame, margin: float) -> list[Rate]:
-    """Judge the learning rates of one width: their status, their loss, and the risk at other widths. The order is
-    ascending.
-    """
+    """Judge the learning rates at one width, in ascending order: their status, loss, and risk at other widths."""
     rates = []
     for rate, trials in results.groupby("learning_rate"):
         worst = max(trials["status"], key=severity)
@@ -158,7 +156,7 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
 
 
 def _stable(rates: list[Rate]) -> list[Rate]:
-    """Return the best learning rate and its neighbors up to the first learning rate that did not finish."""
+    """Return the best learning rate and its neighbors, up to the first learning rate whose runs did not all finish."""
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if best is None:
         return []
@@ -169,7 +167,7 @@ def _stable(rates: list[Rate]) -> list[Rate]:
 
 
 def _agrees(narrow: list[Rate], wide: Rate) -> bool | None:
-    """Return whether the learning rate has the same outcome at both widths. Returns None without a run on the proxy."""
+    """Return whether a learning rate has the same outcome on target and proxy; None if we cannot tell."""
     status = _status(narrow, wide.learning_rate)
     if status is None or {"failed", "interrupted", "short"} & {status, wide.status}:
         return None

@@ -125,15 +125,13 @@ def run(request: Json) -> int:
 
 
 def _note(folder: Path, status: str, reason: str) -> None:
-    """Record how a trial ended. Skip this if the trial had ended before and only a repeatable measurement failed."""
+    """Record how a trial ended, unless it had ended before and only a measurement failed that can be repeated."""
     if (read_result(folder) or {}).get("status") not in ENDED:
         write_result(folder, {"status": status, "reason": reason})
 
 
 def _end_with(request: Json) -> NoReturn:
-    """Run a trial and end this process. Lamina does not free the server's memory, because freeing takes longer than
-    starting.
-    """
+    """Run a trial, and end this process without freeing memory, because freeing takes longer than starting."""
     code = 1
     try:
         code = run(request)
@@ -145,7 +143,7 @@ def _end_with(request: Json) -> NoReturn:
 
 
 def _like_the_driver(request: Json) -> None:
-    """Apply the environment, paths and directory that the driver has changed since the server started."""
+    """Set environment, sys.path and directory as in the driver, which may have changed them after the start."""
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:], sys.argv[:] = request["path"], request["argv"]

@@ -196,7 +196,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         return Subset(items, spread(len(items), self.settings.eval_blocks or len(items)))
 
     def _task_measure(self, processes: Processes) -> Callable[[PreTrainedModel], dict[str, float]] | None:
-        """Return the scorer of eval_tasks, which does not affect the training; None without one."""
+        """Return the function that scores eval_tasks without affecting the training; None without tasks."""
         measure = task_measure(self.settings) if processes.first else None
         if measure is None:
             return None

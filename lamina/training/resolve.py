@@ -89,7 +89,7 @@ class ResolvedRun:
 def resolve_run(
     settings: PretrainSettings, processes: int = 1, *, parallel: str = "ddp", trained: bool = True
 ) -> ResolvedRun:
-    """Determine a run's plan and backbone, and make all checks that do not need the corpus.
+    """Determine a run's plan and backbone, and check everything that can be checked without the corpus.
 
     Args:
         processes: the number of processes that share a batch.
@@ -230,7 +230,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
 
 
 def task_measure(settings: PretrainSettings) -> TaskMeasure | None:
-    """Return the scorer of eval_tasks; None without tasks. Raises UserError for a missing task or missing data."""
+    """Return the function that scores eval_tasks; None without tasks. Raises UserError if tasks or data are missing."""
     if settings.eval_tasks is None:
         return None
     from lamina.evaluation.job import TaskMeasure  # needs the harness only now
@@ -254,7 +254,7 @@ def check_modules(
     *,
     trained: bool = True,
 ) -> None:
-    """Raise UserError for faults that show only when Lamina builds the modules, such as too little memory.
+    """Raise UserError for faults that appear only when Lamina builds the modules, such as too little memory.
 
     Another fault is a norm whose number of groups does not divide the width. Lamina builds one layer of each kind on
     the meta device. For ``trained``, see ``resolve_run``.

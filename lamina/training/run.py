@@ -1,7 +1,7 @@
 """Train one run: read its settings, and write a folder with records, checkpoints, a result and a model.
 
-The stage supplies the model, the data and the Trainer. This module does what all stages share: it locks the folder,
-finds the checkpoint, writes records, determines the run's status and uploads the model.
+The stage supplies the model, the data and the Trainer. This module does the work that all kinds of runs (stages) share:
+it locks the folder, finds the checkpoint, writes records, determines the run's status and uploads the model.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Options: TypeAlias = Any
 
 
 class Identity(Stateful, Protocol):
-    """The content by which Lamina recognizes a run when it resumes; checkpoints store it."""
+    """The content that identifies a run, such as its data. Checkpoints store this content to check a resumed run."""
 
     @property
     def text(self) -> Mapping[str, str]:
@@ -246,7 +246,7 @@ def train(
 
 
 def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
-    """Claim the folder and write the run's settings, plan and data; return whether it resumes."""
+    """Claim the folder and write the run's settings, plan and data. Return whether the run resumes."""
     if job.resumes:
         stage.identity.refuse_changes(job.folder)
     held.enter_context(job)
@@ -290,7 +290,7 @@ def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, se
 
 
 def _push(settings: Options) -> None:
-    """Upload the run's model if the settings say where."""
+    """Upload the run's model if the settings name a repository."""
     if settings.push_to_hub is not None:
         push(Path(settings.output) / MODEL, settings.push_to_hub)
 
@@ -325,7 +325,7 @@ def _run(stage: TrainingStage[S], processes: Processes, *, resume: bool, bar: bo
 
 
 def _roll_back(settings: Options, rollbacks: Rollbacks, diverged: Diverged) -> None:
-    """Choose the checkpoint to roll back to, and record that."""
+    """Choose the checkpoint to roll back to, and record the rollback."""
     folder = Path(settings.output)
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoint = checkpoints.newest(
@@ -360,7 +360,7 @@ class TrainingRun:
         average: the average of the weights; the stage sets this attribute and the following attributes when it builds
             the model.
         step_factors: with width or depth scaling, each parameter's factors.
-        followed: the layers that Lamina found in a transformers model; None for a Lamina model.
+        followed: for a transformers model, the layers that Lamina found; None for a Lamina model.
         items: the training items, for a stage that reads them during training.
     """
 

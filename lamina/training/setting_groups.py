@@ -99,7 +99,7 @@ class BlockSettings(TextSettings, group="data"):
 
 
 class PackingSettings(Settings, group="data"):
-    """How documents fill the blocks."""
+    """How Lamina packs documents into blocks of tokens."""
 
     packing: Literal["on", "off"] = setting(
         "on",
@@ -170,7 +170,7 @@ class StepSettings(BatchSettings, group="steps and learning rate"):
 
 
 class LearningRateSettings(Settings, group="steps and learning rate"):
-    """The learning rate's peak."""
+    """The peak learning rate."""
 
     learning_rate: float = setting(3e-3, "peak learning rate", above(0.0))
 

@@ -81,7 +81,7 @@ class ShortRun(TrainerCallback):
         self._series = _StepNumbers()
 
     def train(self, after_step: AfterStep) -> None:
-        """Take steps while ``after_step`` returns True, at most the run's number of steps."""
+        """Take steps while ``after_step`` returns True, but at most the run's number of steps."""
         settings, self._after = self.settings, after_step
         with TemporaryDirectory() as folder:  # Trainer creates its output folder even if it is unused
             arguments = training_arguments(replace(settings, output=folder))

@@ -73,7 +73,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
 
 
 def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
-    """Return whether a value equals the checkpoint's value, in any spelling."""
+    """Return whether a setting's value means the same as the checkpoint's value, however it is spelled."""
     if value is None:
         return True
     if name == "placement":
@@ -149,7 +149,7 @@ def _read(folder: str) -> _Read:
 
 @lru_cache(maxsize=4)
 def _read_once(folder: str, changed: int | None) -> _Read:
-    """Read the plan and the configuration; read them again if ``changed``, the time of the last change, differs."""
+    """Read a checkpoint's plan and configuration; cached until ``changed``, the time of the last change, differs."""
     with local_when_unreachable():
         config: Any = conversion.read_config(folder, field="from")
     if isinstance(config, LaminaConfig):

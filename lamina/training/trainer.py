@@ -42,8 +42,8 @@ class RunTrainer(MonitoredTrainer):
     Attributes:
         processes: the run's processes. If ``sharding.shard`` has sharded the model, Trainer does not wrap the model.
         guard: checks every step's loss and gradient norm; on a GPU, it waits until a step is recorded.
-        states: further objects, whose states Lamina stores in checkpoints and restores with the trainer.
-        keep_also: decides from an older checkpoint's run state whether to keep the checkpoint.
+        states: further objects whose states Lamina stores in checkpoints and restores from checkpoints.
+        keep_also: a function of an older checkpoint's run state that says whether to keep the checkpoint.
         rate_factor: the factor on all learning rates after rollbacks.
         average: the average of the weights. Checkpoints store this average, and evaluations use it.
         background: writes checkpoints in a thread; None if training waits for each checkpoint.
@@ -131,7 +131,7 @@ class RunTrainer(MonitoredTrainer):
         }
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore the guard and ``states``; Lamina restores the trainer's own state when training begins."""
+        """Restore the guard and ``states``. Lamina restores the sums of losses when training begins."""
         self._resumed = state
         self.overflows, self.overflows_in_a_row = state.get("overflows", [0, 0])
         for stateful in (self.guard, *self.states):
@@ -166,7 +166,7 @@ class RunTrainer(MonitoredTrainer):
         return schedule
 
     def continue_records(self) -> None:
-        """Restore the loss that the run collected between its last record and the checkpoint."""
+        """Restore the sum of losses that the run collected between its last record and the checkpoint."""
         losses = self._resumed.get("losses")
         if losses is None or self._resumed["step"] != self.state.global_step:
             return

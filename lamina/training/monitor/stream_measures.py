@@ -46,8 +46,8 @@ def magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tensor:
-    """Return the ``count`` largest of a state's ``magnitudes`` [tokens, hidden_size] in descending order; all
-    magnitudes if there are fewer.
+    """Return the ``count`` largest of a state's ``magnitudes`` [tokens, hidden_size] in descending order, or all if
+    there are fewer.
 
     NaN counts as the largest. Does not wait for the device.
     """
@@ -62,8 +62,8 @@ def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torc
     """Measure x^0 and the stream after every sub-layer on one batch, and the largest |x| of all these states.
 
     ``inputs`` are the arguments of a Lamina model, or only its main input: token ids [batch, tokens] or pixel values
-    [batch, channels, height, width]. Runs the model in evaluation mode, without gradients, uncompiled, and in float32
-    (unless it is sharded in bfloat16); then restores the model's mode.
+    [batch, channels, height, width]. Runs the model uncompiled, in evaluation mode, without gradients, and in float32
+    (unless the model is sharded in bfloat16). Then restores the model's mode.
 
     The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11): the 100 largest |x| among all elements (each
     sequence's tokens and channels) of x^0 and of the stream after every sub-layer. The row with ``index`` 0 is the
@@ -85,7 +85,7 @@ def stream_rows(
     inputs: torch.Tensor | Mapping[str, torch.Tensor],
     step: int,
 ) -> list[Row]:
-    """Return the rows of ``hidden_state_rows`` for any ``points`` of a model, measured in a pass through ``base``."""
+    """Measure the hidden states at ``points`` in a pass through ``base``; return the rows of ``hidden_state_rows``."""
     meter = ForwardMeter(points, top=TOP)
     with torch.no_grad(), evaluating(model), uncompiled(base), meter.measuring(base):
         named = {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
@@ -98,7 +98,7 @@ def stream_rows(
 
 @dataclass
 class PassNumbers:
-    """One process's measurements of a forward pass, as numbers.
+    """The numbers that one process measured in a forward pass.
 
     Attributes:
         states: for each point, the number of elements and their ``state_statistics``.
@@ -191,7 +191,7 @@ class ForwardMeter:
             self._loads[layer] = counts / self._tokens[layer]
 
     def missing(self) -> list[str]:
-        """Return a line for the user for each measurement that the last pass should have shown but did not."""
+        """For each measurement that is missing from the last pass, return a line that tells the user why."""
         if self.points and not self._states:
             return [
                 "Lamina does not record the residual stream, because it saw no forward pass of the model (a compiled "
@@ -223,7 +223,7 @@ class ForwardMeter:
 
 
 def rows_of(step: int, parts: Sequence[PassNumbers]) -> list[Row]:
-    """Combine the processes' parts of a batch into tidy rows."""
+    """Combine the measurements that the processes made on their parts of a batch into tidy rows."""
     rows: list[Row] = []
     for (layer, sublayer, index), seen in _by_key(part.states for part in parts).items():
         named = zip(STATE_METRICS, _pooled(seen), strict=True)
@@ -291,7 +291,7 @@ def _operations(
     see_logits: Callable[[int, torch.Tensor], None],
     see_choice: Callable[[int, torch.Tensor, int], None],
 ) -> Iterator[None]:
-    """Watch attention softmaxes, fused attention and the choice of experts in each layer, as torch functions."""
+    """Watch the torch functions for attention (softmax or fused) and for the choice of experts in each layer."""
 
     class AttentionMode(TorchFunctionMode):
         def __torch_function__(
@@ -316,7 +316,7 @@ def _operations(
 
 @contextmanager
 def _inner_calls(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Watch the softmax or fused attention inside nn.MultiheadAttention, which hides it from TorchFunctionMode."""
+    """Watch the softmax or fused attention inside nn.MultiheadAttention, which TorchFunctionMode does not see."""
     fused, softmax = functional.scaled_dot_product_attention, functional.softmax
 
     def seen_fused(*args: Output, **kwargs: Output) -> torch.Tensor:

@@ -24,7 +24,7 @@ _HEADS = ("classifier", "score", "qa_outputs", "classification_head")
 
 @checks
 def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a training in which nothing learns: all is frozen, gradients are off, or the loss depends on no weight."""
+    """Find a training in which nothing learns: all weights are frozen, gradients are off, or the loss uses none."""
     trial = setup.trial
     if setup.names and not setup.trained:
         yield Mistake(
@@ -49,7 +49,7 @@ def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find matrices outside the layers whose gradient is 0: what they compute is selected nowhere."""
+    """Find matrices outside the layers whose gradient is 0, because no later module uses their outputs."""
     inside = {id(p) for _, layers in setup.blocks for layer in layers for p in layer.parameters()}
     idle = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.idle - inside]
     if idle and setup.trial is not None and any(setup.trial.gradients.values()):
@@ -63,7 +63,7 @@ def without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def never_run(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find trained matrices of layers, and adapters, whose modules forward never calls, in no layer."""
+    """Find trained matrices and adapters whose modules the forward pass calls in none of the layers."""
     if setup.trial is None or not setup.trial.reached:
         return
     ran, reached = setup.trial.ran, setup.trial.reached
@@ -113,7 +113,7 @@ def no_gradient_to_tables(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def unregistered(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find trainable tensors in plain lists and attributes: model.parameters() does not return them."""
+    """Find trainable tensors in plain lists and attributes, which model.parameters() does not return."""
     seen = setup.trial.reached if setup.trial is not None else {id(tensor) for tensor in setup.unregistered.values()}
     names = [name for name, tensor in setup.unregistered.items() if id(tensor) in seen]
     if names:
@@ -191,7 +191,7 @@ def equal_units(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def high_dropout(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find dropouts that drop almost all inputs, as if you had passed the share to keep as the share to drop."""
+    """Find dropouts that drop almost all inputs, as if the share to keep had been passed as the share to drop."""
     found = {}
     for path, module in setup.model.named_modules():
         rates = {name: value for name, value in vars(module).items() if isinstance(value, float) and "drop" in name}
@@ -209,7 +209,7 @@ def high_dropout(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def freezing_without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find requires_grad set as an attribute of a module, or misspelled on a parameter: torch ignores both."""
+    """Find a requires_grad attribute set on a module, or misspelled on a parameter. torch ignores such attributes."""
     wrong = [
         f"{path or 'model'}.requires_grad = {vars(module)['requires_grad']}"
         for path, module in setup.model.named_modules()

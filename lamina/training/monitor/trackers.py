@@ -1,4 +1,4 @@
-"""Log the numbers by layer to TensorBoard, W&B and trackio, in sections."""
+"""Log each layer's numbers to TensorBoard, W&B and trackio, in one section per metric and group of layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEP = "train/global_step"  # what Trainer's own callbacks draw against
 def series_of(row: Row) -> str:
     """Return the name of a row's series: SECTION/LAYER.SUBLAYER.ROLE.
 
-    Each section has one metric for eight layers ("gradient_norm.layers_000-007") or for the parts outside the layers.
+    A section has one metric of eight layers ("gradient_norm.layers_000-007"), or of the parts outside the layers.
     Trackers group all series with the same text before the slash under one heading.
     """
     _, layer, sublayer, role, index, metric, _ = row
@@ -52,8 +52,8 @@ def installed(report_to: str) -> list[str]:
 class Trackers:
     """Logs rows to TensorBoard, W&B and trackio, from the first row on.
 
-    W&B and trackio log into the open run, such as the run of Trainer's callbacks. If no run is open, the trackers open
-    a run with the folder's name in the project of WANDB_PROJECT (default: lamina).
+    W&B and trackio log into the open run, such as the run of Trainer's callbacks. If no run is open, Lamina opens a run
+    with the folder's name in the project that WANDB_PROJECT names (default: lamina).
 
     Raises:
         UserError: for a tracker that is not installed.

@@ -71,10 +71,10 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: Mapping[str, object])
 
 
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Arguments]:
-    """Find the module whose forward names the arguments, and return it with the named arguments.
+    """Find the module whose forward method names the arguments. Return this module and the arguments by name.
 
-    A wrapper's forward may take only ``*args``. If so, Lamina looks at the module inside that holds all of the
-    wrapper's parameters. If no forward gets a tensor, return the given module.
+    If a wrapper's forward takes only ``*args``, Lamina looks at the inner module that holds all of the wrapper's
+    parameters. If no forward gets a tensor, return the given module.
     """
     inner = module
     while not tensors_of(arguments := named_arguments(inner, args, kwargs)):
@@ -87,7 +87,7 @@ def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tupl
 
 
 def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a number that identifies the batch, and counts of labels: equal to their token, to the next, all; [4]."""
+    """Return [4]: a number that identifies the batch; labels equal to their token, or to the next token; all labels."""
     tokens = next(filter(is_tokens, inputs.values()), next(iter(inputs.values()), torch.empty(0))).detach()
     some = tokens.flatten()[:: max(1, tokens.numel() // _MARKED)].double()
     mark = (some * torch.arange(1.0, len(some) + 1, dtype=some.dtype, device=some.device).sqrt()).sum()
@@ -117,7 +117,7 @@ def _metadata_of(node: Node) -> dict[str, object]:
 
 
 def _comes_from_output(loss: torch.Tensor) -> bool:
-    """Return whether a loss's graph holds a marked node, or is too large to be of a loss alone."""
+    """Return whether a loss's graph holds a marked node, or is too large to contain only the loss."""
     waiting, seen = [loss.grad_fn], set[Node]()
     while waiting and len(seen) < _NODES_OF_A_LOSS:
         node = waiting.pop()
@@ -162,14 +162,14 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
 
 
 def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
-    """Call ``act`` when a step's gradients exist: after the step's closure, or now if there is no closure.
+    """Call ``act`` once the gradients of a step exist: after the step's closure, or now if there is no closure.
 
     Args:
         args: the positional arguments of ``optimizer.step``, as its pre-hooks get them: first the optimizer.
         kwargs: the keyword arguments of ``optimizer.step``.
         act: called before the update, once for each call of the closure (LBFGS calls the closure several times a step).
 
-    Returns new arguments for the step, or None if the old arguments stay.
+    Returns new arguments for the step, or None to keep the old arguments.
     """
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
     if not callable(closure):
@@ -272,7 +272,7 @@ class Instruments:
         Args:
             judge: decides from the gradient norm whether to skip the step; None skips no step.
             found: called with the batch after each search for the layers.
-            untold: called if a forward pass begins before the loop has ended the last optimizer step.
+            untold: called if a forward pass begins although the loop did not report the end of the last optimizer step.
             left: called before the loop destroys the process group.
         """
         self._judge, self._found, self._untold, self._left = judge, found, untold, left
@@ -338,7 +338,7 @@ class Instruments:
             _mark_output(output)
 
     def _follow(self, module: nn.Module, arguments: Mapping[str, object]) -> None:
-        """Look for the layers, once and after parameters were replaced. Lamina records totals even without layers."""
+        """Look for the layers once, and again after parameters were replaced. Without layers, record totals."""
         self._looking = True
         named = {"layers": self.settings.layers, "first_layer": self.settings.first_layer}
         before, self.followed = self.followed, follow(module, arguments, **named)
@@ -388,8 +388,7 @@ class Instruments:
             self.followed.notes.append(text)
 
     def differentiates(self, loss: torch.Tensor) -> None:
-        """Keep the loss that a loop differentiates. This loss counts only if neither the model nor the user gives a
-        loss.
+        """Keep the loss that a loop differentiates, for the case that neither the model nor the user gives a loss.
 
         A loss that the loop differentiates after the optimizer's step does not belong to this step.
         """
@@ -414,7 +413,7 @@ class Instruments:
             self._apart = [loss / divisor for loss in self._apart]
 
     def ignores(self, passes: bool) -> None:
-        """Ignore forward passes that do not train."""
+        """While ``passes`` is true, ignore forward passes, because they do not train."""
         self._looking = passes
 
     def leaves(self) -> None:
@@ -422,7 +421,7 @@ class Instruments:
         self._left()
 
     def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Keep a loss and its scaled value until the loop differentiates the scaled value."""
+        """Keep a loss together with its scaled value until the loop differentiates the scaled value."""
         self._scaled = loss, scaled
         if scaled is not loss:  # the scaler is enabled
             self._scale = (scaled.detach().double() / loss.detach().double()).reshape(-1)[0]
@@ -432,7 +431,7 @@ class Instruments:
         self._scale = None
 
     def tries(self, optimizer: object) -> None:
-        """Note that a loss scaler has taken or skipped an optimizer's step."""
+        """Note that a loss scaler's step has run, and either called or skipped the optimizer's step."""
         if any(optimizer is own for own in self.optimizers):
             self.ended.add(id(optimizer))
 
@@ -524,7 +523,7 @@ class Instruments:
         return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
 
     def step_loss(self) -> torch.Tensor | None:
-        """Return the step's loss so far: the sum of its parts, or the mean over the step's micro-batches.
+        """Return the step's loss so far: the sum of the loss's parts, or the mean over the step's micro-batches.
 
         Losses that the loop differentiated are parts of the step's loss. If a loop differentiates chunks of the loss
         one by one, and then their sum, the chunks do not count again.
@@ -606,7 +605,7 @@ class Instruments:
         return rows
 
     def _batch_rows(self, step: int, mark: float, same: float, following: float, labels: float) -> list[Row]:
-        """Count the consecutive steps with this batch (after other batches), and the labels that equal its tokens."""
+        """Count the consecutive steps with the same batch (after other batches), and the labels that equal tokens."""
         self._varied |= mark != self._mark and math.isfinite(self._mark)
         self._repeats, self._mark = self._repeats + 1 if mark == self._mark else 0, mark
         shares = (same / labels, following / labels) if labels > 0 else ()
@@ -653,7 +652,7 @@ class Instruments:
         return rows
 
     def about(self) -> Json:
-        """Return the entries of watched.json that describe the model."""
+        """Return the description of the model for watched.json."""
         followed = self.followed
         assert followed is not None
         structure = followed.structure

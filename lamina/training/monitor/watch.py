@@ -224,7 +224,7 @@ class LoopMonitor(Monitor):
             self._end()
 
     def _end_untold(self) -> None:
-        """End a step of a loop that never calls ``monitor.step``. Raises Diverged."""
+        """End a step of a loop that does not call ``monitor.step``. Raises Diverged."""
         if self._open and not self._told and self.instruments.ended:
             self._end()
 
@@ -246,7 +246,7 @@ class LoopMonitor(Monitor):
             self.instruments.due = self.is_due
 
     def _read(self, due: bool, rate: float | None) -> None:
-        """Read the steps since the last call, and record this one if it is due. Raises Diverged.
+        """Read the steps since the last call. If the last step is due, record it. Raises Diverged.
 
         ``rate`` is the learning rate of the step that has ended.
         """
@@ -273,12 +273,12 @@ class LoopMonitor(Monitor):
                 self.guard.see_gradient(step, value)
 
     def _write_batches(self) -> None:
-        """Write the batches that the alarms name; all processes call it at the same step."""
+        """Write the batches of steps with an alarm. All processes must call this method at the same step."""
         if self.batches is not None:
             self.batches.write({alarm.step for alarm in self.alarms.told}, self.processes)
 
     def take(self, rows: Sequence[Row]) -> None:
-        """Record values that the training code reports for a step; Lamina judges them with the step's measures."""
+        """Record values that the training code reports for a step. Lamina judges them with the step's measurements."""
         if self._open:
             self._waiting += rows
             self._add(rows)
@@ -305,7 +305,7 @@ class LoopMonitor(Monitor):
         self.write({**record, "tokens_per_second": new / seconds})
 
     def _act(self, diverged: Diverged) -> None:
-        """Handle a divergence as the settings say. Raises Diverged if the run should stop."""
+        """Handle a divergence as ``on_divergence`` requests. Raises Diverged if the run should stop."""
         if self.processes.first:
             logger.warning("lamina.watch: diverged: %s", diverged)
         self.write_divergence(diverged)
@@ -319,7 +319,7 @@ class LoopMonitor(Monitor):
         self.end(sys.exc_info()[1])
 
     def end(self, error: BaseException | None) -> bool:
-        """Close with the status for the error; return whether the monitor raised this error to stop the training."""
+        """Close the monitor after an error. Return whether the monitor raised this error to stop the training."""
         ended = isinstance(error, Diverged) and error is self.diverged
         if ended or error is None:
             self.close(Status.FINISHED)
@@ -563,7 +563,7 @@ class WatchCallback:
         return None if self.monitor is None else self.monitor.diverged
 
     def _begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
-        """Begin the monitor after ``step`` steps. If a checkpoint holds these steps, continue the records.
+        """Begin the monitor after ``step`` steps. If training resumes from a checkpoint, continue the records.
 
         A training that was killed before its first checkpoint begins again, and so do its records.
         """
@@ -656,7 +656,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         self._end(Status.FINISHED if state.global_step >= state.max_steps else Status.INTERRUPTED)
 
     def _take_losses(self, trainer: Trainer | None) -> None:
-        """Record what a trainer's ``training_step`` returns: a micro-batch's share of the trained loss."""
+        """Record the return values of a trainer's ``training_step``: each micro-batch's share of the step's loss."""
         assert self.monitor is not None
         if trainer is None:
             return  # not Trainer's loop: the model's outputs say it
@@ -688,7 +688,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
 
 
 def _calling_trainer() -> Trainer | None:
-    """Find the Trainer that sent the event on the call stack, since the event's arguments do not include it."""
+    """Find on the call stack the Trainer that sent an event, because the event's arguments lack the Trainer."""
     callers = (info.frame.f_locals.get("self") for info in inspect.stack(0))
     return next((caller for caller in callers if isinstance(caller, Trainer)), None)
 

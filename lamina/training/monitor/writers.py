@@ -1,6 +1,6 @@
 """Write and read a run's records: rows of layers/, the numbers of every step, metrics.jsonl and watched.json.
 
-This module loads neither torch nor transformers, because the pages read watched.json with it.
+This module loads neither torch nor transformers, because report pages use this module to read watched.json.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LastEvaluation:
     Attributes:
         step: the step after which the evaluation took place; -1 if there was no evaluation yet.
         loss: the loss on the held-out blocks, in nats per token.
-        second: the loss on the second corpus.
-        scores: the further measures of the objective.
+        second: the loss on the held-out blocks of a second corpus, if there is one.
+        scores: the objective's other metrics, such as accuracy.
         tasks: the scores on eval_tasks.
     """
 
@@ -142,7 +142,7 @@ def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str 
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl, one line per record, without delay.
+    """Writes metrics.jsonl: each record at once, as one line.
 
     Args:
         folder: the run's folder.
@@ -212,7 +212,7 @@ def _number(part: Path) -> int:
 
 
 class LayersWriter:
-    """Writes layers/part-*: it collects rows and writes them in parts, so a kill loses only the last part's rows.
+    """Writes layers/part-*: collects rows and writes them in parts. A killed run loses only the last part's rows.
 
     A part covers 10 seconds, or 0.2 % of the time so far if that is longer, so a long run has about a thousand parts. A
     part is a Parquet table or, without pyarrow, NumPy's .npz (an array per column, no pickle).

@@ -46,7 +46,7 @@ class WrittenWeights:
         total: the sum of the last step's changes.
         rate: the last known learning rate; None if no step had a learning rate yet, as in a resumed run.
         restarts: whether the last step's lost moments belong to a restart of the optimizer.
-        elsewhere: whether training continues from other weights after this step, so that series start again.
+        elsewhere: whether training continues after this step from replaced weights, so that series start again.
         note: the text of this step's note; empty if there is none.
     """
 
@@ -68,9 +68,9 @@ class WrittenWeights:
     ) -> Iterator[Judgment]:
         """Judge a step.
 
-        A change that is present from the first record on belongs to the training loop. Averaging with other models may
-        change many parts at once. A change of many parts is unusual only if it exceeds the largest change that the
-        parts' updates could have made.
+        If weights change in this way from the first record on, the training loop does it on purpose. Averaging with
+        other models may change many parts at once. A change of many parts is unusual only if it exceeds the largest
+        change that the parts' updates could have made.
 
         Args:
             weights: for each part, the step of its last record, its norm and its update's norm.
@@ -115,14 +115,14 @@ class WrittenWeights:
         self.note = RESTARTS if restarts else AVERAGED if averaged else ""
 
     def _jumps(self, rate: float | None) -> bool:
-        """Return whether the learning rate is far from the last one."""
+        """Return whether the learning rate is far from the last step's learning rate."""
         factor = rate / self.rate if rate and self.rate else 1.0
         self.rate = rate or self.rate
         return not 1 / RESTARTED < factor < RESTARTED
 
 
 def _usual(recent: Sequence[float]) -> float:
-    """Return the share of its weights by which a part may change, computed from its shares at the latest records."""
+    """Return a part's usual relative change of weights, from its relative changes at the latest records."""
     events = [value for value in recent if value > 0]
     usual = OWN_WAY * statistics.median(events if len(events) > 1 else recent or [math.inf])
     habit = len(recent) >= RECORDS and all([*recent][-RECORDS:])

@@ -2,7 +2,7 @@
 
 ZeRO keeps float32 weights, gradients and the optimizer's moments in flat tensors. Each process has a slice of these
 tensors; stage 3 also splits the model's own parameters. ZeRO's optimizer updates one slice after another with a torch
-optimizer, and frees gradients meanwhile. So Lamina counts a step only when ZeRO's ``step`` ends.
+optimizer, and frees gradients between these updates. So Lamina counts a step only when ZeRO's ``step`` ends.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ZeroPart(HeldPart):
 
     @property
     def split(self) -> bool:
-        """Whether ZeRO also splits the model's own parameter."""
+        """Whether ZeRO also splits the model's parameter itself, as stage 3 does."""
         return hasattr(self.parameter, "ds_id")
 
     @property

@@ -1,3 +1,3 @@
-"""The training objectives. A backbone's heads decide which objectives fit. For the objective in lamina.lab, see
-objective_rows.py.
+"""The training objectives. A backbone's heads decide which objectives fit. objective_rows.py lists the modules in
+lamina.lab with further objectives.
 """

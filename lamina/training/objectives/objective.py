@@ -34,8 +34,8 @@ class Objective(ABC):
     Attributes:
         head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
         guess: a name for the loss of a model that knows only how frequent each target is.
-        own: the settings that this objective uses, although some other objectives do not use them.
-        without: the settings that this objective does not use, although all other objectives use them.
+        own: the settings that this objective uses and some other objectives do not use.
+        without: the settings that all other objectives use and this objective does not use.
     """
 
     head: ClassVar[str]

@@ -57,8 +57,8 @@ def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
 
     The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out/in).
     Muon's updates have the norm (learning rate) * 0.2 * sqrt(max(out, in)) for any input, so the factor is the same for
-    all alignments: 1/sqrt(m) if both sides grow. The factors for depth are the same as for Adam, because neither
-        optimizer's updates depend on the gradient's size.
+    all assumptions about alignment: 1/sqrt(m) if both sides grow. The factors for depth equal Adam's factors, because
+    the updates of Muon and Adam do not depend on the gradient's size.
     """
     if scaled.kind != "hidden" or scaled.weight.layer < 0:
         return scaled.factors
@@ -76,8 +76,8 @@ class MuonAdamW(torch.optim.Optimizer):
     """PyTorch's Muon and AdamW as one optimizer with one state. Muon updates the groups with ``muon``, AdamW all
     others.
 
-    Muon's updates have the same root mean square as AdamW's (Liu et al. 2025, arXiv 2502.16982, Eq 4), so both use the
-    same learning rate and weight decay.
+    Muon's updates have the same root mean square as AdamW's updates (Liu et al. 2025, arXiv 2502.16982, Eq 4), so both
+    optimizers use the same learning rate and weight decay.
 
     Args:
         groups: parameter groups with a learning rate and weight decay; Muon's groups have ``muon=True``.
@@ -93,7 +93,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Make both parts use this optimizer's groups and state."""
+        """Make Muon and AdamW use this optimizer's groups and state."""
         for part, muon in zip(self._parts, (True, False), strict=True):
             part.param_groups = [group for group in self.param_groups if bool(group.get("muon")) == muon]
             part.state = self.state
@@ -190,7 +190,7 @@ def with_shorter_warmup(shares: Callable[[int], float], done: int, *, warmup: in
 
 
 def warmup_stable_decay(done: int, *, warmup: int, decay: int, steps: int, low: float, shape: str) -> float:
-    """Return the share of the peak learning rate after ``done`` steps: warm-up, constant, then a decay to ``low``.
+    """Return the share of the peak learning rate after ``done`` steps of warm-up, constant phase and decay to ``low``.
 
     The warm-up is linear.
 
@@ -216,10 +216,10 @@ _STEPS = "steps"
 class WeightAverage(TrainerCallback):
     """A moving average of the weights.
 
-    After the first step it equals the weights; after each further step it is decay * average + (1 - decay) * weights.
+    After the first step, the average equals the weights. Later, it becomes decay * average + (1 - decay) * weights.
 
     Args:
-        model: the model before its first step; it is copied.
+        model: the model before its first step, which Lamina copies.
         decay: the factor on the old average, below 1.
     """
 

@@ -1,4 +1,4 @@
-"""Order the training blocks. The order is endless, is equal for any number of processes, and can skip blocks."""
+"""Order the training blocks. The order is endless, does not depend on the number of processes, and can skip blocks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Skip = tuple[int, int]  # (step, by how many steps' worth of data the order is a
 class TrainOrder(Sampler[list[int]]):
     """Yields the indices of one process's micro-batches, for a whole run.
 
-    The corpus's blocks are reshuffled after each pass. Step ``s`` (from 1) takes the next ``gradient_accumulation *
-    batch_size`` blocks, across the end of a pass if needed. The ``batch_size`` blocks of a micro-batch are split over
-    the processes, so a step's blocks do not depend on the number of processes.
+    The corpus's blocks are reshuffled after each pass. Each step takes the next ``gradient_accumulation * batch_size``
+    blocks, across the end of a pass if needed. The ``batch_size`` blocks of a micro-batch are split over the processes,
+    so a step's blocks do not depend on the number of processes.
 
     Args:
         blocks: the number of blocks.
@@ -75,7 +75,7 @@ class TrainOrder(Sampler[list[int]]):
         return (self.data_step(step) - 1) * self.gradient_accumulation * self.batch_size
 
     def spans(self, steps: int) -> list[tuple[int, int]]:
-        """Return the spans of the order on which the first ``steps`` steps train, as block positions from 0."""
+        """Return the ranges of block positions in the order (from 0) on which the first ``steps`` steps train."""
         spans, done, skipped, size = [], 0, 0, self.batch_size * self.gradient_accumulation
         later = [after for after, _ in self.skips[1:]]
         valid = [skip for i, skip in enumerate(self.skips) if all(skip[0] < after for after in later[i:])]
