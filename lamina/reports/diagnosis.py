@@ -398,7 +398,7 @@ def answer(evidence: Evidence) -> Answer:
     """Return the diagnosis of a run from the evidence in its records."""
     said = _answer(evidence)
     step = evidence.first.step if evidence.first else evidence.rose or next(iter(evidence.spikes), None)
-    if step and evidence.watched:
+    if step and evidence.watched and not evidence.imported:
         said.notes.append(f"Lamina counts steps from 1: a loop that counts from 0 prints step {step} as {step - 1}.")
     return said
 

@@ -35,6 +35,13 @@ def test_a_file_that_is_called_a_loss_holds_one(tmp_path, name):
         ("numbers.log", "2.5 0\n2.4 100\n", "2 columns of numbers without names"),
         ("loss.json", json.dumps([[200, 5.9, 6.0], [400, 5.4, 5.5]]), "3 columns of numbers without names"),
         ("val_loss.csv", "Wall time,Step,Value\n1600000000.1,0,2.5\n1600000001.1,10,2.4\n", "holds no loss"),
+        (
+            "tensors.log",
+            "INFO:  Num steps = 8242\nINFO: ***** Variables *****\n"
+            + "INFO:absl: restored\n" * 4
+            + "INFO:  name = crf_loss/transition:0, shape = (10, 10)\n",
+            "holds no loss",
+        ),
         ("job.out", "0it [00:00, ?it/s]\r176it [00:00, 1758.01it/s]\r352it [00:00, 625.91it/s]", "neither JSON, nor"),
         ("run.ipynb", json.dumps({"cells": [{"outputs": []}], "nbformat": 4}), "outputs of this notebook have no loss"),
     ],

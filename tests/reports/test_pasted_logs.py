@@ -31,6 +31,15 @@ PASTED = {
         "Epoch [1][200/62598]\tlr: 1.000e-03, loss_ce: 0.59, bbox_loss: 0.22, loss: 0.9, grad_norm: 3.9\n",
         {100: 1.9, 200: 0.9},
     ),
+    "epochs before a loss": (
+        "".join(f"2023 - CLTR - INFO - Training Epoch:[{n}/1500]\t loss={3 - n / 1000}\t lr=0.0001\t epoch_time=60.4\n" for n in (958, 959, 960)),
+        {n: 3 - n / 1000 for n in (958, 959, 960)},
+    ),
+    "an epoch in brackets": ("Epoch... (39/116 | Loss: 0.25)\nEpoch... (40/116 | Loss: 0.125)\n", {39: 0.25, 40: 0.125}),
+    "a step that three processes print": (
+        "".join(f"I1002 21:43 14{n} logging_writer.py:35] [1000] steps_per_second=1.7{n}, train_loss=6.5252\n" for n in (6084, 6083, 6085)),
+        {1000: 6.5252},
+    ),
     "a number in bold": (
         BAR.format(p=5) + "\n{'loss': **4.75**, 'grad_norm': 3.06}\n" + BAR.format(p=6) + "\n{'loss': **4.5**, 'grad_norm': 3.0}\n",
         {5: 4.75, 6: 4.5},

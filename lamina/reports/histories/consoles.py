@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from lamina.reports.histories.names import EPOCH_STEPS, is_whole_loss, whole
@@ -71,9 +71,12 @@ FORMS = (
     _form("lines with a step", rf"(?<!/){_RATED}{_TO_STEP}{_STEP}"),
     _form(
         "lines that begin with a step",
-        rf"(?:^(?:s:(?=\d+ trl))?|\] )\[?{_STEP}(?:(?: \| [\d.]+)?(?: \||[\]|:,])|\s*/\s*\d+,?)?\s",
+        rf"(?:^(?:s:)?|\] )\[?{_STEP}(?:(?: \| [\d.]+)?(?: \||[\]|:,])|\s*/\s*\d+,?|(?= trl:))\s",
     ),
-    _form("lines with a loss", r"(?i)loss\b[^\d\n]{0,12}(?:\d|nan|inf)"),
+    _form(
+        "lines with a loss",
+        r"(?i)(?:\bepochs?[ .:=#\[(]*(?P<epoch>\d+)(?![\d.]).*?)?loss\b[^\d\n/]{0,12}(?:\d|nan|inf)",
+    ),
 )
 """The forms, the most specific form first. If several forms fit equally many lines, Lamina takes the first of them."""
 _HEADER = re.compile(r"(?:\s*/\s*\d+)?(?:,\w+=\w+)*\W*$|[^\n]*\|\s*$")  # the rest of a line above a record
@@ -89,7 +92,8 @@ _HELD_OUT = re.compile(
     r"(?i)(?<![\w/-])(?:(?:val|valid|validati(?:on|ng)|eval|evaluati(?:on|ng)|test|testing|dev)\b(?![\w/-])|eval_)"
 )
 _HEADING = re.compile(rf"{_HELD_OUT.pattern}[^\d\n]*$")  # ***** Eval results *****
-_COUNTED, _ROUNDING = {"progress bar", "epoch"}, 1e-3  # names of a line above, and the rounding of a number
+_ROUNDING = 1e-3  # between two prints of a number
+_BREAKS = 3  # lines without a pair that end a record of several lines
 _SPECIAL = 5  # lines of a general form that count as much as one of another form
 _ENOUGH, _TRIED = 200, 2000  # lines that are enough if all are of one form, and lines that are tried
 _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
@@ -113,7 +117,8 @@ def form_of(lines: Iterable[str]) -> Form | None:
         for at, form in enumerate(FORMS):
             match = form.line.search(line)
             inline = match is not None and not form.more
-            if judged and ((inline and form.general) or ((inline or begun[at]) and _has_whole(form, line))):
+            pairs = form.pair.findall(line) if judged and (inline or begun[at]) else []
+            if pairs and ((inline and form.general) or any(whole(name.strip()) for name, _ in pairs)):
                 counts[at] += 1
                 begun[at], fitting = False, True
             elif match is not None:
@@ -128,10 +133,6 @@ def form_of(lines: Iterable[str]) -> Form | None:
 def _is_header(form: Form, match: re.Match[str]) -> bool:
     """Return whether a line has a step alone, so that the lines below have the numbers of this step."""
     return form.general and "step" in match.groupdict() and _HEADER.match(match.string, match.end()) is not None
-
-
-def _has_whole(form: Form, line: str) -> bool:
-    return any(whole(name.strip()) for name, _ in form.pair.findall(line))
 
 
 _SAID = (
@@ -151,7 +152,7 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
     """
     kept: Mapping[str, object] = {}
     for record in _printed(form, lines):
-        if len(kept) != len(record) and _is_same(kept, record):
+        if (len(kept) != len(record) or "step" in record) and _is_same(kept, record):
             kept = max(kept, record, key=len)
             continue
         if kept:
@@ -162,12 +163,16 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
 
 
 def _is_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Return whether a record has another's names and more, and the same numbers, but for their rounding."""
-    names, more = sorted((one.keys() - _COUNTED, other.keys() - _COUNTED), key=len)
-    if not names < more or len(names) < 2 or not any(map(is_whole_loss, names)):
+    """Return whether two records have the same numbers, but for their rounding. One may have fewer names, and without a
+    step, it must.
+    """
+    names, more = sorted((one.keys() - {"progress bar"}, other.keys() - {"progress bar"}), key=len)
+    apart = any(one.get(name) != other.get(name) for name in ("step", "epoch"))
+    if apart or not names <= more or ("step" not in names and names == more):
         return False
     pairs = ((number_of(one[name]), number_of(other[name])) for name in names)
-    return all(a is not None and b is not None and math.isclose(a, b, rel_tol=_ROUNDING) for a, b in pairs)
+    same = all(a is not None and b is not None and math.isclose(a, b, rel_tol=_ROUNDING) for a, b in pairs)
+    return same and len(names) > 1 and any(map(is_whole_loss, names))
 
 
 def _printed(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
@@ -229,27 +234,27 @@ class _Console:
     """A console's record, and what the lines before it said of its step and epoch.
 
     Attributes:
-        open: whether the record has a step alone, so that the lines below belong to it.
+        open: how many lines without a pair may come before the lines below belong no more to a record of a step alone.
         held_out: whether a heading above announced results of an evaluation, one a line.
     """
 
     def __init__(self, form: Form):
-        self.form, self.open, self.held_out = form, form.more, False
+        self.form, self.open, self.held_out = form, int(form.more), False
         self.names: dict[str, tuple[str, bool]] = {}
         self.record: dict[str, object] | None = None
         self.bar = self.epoch = ""
 
     def go_on(self, line: str) -> None:
         """Read a line that begins no record."""
-        general = self.form.general
-        goes_on = self.held_out and len(self.form.pair.findall(line)) == 1
-        self.held_out = general and (goes_on or _HEADING.search(line) is not None)
+        general, pairs = self.form.general, self.form.pair.findall(line) if self.open or self.held_out else []
+        self.held_out = general and ((self.held_out and len(pairs) == 1) or _HEADING.search(line) is not None)
         if (seen := _BAR.search(line)) is not None:
             self.bar = seen["step"]
         elif (seen := _EPOCH.match(line)) is not None:
             self.epoch = seen["epoch"]
         elif self.open and self.record is not None and not (general and _is_held_out(line)):
-            self._add_pairs(line, _ALONE.findall(line) if general else ())
+            self._add((general and _ALONE.findall(line)) or pairs)
+            self.open -= general and not pairs
 
     def begin(self, line: str, match: re.Match[str]) -> None:
         """Read the line in which a record begins."""
@@ -269,10 +274,10 @@ class _Console:
             self.record["step"] = step
             if groups.get("of"):
                 self.record[EPOCH_STEPS] = groups["of"]
-        header = not self._add_pairs(line) and _is_header(self.form, match)
+        header = not self._add(self.form.pair.findall(line)) and _is_header(self.form, match)
         if self.form.more:
             return
-        self.open, self.held_out = header and not self.held_out, header and self.held_out
+        self.open, self.held_out = _BREAKS if header and not self.held_out else 0, header and self.held_out
         if general and _is_held_out(line):
             self.record = {f"valid/{name}": value for name, value in self.record.items()}
         if step is None and (seen := _BAR.search(line)) is not None:
@@ -282,13 +287,11 @@ class _Console:
         if _ENDS in self.record:
             self.record = None
 
-    def _add_pairs(self, line: str, found: Sequence[tuple[str, str]] = ()) -> bool:
-        """Add a line's pairs, or those found; of a name that comes twice, the first value holds. Return whether one is
-        judged.
-        """
+    def _add(self, pairs: Iterable[tuple[str, str]]) -> bool:
+        """Add pairs; of a name that comes twice, the first value holds. Return whether one is judged."""
         record, judged = self.record, False
         assert record is not None
-        for written, value in found or self.form.pair.findall(line):
+        for written, value in pairs:
             if (known := self.names.get(written)) is None:
                 name = written.strip()
                 known = (low if (low := name.lower()) in ("step", "epoch") else name), whole(name) is not None

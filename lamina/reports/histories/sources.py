@@ -14,8 +14,7 @@ import sqlite3
 import struct
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
@@ -320,7 +319,7 @@ def _table(text: str) -> Columns | None:
     second = _cells(lines[1], separator) if len(lines) > 1 else []
     if len(lines) > 1 and lines[1].strip() and (len(second) != len(names) or not any(map(is_numeric, second))):
         return None
-    names = _told_apart(names)
+    names = [f"{name}.{names[:at].count(name)}" if name in names[:at] else name for at, name in enumerate(names)]
     rows = csv.reader(text.splitlines()[1:], delimiter=separator)
     cells = ({name: cell.strip() for name, cell in zip(names, row, strict=False)} for row in rows)
     return of_lines(cells, "CSV" if separator == "," else f"a table separated by {separator!r}")
@@ -328,16 +327,6 @@ def _table(text: str) -> Columns | None:
 
 def _cells(line: str, separator: str) -> list[str]:
     return next(csv.reader([line], delimiter=separator), [])
-
-
-def _told_apart(names: Sequence[str]) -> list[str]:
-    """Return columns' names, of which a repeated one gets a number as pandas gives it."""
-    seen = Counter[str]()
-    apart = []
-    for name in names:
-        apart.append(f"{name}.{seen[name]}" if seen[name] else name)
-        seen[name] += 1
-    return apart
 
 
 def _spaced(text: str) -> str | None:
