@@ -78,9 +78,12 @@ def run(argv: list[str]) -> int:
 def _list(specs: list[str], svg: str | None, num_layers: int) -> None:
     from lamina.placements.diagram import gallery
 
-    for spec in specs:
-        placement = find(spec)
-        show(f"{spec:<18} {placement.title:<20} {'   '.join(placement.equation[:2])}")
+    placements = {spec: find(spec) for spec in specs}
+    widest = max(map(len, specs)), max(len(placement.title) for placement in placements.values())
+    for spec, placement in placements.items():
+        ends = [number for number, line in enumerate(placement.equation, start=1) if "x' =" in line]
+        lines = [" ".join(line.split()) for line in placement.equation[: max([2, *ends[:1]])]]  # without the constants
+        show(f"{spec:<{widest[0]}}  {placement.title:<{widest[1]}}  {'   '.join(lines)}")
     show("\n`lamina placements NAME` shows a placement in full: all equations, diagram, options, source.")
     if svg:
         _write(svg, gallery([resolve(spec, num_layers) for spec in specs]))

@@ -33,3 +33,14 @@ def test_the_pictures_are_up_to_date():
 
 def test_fusenorm_is_found_by_the_name_of_its_paper():
     assert get("spannorm").heading == "FuseNorm (SpanNorm)"
+
+
+def test_the_list_has_the_equations_of_both_sub_layers(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("placement: mine\nequation: ['y = LN(x + A(x))']\nrules: []\n")
+    assert command.run([f"{tmp_path / 'mine.yaml'},keel"]) == 0
+    assert "  y = LN(x + A(x))\n" in capsys.readouterr().out
+    assert command.run([]) == 0
+    *lines, _, _ = capsys.readouterr().out.splitlines()
+    assert all("y = " in line and "x' = " in line for line in lines)
+    assert len({line.index(f"  {get(line.split()[0]).title}  ") for line in lines}) == 1
+    assert "  x_0 = LN(E)   y = x + LN(A(LN x))   x' = y + LN(F(LN y))" in "\n".join(lines)
