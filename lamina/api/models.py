@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING, cast, get_args
 from lamina.api.results import Diagnosis
 from lamina.core.architectures import Target
 from lamina.core.extras import require
-from lamina.core.values import (
-    DTYPES,
-    number,
-    one_of,
-    path,
-    real_path,
-    seed_number,
-    switch,
-    text,
-    what_is_there,
-    whole_number,
-)
+from lamina.core.values import DTYPES, nearby, number, one_of, path, real_path, seed_number, switch, text, whole_number
 from lamina.errors import UserError, shortened
 
 if TYPE_CHECKING:
@@ -104,7 +93,7 @@ def speaker_of(
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
         raise UserError(f"stop: {stop!r}. Give a list of texts, none of them empty.")
     if not Path(source).exists():
-        raise UserError(f"model: {source!r} does not exist{what_is_there(source)}. Give a folder with config.json.")
+        raise UserError(f"model: {source!r} does not exist{nearby(source)}. Give a folder with config.json.")
     import torch
 
     from lamina.modeling.generation import Speaker

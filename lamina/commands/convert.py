@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lamina.api.models import convert
 from lamina.commands.arguments import Parser
 from lamina.core.architectures import convertible
@@ -65,5 +63,5 @@ def run(argv: list[str]) -> int:
         show("largest difference of the logits: not measured (--no-verify)")
     else:
         show(f"largest difference of the logits on random tokens: {record['largest_difference']:.3g}")
-    show(f"the model: {options.output}" if foreign else how_to_load(Path(options.output)))
+    show(f"the model: {options.output}" if foreign else how_to_load(options.output))
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 from lamina.api.models import graft
 from lamina.commands.arguments import Parser
@@ -49,5 +48,5 @@ def run(argv: list[str]) -> int:
     gap = record["loss"] - record["loss_before"]
     losses = f"{record['loss_before']:.4f} -> {record['loss']:.4f}"
     show(f"loss on {record['tokens']:,} tokens of the text's other half: {losses} ({gap:+.4f}) nats")
-    show(how_to_load(Path(output)))
+    show(how_to_load(output))
     return 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lamina.api.models import prune
 from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
@@ -43,5 +41,5 @@ def run(argv: list[str]) -> int:
     show(f"layers removed: {ranges(record['dropped'])}; {record['num_layers']} remain")
     show(f"parameters: {record['parameters_before']:,} -> {record['parameters']:,}")
     show(f"loss on {record['tokens']:,} tokens: {record['loss_before']:.4f} -> {record['loss']:.4f} nats")
-    show(how_to_load(Path(output)))
+    show(how_to_load(output))
     return 0

@@ -222,7 +222,7 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(20), name))
 
 
-def what_is_there(missing: str | Path) -> str:
+def nearby(missing: str | Path) -> str:
     """For a missing path, return ``; FOLDER has NAMES``: the nearest existing parent folder and its content.
 
     Returns "" if this folder is the current folder, the home folder or the root.

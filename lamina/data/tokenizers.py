@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.core.hub_access import local_when_unreachable
-from lamina.core.values import what_is_there
+from lamina.core.values import nearby
 from lamina.data.cache import cache_root, publish
 from lamina.data.corpus import Corpus, EmbeddedCorpus
 from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
@@ -45,7 +45,7 @@ def validate_spec(spec: str) -> None:
         return
     looks_like_path = spec.startswith((".", "/", "~", os.sep)) or spec.endswith(".json")
     if looks_like_path and not Path(spec).expanduser().exists():
-        raise UserError(f"tokenizer: {spec!r}: no such file or folder{what_is_there(spec)}. Give {_ALLOWED}.")
+        raise UserError(f"tokenizer: {spec!r}: no such file or folder{nearby(spec)}. Give {_ALLOWED}.")
 
 
 def is_trained(spec: str) -> bool:

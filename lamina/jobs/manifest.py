@@ -149,9 +149,9 @@ def model_folder(path: str | Path) -> Path:
     return inner if any((inner / name).is_file() for name in ("config.json", MANIFEST)) else Path(path)
 
 
-def how_to_load(folder: Path) -> str:
+def how_to_load(folder: str | Path) -> str:
     """Return two lines of text: a saved model's folder and class, and the Python code that loads the model."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     name = str((config.get("architectures") or [""])[0])
     auto = f"AutoModelFor{name.partition('For')[2] or 'CausalLM'}"
     modules = "lamina, transformers" if config.get("model_type") == "lamina" else "transformers"

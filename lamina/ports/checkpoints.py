@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from transformers import GPT2Config, LlamaConfig
 
 from lamina.core.json_types import Json
-from lamina.core.values import what_is_there
+from lamina.core.values import nearby
 from lamina.errors import UserError
 from lamina.jobs.files import write_json
 from lamina.modeling.backbones.conversion import RECORD, ConversionRecord, load, source_beside, written_model
@@ -297,9 +297,7 @@ def convert(
     """
     if reads:
         if not Path(source).exists():
-            raise UserError(
-                f"source: {source!r} does not exist{what_is_there(source)}. Give a folder that {target} wrote."
-            )
+            raise UserError(f"source: {source!r} does not exist{nearby(source)}. Give a folder that {target} wrote.")
         model = from_trainer(Path(source), target, placement)
     else:
         source = source_beside(source, output, overwrite=overwrite)

@@ -118,7 +118,7 @@ class JacobianProbe(ShortProbe):
         return 400.0 * self.tokens_of(context)
 
     def begin(self, context: Context) -> None:
-        if any(getattr(site.module, "has_memory", False) for site in context.structure.layers):
+        if context.structure.has_memory:
             raise UserError(
                 "jacobian: a layer reads earlier states, not only x^l. Leave out this probe, or choose another model."
             )

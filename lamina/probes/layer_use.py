@@ -185,7 +185,7 @@ def exchanges(context: Context) -> Iterator[AbstractContextManager]:
     exchanged.
     """
     sites = context.structure.layers
-    if any(getattr(site.module, "has_memory", False) for site in sites) or shared_layers(context.structure):
+    if context.structure.has_memory or shared_layers(context.structure):
         raise UserError("permutation_score: the layers share weights, or read earlier states. Choose another metric.")
     for first, second in pairwise(sites):
         yield _exchanged(context, first, second)

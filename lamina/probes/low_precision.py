@@ -116,7 +116,7 @@ class LowPrecision(Probe):
         if context.structure.carries_more:
             context.notes.append(
                 "low_precision: Lamina skips the hidden states and their loss, because the model's layers read "
-                f"{context.structure.read_by_layers}."
+                f"{'earlier states' if context.structure.has_memory else 'several streams'}."
             )
         else:
             self._places = {(i, "block", "state", 0): point for i, point in context.structure.states().items()}

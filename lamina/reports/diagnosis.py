@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lamina.core.json_types import Json
-from lamina.core.values import what_is_there
+from lamina.core.values import nearby
 from lamina.errors import UserError
 from lamina.jobs.files import read_config, read_json, read_result
 from lamina.jobs.kinds import Kind, kind_of
@@ -112,7 +112,7 @@ def gather(folder: Path) -> Evidence:
     if not folder.is_dir():
         if re.match(r"https?:/", str(folder)):
             raise UserError(f"run: {str(folder)!r} is an address. Download the run's history, and give the file.")
-        raise UserError(f"run: {str(folder)!r} does not exist{what_is_there(folder)}. {_GIVE}")
+        raise UserError(f"run: {str(folder)!r} does not exist{nearby(folder)}. {_GIVE}")
     refuse_page(folder)
     about, rows = read_about(folder), partial(read_rows, folder)
     history = about.get("history") or {}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from lamina.core.values import refuse_special, what_is_there
+from lamina.core.values import nearby, refuse_special
 from lamina.errors import UserError
 from lamina.jobs.folder import is_locked
 from lamina.jobs.kinds import kind_of
@@ -114,7 +114,7 @@ def report(folder: Path) -> Path:
     pages, kind = {page_kind: _pages[page_kind] for page_kind in kinds()}, kind_of(folder)
     if kind is None or kind not in pages:
         if not folder.is_dir():
-            what = "is a file" if folder.is_file() else f"does not exist{what_is_there(folder)}"
+            what = "is a file" if folder.is_file() else f"does not exist{nearby(folder)}"
             raise UserError(
                 f"folder: {str(folder)!r} {what}. Give a job's folder. To read another tool's log, run: lamina "
                 "diagnose LOG"

@@ -93,7 +93,7 @@ def prune(
     context = make_context(source, settings)
     context.warn_of_unread()
     count = context.structure.num_layers
-    if any(getattr(site.module, "has_memory", False) for site in context.structure.layers):
+    if context.structure.has_memory:
         raise UserError(f"model: {source!r} reads earlier layers' states by their index. Choose another model.")
     with evaluating(context.model):
         gone, measured = (refuse_twice(layers), {}) if by is None else chosen_layers(context, by, drop)

@@ -259,10 +259,7 @@ def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
 
 
 def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, seconds: float) -> Json:
-    """Run, and write result.json unless a UserError ends the run.
-
-    ``seconds`` is the run's time before it was resumed.
-    """
+    """Run, and write result.json unless a UserError ends the run; ``seconds`` is the time before it was resumed."""
     began = time.monotonic()
 
     def write(result: Json) -> Json:

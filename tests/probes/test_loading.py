@@ -113,7 +113,7 @@ READING = (
 
 
 @pytest.mark.parametrize("command", READING)
-def test_a_missing_folder_is_answered_with_what_is_there(tmp_path, command, refused, monkeypatch):
+def test_a_missing_folder_is_answered_with_nearby(tmp_path, command, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for step in (1000, 200, 30):
         (tmp_path / f"checkpoints/step-{step}").mkdir(parents=True)

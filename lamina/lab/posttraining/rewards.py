@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from trl.trainer.utils import pad
 
 from lamina.core.python_files import guarded, run_file
-from lamina.core.values import what_is_there
+from lamina.core.values import nearby
 from lamina.data.encoding import TextEncoder
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
@@ -102,7 +102,7 @@ def judge(named: str, start: Start) -> PreTrainedModel:
     """Load a reward model. Raises UserError if the reward model cannot score the starting model's answers."""
     folder = model_folder(named)
     if not folder.is_dir():
-        there = what_is_there(named)
+        there = nearby(named)
         raise UserError(f"reward_model: {named!r}: no such folder{there}. Give a folder that `lamina reward` wrote.")
     config = read_config(folder, "reward_model")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -77,9 +77,10 @@ def run(
             if "tokens" in probe.needs and not context.reads_tokens:
                 raise UserError(f"{probe.name}: this probe needs a text model. Choose other probes.")
             if context.structure.carries_more and not probe.of_streams:
+                more = "earlier states" if context.structure.has_memory else "several streams"
                 raise UserError(
-                    f"{probe.name}: this probe follows a single residual stream, but the model's layers read "
-                    f"{context.structure.read_by_layers}. Choose other probes."
+                    f"{probe.name}: this probe follows a single residual stream, but the model's layers read {more}. "
+                    "Choose other probes."
                 )
             began = time.monotonic()
             probe.begin(context)

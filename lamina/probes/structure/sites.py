@@ -204,10 +204,9 @@ class Structure:
         return any(site.carries_more for site in self.layers)
 
     @property
-    def read_by_layers(self) -> str:
-        """Name what the layers read, if they read more than a single stream."""
-        memory = any(getattr(site.module, "has_memory", False) for site in self.layers)
-        return "earlier states" if memory else "several streams"
+    def has_memory(self) -> bool:
+        """Return whether layers read earlier states."""
+        return any(getattr(site.module, "has_memory", False) for site in self.layers)
 
     def kinds(self) -> dict[int, str]:
         """Return each layer's kind: the classes of the layer and of its children that have parameters."""
