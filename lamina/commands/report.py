@@ -20,7 +20,7 @@ EXAMPLES = """
 
 
 def parser() -> Parser:
-    flags = Parser("report", "Rewrite the page of a folder that any Lamina command wrote.", EXAMPLES, "FOLDER ")
+    flags = Parser("report", "Write the report page of an output folder again.", EXAMPLES, "FOLDER ")
     flags.add_word("folder", "the output folder of any command, of lamina.watch or of lamina.LayerMonitor")
     flags.add_flag("--screenshot", "also take a screenshot of the page (needs Chromium or Chrome)", metavar="PNG")
     flags.add_flag("--height", "the screenshot's height in pixels, from the top of the page", 2300)

@@ -32,7 +32,7 @@ class BatchSettings(Settings, group="steps and learning rate"):
 class SequencesSettings(Settings, group="data"):
     """The setting for the largest number of blocks to measure."""
 
-    sequences: int | None = setting(None, "maximum number of blocks", at_least(1))
+    sequences: int | None = setting(None, "maximum number of text blocks", at_least(1))
 
 
 class ProbesSettings(Settings, group="records"):

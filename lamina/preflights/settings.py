@@ -61,7 +61,9 @@ class PreflightSettings(
         "auto", help="fp32, or bf16 (mixed: weights, losses and measurements stay fp32); auto is fp32"
     )
     burn_in: int = setting(32, "optimizer steps before the verdict", at_least(4))
-    sequences: int = changed(16, help="held-out blocks (2 or more) to measure the layers on", check=at_least(2))
+    sequences: int = changed(
+        16, help="held-out text blocks or images (2 or more) on which preflight measures the layers", check=at_least(2)
+    )
     flops: float | None = setting(
         None,
         "maximum FLOPs per check (default: 1e12 on a CPU, 1e14 on a GPU); if a check needs more, Lamina measures a "

@@ -429,7 +429,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         decides=False,
     )
     width_scaling: str = changed("standard", help=f"{', '.join(SCHEMES)} (Everett et al. 2024)")
-    base_width: int | None = changed(None, help="base width of width scaling (fixed: the value of proxy_width)")
+    base_width: int | None = changed(None, help="base width of width scaling, which always equals proxy_width")
     best_margin: float = setting(
         0.02,
         "a learning rate counts as best if its eval loss is within this many nats of the lowest eval loss",

@@ -48,8 +48,8 @@ class ModelSettings(Settings, group="model"):
     )
     num_heads: int | None = setting(
         None,
-        "number of attention heads (default: the backbone's; with another width, the number that keeps each head's "
-        "width)",
+        "number of attention heads (default: the backbone's; if you change hidden_size, the number that keeps each "
+        "head's width)",
         at_least(1),
     )
     untie_embeddings: bool = setting(
@@ -295,7 +295,7 @@ class RecordSettings(Settings, group="records"):
         None, "steps between two records of the metrics and the layers (default: about 20 per run)", at_least(1)
     )
     eval_steps: int | None = setting(None, "steps between two evaluations (default: about 5 per run)", at_least(1))
-    eval_blocks: int = setting(256, "held-out blocks per evaluation (0 for all)", at_least(0))
+    eval_blocks: int = setting(256, "held-out text blocks or images per evaluation (0 for all)", at_least(0))
     eval_corpus: str | None = setting(
         None,
         "second text to evaluate on, with the same tokenizer: any corpus that `lamina pretrain` takes, except a mix",
@@ -326,10 +326,15 @@ class RecordSettings(Settings, group="records"):
         False, "write checkpoints in the background, from a copy in CPU memory, while training continues", decides=False
     )
     monitor_blocks: int | None = setting(
-        None, "held-out blocks for the layer monitor (default: a quarter of the batch)", at_least(1)
+        None,
+        "held-out text blocks or images on which the layer monitor measures (default: a quarter of the batch)",
+        at_least(1),
     )
     probe_every: int = setting(
-        0, "steps between two runs of the probes on a few held-out blocks (0 for none)", at_least(0), decides=False
+        0,
+        "steps between two runs of the probes on a few held-out text blocks or images (0 for none)",
+        at_least(0),
+        decides=False,
     )
 
 

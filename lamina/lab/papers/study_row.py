@@ -49,8 +49,8 @@ STUDY = JobRow(
     outcome="StudyOutcome",
     raises="a study that can't be read or has changed since it ran",
     switches=(
-        Switch(name="record", help="also write tables and verdicts to the records", passed=True),
-        Switch(name="dry_run", help="train nothing, and print parameters, tokens, FLOPs and hours"),
+        Switch(name="record", help="also save the tables and verdicts in the folder of --records", passed=True),
+        Switch(name="dry_run", help="print parameters, tokens, FLOPs and hours without training"),
     ),
     positional=("study",),
     folder=study_folder,

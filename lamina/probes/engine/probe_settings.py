@@ -42,7 +42,7 @@ class ProbeSettings(
 
     checkpoint: str = setting("", "folder with config.json, a run's folder, a .gguf file, or a name on the hub", place)
     sequences: int | None = changed(
-        None, help="maximum number of blocks (default: your whole corpus, or 64 blocks of the embedded corpus)"
+        None, help="maximum number of text blocks (default: your whole corpus, or 64 blocks of the embedded corpus)"
     )
     corpus: str = changed(
         "embedded",
@@ -51,8 +51,8 @@ class ProbeSettings(
     )
     tolerance: float | None = setting(
         None,
-        "stop measuring when every relative standard error is at most this (0: measure all blocks; default: 0 for your "
-        "corpus, 0.02 for the embedded corpus)",
+        "stop once the relative standard error of every value is at most this (0: measure all text blocks; default: 0 "
+        "for your corpus, 0.02 for the embedded corpus)",
         between(0.0, 1.0, open_high=True),
     )
     layers: str | None = setting(
