@@ -194,6 +194,7 @@ def test_one_function_of_lamina_reads_weights():
     ]
     assert {call.split(":")[0] for call in calls} <= {
         "modeling/backbones/loading.py",
+        "jobs/manifest.py",  # the line that tells how to load a new model
         "training/checkpointing/saved_model.py",  # a line of a model card
     }
 

@@ -656,7 +656,9 @@ def test_the_current_folder_is_not_renamed(old, aside, monkeypatch):
 
 
 def test_a_process_that_waited_holds_the_new_folder(old, aside):
-    with hold(old, overwrite=True), pytest.raises(UserError, match="another process"), lock(old):
-        pass
+    with hold(old, overwrite=True):
+        with pytest.raises(UserError, match="another process"), lock(old):
+            pass
+        (old / "config.yaml").touch()
     with hold(old, resume="auto"):
         assert not (aside / ".lock").exists()
