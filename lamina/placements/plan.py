@@ -166,7 +166,7 @@ class Streams:
         n = len(self.read)
         if n < 2 or {len(self.write), len(self.normed), len(self.norms)} - {0, n}:
             raise UserError(
-                f"read: {n} streams do not fit. Give 2 or more weights, and as many entries in write, normed and norms."
+                f"read: {n} streams do not fit. Give at least 2 weights, and the same number in write, normed, norms."
             )
         for norm in self.norms:
             _one_of("norms", norm, StreamNorm)
