@@ -1,4 +1,4 @@
-"""The cache of costly results. Each result has a folder with a hash as name, which is never half written."""
+"""The cache of costly results. Each result has a folder, which is named by a hash and never half written."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class Segment:
 def piece_chars(total_chars: int) -> int:
     """Return the characters per piece: 1 to 64 thousand, or fewer if the text would have less than about 20 pieces.
 
-    Many pieces make the held-out text representative, and long pieces keep more context. Lamina wants a few hundred
-    pieces, to have both advantages.
+    Many pieces make the held-out text representative, and long pieces keep more context. A few hundred pieces have both
+    advantages.
     """
     size = min(max(total_chars // _PIECES_WANTED, _SMALLEST_PIECE), _LARGEST_PIECE)
     return max(1, min(size, total_chars // _PIECES_AT_LEAST))

@@ -82,7 +82,7 @@ class Runner:
     def _shared(self, answer: Callable[[list[T]], list[A]], requests: list[T]) -> list[A]:
         """Answer this process's share of the requests, and return the answers of all processes in order.
 
-        The harness's own sharing would put different examples before the questions of each process.
+        Lamina shares the requests, because the harness would give each process other few-shot examples.
         """
         rank, size = self.processes.rank, self.processes.size
         mine = self.processes.together(lambda: answer(requests[rank::size]) if requests[rank::size] else [])

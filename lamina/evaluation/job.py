@@ -296,7 +296,7 @@ class Evaluation:
         return documents_of(str(self.settings.corpus), self.settings.text_field, self.settings.limit)
 
     def _state(self, candidate: Candidate, unit: str) -> list[str]:
-        """Return what decides a score: hashes of the weights, and of the text's or the tasks' files."""
+        """Return hashes of everything that decides a score: the weights, and the files of the text or the tasks."""
         if unit == PERPLEXITY:
             corpus = Corpus.parse(str(self.settings.corpus), self.settings.text_field)
             return [candidate.state(), stamp(corpus.changed_since(0.0))]

@@ -41,7 +41,7 @@ class Teller(TextStreamer):
 
 
 def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
-    """Return the position of the first stop text at or after ``begin``; the text's length if no stop text follows."""
+    """Return the position of the first stop text at or after ``begin``, or the text's length if there is none."""
     return min((end for stop in stops if (end := text.find(stop, begin)) >= 0), default=len(text))
 
 

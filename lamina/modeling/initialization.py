@@ -68,8 +68,8 @@ def initialize(
 
     Norm gains and learned scales keep the values that the plan gives them; biases are 0. ``input_ids`` [batch, tokens]
     is the input of an initializer that profiles the model, such as Admin's (default: random tokens). ``base`` (for
-    width scaling) maps each weight's name to another weight and a factor: Lamina uses the other weight's standard
-    deviation times the factor.
+    width scaling) maps a weight's name to a weight of the base model and a factor. Lamina then draws with the base
+    weight's standard deviation times the factor.
     """
     name, std = check(init)
     std_of, unknown, known_roles = INITIALIZERS[name], 0, (HIDDEN, *BRANCH_OUT, *WITH_GAIN)

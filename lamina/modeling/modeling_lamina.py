@@ -231,8 +231,8 @@ def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: di
     """Rename modules in the backbone's plans for tensor and expert parallelism and for FSDP.
 
     The new plans leave out the layers' original norms, because Lamina's norms act where every process has all channels.
-    For norms on queries, keys and values this is true per head; for the full width, the processes gather the
-    projections, as in OLMo 2.
+    Per-head norms on queries, keys and values already have all channels. For norms over the full width, the processes
+    gather the projections, as in OLMo 2.
     """
     parts = adapter.parts
     inside = re.compile(rf"({re.escape(adapter.layers)}\.(?:\*|\d+)\.)([^.]+)(?=\.|$)(.*)")

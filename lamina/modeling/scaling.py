@@ -99,8 +99,8 @@ class Scaling:
         """Return the factors of depth scaling on a weight's learning rate and on Adam's epsilon (CompleteP, Table 1).
 
         If a branch has a learned scale, the scale's initial value is divided by m^alpha (m: the depth ratio), so the
-        scale contains the multiplier. In this case, the scale's learning rate has a further factor m^-alpha. The
-        scale's epsilon lacks the factor m^-alpha, because the scale's gradient grows by m^alpha.
+        scale contains the multiplier. In this case, Lamina also multiplies the scale's learning rate by m^-alpha.
+        Adam's epsilon for the scale has no factor m^-alpha, because the scale's gradient grows by m^alpha.
         """
         if self.depth == "none" or weight.layer < 0:
             return 1.0, 1.0

@@ -224,8 +224,8 @@ class StateSources(LaminaWiring):
     def starts(self) -> dict[str, torch.Tensor]:
         """Return the initial weights of the stream and the states, [1 + states].
 
-        If each weight is a vector, the shape is [1 + states, width]. If queries, keys, values and stream have separate
-        sums, the shape is [4, 1 + states].
+        If each weight is a vector, the shape is [1 + states, width]. If queries, keys, values and the stream have
+        separate sums, the shape is [4, 1 + states].
         """
         states = [weight for _, weight in self.spec["states"]]
         weights = torch.tensor([self.spec["stream"], *states], dtype=torch.float32)

@@ -277,7 +277,7 @@ class NormedProjections(nn.Module):
         return hidden.unflatten(-1, (3, -1))[..., 2, :]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        """Pickle by the backbone's class, since this class may not exist yet in the process that loads the module."""
+        """Pickle by the backbone's class, because the loading process may not have made the subclass yet."""
         kind = self.backbone_class, self.normed, self.stacked, self.ways
         return _empty_normed_projections, kind, self.__getstate__()
 

@@ -67,7 +67,7 @@ def assigned(target: str, value: str, indent: int = 8) -> list[str]:
 
 @dataclass(frozen=True)
 class _Factor:
-    """A scale of one half: its value and kind in every layer, and how the block's code names it."""
+    """A scale of one sub-layer: the value and kind in every layer, and the scale's name in the block's code."""
 
     name: str
     starts: tuple[float, ...]
@@ -211,7 +211,7 @@ class Port:
 
     @cached_property
     def inner(self) -> dict[str, Norm]:
-        """Return the norms before a sub-layer's last projection, by sub-layer. Raises UserError if layers differ."""
+        """Return the norms before each sub-layer's last projection, by sub-layer. Raises UserError if layers differ."""
         found = {}
         for half in SUBLAYERS:
             specs = {getattr(layer, half).inner_norm for layer in self.plan.layers}

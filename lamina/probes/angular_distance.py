@@ -34,15 +34,15 @@ class AngularDistance(DirectionsProbe):
     Each pair of states has a row with ``start`` = l, ``size`` = n and the metric ``angular_distance``. Each size also
     has a row ``best_start``: the first l with the smallest distance, where the block of layers to drop begins.
 
-    Notes: transformers returns the last hidden state after the final norm. A Post-LN stream is a norm's output. Lamina
-    measures HybridNorm's stream before the norm, and adds a note to the page. Some papers count states from 1 or leave
-    the embedding out.
+    Notes: transformers returns the last hidden state after the final norm. In Post-LN, each layer returns a norm's
+    output. Lamina measures HybridNorm's stream before the norm, and adds a note to the page. Some papers count states
+    from 1, or leave out the embedding.
 
     Args:
-        tokens: "last" (Gromov et al.) is each sequence's last real token. If an encoder's tokenizer adds a separator,
-            Lamina uses the separator. "all" (Mix-LN Eq 8, over 256K tokens) means every token. "first" is the first
-            token, the class token of most encoders and vision models. The default is "last" for text, and "all" for
-            images and during training, where sequences are few.
+        tokens: "last" (Gromov et al.) is each sequence's last real token. If an encoder's tokenizer ends a text with a
+            separator, the separator is the last token. "all" (Mix-LN Eq 8, over 256K tokens) means every token. "first"
+            is the first token, the class token of most encoders and vision models. The default is "last" for text, and
+            "all" for images and during training, where sequences are few.
         tokens_per_batch: for tokens="all", how many tokens of each batch Lamina keeps until the last layer has run. By
             default, Lamina keeps all tokens of your own text, or as many tokens of a corpus as fit in a quarter of the
             model's memory. If Lamina keeps only a part of the tokens, the page has a note.

@@ -218,8 +218,8 @@ class Bounds(ShortProbe):
     ``left`` is ||dL/dW_2||_F, and ``right`` is the sum over tokens of ||dL/do|| ||h||, times the factor of each norm.
     The paper's equations are for one entry of the gradient, and for a toy model whose logits are the layer's output.
     Lamina measures the gradient of the whole matrix with the model's own loss (see ``last_layer_sides``). The roles
-    that end in _token describe the token with the largest ratio. For a single token the ratio is at most 1, and it is 1
-    without a norm.
+    that end in _token describe the token with the largest ratio. For a single token, the ratio is at most 1. Without a
+    norm (peri_ln_c1), this ratio is 1.
 
     FuseNorm's Theorem 1 has these roles at each layer:
 

@@ -32,8 +32,8 @@ class Gains(Probe):
     and the final norm have layer -1 and sublayer "model".
 
     The metrics are over the vector's elements in float64: gain_mean, gain_std (population), gain_rms, gain_min,
-    gain_max. The metrics describe the effective gain, because Gemma stores the gain minus 1. Norms without a gain have
-    no rows. The probe reads no text, so there is no standard error.
+    gain_max. The metrics describe the gain that the norm applies. Gemma, for example, stores this gain minus 1. Norms
+    without a gain have no rows. The probe reads no text, so there is no standard error.
     """
 
     name = "gains"

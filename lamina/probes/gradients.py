@@ -31,8 +31,8 @@ _SEQUENCES = 16  # of a corpus, by default
 class Gradients(Probe):
     """Norm and variance of the gradient of the mean loss over the first ``sequences`` texts.
 
-    Lamina computes one gradient at the model's present weights. Lamina accumulates the batches, weighted by their
-    predicted tokens, and does not clip the gradient.
+    Lamina computes one gradient at the model's present weights. Lamina sums the batches' gradients, weighted by the
+    number of predicted tokens, and does not clip the sum.
 
     - ``gradient_norm``: the L2 norm of the gradient. A row covers the parameters of one role in a sub-layer. The roles
       are query, ..., pre_norm, ...; for an unknown module name, the role is the path in the sub-layer. Role ``all``

@@ -415,7 +415,7 @@ class PassesWithoutLayers(ExitStack):
             self._last = torch.zeros(0)
 
     def without(self, start: int, size: int) -> torch.Tensor:
-        """Return the result without the layers ``start`` ... ``start + size - 1``. Call it with start = 0, 1, 2, ..."""
+        """Return the result without the layers ``start`` ... ``start + size - 1``. Call with start = 0, 1, 2, ..."""
         if not self.chained:
             return self._hooked(start, size, REMOVE)
         assert start in (0, self._start + 1)

@@ -152,7 +152,7 @@ def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[Lami
 
 
 def _keep_values(old: LaminaForCausalLM, new: LaminaForCausalLM) -> None:
-    """Copy the old scales' values into learned scales, and convert gains to the form in which they are stored."""
+    """Copy the old scales' values into learned scales, and convert gains to the form that the new norms store."""
     modules = dict(old.named_modules())
     for name, module in new.named_modules():
         before = modules.get(name)

@@ -582,7 +582,7 @@ def convert(
 
 @contextmanager
 def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a folder for a model's files; at the end, move its files and the source's tokenizer to ``output``.
+    """Yield an empty folder for a model's files. At the end, move the files and the source's tokenizer to ``output``.
 
     After an error, ``output`` is unchanged.
     """

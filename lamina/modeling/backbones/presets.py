@@ -43,8 +43,8 @@ def resolve_backbone(
 
     ``backbone`` is a preset's name, a transformers configuration, a folder with a configuration, or a model's name on
     the hub ("HuggingFaceTB/SmolLM2-135M"). Lamina reads only the model's configuration. If ``hidden_size`` changes, the
-    feed-forward keeps its ratio (rounded up to a multiple of 8), and a head keeps its width if this width divides the
-    new size. Raises UserError for an invalid field, which the message names.
+    feed-forward keeps its ratio (rounded up to a multiple of 8), and each head keeps its width if this width divides
+    the new ``hidden_size``. Raises UserError for an invalid field, which the message names.
     """
     if not isinstance(backbone, PreTrainedConfig):
         backbone = text("backbone", backbone)

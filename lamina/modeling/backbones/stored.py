@@ -65,8 +65,7 @@ def kind_of(value: object) -> str:
 
 
 def stored_tensors(path: Path, field: str, *, pickles: bool = False) -> Tensors | None:
-    """Return the shape and dtype of every tensor in a folder's safetensors files, by name, and check the files'
-    headers.
+    """Check the headers of a folder's safetensors files, and return each tensor's shape and dtype by name.
 
     Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError for a file that is
     missing, incomplete, altered or outside the folder, which the message names.

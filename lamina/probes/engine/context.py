@@ -43,11 +43,11 @@ class Context:
         progress: a function (done, total, label) that slow probes call.
         strict: whether the user requested the probe by name. A strict probe raises an error if it cannot measure
             everything. If the user requested "all" probes, the probe measures what it can and adds a note.
-        state: {"step": ...} if the model belongs to a step of a run; otherwise empty.
+        state: {"step": ...} with the training step if the model belongs to a run; otherwise empty.
         warnings: reasons to doubt the results; the page shows them first.
         new_weights: the head's weights that the checkpoint does not have. If there are such weights, the model's
             predictions are random.
-        whole: whether the user supplied the inputs. A probe measures all of the user's inputs, unless its options set a
+        whole: whether the user supplied the inputs. A probe measures all of the user's inputs, unless an option sets a
             limit.
         unread: the notes on parts of the user's own text that Lamina does not measure.
     """

@@ -161,7 +161,7 @@ class DirectionsProbe(Probe):
             self._chosen = tokens - 1 - mask.flip(1).int().argmax(1)
 
     def add(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add the pairs' sums [sequences, pairs], and the sequences' token counts [sequences]."""
+        """Add each pair's sum over tokens, [sequences, pairs], and each sequence's token count, [sequences]."""
         self.by_pair.add(sums, counts)
 
     def pair_rows(self, metric: str) -> pd.DataFrame:
@@ -184,7 +184,7 @@ class DirectionsProbe(Probe):
 
 
 def ratio_rows(start: np.ndarray | int, size: np.ndarray, metric: str, ratio: Ratio) -> pd.DataFrame:
-    """Return a ratio's values, one row per block of layers: ``start`` is its first layer, ``size`` its number of
+    """Return a ratio's values, one row per block of layers: ``start`` is the first layer, ``size`` the number of
     layers.
     """
     value, error = ratio.mean.numpy(), ratio.standard_error.numpy()

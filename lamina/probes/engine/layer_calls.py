@@ -142,7 +142,7 @@ class ShortProbe(Probe):
         return min(context.tokens(sequences), sequences * (tokens or math.inf))
 
     def take(self, context: Context) -> None:
-        """Set ``inputs`` to one batch of short inputs if both limits are set, otherwise to batches of one sequence."""
+        """Set ``inputs`` to one batch of short inputs if both limits are set; otherwise, to one batch per sequence."""
         sequences, tokens = self._most(context)
         if sequences and tokens:
             self.inputs = [short_inputs(context, sequences, tokens)]

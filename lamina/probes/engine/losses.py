@@ -27,8 +27,8 @@ def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
     """Return whether a model is causal: no token's output depends on a later token. Lamina caches the answer per model.
 
     ``ids`` is [sequences, tokens]. Lamina takes the gradient of the earlier outputs with respect to the last token's
-    embedding. If there is no such gradient, Lamina changes the last token. Lamina compares the effect with the last
-    token's effect on its own output, so that rounding does not count.
+    embedding. If there is no such gradient, Lamina changes the last token. Lamina divides this effect by the last
+    token's effect on the last output, so that rounding does not count.
     """
     if model not in _causal:
         ids = ids[:1, :_TOKENS]

@@ -54,7 +54,7 @@ def run(
     starting: Callable[[str], None] = lambda name: None,
     sampled: bool = True,
 ) -> dict[str, pd.DataFrame]:
-    """Run the probes and return their frames by name. Lamina calls ``done`` as soon as a probe has its frame.
+    """Run the probes and return their frames by name. Lamina calls ``done`` as soon as a probe has returned a frame.
 
     The forward passes stop once each probe's relative standard error is at most ``tolerance`` (0: never). Without
     ``strict``, Lamina skips a probe that does not apply to the model, with a note. If a probe fails, or ``done`` raises
