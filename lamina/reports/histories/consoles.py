@@ -152,7 +152,7 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
     """
     kept: Mapping[str, object] = {}
     for record in _printed(form, lines):
-        if (len(kept) != len(record) or "step" in record) and _is_same(kept, record):
+        if kept.get("step") == record.get("step") and _is_same(kept, record):
             kept = max(kept, record, key=len)
             continue
         if kept:
@@ -167,8 +167,7 @@ def _is_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     step, it must.
     """
     names, more = sorted((one.keys() - {"progress bar"}, other.keys() - {"progress bar"}), key=len)
-    apart = any(one.get(name) != other.get(name) for name in ("step", "epoch"))
-    if apart or not names <= more or ("step" not in names and names == more):
+    if one.get("epoch") != other.get("epoch") or not names <= more or ("step" not in names and names == more):
         return False
     pairs = ((number_of(one[name]), number_of(other[name])) for name in names)
     same = all(a is not None and b is not None and math.isclose(a, b, rel_tol=_ROUNDING) for a, b in pairs)
