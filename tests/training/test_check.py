@@ -137,13 +137,6 @@ def trained(model, optimizer, steps=12):
     return model, optimizer
 
 
-def restored(model):
-    """An optimizer with the state of a training, for a model without its weights."""
-    optimizer = adamw(model)
-    optimizer.load_state_dict(trained(*(lambda m: (m, adamw(m)))(llama()))[1].state_dict())
-    return optimizer
-
-
 def falling(model):
     """Rates that halve from layer to layer, where they should double."""
     rates = {f"layers.{at}.": 1e-3 * 0.5**at for at in range(3)}
@@ -219,10 +212,11 @@ class Classifier(nn.Module):
         torch.manual_seed(0)
         self.words, self.head, self.last = nn.Embedding(VOCAB, 16), nn.Linear(16, 5), last or nn.Identity()
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0.0, **options) for _ in range(2))
+        self.places = nn.Parameter(torch.randn(12, 16) * 0.02)
         nn.init.normal_(self.words.weight, std=0.02)
 
     def forward(self, x, mask=None):
-        hidden = self.words(x)
+        hidden = self.words(x) + self.places
         for layer in self.layers:
             hidden = layer(hidden, src_mask=mask)
         return self.last(self.head(hidden.mean(1)))
@@ -294,7 +288,7 @@ FEW = torch.full_like(IDS, 3).index_put((torch.tensor([0]), torch.tensor([1])), 
 FAULTS = {
     "in_no_optimizer": lambda: (m := llama(), without(m, "model.layers.1.mlp"), {}),
     "in_no_optimizer: the head": lambda: (m := llama(), without(m, "lm_head"), {}),
-    "of_another_model": lambda: (m := llama(), stale(m), {}),
+    "in_no_optimizer: a layer that was replaced": lambda: (m := llama(), stale(m), {}),
     "in_two_optimizers": lambda: (m := llama(), two(m), {}),
     "decayed_gains": lambda: (m := llama(), torch.optim.AdamW(m.parameters(), weight_decay=0.1), {}),
     "no_gradient_to_blocks": lambda: (reentrant(hooked=False), None, {"batch": BATCH}),
@@ -325,10 +319,9 @@ FAULTS = {
     "idle_groups": lambda: (m := llama(), steps_of(0.0, "layers.1.")(m), {}),
     "idle_groups: all": lambda: (m := llama(), steps_of(0.0)(m), {}),
     "rate_of_adam": lambda: (m := llama(), steps_of(0.5)(m), {}),
-    "maximizes": lambda: (m := llama(), adamw(m, maximize=True), {"batch": BATCH}),
-    "maximizes: unseen": lambda: (m := llama(), sgd(m, maximize=True), {}),
+    "sign_of_loss: maximize": lambda: (m := llama(), adamw(m, maximize=True), {"batch": BATCH}),
+    "sign_of_loss: maximize, unseen": lambda: (m := llama(), sgd(m, maximize=True), {}),
     "coefficients": lambda: (m := llama(), adamw(m, betas=(0.999, 0.9)), {}),
-    "coefficients: momentum": lambda: (m := llama(), sgd(m, momentum=1.0), {}),
     "large_epsilon": lambda: (m := llama(), adamw(m, eps=0.1), {"batch": BATCH}),
     "large_epsilon: unseen": lambda: (m := llama(), adamw(m, eps=0.1), {}),
     "strong_decay": lambda: (m := llama(), adamw(m, decay=10.0, lr=1e-5), {}),
@@ -336,12 +329,11 @@ FAULTS = {
     "strong_decay: of Adam": lambda: (m := llama(), adamw(m, 0.1, torch.optim.Adam), {}),
     "rounded_updates": lambda: (m := llama().bfloat16(), adamw(m, lr=1e-7), {}),
     "rounded_updates: of float32": lambda: (m := llama(), sgd(m, lr=1e-9), {"batch": BATCH}),
-    "restored_alone": lambda: (m := llama(), restored(m), {}),
     "no_gradient": lambda: (m := llama().requires_grad_(False), torch.optim.AdamW(m.parameters()), {}),
     "no_gradient: detached": lambda: (llama(), None, {"batch": BATCH, "loss": lambda m, b: m(**b).loss.detach()}),
     "no_gradient: adapters": lambda: (disabled(), None, {"batch": BATCH}),
     "no_gradient: scaled by 0": lambda: (lora(llama(), lora_alpha=0), None, {"batch": BATCH}),
-    "no_gradient_to_tables": lambda: (detached("model.embed_tokens"), None, {"batch": BATCH}),
+    "no_gradient_to_parts: a table": lambda: (detached("model.embed_tokens"), None, {"batch": BATCH}),
     "unregistered": lambda: (Listed(), None, {"batch": nano_batch()}),
     "unregistered: unseen": lambda: (Listed(), None, {}),
     "repeated_layer": lambda: (repeated(), None, {}),
@@ -361,14 +353,13 @@ FAULTS = {
         lambda x, y: functional.binary_cross_entropy_with_logits(x, functional.one_hot(y, 5).float()), nn.Sigmoid()
     ),
     "loss_inputs: no logarithm": lambda: by(functional.nll_loss),
-    "label_smoothing": lambda: by(lambda x, y: ENTROPY(x, y, label_smoothing=0.9)),
     "sign_of_loss": lambda: by(lambda x, y: -ENTROPY(x, y)),
     "additive_mask": lambda: masked_floats(torch.ones(12, 12).tril()),
-    "mixed_rows": lambda: by(ENTROPY, batch_first=False),
+    "changed_inputs: mixed rows": lambda: by(ENTROPY, batch_first=False),
     "equal_inputs": lambda: (llama(), None, {"batch": {"input_ids": COPIES, "labels": COPIES}}),
     "equal_inputs: images": lambda: images(torch.rand(1, 3, 8, 8).expand(8, -1, -1, -1)),
     "equal_inputs: one token": lambda: (classes(), None, {"batch": {"input_ids": FEW, "labels": torch.arange(2)}}),
-    "positions": lambda: batch_of(position_ids=torch.zeros_like(IDS)),
+    "changed_inputs: order": lambda: batch_of(position_ids=torch.zeros_like(IDS)),
     "beyond_tables": lambda: batch_of(input_ids=IDS + 20, labels=IDS + 20),
     "beyond_tables: labels": lambda: (classes(), None, {"batch": {"input_ids": ROWS[0], "labels": ROWS[1]}}),
     "beyond_tables: positions": lambda: batch_of(llama(max_position_embeddings=8)),
@@ -377,7 +368,7 @@ FAULTS = {
     "shift_of_labels: of a decoder": lambda: batch_of(t5(), decoder_input_ids=IDS),
     "reads_padding": lambda: (classes(), None, {"batch": {"input_ids": tail(), "labels": torch.arange(2)}}),
     "labels_of_padding": lambda: (llama(pad_token_id=0), None, {"batch": {"input_ids": tail(), "labels": tail()}}),
-    "labels_of_others": lambda: batch_of(labels=IDS.flip(0)),
+    "shift_of_labels: other rows": lambda: batch_of(labels=IDS.flip(0)),
     "rates_by_depth": lambda: (m := llama(layers=3), falling(m), {}),
     "mask_and_labels": lambda: (llama(), None, {"batch": padded(labels="all")}),
     "mask_and_labels: inverted": lambda: (llama(pad_token_id=0), None, {"batch": padded(mask=lambda m: 1 - m)}),
@@ -399,7 +390,8 @@ def test_a_mistake_is_found_by_its_check_alone_and_says_what_to_do(fault):
     model, optimizer, options = FAULTS[fault]()
     found = lamina.check(model, optimizer or adamw(model), **options)
     name = fault.partition(":")[0]
-    assert {finding.name for finding in found} - {"in_no_optimizer"} <= {name, "weight_scales"}
+    follows = {"no_gradient_to_parts"} if fault == "mask_and_labels: inverted" else set()  # to queries of equal tokens
+    assert {finding.name for finding in found} - {"in_no_optimizer"} <= {name, "weight_scales"} | follows
     (first, *_) = (finding for finding in found if finding.name == name)
     assert all((first.what, first.why, first.do))
     assert str(first) in str(found)
@@ -411,10 +403,6 @@ def test_what_many_do_on_purpose_is_a_note():
     assert found == []
     assert [each.name for each in found.notes] == ["rounded_updates"]
     assert "(note: " in str(found)
-    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
-    (note,) = lamina.check(model, [muon, adamw(frozen(llama(), "norm"))]).notes
-    assert note.name == "muon_tables"
-    assert "model.embed_tokens.weight, lm_head.weight" in note.what
 
 
 def family(name, **changes):

@@ -94,8 +94,8 @@ FAULTS = {
     "shift_of_labels: backward": lambda: next_tokens(inputs=slice(1, None), labels=slice(0, -1)),
     "sees_next_token: a view": lambda: next_tokens("view"),
     "sees_next_token: a mean over tokens": lambda: next_tokens("means"),
-    "mixed_rows": lambda: next_tokens("batch first"),
-    "mixed_rows: positions": lambda: next_tokens("positions"),
+    "changed_inputs": lambda: next_tokens("batch first"),
+    "changed_inputs: positions": lambda: next_tokens("positions"),
     "loss_inputs: viewed": lambda: next_tokens(loss=lambda x, y: ENTROPY(x.view(len(x), x.shape[2], -1), y)),
     "loss_inputs: of shapes": lambda: of_numbers(functional.mse_loss),
     "loss_inputs: no logarithm": lambda: distilled(lambda x: x.softmax(-1), lambda x: x.softmax(-1)),
@@ -139,7 +139,7 @@ def test_random_masks_of_rows_and_modes_of_modules_are_no_mistake_and_stay():
     model.layers[0].eval()
     batch = (IDS[:, :-1], IDS[:, 1:])
     found = lamina.check(model, batch=batch, loss=lambda m, b: ENTROPY(m(b[0]).flatten(0, 1), b[1].flatten()))
-    assert "mixed_rows" not in {each.name for each in found}
+    assert "changed_inputs" not in {each.name for each in found}
     assert (model.training, model.layers[0].training, model.layers[1].training) == (True, False, True)
 
 

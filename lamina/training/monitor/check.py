@@ -77,7 +77,7 @@ def _tried(setup: BeforeTraining, batch: object, loss: LossOf | None) -> list[st
         return ["first loss, labels, masks and gradients. Pass batch= to check them"]
     model = setup.model
     try:
-        setup.trial = first_pass(model, batch, loss, setup.unregistered.values())
+        setup.trial = first_pass(model, batch, loss, setup.unregistered.values(), setup.blocks)
         setup.half = setup.half or (setup.trial is not None and setup.trial.half)
     except UserError as error:
         if not findings(setup):

@@ -10,8 +10,10 @@ import torch
 
 from lamina.training.monitor.before_training import BeforeTraining, Mistake, checks, listing
 from lamina.training.monitor.first_pass import IGNORED, whole
+from lamina.training.monitor.loss_targets import Targets
 
 ABOVE, WIDER = 1.0, 2e-4  # nats above guessing at the first step, and more for each channel: a head's own 0.02
+EXACT = 0.02  # of a factor
 ONE_TOKEN = 0.9  # of a batch's tokens: one that says nothing
 IN_A_ROW = 0.5  # of labels whose next token has one: an answer, where masked words lie scattered
 TAIL = 3  # equal tokens at a row's end that are padding, where one is an end of text
@@ -29,14 +31,16 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
             why="attention over no tokens is NaN or uniform",
             do="Leave empty texts out, and check whether the mask is inverted",
         )
-    labels = setup.labels
-    if labels is None or labels.ndim != 2 or labels.is_floating_point():
+    labels, targets = setup.labels, setup.trial.targets if setup.trial is not None else None
+    there = labels != IGNORED if labels is not None and not labels.is_floating_point() else None
+    if targets is not None and (there is None or there.ndim != 2 or targets.counted.shape == there.shape):
+        there = targets.counted
+    if there is None or there.ndim != 2 or (setup.trial is not None and setup.trial.other_row):
         return
-    there = labels != IGNORED
     none, following = int((~there).all(1).sum()), there[:, 1:][there[:, :-1]]
-    if none and (none == len(labels) or float(following.float().mean()) > IN_A_ROW):
+    if none and (none == len(there) or float(following.float().mean()) > IN_A_ROW):
         yield Mistake(
-            what=f"{none} of {len(labels)} rows of labels are all {IGNORED}",
+            what=f"{none} of {len(there)} rows have no label that counts (all are {IGNORED}, or a mask hides them)",
             why="these rows train nothing, and the mean loss over no labels is NaN",
             do="Leave out examples whose answer was cut off",
         )
@@ -46,6 +50,12 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
 def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find a causal model's labels that are shifted twice (by the batch and by the loss), backward, or not at all."""
     trial, offset = setup.trial, None
+    if trial is not None and trial.other_row:
+        yield Mistake(
+            what="the targets of a row are the tokens of another row",
+            why="the loss shifts rows instead of tokens, or the labels are in another order than the inputs",
+            do="Compare logits[:, :-1] with labels[:, 1:] of the same row",
+        )
     if trial is not None:
         offset = trial.offset if trial.causal and (trial.reads or trial.offset == 2) else None
     elif setup.shift == 1 and "labels" in setup.batch and _CAUSAL.search(type(setup.model).__name__):
@@ -63,6 +73,14 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
             why="the model learns to copy its input, and the loss falls to 0 without learning",
             do="Compare logits[:, :-1] with labels[:, 1:]",
         )
+    start, labels = getattr(getattr(setup.model, "config", None), "decoder_start_token_id", None), setup.labels
+    own = setup.is_encoder_decoder and not any("decoder" in name for name in setup.batch) and isinstance(start, int)
+    if own and labels is not None and labels.ndim == 2 and len(labels) > 1 and bool((labels[:, 0] == start).all()):
+        yield Mistake(
+            what=f"all labels begin with decoder_start_token_id ({start})",
+            why="the model puts this token before the labels itself, so the decoder reads it twice",
+            do="Leave out the first label",
+        )
 
 
 @checks
@@ -75,41 +93,52 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     if trial is None:
         return
     if not math.isfinite(trial.loss):
+        rows = trial.logits.flatten(1).isfinite().all(1) if trial.logits is not None else torch.ones(1)
+        bad = [str(row) for row in (rows == 0).nonzero().flatten().tolist()]
+        some = f", and only the logits of rows {listing(bad)} are not finite" if 0 < len(bad) < len(rows) else ""
         yield Mistake(
-            what=f"the first loss is {trial.loss}",
-            why="the optimizer cannot take a step from a loss that is not finite",
-            do="Run the pass under torch.autograd.set_detect_anomaly(True), and check the batch's labels and mask",
+            what=f"the first loss is {trial.loss}{some}",
+            why="the optimizer cannot take a step from it" + "; a mask may hide all tokens of these rows" * bool(some),
+            do="Show a token of each row, look for inputs and labels that the loss does not take, and run the pass "
+            "under torch.autograd.set_detect_anomaly(True)",
         )
         return
+    if trial.targets is not None and trial.logits is not None:
+        yield from _reduction(trial.targets, trial.logits)
     scores = trial.calls.get("cross_entropy", {}).get("input")
     classes = scores.shape[1] if isinstance(scores, torch.Tensor) and scores.ndim > 1 else 0
     classes *= trial.logits is not None and trial.logits.shape[-1] == classes  # not the other rows of the batch
-    total = [trial.loss] if len(trial.entropies) == 1 else []  # of several, any sum may be meant
-    losses = [*trial.entropies, *(x for x in total if x >= 2 * trial.entropies[0])]  # AdaLoRA adds a regularizer
     width = setup.structure.hidden_size if setup.structure is not None else 0
-    if classes >= 8 and max(losses, default=0.0) > math.log(classes) + ABOVE + WIDER * width:
+    limit = math.log(max(classes, 1)) + ABOVE + WIDER * width
+    first, one = max(trial.entropies, default=0.0), len(trial.entropies) == 1
+    if classes >= 8 and first > limit:
         yield Mistake(
-            what=f"the first loss is {max(losses):.3g}, but guessing among {classes} gives {math.log(classes):.3g}",
-            why="the logits start too large, or the loss is a sum instead of a mean",
-            do=(
-                "Initialize head and embedding with a standard deviation of about 0.02 (or 1/sqrt(width)), and use a "
-                "mean loss"
-            ),
+            what=f"the first loss is {first:.3g}, but guessing among {classes} gives {math.log(classes):.3g}",
+            why="the logits start too large (weights, or a temperature), or the loss is a sum instead of a mean",
+            do="Initialize head and embedding with a standard deviation of about 0.02 (or 1/sqrt(width)), and use a "
+            "mean loss",
+        )
+    elif classes >= 8 and one and trial.loss > max(limit, 2 * first):  # AdaLoRA adds a regularizer
+        yield Mistake(
+            what=f"the first loss is {trial.loss:.3g}, but its cross-entropy is {first:.3g}",
+            why="another part of the loss, such as a router's loss or a penalty, outweighs the cross-entropy",
+            do="Lower that part's coefficient (such as router_aux_loss_coef), or use its mean",
         )
 
 
-@checks
-def start_of_decoder(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find labels of an encoder-decoder that begin with the start token, which the model itself also adds."""
-    start, labels = getattr(getattr(setup.model, "config", None), "decoder_start_token_id", None), setup.labels
-    if labels is None or not setup.is_encoder_decoder or any("decoder" in name for name in setup.batch):
+def _reduction(targets: Targets, logits: torch.Tensor) -> Iterator[Mistake]:
+    """Find a mean cross-entropy that is divided once more, by the classes or by the tokens."""
+    if targets.weights.ndim < 2 or not bool((targets.weights >= 0).all()):
         return
-    if isinstance(start, int) and labels.ndim == 2 and len(labels) > 1 and bool((labels[:, 0] == start).all()):
-        yield Mistake(
-            what=f"all labels begin with decoder_start_token_id ({start})",
-            why="the model puts this token before the labels itself, so the decoder reads it twice",
-            do="Leave out the first label",
-        )
+    total = float(targets.weights.sum())
+    rows, tokens, classes = len(logits), targets.weights.shape[1], logits.shape[-1]
+    for count, what in ((classes, "classes"), (tokens, "tokens"), (rows * tokens, "tokens of the batch")):
+        if count >= 16 and abs(total * count - 1) < EXACT:
+            yield Mistake(
+                what=f"the loss is the mean cross-entropy divided by {count}, the number of {what}",
+                why="a mean over too many elements makes the loss and all gradients too small",
+                do="Average the cross-entropy over the tokens that count, and not over the classes",
+            )
 
 
 @checks
@@ -220,18 +249,6 @@ def equal_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 @checks
-def positions(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find rows whose position_ids are all equal."""
-    ids = setup.batch.get("position_ids")
-    if ids is not None and ids.shape[-1] > 2 and bool((ids == ids[..., :1]).all()):
-        yield Mistake(
-            what=f"all position_ids of a row are equal (such as {int(ids.flatten()[0])})",
-            why="the model does not see the tokens' order",
-            do="Pass torch.arange(tokens), and start again from 0 at each new document",
-        )
-
-
-@checks
 def beyond_tables(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find token ids and labels beyond the model's tables, and rows with more tokens than the model has positions."""
     config, tokens, labels = getattr(setup.model, "config", None), setup.tokens, setup.labels
@@ -295,36 +312,20 @@ def reads_padding(setup: BeforeTraining) -> Iterator[Mistake]:
 @checks
 def labels_of_padding(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find rows of a language model's labels that end in padding."""
+    trial, mask = setup.trial, setup.batch.get("attention_mask")
+    targets = trial.targets if trial is not None and (trial.offset is not None or setup.is_encoder_decoder) else None
+    if targets is None or targets.classes.ndim != 2 or targets.classes.shape[1] <= TAIL:
+        return
+    shown = targets.classes.where(targets.counted, IGNORED)[:, :-1]  # the last logits may have no label
+    same = shown[(shown[:, -TAIL:] == shown[:, -1:]).all(1), -1]
+    of, rows = same[same >= 0].unique(return_counts=True)
+    hidden = mask is not None and mask.shape == targets.classes.shape and not setup.is_encoder_decoder
     padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
-    mask, labels = setup.batch.get("attention_mask"), setup.labels
-    words = re.search(r"ForCausalLM|LMHeadModel|ForConditionalGeneration", type(setup.model).__name__)
-    if labels is None or labels.ndim != 2 or not isinstance(padding, int) or not words or labels.shape[1] <= TAIL:
-        return
-    hidden = (
-        mask is not None and mask.shape == labels.shape and bool((mask == 0).any()) and not setup.is_encoder_decoder
-    )
-    ends = (labels[:, -TAIL:] == padding).all(1)
-    if bool(ends.any()) and not bool((labels == padding).all(1).any()) and not hidden:
-        yield Mistake(
-            what=f"{int(ends.sum())} rows of labels end in padding (token {padding})",
-            why="the loss counts padding, and the model learns to predict it",
-            do=f"Set the labels to {IGNORED} at padding",
-        )
-
-
-@checks
-def labels_of_others(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a causal language model's labels that do not come from the tokens of the same row."""
-    tokens, labels = setup.tokens, setup.labels
-    causal = _CAUSAL.search(type(setup.model).__name__)
-    known = setup.shift is not None or (setup.trial is not None and setup.trial.offset is not None)
-    if not causal or tokens is None or labels is None or labels.shape != tokens.shape or known:
-        return
-    there = labels >= 0
-    near = [labels[:, 1:-1] == tokens[:, 1 + shift : tokens.shape[1] - 1 + shift] for shift in (0, 1)]
-    if int(there.sum()) >= 8 and max(float(same[there[:, 1:-1]].float().mean()) for same in near) < 0.5:
-        yield Mistake(
-            what="the labels are not the input's tokens",
-            why="a causal language model learns to predict its own row's next token",
-            do="Pass labels equal to the input ids. The model shifts the labels",
-        )
+    if len(of) == 1 and (int(rows) > 1 or padding == int(of)) and not (hidden and bool((mask == 0).any())):
+        ends = int((shown == of).flip(1).cumprod(1).sum())
+        if int((shown == of).sum()) - ends <= len(shown):  # where it is an end of text, too
+            yield Mistake(
+                what=f"the last targets of {int(rows)} rows are all token {int(of)}, and the loss counts them",
+                why="this token is probably padding, and the model learns to predict it",
+                do=f"Set the labels to {IGNORED} at padding, or pass ignore_index",
+            )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import nullcontext
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -16,17 +18,19 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lamina.errors import UserError, one_line
-from lamina.probes.structure.hooks import Output, evaluating, fresh_gradients
+from lamina.probes.structure.hooks import Output, evaluating, first_tensor, fresh_gradients
 from lamina.training.monitor.graph_hooks import is_compiled
-from lamina.training.monitor.stream_measures import in_half
+from lamina.training.monitor.loss_targets import Targets, targets_of
 
 LossOf: TypeAlias = Callable[[nn.Module, Output], Output]
 Places: TypeAlias = Mapping[int | str, torch.Tensor]
 Target: TypeAlias = tuple[int | str, torch.Tensor, int]
 IGNORED = -100  # a label without a loss
 _KEPT = 2**20  # elements of a tensor that outlive the pass
-LAST = 0.5  # of the logits' standard deviation: a change by a hidden last token alone
+LAST = 0.5  # of the logits' standard deviation: a change by a hidden token at the end alone
+UNORDERED = 1e-4  # of the change by another token: a change by the order of two tokens
 _CLASSES = 256  # of logits, by which two passes are compared
+IDLE = 1e-6  # of the median gradient: rounding alone
 SAME = 0.99  # of the labels
 
 
@@ -47,13 +51,18 @@ class FirstPass:
         idle: the ids of matrices whose gradient is 0, except where all-zero weights elsewhere may explain this.
         foreign: parameters on which the loss depends although the model does not contain them.
         mixes: whether a row's logits depend on the other rows of the batch; None if unknown.
-        by_row: whether identical rows of the batch get different logits.
-        pools_padding: whether a row's only logits come from the padding at the row's end.
-        calls: the arguments of the first call of each function in ``WATCHED``, by its name; large tensors are cut.
-        teaches: whether the target of kl_div depends on trained weights that its input does not depend on.
+        by_row: whether equal rows have different logits.
+        leaks: what changes with tokens that a mask hides: "attention", a row's "summary", which may be a "mean", or "".
+        ordered: whether the first layer knows the order of the tokens before a token; True if unknown.
+        turns: whether forward computes cosines, as for rotary positions.
+        drops: whether dropout is active in evaluation mode.
+        skips: by a layer's id, how its output follows from its input.
+        other_row: whether the targets are the tokens of another row.
+        calls: the arguments of the first call of each function of ``WATCHED``, by its name; first rows of large ones.
+        teaches: whether kl_div's target comes from other trained weights than its input.
         entropies: the values of all cross-entropies.
-        rises: whether the loss falls when the only cross-entropy in the loss rises.
-        half: whether autocast computes in float16.
+        targets: the targets of the logits; None if the loss is no cross-entropy of the model's logits.
+        half: whether operations that train have outputs in float16.
     """
 
     loss: float
@@ -68,10 +77,15 @@ class FirstPass:
     causal: bool | None = None
     mixes: bool | None = None
     by_row: bool = False
-    pools_padding: bool = False
+    leaks: str = ""
+    ordered: bool = True
+    turns: bool = False
+    drops: bool = False
+    other_row: bool = False
+    skips: Mapping[int, Skip] = field(default_factory=dict)
     calls: Mapping[str, Mapping[str, Output]] = field(default_factory=dict)
     entropies: Sequence[float] = ()
-    rises: bool = False
+    targets: Targets | None = None
     half: bool = False
     teaches: bool = False
 
@@ -95,6 +109,27 @@ WATCHED = {
 }
 
 
+class Skip(NamedTuple):
+    """A layer's output compared with its input: their cosine, the input's factor, and the input's part by row."""
+
+    cosine: float
+    factor: float
+    by_row: float
+
+
+def _skip(skips: dict[int, Skip], layer: nn.Module, args: tuple, kwargs: dict[str, Output], output: Output) -> None:
+    """Compare a layer's first output with its input, without what all tokens have in common."""
+    given, returned = first_tensor(args or kwargs), first_tensor(output)
+    if id(layer) in skips or given is None or returned is None or given.shape != returned.shape or given.ndim != 3:
+        return
+    whole_x, y = (x.detach()[:8, :64].float() for x in (given, returned))
+    x, y = (z - z.mean((0, 1)) for z in (whole_x, y))
+    along, size, other = float((x * y).sum()), float(x.norm()), float(y.norm())
+    if size > 0 and other > 0:
+        by_row = float(((whole_x - whole_x.mean(0)).norm(dim=(0, 2)) / whole_x.norm(dim=(0, 2))).median())
+        skips[id(layer)] = Skip(along / (size * other), along / size**2, by_row)
+
+
 class _Calls(TorchFunctionMode):
     """Keeps the arguments of the first call of each watched function, and all cross-entropies.
 
@@ -105,18 +140,20 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self._part = part
         self.first: dict[str, dict[str, Output]] = {}
-        self.losses: list[torch.Tensor] = []
         self.entropies: list[torch.Tensor] = []
-        self.half = self.teaches = False
+        self.scores: torch.Tensor | None = None  # of the first cross-entropy, with the classes last
+        self.half = self.teaches = self.drops = self.turns = False
 
     def __torch_function__(
         self, func: Callable[..., Output], types: Output, args: tuple = (), kwargs: dict[str, Output] | None = None
     ) -> Output:
         output = func(*args, **(kwargs or {}))
-        name = WATCHED.get(func)
+        self.turns = self.turns or func in (torch.cos, torch.Tensor.cos)
+        self.drops = self.drops or _dropped(func, args, kwargs or {}) > 0
+        half = isinstance(output, torch.Tensor) and output.dtype == torch.float16 and output.requires_grad
+        self.half, name = self.half or half, WATCHED.get(func)
         if name is None:
             return output
-        self.half = self.half or (isinstance(args[0], torch.Tensor) and in_half(args[0].device.type))
         if name == "attention":  # a function of torch's own has no signature
             given = kwargs or {}
             mask = given.get("attn_mask")
@@ -128,17 +165,21 @@ class _Calls(TorchFunctionMode):
                 ids = [leaves_of(arguments[of]).keys() for of in ("input", "target")]
                 self.teaches = all(ids) and ids[0].isdisjoint(ids[1])
             self.first.setdefault(name, {key: self._part(value) for key, value in arguments.items()})
+            if name in ("cross_entropy", "nll_loss") and self.scores is None and args[0].ndim > 1:
+                self.scores = args[0].movedim(1, -1)
             if name == "cross_entropy" and output.requires_grad:
-                output.retain_grad()
-                self.losses.append(output)
                 self.entropies.append(output.detach().clone())  # AdaLoRA adds to the output in place
         return output
 
-    @property
-    def rises(self) -> bool:
-        slopes = [loss.grad for loss in self.losses]
-        slope = slopes[0] if len(slopes) == 1 else None
-        return slope is not None and bool(slope.any()) and float(slope.max()) <= 0
+
+def _dropped(func: Callable[..., Output], args: tuple, kwargs: Mapping[str, Output]) -> float:
+    """Return the rate of a call of dropout, or of attention with dropout."""
+    if func is functional.scaled_dot_product_attention:
+        return float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if func is not functional.dropout:
+        return 0.0
+    given = inspect.signature(functional.dropout).bind(*args, **kwargs).arguments
+    return float(given.get("p", 0.5)) if given.get("training", True) else 0.0
 
 
 def _first_rows(value: Output) -> Output:
@@ -149,12 +190,9 @@ def _first_rows(value: Output) -> Output:
     return value.detach()[: max(1, _KEPT * len(value) // value.numel())].clone() if large else value.detach()
 
 
-def _few_classes(value: Output, of: int = 1) -> Output:
-    """Return the logits of some classes. Comparing these logits is enough to compare two passes."""
-    if not isinstance(value, torch.Tensor) or value.ndim < 2 or not value.is_floating_point():
-        return value
-    step = -(-value.shape[of] // _CLASSES)
-    return value.detach().movedim(of, -1)[..., ::step].movedim(-1, of).clone()
+def _few_classes(logits: torch.Tensor | None) -> torch.Tensor | None:
+    """Return some classes of logits, which stand for all when two passes are compared."""
+    return logits if logits is None else logits.detach()[..., :: -(-logits.shape[-1] // _CLASSES)].clone()
 
 
 def leaves_of(value: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -193,59 +231,97 @@ def _parts(output: Output) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 
 def first_pass(
-    model: nn.Module, batch: object, loss_of: LossOf | None, others: Iterable[torch.Tensor] = ()
+    model: nn.Module,
+    batch: object,
+    loss_of: LossOf | None,
+    others: Iterable[torch.Tensor] = (),
+    blocks: Sequence[tuple[str, Sequence[nn.Module]]] = (),
 ) -> FirstPass | None:
     """Run a forward and backward pass; restore gradients, random states and buffers. Returns None without a loss.
 
-    ``others`` are trainable tensors that are not among the model's parameters.
+    ``others`` are trainable tensors that are not among the model's parameters, and ``blocks`` the lists of layers.
     """
     every = [*model.parameters(), *others]
     args, kwargs = arguments_of(model, batch)
-    ran, outputs, given, calls = set[int](), [], [], _Calls(_first_rows)
-    hooks = [module.register_forward_pre_hook(lambda m, a: ran.add(id(m))) for module in model.modules()]
-    hooks.append(model.register_forward_hook(lambda m, a, output: outputs.append(output)))
-    hooks.append(model.register_forward_pre_hook(lambda m, a, k: given.append((a, k)), with_kwargs=True))
+    seen, calls = _Seen(), _Calls(_first_rows)
 
     def loss_and_logits() -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        outputs.clear()
+        seen.outputs.clear()
         if loss_of is None:
             return _parts(model(*args, **kwargs))
         loss = loss_of(model, batch)
-        return loss, _parts(outputs[0])[1] if outputs else None
+        return loss, _parts(seen.outputs[0])[1] if seen.outputs else None
 
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = [p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"][:1]
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()  # watched functions run
     try:
-        with eager, torch.random.fork_rng(devices=devices), fresh_gradients(every):
+        with _watching(model, blocks, seen), eager, torch.random.fork_rng(devices=devices), fresh_gradients(every):
             with calls:
                 loss, logits = loss_and_logits()
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 return None
+            asked = _ask(calls.scores if logits is None or logits.ndim < 2 else logits)
+            calls.scores = None
             logits, value, leaves = _first_rows(logits), float(loss.detach()), leaves_of(loss)
-            outputs.clear()  # the logits of a large vocabulary
+            seen.outputs.clear()  # the logits of a large vocabulary
             if loss.requires_grad:
                 loss.backward()
             gradients, idle = _gradients(model, every)
             stuck = _stuck(model, lambda: loss_and_logits()[0])
-            repeats = _Repeats(model, given[0], loss_and_logits).found(calls.first) if given else {}
+            first, targets = [layers[0] for _, layers in blocks], next(iter(asked), None)
+            found = _Repeats(model, seen.given[0], loss_and_logits, targets, first).found() if seen.given else {}
         return FirstPass(
             loss=value,
             logits=logits,
             gradients=gradients,
-            ran=frozenset(ran),
+            ran=frozenset(seen.ran),
             stuck=stuck,
             idle=idle,
             foreign=[x for key, x in leaves.items() if isinstance(x, nn.Parameter) and key not in map(id, every)],
             teaches=calls.teaches,
             calls=calls.first,
             entropies=[float(each) for each in calls.entropies if each.numel() == 1],
-            rises=calls.rises,
+            targets=targets,
             half=calls.half,
-            **repeats,
+            turns=calls.turns,
+            skips=seen.skips,
+            **found,
         )
     except Exception as error:  # any model and batch may come
         raise UserError(f"batch: {type(model).__name__} does not run on this batch ({one_line(error)})") from error
+
+
+def _ask(scores: torch.Tensor | None) -> list[Targets | None]:
+    """Return a list that gets the targets of logits with their gradient, from the rows that outlive the pass."""
+    asked = list[Targets | None]()
+    if scores is not None and scores.requires_grad:
+        shown = _first_rows(scores)
+        share = len(scores) / len(shown)
+        scores.register_hook(lambda gradient: asked.append(targets_of(shown, gradient[: len(shown)] * share)))
+    return asked
+
+
+@dataclass
+class _Seen:
+    """What hooks see: the modules that ran, the model's outputs and arguments, and how layers change their inputs."""
+
+    ran: set[int] = field(default_factory=set)
+    outputs: list[Output] = field(default_factory=list)
+    given: list[tuple[tuple, dict[str, Output]]] = field(default_factory=list)
+    skips: dict[int, Skip] = field(default_factory=dict)
+
+
+@contextmanager
+def _watching(model: nn.Module, blocks: Sequence[tuple[str, Sequence[nn.Module]]], seen: _Seen) -> Iterator[None]:
+    """Fill ``seen`` inside the context, and restore the model's buffers at its end."""
+    hooks = [module.register_forward_pre_hook(lambda m, a: seen.ran.add(id(m))) for module in model.modules()]
+    hooks.append(model.register_forward_hook(lambda m, a, output: seen.outputs.append(output)))
+    hooks.append(model.register_forward_pre_hook(lambda m, a, k: seen.given.append((a, k)), with_kwargs=True))
+    for layer in (layer for _, layers in blocks for layer in layers):
+        hooks.append(layer.register_forward_hook(partial(_skip, seen.skips), with_kwargs=True))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -259,7 +335,8 @@ def _gradients(model: nn.Module, every: Iterable[torch.Tensor]) -> tuple[dict[in
     sizes = {id(p): float(whole(p.grad).float().square().mean().sqrt()) for p in every if p.grad is not None}
     shown = {name: p for name, p in model.named_parameters() if id(p) in sizes and not isinstance(p, DTensor)}
     zeros = any(not name.endswith("bias") and not bool(p.detach().any()) for name, p in shown.items())  # LoRA, a scale
-    return sizes, frozenset(id(p) for p in shown.values() if p.ndim > 1 and not zeros and sizes[id(p)] == 0)
+    least = IDLE * statistics.median(sizes.values()) if sizes else 0.0
+    return sizes, frozenset(id(p) for p in shown.values() if p.ndim > 1 and not zeros and sizes[id(p)] <= least)
 
 
 def _stuck(model: nn.Module, loss_of: Callable[[], torch.Tensor | None]) -> frozenset[int]:
@@ -303,10 +380,6 @@ def _stuck(model: nn.Module, loss_of: Callable[[], torch.Tensor | None]) -> froz
             nn.init.zeros_(p)
 
 
-def _scores(calls: Mapping[str, Mapping[str, Output]]) -> torch.Tensor | None:
-    return next((calls[name]["input"] for name in ("cross_entropy", "nll_loss") if name in calls), None)
-
-
 def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     """Return which labels count, and how many tokens ahead they are; None if labels are not the row's tokens."""
     length = labels.shape[1]
@@ -329,104 +402,159 @@ class _Repeats:
         model: nn.Module,
         given: tuple[tuple, dict[str, Output]],
         run: Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]],
+        targets: Targets | None,
+        layers: Sequence[nn.Module],
     ):
         places: dict[int | str, Output] = {**dict(enumerate(given[0])), **given[1]}
         order = sorted(places, key=lambda at: "decoder" not in f"{at}")
         self._given = {at: x for at in order if isinstance(x := places[at], torch.Tensor)}
-        self._model, self._run = model, run
-        self._logits, self._scores = self._again({})
+        self._nested = any(isinstance(x, Mapping | list | tuple) for x in places.values())  # such as encoder_outputs
+        self._model, self._run, self._targets, self._layers = model, run, targets, layers
+        self._now, self._drops = list[torch.Tensor](), False
+        self._logits = self._again({})
         exact = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
         self._share = 1e-3 if exact else 0.02  # of the logits' standard deviation: more than rounding
+        self._seen = self._now if exact else []  # the first layers' outputs for a token
 
     @torch.no_grad()
-    def _again(self, places: Places, seed: int = 0) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run the model with changed values for some arguments. Return its logits and the cross-entropy's logits."""
+    def _again(self, places: Places, seed: int = 0, *, layers_only: bool = False) -> torch.Tensor | None:
+        """Return the model's logits, or the cross-entropy's, with other values for some of the model's arguments."""
 
         def swapped(module: nn.Module, a: tuple, k: dict[str, Output]) -> tuple[tuple, dict[str, Output]]:
             return tuple(places.get(at, x) for at, x in enumerate(a)), {at: places.get(at, x) for at, x in k.items()}
 
-        swap, calls = self._model.register_forward_pre_hook(swapped, with_kwargs=True), _Calls(_few_classes)
+        def see(module: nn.Module, a: tuple, output: Output) -> None:
+            tensor = first_tensor(output)
+            if tensor is not None and tensor.ndim == 3 and tensor.shape[1] > 3:
+                seen.append(tensor[:, 3].clone())
+            if layers_only and len(seen) == len(self._seen):
+                raise StopIteration  # the other layers need not run
+
+        calls, seen = _Calls(lambda value: None), list[torch.Tensor]()
+        hooks = [self._model.register_forward_pre_hook(swapped, with_kwargs=True)]
+        hooks += [layer.register_forward_hook(see) for layer in self._layers]
         try:
             with torch.random.fork_rng(devices=[]), evaluating(self._model), calls:
                 torch.manual_seed(seed)
-                found = [_few_classes(self._run()[1], -1), _scores(calls.first)]
+                logits = self._run()[1]
+                logits = _few_classes(calls.scores if logits is None else logits)
         except Exception:  # a loss may not take other inputs
-            return None, None
+            return None
         finally:
-            swap.remove()
-        logits, scores = (None if x is None or not bool(x.isfinite().all()) else x for x in found)
-        return logits, scores
+            self._drops = self._drops or calls.drops
+            self._now = seen
+            for hook in hooks:
+                hook.remove()
+        return None if logits is None or not bool(logits.isfinite().all()) else logits
 
-    def found(self, calls: Mapping[str, Mapping[str, Output]]) -> dict[str, Output]:
-        """Return the attributes of ``FirstPass`` that these passes determine."""
-        (mixes, by_row), target = self.rows(), self.target(calls)
-        found = {"mixes": mixes, "by_row": by_row, "pools_padding": self.pools_padding()}
+    def found(self) -> dict[str, Output]:
+        """Return attributes of ``FirstPass``."""
+        (mixes, by_row), target = self.rows(), self.target()
+        found = {"mixes": mixes, "by_row": by_row, "leaks": self.leaks(), "ordered": self.ordered()}
+        found["drops"] = self._drops
         if target is None:
-            return found
+            return {**found, "other_row": mixes is False and self.other_row()}
         reads, causal = self.reads(*target)
         return {**found, "offset": target[-1], "reads": reads, "causal": causal}
 
-    def pools_padding(self) -> bool:
-        """Return whether a row's only logits depend mostly on the row's last token although a mask hides this token."""
+    def leaks(self) -> str:
+        """Change a token that a mask hides at a row's end; return where this changes what it should not change."""
         tables = [(at, x) for at, x in self._given.items() if x.ndim == 2 and not x.is_floating_point()]
         pairs = [(at, x, mask) for at, x in tables for _, mask in tables if mask.shape == x.shape and mask.max() <= 1]
-        before = self._logits
-        for at, tokens, mask in pairs if before is not None and before.ndim == 2 else []:
+        for at, tokens, mask in pairs:
             hidden = next((mask == v for v in (0, 1) if 1 == len(tokens[mask == v].unique()) < tokens.max()), None)
-            if before is not None and hidden is not None and hidden[:, -1].any() and len(hidden) == len(before):
-                others = tokens.clone()
-                others[:, -1] = torch.where(tokens[:, -1] == tokens[:, 0], tokens[:, 1], tokens[:, 0])
-                if (logits := self._again({at: others})[0]) is not None and logits.shape == before.shape:
-                    change = (logits - before)[hidden[:, -1]].abs().amax(-1).median()
-                    return bool(change > LAST * before.std())
-        return False
+            before, end = self._logits, -1 if hidden is not None and hidden[:, -1].any() else 0
+            if hidden is None or before is None or len(hidden) != len(before) or not (rows := hidden[:, end]).any():
+                continue
+            others = tokens.clone()
+            others[:, end] = tokens[:, ~end]
+            if (logits := self._again({at: others})) is None or logits.shape != before.shape:
+                continue
+            seen = [(x, y) for x, y in zip(self._seen, self._now, strict=True) if len(x) == len(y) == len(rows)]
+            if any(float((y - x)[rows & ~hidden[:, 3]].abs().sum()) > 0 for x, y in seen):
+                return "attention"
+            change = (logits - before)[rows].abs()
+            if (
+                change.ndim == 2
+                and change.shape[1] != tokens.shape[1]
+                and (size := float(change.amax(-1).median() / before.std())) > self._share
+            ):
+                return "summary" if size > LAST else "mean"
+        return ""
 
-    def target(self, calls: Mapping[str, Mapping[str, Output]]) -> Target | None:
-        """Find the argument whose tokens are the targets: its index, the targets that count, and their offset."""
-        call = calls.get("cross_entropy") or calls.get("nll_loss") or {}
-        labels, ignored = call.get("target"), call.get("ignore_index", IGNORED)
-        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim > 2:
-            return None
+    def ordered(self) -> bool:
+        """Return whether the first layer's output for a token depends on the order of others; True if unknown."""
+        text = ((at, x) for at, x in self._given.items() if x.ndim == 2 and not x.is_floating_point() and x.max() > 1)
+        at, tokens = next(((at, x) for at, x in text if x.shape[1] > 4 and len(x) > 1), (None, None))
+        zeros = any(p.ndim > 1 and not bool(p.any()) for layer in self._layers for p in layer.parameters())  # queries
+        if at is None or tokens is None or not self._seen or zeros:
+            return True
+        changed = tokens.clone()
+        # In even rows two tokens change places, and in odd rows one of them is replaced.
+        changed[::2, 1:3] = tokens[::2, 1:3].flip(1)
+        changed[1::2, 1] = torch.where(tokens[1::2, 1] == tokens[1::2, 0], tokens[1::2, 3], tokens[1::2, 0])
+        self._again({at: changed}, layers_only=True)
+        moves = [(y - x).abs().amax(-1) for x, y in zip(self._seen, self._now, strict=False) if x.shape == y.shape]
+        differ = (changed != tokens).any(1)
+        for move in (move for move in moves if len(move) == len(differ)):
+            swapped, replaced = (move[of::2][differ[of::2]] for of in (0, 1))
+            if len(swapped) and len(replaced) and float(replaced.nanmedian()) > 0:
+                return bool(swapped.nanmedian() > UNORDERED * replaced.nanmedian())
+        return True
+
+    def target(self) -> Target | None:
+        """Find the argument whose tokens are the targets: its name, the targets that count, and their offset."""
+        for at, tokens, classes, counted in self._asked():
+            if (found := offset_of(tokens, classes, counted)) is not None:
+                return at, *found
+        return None
+
+    def _asked(self) -> Iterator[tuple[int | str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield each argument of tokens with the targets of its rows."""
+        if self._targets is None:
+            return
+        classes, counted = self._targets.classes, self._targets.counted
         for at, tokens in self._given.items():
             integers = tokens.ndim == 2 and tokens.dtype in (torch.int64, torch.int32)
-            if integers and not re.search("label|target", f"{at}") and labels.numel() % len(tokens) == 0:
-                of = labels.reshape(len(tokens), -1)
-                if (found := offset_of(tokens, of, (of >= 0) & (of != ignored))) is not None:
-                    return at, *found
-        return None
+            rows = len(classes) if classes.ndim > 1 else len(tokens)
+            if integers and not re.search("label|target", f"{at}") and rows <= len(tokens) and not len(classes) % rows:
+                yield at, tokens[:rows], classes.reshape(rows, -1), counted.reshape(rows, -1)
+
+    def other_row(self) -> bool:
+        """Return whether the first row's targets are the tokens of another row."""
+        for _, tokens, classes, counted in self._asked():
+            if any(offset_of(row[None], classes[:1], counted[:1]) is not None for row in tokens):
+                return True
+        return False
 
     def reads(self, at: int | str, counted: torch.Tensor, offset: int) -> tuple[bool | None, bool | None]:
         """Change the last target token. Return whether the logits for it change, and whether earlier logits stay."""
         last = int(counted.any(0).nonzero().max())
         tokens = self._given[at].clone()
         tokens[:, last + offset] = torch.where(tokens[:, last + offset] == tokens[:, 0], tokens[:, 1], tokens[:, 0])
-        scores = self._again({at: tokens})[1]
-        if scores is None or self._scores is None or scores.shape != self._scores.shape:
+        before, after = self._logits, self._again({at: tokens})
+        if before is None or after is None or before.shape != after.shape:
             return None, None
-        logits = self._logits
-        if logits is not None and scores.ndim == logits.ndim == 3 and not torch.equal(logits.mT, self._scores):
-            return None, None  # logits that were viewed
-        change = (scores - self._scores).abs()
-        change = (change.transpose(1, 2) if change.ndim == 3 else change).reshape(*counted.shape, -1).amax(-1)
-        changed = (change > self._share * self._scores.std()) & counted & counted[:, last, None]
+        change = (after - before).abs().amax(-1).reshape(-1, counted.shape[1])[: len(counted)]
+        changed = (change > self._share * before.std()) & counted & counted[:, last, None]
         earlier = bool(changed[:, : last + offset].any())  # than the token
         return earlier if offset > 0 else bool(changed[:, last].any()), not earlier
 
     def rows(self) -> tuple[bool | None, bool]:
         """Return whether a row's logits change with other rows (None if unknown), and whether equal rows differ."""
-        size = next((len(x) for x in self._given.values() if x.ndim > 1), 0)
-        if size < 2 or self._logits is None or len(self._logits) != size or self._logits.shape[-1] == size:
+        size, before = next((len(x) for x in self._given.values() if x.ndim > 1), 0), self._logits
+        if size < 2 or self._nested or before is None or len(before) != size or before.shape[-1] == size:
             return None, False
         inner = slice(1, -1) if size > 2 else slice(1, None)
         changed = {at: x.clone() for at, x in self._given.items() if x.ndim and len(x) == size}
         for x in changed.values():
             x[inner] = x[:1]
-        logits = self._again(changed)[0]
-        if logits is None or logits.shape != self._logits.shape:
+        logits = self._again(changed)
+        if logits is None or logits.shape != before.shape:
             return None, False
-        limit = self._share * self._logits.std()
+        limit = self._share * before.std()
         ends = [0, -1] if size > 2 else [0]
-        differ = bool((logits - self._logits)[ends].abs().amax() > limit)
+        differ = bool((logits - before)[ends].abs().amax() > limit)
         by_row = not differ and bool((logits[0] - logits[inner][0]).abs().amax() > limit)
-        other = self._again(changed, seed=1)[0] if by_row else None  # a model may draw for each row
+        other = self._again(changed, seed=1) if by_row else None  # a model may draw for each row
         return differ, other is not None and torch.equal(other, logits)

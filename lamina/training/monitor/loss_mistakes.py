@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 
 from lamina.training.monitor.before_training import BeforeTraining, Mistake, checks
 
-SMOOTHED = 0.5  # of a label's weight
 FEW = 16  # numbers that lie between 0 and 1 by chance
-CLOSE = 0.1  # of the loss of guessing: the first loss of a new model
+ZEROS = 0.02  # of the logits
 FAR = 100.0  # times the outputs, and times 1: targets that were not scaled
 DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
@@ -24,28 +22,26 @@ def _called(setup: BeforeTraining, name: str) -> dict[str, object]:
 def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find wrong inputs of a loss: probabilities as logits, logits as log-probabilities, or logits of a wrong shape."""
     logits = _called(setup, "cross_entropy").get("input")
-    odds = _called(setup, "binary_cross_entropy_with_logits").get("input")
     viewed = setup.trial.logits if setup.trial is not None else None
-    if isinstance(logits, torch.Tensor) and logits.ndim > 1 and logits.shape[1] > 1:
-        values = logits.detach().float()
-        if bool((values >= 0).all()) and torch.allclose(values.sum(1), torch.ones(()).to(values), atol=1e-2):
+    for name, of in (("cross_entropy", "softmax"), ("binary_cross_entropy_with_logits", "sigmoid")):
+        values = _called(setup, name).get("input")
+        if not isinstance(values, torch.Tensor) or values.ndim < 2 or values.numel() < FEW or not bool(values.any()):
+            continue
+        rows = values.float().movedim(1, -1).flatten(0, -2)
+        sums = of == "sigmoid" or torch.allclose(rows.sum(1), torch.ones(()).to(rows), atol=1e-2)
+        if sums and bool(((rows >= 0) & (rows <= 1)).all()):
             yield Mistake(
-                what="cross_entropy gets probabilities",
-                why="cross_entropy applies a softmax itself, and after two softmaxes the loss hardly falls",
-                do="Pass logits: leave out the softmax before the loss",
+                what=f"{name} gets only numbers from 0 to 1, as after a {of}",
+                why=f"this loss applies a {of} itself, and after two the loss hardly falls",
+                do=f"Pass logits: leave out the {of} before the loss",
             )
-        elif values.numel() >= FEW and 0 == float(values.min()) < values.max() and (values == 0).float().mean() > 0.1:
+        zeros = rows[rows.any(1)][:, rows.any(0)] == 0  # without padding, and classes without weights
+        if (share := float(zeros.float().mean())) > ZEROS:
             yield Mistake(
-                what="no logit is below 0, and many are exactly 0",
-                why="an activation such as ReLU after the head stops the gradient of these logits",
-                do="Leave out the activation after the head",
+                what=f"{share:.0%} of the logits are exactly 0",
+                why="an activation such as ReLU, or a dropout, after the head stops the gradient of these logits",
+                do="Leave out what comes after the head",
             )
-    if isinstance(odds, torch.Tensor) and odds.numel() >= FEW and bool(((odds >= 0) & (odds <= 1)).all()):
-        yield Mistake(
-            what="binary_cross_entropy_with_logits gets only numbers from 0 to 1",
-            why="this loss applies a sigmoid itself, and after two sigmoids no output is below 0.5",
-            do="Pass logits: leave out the sigmoid before the loss",
-        )
     if isinstance(logits, torch.Tensor) and viewed is not None and logits.ndim == viewed.ndim == 3:
         turned, shape = viewed.transpose(1, 2), logits.shape
         if turned.shape == shape and torch.equal(viewed.reshape(shape), logits) and not torch.equal(turned, logits):
@@ -54,10 +50,10 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
                 why="view and reshape do not move dimensions, so the classes of different tokens are mixed",
                 do="Pass logits.transpose(1, 2), or flatten both: logits.flatten(0, 1) and labels.flatten()",
             )
-    for name, of, log in (("nll_loss", 1, True), ("kl_div", -1, True), ("kl_div", -1, False)):
+    for name, of, log in (("nll_loss", 1, True), ("kl_div", -1, True), ("kl_div", -1, False), ("cross_entropy", 1, 0)):
         given = _called(setup, name)
         values = given.get("input" if log else "target")
-        if not isinstance(values, torch.Tensor) or values.ndim < 2:
+        if not isinstance(values, torch.Tensor) or values.ndim < 2 or not values.is_floating_point():
             continue
         total = (
             values.detach().float().logsumexp(of) if log or given.get("log_target") else values.sum(of).float().log()
@@ -67,9 +63,10 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
             yield Mistake(
                 what=f"{name} gets no {which}",
                 why="this loss neither takes a logarithm nor normalizes, so it has no lower limit",
-                do="Pass log_softmax(logits, dim=1), or use cross_entropy"
-                if name == "nll_loss"
-                else "Pass log_softmax of the student's logits, and softmax of the teacher's",
+                do={
+                    "nll_loss": "Pass log_softmax(logits, dim=1), or use cross_entropy",
+                    "kl_div": "Pass log_softmax of the student's logits, and softmax of the teacher's",
+                }.get(name, "For rows of several classes, use binary_cross_entropy_with_logits"),
             )
             break
     for name in DISTANCES:
@@ -110,30 +107,16 @@ def targets(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 @checks
-def label_smoothing(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find label smoothing that takes most of the weight from the labels."""
-    smoothing = _called(setup, "cross_entropy").get("label_smoothing", 0.0)
-    if isinstance(smoothing, float) and smoothing >= SMOOTHED:
-        yield Mistake(
-            what=f"label_smoothing is {smoothing:g}",
-            why=f"{smoothing:.0%} of each target is spread over all classes",
-            do="Use 0 to 0.1",
-        )
-
-
-@checks
 def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a loss with the wrong sign: minus a cross-entropy, or a mean log-probability."""
-    trial = setup.trial
-    if trial is None or any(g.get("maximize") for _, g in setup.settings):
-        return
-    classes = trial.logits.shape[-1] if trial.logits is not None and not trial.calls.keys() - {"attention"} else 0
-    guessing = math.log(max(classes, 1))
-    if trial.rises or (classes >= FEW and abs(trial.loss + guessing) < CLOSE * guessing):
+    """Find training away from the labels: by the loss's sign, or by an optimizer that raises a loss above 0."""
+    trial, rises = setup.trial, any(group.get("maximize") for _, group in setup.settings)
+    targets = trial.targets if trial is not None else None
+    negative = targets is not None and bool((targets.weights <= 0).all())
+    if negative != rises and (negative or trial is None or trial.loss >= 0):
         yield Mistake(
-            what="the loss is minus a cross-entropy",
-            why="to minimize it, the model avoids the labels",
-            do="Remove the minus sign, or put a minus before the labels' log-probabilities",
+            what="the optimizer has maximize=True" if rises else "the loss is minus a cross-entropy",
+            why="each step raises the loss" if rises else "to minimize it, the model avoids the labels",
+            do="Minimize the loss: remove the minus, and pass maximize only if you call backward on a reward",
         )
 
 
@@ -150,27 +133,42 @@ def additive_mask(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 @checks
-def pooled_padding(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a model whose output for a row is computed from the padding at the row's end."""
-    if setup.trial is not None and setup.trial.pools_padding:
-        yield Mistake(
-            what="the output of a padded row depends mostly on its last token, which the mask hides",
-            why="the model takes the last position as the row's summary, and there is padding",
-            do="Take the last token that the mask shows: hidden[torch.arange(len(hidden)), mask.sum(1) - 1]",
-        )
-
-
-@checks
-def mixed_rows(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a model whose outputs for a row depend on the batch's other rows, or on the row's index in the batch."""
+def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find outputs that change with what they must not depend on, and outputs that stay where they must change."""
     trial, rows = setup.trial, next(iter(setup.batch.values()), None)
-    if trial is not None and trial.by_row:
+    if trial is None:
+        return
+    if trial.leaks:
+        why, do = {
+            "attention": ("attention hides queries, not keys, or no token", "Mask the keys: mask[:, None, None, :]"),
+            "summary": (
+                "the model takes the last position as the row's summary, and there is padding",
+                "Take the last token that the mask shows: hidden[torch.arange(len(hidden)), mask.sum(1) - 1]",
+            ),
+            "mean": ("a mean over all positions counts padding", "Average over the tokens that the mask shows"),
+        }[trial.leaks]
+        what = "the model's outputs change with the tokens that its mask hides"
+        yield Mistake(what=what, why=why, do=do, note=trial.leaks == "mean")
+    if not trial.ordered:
+        yield Mistake(
+            what="two tokens can change places, and the first layer's outputs for other tokens stay",
+            why="no positions reach the attention, or rotary positions run over another dimension than the tokens",
+            do="Add positions to the embeddings, or rotate queries and keys by their index among the tokens",
+            note=bool(trial.causal) and not trial.turns,  # decoders learn positions from their mask
+        )
+    if trial.drops:
+        yield Mistake(
+            what="dropout is active in evaluation mode",
+            why="functional.dropout and scaled_dot_product_attention do not know the module's mode",
+            do="Pass training=self.training, or dropout_p=self.dropout if self.training else 0.0",
+        )
+    if trial.by_row:
         yield Mistake(
             what="equal rows of the batch have different outputs",
             why="a part of the model uses a row's index in the batch, such as positions added along dimension 0",
             do="Add positions along the tokens: x + positions[:, : x.shape[1]]",
         )
-    if trial is None or not trial.mixes or trial.logits is None or rows is None or setup.is_encoder_decoder:
+    if not trial.mixes or trial.logits is None or rows is None or setup.is_encoder_decoder:
         return
     named = {"input_ids", "pixel_values"} & set(setup.batch)
     if named or trial.offset is not None or (trial.logits.ndim == 2 and rows.ndim > 1 and rows.shape[1] != len(rows)):

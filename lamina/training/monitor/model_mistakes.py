@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from lamina.training.monitor.first_pass import whole
 from lamina.training.monitor.silent_parameters import named_alike
 
 NEAR_ZERO, TWICE = 0.05, (1.9, 2.1)  # mean gains that switch a norm off, or count the 1 of a "1 + weight" twice
+LIBRARIES = ("torch.", "transformers.")
 WIDE, SOLE = 4.0, 8.0  # standard deviations times sqrt(inputs); and times that of the same part elsewhere
 
 
@@ -51,35 +53,46 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find parameters without a gradient in layers where all modules run and other parameters get a gradient."""
-    if setup.trial is None:
+    """Find parameters that get no gradient, or one of 0, although others learn."""
+    trial = setup.trial
+    if trial is None or not any(trial.gradients.values()):
         return
-    for _, layers in setup.blocks:
-        peers: dict[str, list[nn.Parameter]] = {}
-        spared = set[int]()
+    living, spared = trial.reached - trial.idle, set[int]()
+    peers: dict[str, list[nn.Parameter]] = {}
+    for path, layers in setup.blocks:
         for layer in layers:
-            for name, module, parameter in named_alike(layer):
+            alive = any(id(p) in living for p in layer.parameters())
+            for name, module, parameter in named_alike(layer) if alive else ():
                 own = {*map(id, module.parameters(recurse=False))}  # of them, XLNet's forward may not need all
-                spared |= own if own & setup.trial.reached else set()
-                if parameter.requires_grad and id(module) in setup.trial.ran:
-                    peers.setdefault(name, []).append(parameter)
-        alive = {id(layer): {*map(id, layer.parameters())} & setup.trial.reached for layer in layers}
-        inside = {id(p) for layer in layers if alive[id(layer)] for p in layer.parameters()}
-        silent = [
-            p
-            for of in peers.values()
-            if not 0 < sum(id(p) in setup.trial.reached for p in of) <= len(of) / 2
-            for p in of
-            if id(p) not in setup.trial.reached | spared and id(p) in inside
+                spared |= own if own & living else set()
+                if parameter.requires_grad and id(module) in trial.ran:
+                    peers.setdefault(path + name, []).append(parameter)
+    alive = [sum(id(p) in living for p in of) for of in peers.values()]
+    of_layers = [of for of, count in zip(peers.values(), alive, strict=True) if not 0 < count <= len(of) / 2]
+    silent = [p for of in of_layers for p in of if id(p) not in living | spared]
+    inside = [{id(p) for p in layer.parameters() if p.requires_grad} for _, layers in setup.blocks for layer in layers]
+    if all(layer & trial.reached for layer in inside if layer):  # else what lies before those layers is silent, too
+        given = setup.ends[0] if setup.ends is not None and "input_ids" in setup.batch else None
+        tables = [
+            m for m in setup.model.modules() if isinstance(m, nn.Embedding) and (id(m) in trial.ran or m is given)
         ]
-        if silent:
-            yield Mistake(
-                what=f"no gradient reaches {len(silent)} of the layers' parameters ({setup.listed(silent)})",
-                why="their modules run, and the layers' other parameters get a gradient: an operation detaches their "
-                "outputs",
-                do="Look for .detach(), .data, torch.no_grad() or .item() after their modules, and for router "
-                "probabilities that do not multiply the experts' outputs",
-            )
+        silent += [m.weight for m in tables if m.weight.requires_grad and id(m.weight) not in trial.reached]
+    silent += [p for p in setup.trained if id(p) in trial.idle.difference(*inside)]
+    parts = {n: m for n, m in setup.model.named_modules() if isinstance(m, nn.Linear) and id(m.weight) in setup.groups}
+    used = {re.sub(r"\d+", "", n) for n, m in parts.items() if id(m) in trial.ran or id(m.weight) in trial.reached}
+    run = (m for _, layers in setup.blocks for layer in layers for m in layer.modules() if id(m) in trial.ran)
+    children = {id(child) for module in run for child in module.children()}  # a decoder alone has no cross-attention
+    unused = [m.weight for n, m in parts.items() if re.sub(r"\d+", "", n) not in used]
+    silent += [p for n, m in parts.items() for p in unused if p is m.weight and (id(m) in children or "lora" in n)]
+    if silent := [p for p in silent if p.requires_grad]:
+        yield Mistake(
+            what=f"no gradient reaches {len(silent)} of the parameters ({setup.listed(silent)})",
+            why="other parameters get one: an operation detaches what these compute, forward uses another module in "
+            "their place, or what they compute has no effect",
+            do="Look for .detach(), .data, torch.no_grad() or .item() after them, for calls of the wrong module, "
+            "for router probabilities that do not multiply the experts' outputs or that are normalized to 1, and for "
+            "masks that select nothing (an image token that the batch lacks)",
+        )
 
 
 @checks
@@ -91,22 +104,16 @@ def untied(setup: BeforeTraining) -> Iterator[Mistake]:
         tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
         wanted = tied and bool(getattr(setup.model, "_tied_weights_keys", None))
         same = table is head or table.data_ptr() == head.data_ptr()
-        if wanted and not same and table.shape == head.shape:
+        if wanted and not same and table.shape[1:] == head.shape[1:]:
             yield _untied("config.tie_word_embeddings is true, but embedding and output head are two tensors")
             return
-    tables = [m.weight for m in setup.model.modules() if isinstance(m, nn.Embedding)]
-    heads = [m.weight for m in setup.model.modules() if isinstance(m, nn.Linear)]
-    for table in tables:
-        for head in heads:
-            if isinstance(table, DTensor) or isinstance(head, DTensor):
-                continue
-            if table is head or table.shape != head.shape or table.data_ptr() == head.data_ptr():
-                continue
-            if bool(table.any()) and torch.equal(table, head):
-                yield _untied(
-                    f"{setup.listed([table])} and {setup.listed([head])} have equal values but are two tensors"
-                )
-                return
+    tables, heads = (
+        [m.weight for m in setup.model.modules() if isinstance(m, of) and not isinstance(m.weight, DTensor)]
+        for of in (nn.Embedding, nn.Linear)
+    )
+    pairs = ((x, y) for x in tables for y in heads if x.shape == y.shape and x.data_ptr() != y.data_ptr())
+    if pair := next(((x, y) for x, y in pairs if bool(x.any()) and torch.equal(x, y)), None):
+        yield _untied(f"{' and '.join(setup.listed([x]) for x in pair)} have equal values but are two tensors")
 
 
 def _untied(what: str) -> Mistake:
@@ -123,16 +130,23 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     sites = list(setup.structure.norms()) if setup.structure is not None else []
     ends = {id(site.module) for _, _, site in sites if site.role == "out_norm"}
     norm_ids = {id(site.module) for _, _, site in sites}
-    norms = [module for module in setup.model.modules() if is_norm(module)]
-    gains = {module: gain for module in norms if (gain := _gain(module)) is not None and gain.numel() > 1}
+    gains = {m: gain for m in setup.model.modules() if (gain := _gain(m)) is not None and gain.numel() > 1}
     off = [module for module, gain in gains.items() if float(gain.abs().max()) < NEAR_ZERO and id(module) not in ends]
     off = [module for module in off if id(module) in norm_ids] if len(off) < len(gains) else off
     off = [module for module in off if not _is_as_made(module)]
-    flat = {m: float(gain.mean()) for m, gain in gains.items() if float(gain.std()) < 1e-3 and not _is_as_made(m)}
-    double = [module for module, mean in flat.items() if TWICE[0] < mean < TWICE[1]]
+    flat = {m: float(gain.mean()) for m, gain in gains.items() if float(gain.std()) < 1e-3}
+    known = {m for m in flat if type(m).__module__.startswith(LIBRARIES) and _is_as_made(m)}
+    double = [m for m, mean in flat.items() if TWICE[0] < mean < TWICE[1] and m not in known]
+    roots = [m for m, mean in flat.items() if (d := gains[m].numel()) >= 16 and abs(mean * d**0.5 - 1) < 0.01]
     for found, size, why, do in (
         (off, 0, "the norm's layer sees only zeros", "Start gains at 1 (at 0 only if the norm computes 1 + weight)"),
         (double, 2, "the weights of norms that compute 1 + weight start at 1", "Start such weights at 0"),
+        (
+            roots,
+            "1/sqrt(channels)",
+            "such a norm divides by the length of its input instead of its root mean square",
+            "Use x.pow(2).mean(-1), not the sum",
+        ),
     ):
         if found:
             names = listing([setup.modules[id(m)] for m in found])
@@ -144,21 +158,24 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
 def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find layers' matrices with a standard deviation that does not suit the width, or that differs between layers."""
     scales: dict[str, dict[str, float]] = {}
+    own: dict[str, float] = {}  # matrices whose inputs may be either dimension
     for path, layers in setup.blocks:
         for at, layer in enumerate(layers):
             for name, module in layer.named_modules():
-                weight = getattr(module, "weight", None)
-                if type(module).__name__ not in ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear"):
-                    continue
-                if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
-                    inputs = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
-                    scale = float(whole(weight).float().std()) * math.sqrt(inputs)
-                    scales.setdefault(f"{path}.N.{name}", {})[f"{path}.{at}.{name}"] = scale
+                if type(module).__name__ in ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear"):
+                    weight = getattr(module, "weight", None)
+                    if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
+                        inputs = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
+                        scale = float(whole(weight).float().std()) * math.sqrt(inputs)
+                        scales.setdefault(f"{path}.N.{name}", {})[f"{path}.{at}.{name}"] = scale
+                elif not isinstance(module, nn.Embedding):
+                    for of, p in module.named_parameters(recurse=False):
+                        values = whole(p).float()
+                        if p.ndim in (2, 3) and float(values.std()) > 3 * abs(float(values.mean())):
+                            own[f"{path}.{at}.{name}.{of}"] = float(values.std()) * math.prod(p.shape[-2:]) ** 0.25
     flat = {name: scale for of in scales.values() for name, scale in of.items() if scale > 0}
-    if not flat:
-        return
-    usual = statistics.median(flat.values())
-    wide = [name for name, scale in flat.items() if scale > WIDE]
+    usual = statistics.median(flat.values()) if flat else NARROW
+    wide = [name for name, scale in (flat | own).items() if scale > WIDE]
     odd = []
     for of in scales.values():
         middle = statistics.median(of.values())
@@ -204,13 +221,22 @@ def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
         )
 
 
-def _gain(norm: nn.Module) -> torch.Tensor | None:
-    if hasattr(norm, "running_mean"):  # a pass through a batch norm changes its statistics
+def _gain(module: nn.Module) -> torch.Tensor | None:
+    """Measure a norm's gain; None if a module is no norm: if its output grows with its input."""
+    vectors = [p for p in module.parameters(recurse=False) if p.ndim == 1]
+    if hasattr(module, "running_mean") or any(module.children()) or not vectors:  # a pass changes such statistics
         return None
     try:
-        return effective_gain(norm)
-    except (RuntimeError, ValueError):  # a sharded weight, or one that takes other shapes
+        if is_norm(module):
+            return effective_gain(module)
+        sign = torch.ones_like(vectors[0].detach())
+        sign[::2] = -1
+        with torch.no_grad():
+            outputs = [module(sign[None, None] * size).flatten().float() for size in (8, 16, -8)]
+    except Exception:  # a sharded weight, or a module that takes other inputs
         return None
+    scales = outputs[0].shape == sign.shape and torch.allclose(outputs[0], outputs[1], rtol=1e-2)
+    return (outputs[0] - outputs[2]) / 2 * sign if scales and bool((outputs[0] != outputs[2]).any()) else None
 
 
 def _is_as_made(norm: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -25,10 +25,10 @@ EPSILON, UNSEEN_EPSILON = 1e-4, 1e-2  # of Adam, with a batch to compare it with
 SWAPPED_RATE = 1e3  # times below an Adam's epsilon
 LOST = 0.6  # of the matrices' elements: updates that are rounded away
 USUAL_RATE = 1e-6  # of fine-tuning: many train in bfloat16 with it, and small weights still move
+RATES = ("lr", "initial_lr", "max_lr")  # of a group: its learning rate, and those of a schedule
 _SAMPLE = 65536  # elements of a matrix
 LARGE_SCALE = 64.0  # of LoRA: alpha / r, mostly 1 to 4
 _BASES = ("weight", "base.weight", "base_layer.weight", "linear.weight", "original.weight", "layer.weight")
-RESTORED = 10  # steps of an optimizer, after which no bias and no gain is as it was
 LARGE_STEP = 2.0  # times a matrix's root mean square: a step of Adam that replaces the weights
 
 
@@ -36,28 +36,15 @@ LARGE_STEP = 2.0  # times a matrix's root mean square: a step of Adam that repla
 def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find trainable parameters that are in no optimizer, unless the optimizers train a small part on purpose."""
     missing = [p for p in setup.trained if id(p) not in setup.groups] if setup.optimizers else []
+    foreign = sum(id(p) not in setup.names for _, group in setup.settings for p in group["params"])
     all_of, left_out = (sum(p.numel() for p in part) for part in (setup.trained, missing))
     if missing and (left_out == all_of or all_of - left_out >= HEAD_ONLY * all_of):
         yield Mistake(
             what=f"no optimizer has {len(missing)} of the trainable parameters ({setup.listed(missing)})",
-            why="their gradients never change a weight",
+            why="their gradients never change a weight"
+            + f"; {foreign} of the optimizer's parameters belong to another model or an earlier part" * bool(foreign),
             do="Create the optimizer from all parameters after your last change of the model, or set their "
             "requires_grad to False",
-        )
-
-
-@checks
-def of_another_model(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find parameters of the optimizer that the model does not have."""
-    every = [p for optimizer in setup.optimizers for group in optimizer.param_groups for p in group["params"]]
-    parameter_ids = {id(p) for p in setup.model.parameters()}
-    foreign = sum(id(p) not in parameter_ids for p in every)
-    if foreign and foreign < len(every) and any(id(p) not in setup.groups for p in setup.trained):
-        yield Mistake(
-            what=f"{foreign} of the optimizer's {len(every)} parameters do not belong to the model",
-            why="a part of the model was replaced, resized or wrapped after the optimizer was created, so this part "
-            "does not learn",
-            do="Create the optimizer again after this change",
         )
 
 
@@ -73,6 +60,15 @@ def in_two_optimizers(setup: BeforeTraining) -> Iterator[Mistake]:
         )
 
 
+def _is_gain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a bias, a norm's gain, a vector of positive factors, or says so itself (Mamba)."""
+    values = whole(parameter)
+    norm = is_norm(module) or "rms" in type(module).__name__.lower()
+    vector = 1 < parameter.numel() == max(parameter.shape)  # weight_norm's are matrices of a column
+    gain = parameter.ndim == 1 and norm and float(values.mean()) > 0.5
+    return name == "bias" or gain or (vector and bool((values > 0).all())) or hasattr(parameter, "_no_weight_decay")
+
+
 @checks
 def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find norms' gains and biases that weight decay pulls to 0, except gains stored as a difference from 1."""
@@ -82,13 +78,11 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     least = 1e-9 if spared else DECAY  # a group was meant for them
     for module in setup.model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            norm = is_norm(module) or "rms" in type(module).__name__.lower()
-            gain = norm and name != "bias" and parameter.ndim == 1 and float(whole(parameter).mean()) > 0.5
             values = [float(group.get("weight_decay") or 0.0) for group in setup.groups.get(id(parameter), ())]
-            if (gain or name == "bias") and parameter.requires_grad and max(values, default=0.0) >= least:
+            if parameter.requires_grad and max(values, default=0.0) >= least and _is_gain(module, name, parameter):
                 gains.append(parameter)
                 decay = max(decay, *values)
-    if any(p.ndim == 1 for p in gains):
+    if gains:
         yield Mistake(
             what=f"the weight decay is {decay:g} for {len(gains)} of the gains and biases ({setup.listed(gains)})",
             why="weight decay pulls each gain, and with it the layer's contribution, toward 0",
@@ -114,35 +108,24 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
         )
 
 
-def _rate_of(groups: Iterable[Mapping[str, Output]]) -> float:
-    """Return the groups' highest learning rate before a schedule; infinity if an optimizer chooses the rate itself."""
-    rates = [group.get(name, 0.0) for group in groups for name in ("lr", "initial_lr", "max_lr")]
+def _rate_of(groups: Iterable[Mapping[str, Output]], names: Sequence[str] = RATES) -> float:
+    """Return the groups' highest learning rate before a schedule; infinity if an optimizer chooses it itself."""
+    rates = [group.get(name, 0.0) for group in groups for name in names]
     return max((math.inf if rate is None else float(rate) for rate in rates), default=0.0)
 
 
 @checks
 def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find parameters whose learning rate is 0; a schedule that starts at 0 is not a mistake."""
-    rates = {id(p): _rate_of(setup.groups[id(p)]) for p in setup.trained if id(p) in setup.groups}
+    """Find parameters whose learning rate is 0 or has fallen to 0; a schedule that starts at 0 is not a mistake."""
+    begun = any(float(state.get("step", 0)) > 0 for o in setup.optimizers for state in o.state.values())
+    names = ("lr",) if begun else RATES
+    rates = {id(p): _rate_of(setup.groups[id(p)], names) for p in setup.trained if id(p) in setup.groups}
     idle = [p for p in setup.trained if rates.get(id(p)) == 0]
     if idle and (any(rates.values()) or not setup.running):
         yield Mistake(
             what=f"the learning rate is 0 for {len(idle)} of the trainable parameters ({setup.listed(idle)})",
-            why="their gradients never change a weight",
-            do="Give their group a learning rate, or set their requires_grad to False",
-        )
-
-
-@checks
-def ended_schedule(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a learning rate of 0 in an optimizer that has taken steps: its schedule has ended."""
-    begun = any(float(state.get("step", 0)) > 0 for o in setup.optimizers for state in o.state.values())
-    rates = [(float(g["lr"]), _rate_of([g])) for _, g in setup.settings if g.get("lr") is not None]
-    if begun and rates and all(rate == 0 < first for rate, first in rates):
-        yield Mistake(
-            what=f"the learning rate is 0, and it began at {max(first for _, first in rates):g}",
-            why="the optimizer has taken steps, so a schedule has ended, and further steps change nothing",
-            do="Create a schedule for all steps, the new ones included",
+            why="their gradients never change a weight" + "; a schedule has ended" * begun,
+            do="Give their group a learning rate (a schedule for all steps), or set their requires_grad to False",
         )
 
 
@@ -174,37 +157,16 @@ def rate_of_adam(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 @checks
-def maximizes(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an optimizer that raises the loss. An optimizer may raise a reward, whose first value is often below 0."""
-    rises = any(group.get("maximize") for _, group in setup.settings)
-    if rises and not (setup.trial is not None and setup.trial.loss < 0):
-        yield Mistake(
-            what="the optimizer has maximize=True",
-            why="each step raises the loss",
-            do="Leave maximize out, unless you call backward on a reward",
-        )
-
-
-@checks
 def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find two betas in the wrong order, and a momentum of 1 or more. An optimizer with three betas (Adan) is fine."""
-    for _, group in setup.settings:
-        betas, momentum = group.get("betas") or (), group.get("momentum") or 0.0
-        if len(betas) == 2 and betas[0] > betas[1] and betas[0] >= SWAPPED:
-            yield Mistake(
-                what=f"the optimizer's betas are ({betas[0]:g}, {betas[1]:g})",
-                why="beta1 averages gradients and beta2 averages their squares, so the direction of the steps "
-                f"lags by {1 / max(1 - float(betas[0]), 1e-9):.0f} steps",
-                do="Pass betas=(0.9, 0.95) or (0.9, 0.999)",
-            )
-            return
-        if momentum >= 1:
-            yield Mistake(
-                what=f"the optimizer has a momentum of {momentum:g}",
-                why="such a momentum adds up all earlier gradients and forgets none",
-                do="Use 0.9 to 0.95",
-            )
-            return
+    """Find two betas in the wrong order. Three betas (Adan) have another order."""
+    pairs = (group["betas"] for _, group in setup.settings if len(group.get("betas") or ()) == 2)
+    if betas := next((pair for pair in pairs if pair[0] > pair[1] and pair[0] >= SWAPPED), None):
+        yield Mistake(
+            what=f"the optimizer's betas are ({betas[0]:g}, {betas[1]:g})",
+            why="beta1 averages gradients and beta2 averages their squares, so the direction of the steps "
+            f"lags by {1 / max(1 - float(betas[0]), 1e-9):.0f} steps",
+            do="Pass betas=(0.9, 0.95) or (0.9, 0.999)",
+        )
 
 
 def _is_adam(group: Mapping[str, Output]) -> bool:
@@ -295,27 +257,6 @@ def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 @checks
-def restored_alone(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an optimizer that has taken steps although gains and biases still have their initial values."""
-    held = [
-        p
-        for optimizer, group in setup.settings
-        for p in group["params"]
-        if p.requires_grad and p.ndim == 1 and p.numel() > 1 and p.dtype == torch.float32 and _rate_of([group]) >= 1e-6
-        if float(optimizer.state.get(p, {}).get("step", 0)) >= RESTORED
-        if any(bool(torch.as_tensor(optimizer.state[p].get(name, 0)).any()) for name in ("exp_avg", "momentum_buffer"))
-    ]
-    new = [p for p in held if bool((whole(p) == 1).all()) or not bool(whole(p).any())]
-    if new and len(new) > len(held) / 2:
-        yield Mistake(
-            what=f"the optimizer has taken steps, but {len(new)} gains or biases are exactly 1 or 0 "
-            f"({setup.listed(new)})",
-            why="the optimizer's state was restored, and the model's weights were not",
-            do="Load the weights of the same checkpoint",
-        )
-
-
-@checks
 def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find layer-wise learning rate decay in the wrong direction, in which later layers have lower learning rates."""
     for path, layers in setup.blocks:
@@ -331,26 +272,9 @@ def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 @checks
-def muon_tables(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find embeddings and output heads that Muon updates."""
-    tables = [m.weight for m in setup.model.modules() if isinstance(m, nn.Embedding)]
-    heads = [m.weight for m in setup.model.modules() if isinstance(m, nn.Linear)]
-    outer = {id(p): p for p in [*tables, *(p for p in heads if len(p) in set(map(len, tables)))]}
-    inside = {id(p) for _, layers in setup.blocks for layer in layers for p in layer.parameters()}
-    muons = [g for o, g in setup.settings if "muon" in type(o).__name__.lower() and g.get("use_muon", True)]
-    if found := [p for g in muons for p in g["params"] if p.requires_grad and id(p) in outer and id(p) not in inside]:
-        yield Mistake(
-            what=f"Muon updates embeddings or the output head ({setup.listed(found)})",
-            why="Muon makes all directions of a step equally large, which suits only matrices between hidden states",
-            do="Give embeddings and output head to AdamW",
-            note=True,
-        )
-
-
-@checks
 def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find LoRA with too large a scale, or with base matrices that the optimizer trains."""
-    scales, base = dict[str, float](), list[nn.Parameter]()
+    scales, base, frozen = dict[str, float](), list[nn.Parameter](), list[nn.Parameter]()
     for path, module in setup.model.named_modules():
         scaling = vars(module).get("scaling")
         values = scaling.values() if isinstance(scaling, dict) else [scaling]
@@ -359,12 +283,20 @@ def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
         own = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_children()]]
         if "lora" in type(module).__name__.lower() or any("lora" in name.lower() for name in own):
             named = dict(module.named_parameters())
+            adapter = [p for name, p in named.items() if "lora" in name.lower()]
+            frozen += adapter if not any(p.requires_grad for p in adapter) else []
             base += [p for name in _BASES if (p := named.get(name)) is not None and id(p) in setup.groups]
     if scales:
         yield Mistake(
             what=f"LoRA is scaled by {max(scales.values()):g} ({listing(list(scales))})",
             why="this scale multiplies every change that the adapter makes to the model",
             do="Choose lora_alpha between r and 2 r, or divide the learning rate by this scale",
+        )
+    if frozen and setup.trained:
+        yield Mistake(
+            what=f"{len(frozen)} of LoRA's matrices are frozen ({setup.listed(frozen)})",
+            why="their requires_grad is False, so the adapter does not learn",
+            do="Freeze the base before you add the adapter, or set requires_grad of LoRA's matrices to True",
         )
     if any(p.requires_grad for p in base):
         yield Mistake(

@@ -15,8 +15,8 @@ from lamina.probes.structure.sites import is_norm
 from lamina.training.monitor.before_training import BeforeTraining, Mistake, checks, listing
 from lamina.training.monitor.first_pass import whole
 
+APART, DROWNED = 0.2, 0.05  # a cosine; and a share of the first layer's input
 MUCH_DROPPED = 0.8  # of a dropout's elements
-LARGE_EPSILON = 1e-2  # of a norm; keras's batch norms have 1e-3
 TRAINED = 0.05  # the range of a norm's gains after more than a few steps
 _TASKS = re.compile(r"For(\w*Classification|QuestionAnswering|MultipleChoice)$")
 _HEADS = ("classifier", "score", "qa_outputs", "classification_head")
@@ -48,72 +48,9 @@ def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 @checks
-def without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find matrices outside the layers whose gradient is 0, because no later module uses their outputs."""
-    inside = {id(p) for _, layers in setup.blocks for layer in layers for p in layer.parameters()}
-    idle = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.idle - inside]
-    if idle and setup.trial is not None and any(setup.trial.gradients.values()):
-        yield Mistake(
-            what=f"the gradient is exactly 0 for {len(idle)} matrices ({setup.listed(idle)})",
-            why="nothing that they compute has an effect on the loss",
-            do="Look for a mask that selects nothing (an image token that the batch lacks), and for inputs that are "
-            "all padding",
-        )
-
-
-@checks
-def never_run(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find trained matrices and adapters whose modules the forward pass calls in none of the layers."""
-    if setup.trial is None or not setup.trial.reached:
-        return
-    ran, reached = setup.trial.ran, setup.trial.reached
-    parts = {n: m for n, m in setup.model.named_modules() if isinstance(m, nn.Linear) and id(m.weight) in setup.groups}
-    used = {re.sub(r"\d+", "", n) for n, m in parts.items() if id(m) in ran or id(m.weight) in reached}
-    run = (m for _, layers in setup.blocks for layer in layers for m in layer.modules() if id(m) in ran)
-    inside = {id(child) for module in run for child in module.children()}  # a decoder alone has no cross-attention
-    unused = [
-        m.weight for n, m in parts.items() if re.sub(r"\d+", "", n) not in used and (id(m) in inside or "lora" in n)
-    ]
-    if unused := [p for p in unused if p.requires_grad]:
-        yield Mistake(
-            what=f"forward never uses {len(unused)} of the trained matrices ({setup.listed(unused)})",
-            why="it calls another module twice instead of theirs, or the loss reads a weight without its module",
-            do="Call their modules, or remove them",
-        )
-
-
-@checks
-def made_in_forward(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find parameters that the loss depends on, and that neither the model nor an optimizer has."""
-    foreign = [p for p in setup.trial.foreign if id(p) not in setup.groups] if setup.trial is not None else []
-    if foreign and not setup.unregistered:
-        yield Mistake(
-            what=f"the loss depends on {len(foreign)} parameters that are not among model.parameters() (such as one of "
-            f"shape {[*foreign[0].shape]})",
-            why="a layer made inside forward is new at each call, and no optimizer trains it",
-            do="Make layers in __init__, and run other models under torch.no_grad()",
-        )
-
-
-@checks
-def no_gradient_to_tables(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find embeddings that run but get no gradient, while other parameters do."""
-    if setup.trial is None or not setup.trial.reached:
-        return
-    tables = [m for m in setup.model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
-    silent = [m for m in tables if id(m) in setup.trial.ran and id(m.weight) not in setup.trial.reached]
-    inside = [{id(p) for p in layer.parameters() if p.requires_grad} for _, layers in setup.blocks for layer in layers]
-    if silent and all(layer & setup.trial.reached for layer in inside if layer):
-        yield Mistake(
-            what=f"{len(silent)} embeddings get no gradient ({listing([setup.modules[id(m)] for m in silent])})",
-            why="an operation after the embeddings detaches their outputs",
-            do="Look for .detach(), .data or torch.no_grad() after them, or set their requires_grad to False",
-        )
-
-
-@checks
 def unregistered(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find trainable tensors in plain lists and attributes, which model.parameters() does not return."""
+    """Find what the loss trains and model.parameters() lacks: in plain lists, made in forward, or of the loss."""
+    foreign = [p for p in setup.trial.foreign if id(p) not in setup.groups] if setup.trial is not None else []
     seen = setup.trial.reached if setup.trial is not None else {id(tensor) for tensor in setup.unregistered.values()}
     names = [name for name, tensor in setup.unregistered.items() if id(tensor) in seen]
     if names:
@@ -122,18 +59,60 @@ def unregistered(setup: BeforeTraining) -> Iterator[Mistake]:
             why="an optimizer of model.parameters() does not train them, and checkpoints do not keep them",
             do="Use nn.ModuleList, nn.ModuleDict or nn.Parameter instead of a list, a dict or a tensor",
         )
+    elif foreign and not setup.unregistered:
+        yield Mistake(
+            what=f"the loss depends on {len(foreign)} parameters that are not among model.parameters() (such as one of "
+            f"shape {[*foreign[0].shape]})",
+            why="no optimizer trains them: they belong to the loss or another model, or to a layer that forward makes "
+            "anew at each call",
+            do="Add the loss's parameters to the optimizer, make layers in __init__, and run other models under "
+            "torch.no_grad()",
+        )
 
 
 @checks
 def repeated_layer(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find lists of layers that hold a single layer several times."""
+    """Find lists of layers that hold a single layer, or a single part of a layer, several times."""
     for path, layers in setup.blocks:
-        if len({id(layer) for layer in layers}) == 1:
+        parts = [
+            {name: id(m) for name, m in layer.named_modules() if any(True for _ in m.parameters())} for layer in layers
+        ]
+        one = [name for name, of in parts[0].items() if all(each.get(name) == of for each in parts)]
+        if one:
             yield Mistake(
-                what=f"the {len(layers)} layers of {path} are one module",
-                why="they share all weights, as after nn.ModuleList([layer] * n)",
+                what=f"the {len(layers)} layers of {path} are one module"
+                if not one[0]
+                else f"the {len(layers)} layers of {path} have one {one[0]}",
+                why="they share all its weights, as after nn.ModuleList([layer] * n)",
                 do="Create each layer in a comprehension, or run one layer in a loop if it should be shared",
             )
+
+
+@checks
+def skip_connections(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find layers whose output does not contain their input, or contains it twice, and drowned inputs."""
+    seen = setup.trial.skips if setup.trial is not None else {}
+    for path, layers in setup.blocks:
+        skips = [seen[id(layer)] for layer in layers if id(layer) in seen]
+        without = all(abs(skip.cosine) < APART for skip in skips)
+        middle = sorted(skips, key=lambda skip: skip.factor)[len(skips) // 2 :][:1]
+        twice = all(skip.cosine > 1 - APART and abs(skip.factor - 2) < APART for skip in middle)
+        if len(skips) >= max(3, len(layers)) and (without or twice) and any(map(is_norm, layers[0].modules())):
+            yield Mistake(
+                what=f"the outputs of the layers of {path} contain their inputs {'twice' if twice else 'not at all'}",
+                why="with depth, the stream " + ("doubles" if twice else "and its gradient fade") + " at each layer",
+                do="Return x + f(norm(x)), where f is attention or the feed-forward: one residual connection for each",
+            )
+    first = seen.get(id(setup.blocks[0][1][0])) if setup.blocks else None
+    inside = {id(p) for _, layers in setup.blocks for layer in layers for p in layer.parameters()}
+    tables = [m for m in setup.model.modules() if not isinstance(m, nn.Linear)]
+    learned = {id(p) for m in tables for p in m.parameters(recurse=False) if p.ndim > 1 and p.requires_grad} - inside
+    if first is not None and 1e-4 < first.by_row < DROWNED and len(learned) < 2:  # learned positions may shrink
+        yield Mistake(
+            what=f"only {first.by_row:.1%} of the first layer's input differs between the batch's rows",
+            why="the inputs are much smaller than what is added to all rows, such as positions",
+            do="Scale the inputs up (embeddings by sqrt(width), images to a standard deviation of 1)",
+        )
 
 
 @checks
@@ -293,19 +272,3 @@ def frozen_head(setup: BeforeTraining) -> Iterator[Mistake]:
                 why="the model must answer through a random head",
                 do='Unfreeze it. With LoRA, set task_type="SEQ_CLS" or modules_to_save',
             )
-
-
-@checks
-def norm_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find norms whose epsilon is as large as the variance of their input."""
-    large = {}
-    for path, module in setup.model.named_modules():
-        values = [getattr(module, name, None) for name in ("eps", "variance_epsilon", "epsilon")]
-        if is_norm(module) and (size := max((x for x in values if isinstance(x, float)), default=0)) >= LARGE_EPSILON:
-            large[path] = size
-    if large:
-        yield Mistake(
-            what=f"the eps is {max(large.values()):g} in {len(large)} of the norms ({listing(list(large))})",
-            why="norms add eps to the variance, so small inputs are not normalized",
-            do="Use 1e-5 or 1e-6",
-        )

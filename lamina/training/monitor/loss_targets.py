@@ -1,0 +1,54 @@
+"""Read a loss's targets from its gradient at the logits, however the loss was computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_FITS = 0.1  # of a gradient's size: label smoothing and a logit's penalty
+_MOST = 0.95  # of the positions
+_POSITIONS = 256  # that are read at a time
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The targets of a softmax loss.
+
+    Attributes:
+        classes: the class that the loss asks for at each position of the logits.
+        weights: the factor of each position's cross-entropy; below 0 where the loss makes the class less likely.
+    """
+
+    classes: torch.Tensor
+    weights: torch.Tensor
+
+    @property
+    def counted(self) -> torch.Tensor:
+        return self.weights != 0
+
+
+def targets_of(logits: torch.Tensor, gradient: torch.Tensor) -> Targets | None:
+    """Return the targets from logits [..., classes] and their gradient; None if the loss is no cross-entropy.
+
+    The gradient of a cross-entropy is its weight times (probabilities - target), so the target's share is as large as
+    all others together.
+    """
+    pieces = (tensor.detach().flatten(0, -2).split(_POSITIONS) for tensor in (logits, gradient))
+    found = [_of_positions(*piece) for piece in zip(*pieces, strict=True)]  # copies are small
+    classes, weights, fits = (torch.cat(each).view(logits.shape[:-1]) for each in zip(*found, strict=True))
+    counted = weights != 0
+    known = logits.shape[-1] > 1 and bool(counted.any()) and float(fits[counted].float().mean()) >= _MOST
+    return Targets(classes, weights) if known else None
+
+
+def _of_positions(logits: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits, gradient = logits.float(), gradient.float()
+    at = gradient.abs().argmax(-1, keepdim=True)
+    peak, size = gradient.gather(-1, at)[..., 0], gradient.abs().sum(-1)
+    total = logits.logsumexp(-1)
+    likely = (logits.gather(-1, at)[..., 0] - total).exp()
+    of_logits = (size - 2 * peak.abs()).abs() <= _FITS * size
+    of_logarithms = (size - peak.abs() <= _FITS * size) & (total.abs() < _FITS)
+    weights = torch.where(of_logits, -peak / (1 - likely).clamp(min=1e-6), -peak)
+    return at[..., 0], weights, of_logits | of_logarithms

@@ -1,0 +1,351 @@
+"""`lamina.check` on properties: what must change the outputs and what must not, and what the loss's gradient asks."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional
+from training.test_check import adamw
+from training.test_check_losses import ENTROPY, IDS, Words
+from training.watching.loops import VOCAB, NanoGpt, llama
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+import lamina
+
+X, Y = IDS[:, :-1] % 50 + 2, IDS[:, 1:] % 50 + 2
+PADDED = torch.where(torch.arange(12) < torch.tensor([12, 5, 7, 6, 9, 6])[:, None], IDS % 50 + 2, 1)
+SHOWN = (PADDED != 1).long()
+
+
+def of(model, loss=lambda x, y: ENTROPY(x.flatten(0, 1), y.flatten()), batch=(X, Y), optimizer=None, **options):
+    return model, optimizer, {"batch": batch, "loss": lambda m, b: loss(m(b[0]), b[1]), **options}
+
+
+def likelihood(x, y):
+    return x.log_softmax(-1).gather(-1, y[..., None])[..., 0]
+
+
+class Changed(Words):
+    """A model of words, in which ``change`` gets the hidden states before the head."""
+
+    def __init__(self, change=lambda x: x, wrap=lambda layer: layer):
+        super().__init__()
+        self.layers = nn.ModuleList(map(wrap, [*self.layers, *Words().layers]))
+        self.change = change
+
+    def forward(self, x, padding=None):
+        hidden = self.change(self.words(x) + self.places(torch.arange(x.shape[1])))
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask)
+        return self.head(self.norm(hidden))
+
+
+class Around(nn.Module):
+    """A layer with a second residual connection, or with none."""
+
+    def __init__(self, layer, factor):
+        super().__init__()
+        self.layer, self.factor = layer, factor
+
+    def forward(self, x, **options):
+        return self.layer(x, **options) + self.factor * x
+
+
+def dropped():
+    model = Words()
+    model.head = nn.Sequential(model.head, nn.Dropout(0.1))
+    return model
+
+
+class Fixed(Words):
+    """Words of 0.02 beside sinusoids of 1."""
+
+    def __init__(self, scale):
+        super().__init__()
+        angles = torch.arange(32.0)[:, None] / 100 ** (torch.arange(8) / 8)
+        self.places = nn.Embedding.from_pretrained(torch.cat([angles.sin(), angles.cos()], 1))
+        nn.init.normal_(self.words.weight, std=scale)
+
+
+class Queries(nn.Module):
+    """An encoder's layer whose mask hides keys, or queries."""
+
+    def __init__(self, keys):
+        super().__init__()
+        self.norm, self.project, self.keys = nn.LayerNorm(16), nn.Linear(16, 48), keys
+        self.second, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x, shown):
+        q, k, v = self.project(self.norm(x)).chunk(3, -1)
+        scores = (q @ k.mT / 4).masked_fill(shown[:, None, :] == 0 if self.keys else shown[:, :, None] == 0, -1e4)
+        x = x + scores.softmax(-1) @ v
+        return x + self.out(self.second(x))
+
+
+class Encoder(nn.Module):
+    def __init__(self, keys=True, mean=False, places=True, p=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places, self.head = nn.Embedding(VOCAB, 16), nn.Embedding(32, 16), nn.Linear(16, 3)
+        self.layers = nn.ModuleList(Queries(keys) for _ in range(2))
+        self.mean, self.p, self.placed = mean, p, places
+        for table in (self.words, self.places):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, x, shown=None):
+        shown = torch.ones_like(x) if shown is None else shown
+        hidden = self.words(x) + (self.places(torch.arange(x.shape[1])) if self.placed else 0)
+        hidden = functional.dropout(hidden, self.p, True if self.p == 0.1 else self.training)
+        for layer in self.layers:
+            hidden = layer(hidden, shown)
+        weights = torch.ones_like(shown) if self.mean else shown
+        return self.head((hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True))
+
+
+def masked(**options):
+    batch = (PADDED, SHOWN, torch.arange(6) % 3)
+    return Encoder(**options), None, {"batch": batch, "loss": lambda m, b: ENTROPY(m(b[0], b[1]), b[2])}
+
+
+def classes(**options):
+    return of(Encoder(**options), ENTROPY, (IDS, torch.arange(6) % 3))
+
+
+class Own(nn.Module):
+    """An RMSNorm of an own name, with what a mistake changes."""
+
+    def __init__(self, width, start=1.0, plus=0.0, mean=True):
+        super().__init__()
+        self.w, self.plus, self.mean = nn.Parameter(torch.full((width,), start)), plus, mean
+
+    def forward(self, x):
+        square = x.pow(2)
+        square = square.mean(-1, keepdim=True) if self.mean else square.sum(-1, keepdim=True)
+        return x * torch.rsqrt(square + 1e-6) * (self.w + self.plus)
+
+
+def normed(**options):
+    model = Words()
+    for layer in model.layers:
+        layer.norm1, layer.norm2 = Own(16, **options), Own(16, **options)
+    return of(model)
+
+
+def experts(deviation):
+    model = Changed()
+    for layer in model.layers:
+        layer.experts = nn.Parameter(deviation * torch.randn(4, 16, 32))
+        layer.register_forward_hook(lambda m, args, x: x + (x @ m.experts[0] @ m.experts[1].mT) * 1e-3)
+    return of(model)
+
+
+def shared(part):
+    model = Changed()
+    for layer in model.layers:
+        setattr(layer, part, getattr(model.layers[0], part))
+    return of(model)
+
+
+class Weighted(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = nn.Parameter(torch.zeros(()))
+
+    def forward(self, model, batch):
+        return ENTROPY(model(batch[0]).flatten(0, 1), batch[1].flatten()) * (-self.size).exp() + self.size
+
+
+def weighted(trained):
+    model, loss = Words(), Weighted()
+    optimizer = adamw(model)
+    if trained:
+        optimizer.add_param_group({"params": loss.parameters(), "weight_decay": 0.0})
+    return model, optimizer, {"batch": (X, Y), "loss": loss}
+
+
+def by_mask(rows):
+    shown = (torch.arange(12) > 7).long().repeat(6, 1)
+    shown[:rows] = 0
+
+    def loss(model, batch):
+        each = -likelihood(model(batch["ids"])[:, :-1], batch["ids"][:, 1:]) * batch["shown"][:, 1:]
+        return (each.sum(1) / batch["shown"].sum(1).clamp(min=1)).mean()
+
+    return Words(), None, {"batch": {"ids": IDS % 50 + 2, "shown": shown}, "loss": loss}
+
+
+def in_float16(model, batch):
+    with torch.autocast("cpu", torch.float16):
+        logits = model(batch[0])
+    return ENTROPY(logits.float().flatten(0, 1), batch[1].flatten())
+
+
+def with_router(coefficient=0.01, experts_per_token=2):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    router = {"output_router_logits": experts_per_token == 2, "router_aux_loss_coef": coefficient}
+    config = MixtralConfig(vocab_size=VOCAB, num_key_value_heads=2, num_local_experts=4, **router, **sizes)
+    config.num_experts_per_tok = experts_per_token
+    return MixtralForCausalLM(config), None, {"batch": {"input_ids": IDS, "labels": IDS}}
+
+
+def mamba(all_of):
+    model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4))
+    plain = {n for n, p in model.named_parameters() if (p.ndim < 2 and not (all_of and n.endswith("D")))}
+    groups = [[p for n, p in model.named_parameters() if (n in plain) == small] for small in (True, False)]
+    return (
+        model,
+        torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in zip(groups, (0, 0.1), strict=True)]),
+        {},
+    )
+
+
+def normed_weights(spare):
+    model = NanoGpt()
+    for layer in model.h:
+        torch.nn.utils.parametrizations.weight_norm(layer.mlp.c_fc if hasattr(layer.mlp, "c_fc") else layer.mlp[0])
+    groups = [[], []]
+    for name, p in model.named_parameters():
+        groups[p.ndim > 1 and not (spare and "original0" in name)].append(p)
+    return (
+        model,
+        torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in zip(groups, (0, 0.1), strict=True)]),
+        {},
+    )
+
+
+def adapted(learns):
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    )
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    for name, p in model.named_parameters():
+        p.requires_grad_("classifier" in name or (learns and "lora" in name))
+    return model, adamw(model, lr=1e-3), {"batch": {"input_ids": IDS, "labels": torch.arange(6) % 2}}
+
+
+def replaced(table):
+    model = llama()
+    if table:
+        model.first = model.model.embed_tokens
+        model.forward = lambda input_ids, labels=None, first=model.model.embed_tokens: type(model).forward(
+            model, inputs_embeds=first(input_ids), labels=labels
+        )
+        model.model.embed_tokens = nn.Embedding(VOCAB, model.config.hidden_size)
+    return model, None, {"batch": {"input_ids": IDS, "labels": IDS}}
+
+
+def shift(x, y):
+    return ENTROPY(x[:-1].flatten(0, 1), y[1:].flatten())
+
+
+def padded_targets(ignored):
+    ids = torch.where(torch.arange(13) < torch.tensor([13, 5, 7, 6, 9, 6])[:, None], torch.arange(13) * 3 + 2, 0)
+    ids = ids + (ids > 0) * torch.arange(6)[:, None]
+    index = 0 if ignored else -100
+    loss = lambda x, y: ENTROPY(x.flatten(0, 1), y.flatten(), ignore_index=index)  # noqa: E731
+    return of(Words(), loss, (ids[:, :-1], ids[:, 1:]))
+
+
+FAULTS = {
+    "changed_inputs: keys": lambda: masked(keys=False),
+    "changed_inputs: no positions": lambda: classes(places=False),
+    "changed_inputs: dropout": lambda: classes(p=0.1),
+    "skip_connections: none": lambda: of(Changed(wrap=lambda layer: Around(layer, -1.0))),
+    "skip_connections: two": lambda: of(Changed(wrap=lambda layer: Around(layer, 1.0))),
+    "skip_connections: drowned words": lambda: of(Fixed(0.02)),
+    "shift_of_labels: log-probabilities": lambda: of(
+        Words(), lambda x, y: (likelihood(x, y) * torch.tensor([1, -1, 2, -1, 1, -2.0])[:, None]).mean(), (X, X)
+    ),
+    "shift_of_labels: rows": lambda: of(Words(), shift, (IDS % 50 + 2, IDS % 50 + 2)),
+    "sign_of_loss": lambda: of(Words(), lambda x, y: likelihood(x, y).mean()),
+    "first_loss: of all classes": lambda: of(
+        Words(), lambda x, y: -(functional.one_hot(y, VOCAB) * x.log_softmax(-1)).mean()
+    ),
+    "first_loss: a router": lambda: with_router(10.0),
+    "first_loss: a row": lambda: of(Changed(lambda x: x.index_fill(0, torch.tensor([2]), float("nan")))),
+    "empty_rows": lambda: by_mask(3),
+    "labels_of_padding": lambda: padded_targets(ignored=False),
+    "loss_inputs: several classes": lambda: of(
+        Encoder(), ENTROPY, (IDS, (torch.arange(18).view(6, 3) % 2 + torch.eye(3).repeat(2, 1)).clamp(max=1))
+    ),
+    "loss_inputs: dropout": lambda: of(dropped()),
+    "norm_gains: 1 + 1": lambda: normed(plus=1.0),
+    "norm_gains: of a sum": lambda: normed(mean=False),
+    "weight_scales": lambda: experts(1.5),
+    "repeated_layer: a part": lambda: shared("linear1"),
+    "unregistered: of the loss": lambda: weighted(trained=False),
+    "float16_gradients": lambda: (Words(), None, {"batch": (X, Y), "loss": in_float16}),
+    "no_gradient_to_parts: routers": lambda: with_router(experts_per_token=1),
+    "no_gradient_to_parts: a table": lambda: replaced(table=True),
+    "decayed_gains: Mamba": lambda: mamba(all_of=True),
+    "decayed_gains: weight norm": lambda: normed_weights(spare=False),
+    "adapters": lambda: adapted(learns=False),
+}
+SOUND = {
+    "keys": masked,
+    "words and sinusoids alike": lambda: of(Fixed(1.0)),
+    "dropout in training": lambda: classes(p=0.2),
+    "layers": lambda: of(Changed()),
+    "log-probabilities": lambda: of(Words(), lambda x, y: -likelihood(x, y).mean()),
+    "a router": with_router,
+    "answers": lambda: by_mask(0),
+    "hidden padding": lambda: padded_targets(ignored=True),
+    "own norms": normed,
+    "small experts": lambda: experts(0.2),
+    "a loss whose parameter learns": lambda: weighted(trained=True),
+    "Mamba": lambda: mamba(all_of=False),
+    "weight norm": lambda: normed_weights(spare=True),
+    "LoRA": lambda: adapted(learns=True),
+    "one table": lambda: replaced(table=False),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_property_that_does_not_hold_is_found_by_its_check_alone(fault):
+    model, optimizer, options = FAULTS[fault]()
+    found = lamina.check(model, optimizer or adamw(model), **options)
+    assert {each.name for each in found} == {fault.partition(":")[0]}
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_a_sound_property_is_no_mistake(case):
+    model, optimizer, options = SOUND[case]()
+    found = lamina.check(model, optimizer or adamw(model), **options)
+    assert (found, found.notes) == ([], [])
+
+
+def test_padding_in_a_mean_and_decoders_without_positions_are_notes():
+    for (model, _, options), says in ((masked(mean=True), "mean"), (of(NoPlaces()), "two tokens")):
+        found = lamina.check(model, adamw(model), **options)
+        assert found == []
+        (note,) = found.notes
+        assert says in str(note)
+
+
+class NoPlaces(Words):
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding.from_pretrained(torch.zeros(32, 16))
+
+
+def test_states_of_an_encoder_that_the_loss_computes_are_no_mixed_rows():
+    sizes = {f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "attention_heads")}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=VOCAB, d_model=16, **sizes))
+    ids = IDS % 50 + 3
+
+    def loss(model, batch):
+        return model(encoder_outputs=model.model.encoder(batch[0]), labels=batch[1]).loss
+
+    assert lamina.check(model, adamw(model), batch=(ids, ids.roll(1, 1)), loss=loss) == []
