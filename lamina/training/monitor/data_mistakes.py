@@ -13,7 +13,6 @@ from lamina.training.monitor.first_pass import IGNORED, whole
 from lamina.training.monitor.loss_targets import Targets
 
 ABOVE, WIDER = 1.0, 2e-4  # nats above guessing at the first step, and more for each channel: a head's own 0.02
-EXACT = 0.02  # of a factor
 ONE_TOKEN = 0.9  # of a batch's tokens: one that says nothing
 IN_A_ROW = 0.5  # of labels whose next token has one: an answer, where masked words lie scattered
 TAIL = 3  # equal tokens at a row's end that are padding, where one is an end of text
@@ -133,7 +132,7 @@ def _reduction(targets: Targets, logits: torch.Tensor) -> Iterator[Mistake]:
     total = float(targets.weights.sum())
     rows, tokens, classes = len(logits), targets.weights.shape[1], logits.shape[-1]
     for count, what in ((classes, "classes"), (tokens, "tokens"), (rows * tokens, "tokens of the batch")):
-        if count >= 16 and abs(total * count - 1) < EXACT:
+        if count >= 16 and abs(total * count - 1) < 0.02:
             yield Mistake(
                 what=f"the loss is the mean cross-entropy divided by {count}, the number of {what}",
                 why="a mean over too many elements makes the loss and all gradients too small",

@@ -51,15 +51,15 @@ class FirstPass:
         idle: the ids of matrices whose gradient is 0, except where all-zero weights elsewhere may explain this.
         foreign: parameters on which the loss depends although the model does not contain them.
         mixes: whether a row's logits depend on the other rows of the batch; None if unknown.
-        by_row: whether equal rows have different logits.
+        by_row: whether identical rows of the batch get different logits.
         leaks: what changes with tokens that a mask hides: "attention", a row's "summary", which may be a "mean", or "".
         ordered: whether the first layer knows the order of the tokens before a token; True if unknown.
         turns: whether forward computes cosines, as for rotary positions.
         drops: whether dropout is active in evaluation mode.
         skips: by a layer's id, how its output follows from its input.
         other_row: whether the targets are the tokens of another row.
-        calls: the arguments of the first call of each function of ``WATCHED``, by its name; first rows of large ones.
-        teaches: whether kl_div's target comes from other trained weights than its input.
+        calls: the arguments of the first call of each function in ``WATCHED``, by its name; large tensors are cut.
+        teaches: whether the target of kl_div depends on trained weights that its input does not depend on.
         entropies: the values of all cross-entropies.
         targets: the targets of the logits; None if the loss is no cross-entropy of the model's logits.
         half: whether operations that train have outputs in float16.
@@ -295,9 +295,8 @@ def _ask(scores: torch.Tensor | None) -> list[Targets | None]:
     """Return a list that gets the targets of logits with their gradient, from the rows that outlive the pass."""
     asked = list[Targets | None]()
     if scores is not None and scores.requires_grad:
-        shown = _first_rows(scores)
-        share = len(scores) / len(shown)
-        scores.register_hook(lambda gradient: asked.append(targets_of(shown, gradient[: len(shown)] * share)))
+        shown, rows = _first_rows(scores), len(scores)
+        scores.register_hook(lambda of: asked.append(targets_of(shown, of[: len(shown)] * (rows / len(shown)))))
     return asked
 
 
