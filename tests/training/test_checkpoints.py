@@ -659,6 +659,7 @@ def test_a_process_that_waited_holds_the_new_folder(old, aside):
     with hold(old, overwrite=True):
         with pytest.raises(UserError, match="another process"), lock(old):
             pass
-        (old / "config.yaml").touch()
+        for name in ("config.yaml", "environment.json"):
+            shutil.copy(aside / name, old)
     with hold(old, resume="auto"):
         assert not (aside / ".lock").exists()
