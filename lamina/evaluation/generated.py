@@ -68,7 +68,7 @@ def words_of(text: str) -> list[str]:
 
 
 def _sentences(line: str) -> Iterable[str]:
-    """Yield the sentences of useful length; dialog and abbreviations may cut some short."""
+    """Yield the sentences of useful length. Dialog and abbreviations may cut a sentence short."""
     for sentence in re.split(r"(?<=[a-z][.!?])\s+(?=[A-Z])", line):
         text = " ".join(sentence.split())
         if SHORTEST <= len(text) <= LONGEST and text.isascii():

@@ -210,8 +210,7 @@ def local_fields(config: Json, task: str, data: Path) -> Json:
     """Return the fields that make a task read its data from the folder; empty if the task already reads files.
 
     If the folder lacks a split, the split's field is None, so that the harness uses another split. Raises UserError if
-    the dataset is missing, or lacks a split on which the task can be scored. The message suggests the nearest name
-    there.
+    the dataset is missing, or lacks a split on which the task can be scored. The message suggests the nearest name.
     """
     name = config.get("dataset_path")
     if not isinstance(name, str) or name in READERS.values():

@@ -128,7 +128,7 @@ def best_blocks(frame: Frame) -> pd.DataFrame:
 
 
 def scaled_rows(distances: Frame) -> pd.DataFrame:
-    """Clip each size's values to their 1st to 99th percentile, and scale them to [0, 1]. Equal values become 0."""
+    """For each block size, clip values to the 1st to 99th percentile, and scale to [0, 1]. Equal values become 0."""
 
     def scale(values: Frame) -> Frame:
         low, high = values.quantile(0.01), values.quantile(0.99)

@@ -323,9 +323,9 @@ class Moments:
 
 
 def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Moments:
-    """Return the moments of all tokens, including padding; the last two moments need ``magnitude`` (|x|). Lamina sums
-    in float32. If E[x^2] - E[x]^2 would lose digits (a mean far above the deviation), or a square overflows, Lamina
-    computes the token's moments again in float64.
+    """Return the moments of all tokens, including padding. ``abs_mean`` and ``abs_max`` need ``magnitude`` (|x|).
+    Lamina sums in float32. If E[x^2] - E[x]^2 would lose digits (a mean far above the deviation), or a square
+    overflows, Lamina computes the token's moments again in float64.
     """
     x = tokens.x
     channels = x.shape[-1]

@@ -120,8 +120,8 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
 
 
 def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
-    """Cut a configuration of ``count`` layers to the layers ``kept``: change their number, and lists with one entry per
-    layer.
+    """Cut a configuration of ``count`` layers to the layers ``kept``: change the number of layers, and shorten lists
+    with one entry per layer.
     """
     if isinstance(config, LaminaConfig) and config.plan is not None:
         config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}

@@ -25,9 +25,9 @@ def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] =
     """Each skip starts as strong as the sum of all earlier branches, so that no branch dominates early training.
 
     Args:
-        omega: initial value: "profiled" measures it in one forward pass (init admin). The other values need no forward
-            pass. With n = 2 N sub-layers, "log" is sqrt((n + 1) / ln(n + 1) - 1), "sqrt" is sqrt(n), and "one" is 1.
-            Use these values with another init, such as normal, because init admin would overwrite them.
+        omega: initial value: "profiled" measures omega in one forward pass (init admin). The other values need no
+            forward pass. With n = 2 N sub-layers, "log" is sqrt((n + 1) / ln(n + 1) - 1), "sqrt" is sqrt(n), and "one"
+            is 1. Use these values with another init, such as normal, because init admin would overwrite them.
     """
     n = 2 * num_layers
     start = {"profiled": 1.0, "log": math.sqrt((n + 1) / math.log(n + 1) - 1), "sqrt": math.sqrt(n), "one": 1.0}[omega]

@@ -25,8 +25,8 @@ def deepnorm(
     branch at the start.
 
     Args:
-        alpha: the constant on the skip; default (2 N)^(1/4) with N blocks, for decoder-only and encoder-only models. In
-            an encoder-decoder of N and M blocks, the encoder has 0.81 (N^4 M)^(1/16), and the decoder has (3 M)^(1/4).
+        alpha: the constant on the skip; default (2 N)^(1/4) with N blocks, for decoder-only and encoder-only models.
+            With N encoder and M decoder blocks, the encoder has 0.81 (N^4 M)^(1/16), and the decoder has (3 M)^(1/4).
         beta: the gain on the initial value, output and feed-forward weights; default (8 N)^(-1/4). In an
             encoder-decoder, the encoder has 0.87 (N^4 M)^(-1/16), and the decoder has (12 M)^(-1/4).
         scale_gate: also apply beta to a gated feed-forward's gate. The paper has no gate. If false, the branch's output

@@ -20,11 +20,11 @@ def muse_spark(num_layers: int, *, start: float = 0.5, temperature: float = 0.3)
     """If skip and branch are uncorrelated, the residual stream keeps its variance at any depth.
 
     The inner norms' gains are 1 + w. The output norms have no gain, because a gain would be another factor on the
-    branch. (Meta's feed-forward has a gain on this norm's input.)
+    branch. (In Meta's model, the input of the feed-forward's output norm has a gain.)
 
     Args:
         start: initial value of b.
-        temperature: divisor of g; a smaller value acts like a higher learning rate of g.
+        temperature: divisor of g; a smaller value acts like a higher learning rate for g.
     """
     sublayer = Sublayer(
         pre_norm=Norm(zero_centered=True),

@@ -262,7 +262,7 @@ def wirings_of(site: LayerSite) -> list[Wiring]:
 
 
 def _called(residual: nn.Module | None, name: str, default: object) -> object:
-    """Call a method of a Residual; return ``default`` if it has none, as in an older copy of Lamina's code."""
+    """Call a method of a Residual. If an older copy of Lamina's code lacks the method, return ``default``."""
     method: Callable[[], object] | None = getattr(residual, name, None)
     return default if method is None else method()
 

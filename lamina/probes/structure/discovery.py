@@ -626,7 +626,7 @@ def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: 
 
 
 def _asked(model: nn.Module, method: str) -> nn.Module | None:
-    """Call a method of a transformers model; None if there is none, or transformers knows no such part."""
+    """Call a method of a transformers model; None if the method is missing, or if transformers knows no such part."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):
