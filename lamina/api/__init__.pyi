@@ -166,8 +166,8 @@ def preflight(
     not finite, it also tries the initializer small_scaled and a lower learning rate.
 
     The keywords are the settings of `lamina preflight`. Returns one row per planned run: the verdict, the reason,
-    what to change, and the measured numbers (docs/evidence/preflight.md). With ``output``, it also writes a
-    folder: preflight.csv, layers.parquet, preflight.json (from which `lamina report` makes the page) and
+    what to change, and the measured numbers (docs/evidence/preflight.md). With ``output``, the function also
+    writes a folder: preflight.csv, layers.parquet, preflight.json (from which `lamina report` makes the page) and
     report.html.
 
     Raises:
@@ -713,7 +713,7 @@ def transfer(
     rate that fails on the proxy also fails on the target (FuseNorm Figure 4).
 
     The keywords are the settings of `lamina transfer`. Returns the rows of results.csv and the page;
-    OUTPUT/transfer.json holds the interval, the target's rates and the risk.
+    OUTPUT/transfer.json holds the interval of stable learning rates, the target's learning rates and the risk.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.

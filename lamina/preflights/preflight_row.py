@@ -48,8 +48,8 @@ PREFLIGHT = JobRow(
     run=preflight,
     returns=(
         "Returns one row per planned run: the verdict, the reason, what to change, and the measured numbers "
-        "(docs/evidence/preflight.md). With ``output``, it also writes a folder: preflight.csv, layers.parquet, "
-        "preflight.json (from which `lamina report` makes the page) and report.html."
+        "(docs/evidence/preflight.md). With ``output``, the function also writes a folder: preflight.csv, "
+        "layers.parquet, preflight.json (from which `lamina report` makes the page) and report.html."
     ),
     outcome="pd.DataFrame",
     resumes="",

@@ -258,7 +258,7 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) 
         )
     if kind == "undecided":
         return (
-            f"these steps cannot decide: {after} {constant}, and the input improves the predictions by {worth}, "
+            f"these steps cannot decide: {after} steps {constant}, and the input improves the predictions by {worth}, "
             f"so we cannot tell yet whether the run gets below a constant prediction{weak}"
         )
     return (

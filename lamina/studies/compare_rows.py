@@ -103,8 +103,8 @@ TRANSFER = JobRow(
     settings=lambda: every_settings().TransferSettings,
     run=transfer,
     returns=(
-        "Returns the rows of results.csv and the page; OUTPUT/transfer.json holds the interval, the "
-        "target's rates and the risk."
+        "Returns the rows of results.csv and the page; OUTPUT/transfer.json holds the interval of "
+        "stable learning rates, the target's learning rates and the risk."
     ),
     outcome="Comparison",
 )

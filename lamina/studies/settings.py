@@ -418,7 +418,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     )
     verify_rates: str = setting(
         "",
-        "comma-separated learning rates that Lamina also trains with at verify_width (default: none)",
+        "comma-separated learning rates to try also on a model of width verify_width (default: none)",
         rates_or_none,
         decides=False,
     )

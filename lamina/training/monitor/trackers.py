@@ -42,7 +42,7 @@ def installed(report_to: str) -> list[str]:
     """Return the trackers that the setting names. Raises UserError for a tracker that is not installed."""
     names = [name for name in entries(report_to) if name != "none"]
     if names and len(names) < len(entries(report_to)):
-        raise UserError(f"report_to: {report_to!r} mixes none with a tracker. Give none, or only trackers.")
+        raise UserError(f"report_to: {report_to!r} combines 'none' with a tracker. Give 'none', or only trackers.")
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name!r} is not installed. Run: {install(name)}")

@@ -377,7 +377,7 @@ class Instruments:
             )
         elif hidden_by:
             what = "Lamina records neither norms' gains nor the largest row norms, and makes no checks"
-            self.note(f"{hidden_by} hides whole weights: {what}")
+            self.note(f"{hidden_by} hides whole weights, so {what}")
         elif self._flat:
             self.note("Lamina makes no checks before the first step under DeepSpeed")
         self._found(batch_of(arguments))
