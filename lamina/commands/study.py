@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
 def _list(argv: list[str]) -> int:
     parser = Parser("study list", "List all studies with their claims and verdicts.", "lamina study list --json")
     parser.add_flag("--json", "print a list of verdicts as JSON", False)
-    parser.add_flag("--records", "folder with the studies' records (default: Lamina's own)")
+    parser.add_flag("--records", "folder with the studies' records (default: Lamina's records)")
     options = parser.parse(argv)
     from pathlib import Path
 

@@ -126,7 +126,7 @@ class RewardModeling(PairStage[RewardSettings]):
     def wrong(self, row: Fields) -> str:
         """Reject pairs that are too long, because TRL would drop them."""
         if max(len(row["chosen_ids"]), len(row["rejected_ids"])) > self.start.longest:
-            return f"an answer ends after {self.start.longest} tokens, including the prompt"
+            return f"the prompt and an answer have more than {self.start.longest} tokens together"
         return "the two answers are equal" if row["chosen_ids"] == row["rejected_ids"] else ""
 
     def fields(self, run: TrainingRun) -> Json:
@@ -185,7 +185,7 @@ class DirectPreferences(PairStage[DpoSettings]):
         """Reject the rows that TRL drops: equal answers, or a prompt that leaves no room for the answer."""
         room = self.start.longest - len(row["prompt_ids"])
         if room < 1 and self.config.truncation_mode == "keep_start":
-            return f"the prompt leaves none of {self.start.longest} tokens for the answer"
+            return f"the prompt fills all {self.start.longest} tokens, so none is left for the answer"
         better, worse = row["chosen_ids"], row["rejected_ids"]
         same = better == worse or (room > 0 and better[:room] == worse[:room])
         return "the two answers are equal, or equal after cutting" if same else ""
