@@ -41,8 +41,8 @@ class Form(NamedTuple):
         line: a regular expression for the line that begins a record, with the group ``step``. If the step restarts in
             each epoch, it has the groups ``epoch`` and ``of``, the number of steps in an epoch.
         pair: a regular expression for a pair in the record, with the groups ``name`` and ``value``.
-        more: whether the record continues on the following lines. Any record does if its line has only a step.
-        general: whether the pairs have no form of their own.
+        more: whether the record continues on the following lines. A record whose line has only a step always continues.
+        general: whether ``pair`` is the regular expression that most forms share.
     """
 
     name: str
@@ -131,7 +131,7 @@ def form_of(lines: Iterable[str]) -> Form | None:
 
 
 def _is_header(form: Form, match: re.Match[str]) -> bool:
-    """Return whether a line has a step alone, so that the lines below have the numbers of this step."""
+    """Return whether a line has only a step, so that the numbers of this step are on the lines below."""
     return form.general and "step" in match.groupdict() and _HEADER.match(match.string, match.end()) is not None
 
 
@@ -163,8 +163,8 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
 
 
 def _is_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Return whether two records have the same numbers, but for their rounding. One may have fewer names, and without a
-    step, it must.
+    """Return whether two records have the same numbers, apart from rounding. One record may have fewer names than the
+    other, and must have fewer if the records have no step.
     """
     names, more = sorted((one.keys() - {"progress bar"}, other.keys() - {"progress bar"}), key=len)
     if one.get("epoch") != other.get("epoch") or not names <= more or ("step" not in names and names == more):
@@ -204,7 +204,7 @@ def _printed(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]
 
 
 def _is_cut(line: str, record: Mapping[str, object], before: Mapping[str, object]) -> bool:
-    """Return whether a log ends within a number: with fewer values than the line before, and fewer digits."""
+    """Return whether a log ends within a number: the last line has fewer values and digits than the line before."""
     if not record or [*record] != [*before][: len(record)] or len(record) == len(before):
         return False
     name, value = [*record.items()][-1]
@@ -212,8 +212,8 @@ def _is_cut(line: str, record: Mapping[str, object], before: Mapping[str, object
 
 
 def _broken(before: Mapping[str, object], last: Mapping[str, object], sentence: str) -> Mapping[str, object]:
-    """Return the record of a sentence that says that the loss is not finite: at the step that it names, or as far after
-    the last record as that is after the one before.
+    """Return the record for a sentence that says that the loss is not finite. The record's step is the step in the
+    sentence. If the sentence names no step, Lamina extends the distance between the last two records.
     """
     if (step := _step(str(last.get("step")))) is not None:
         named = re.search(rf"{_RATED}{_TO_STEP}(?P<step>{WHOLE})", sentence)
@@ -224,17 +224,18 @@ def _broken(before: Mapping[str, object], last: Mapping[str, object], sentence: 
 
 
 def _has_loss_at_step(form: Form, match: re.Match[str]) -> bool:
-    """Return whether a line that begins a record has a step and a loss: step: 9, loss is nan."""
+    """Return whether a line that begins a record has a step and a loss, as "step: 9, loss is nan" has."""
     names = (name.strip() for name, _ in form.pair.findall(match.string))
     return match.groupdict().get("step") is not None and any(map(is_whole_loss, names))
 
 
 class _Console:
-    """A console's record, and what the lines before it said of its step and epoch.
+    """A record in a console, with the step and the epoch that earlier lines gave.
 
     Attributes:
-        open: how many lines without a pair may come before the lines below belong no more to a record of a step alone.
-        held_out: whether a heading above announced results of an evaluation, one a line.
+        open: the number of lines without a pair that may follow before Lamina closes a record that began with only a
+            step.
+        held_out: whether a heading above announced results of an evaluation, with one result per line.
     """
 
     def __init__(self, form: Form):
@@ -287,7 +288,7 @@ class _Console:
             self.record = None
 
     def _add(self, pairs: Iterable[tuple[str, str]]) -> bool:
-        """Add pairs; of a name that comes twice, the first value holds. Return whether one is judged."""
+        """Add pairs, and keep the first value of each name. Return whether Lamina judges any of the pairs."""
         record, judged = self.record, False
         assert record is not None
         for written, value in pairs:
@@ -309,6 +310,6 @@ def _is_held_out(line: str) -> bool:
 
 
 def _step(text: str | None) -> int | None:
-    """Return the step in a text; None if it is no whole number."""
+    """Return the step in a text; None if the text is not a whole number."""
     number = None if text is None else number_of(text)
     return int(number) if number is not None and number == int(number) else None

@@ -233,7 +233,7 @@ def _placed(recording: Recording, source: Path) -> History:
 
 
 def _summed(metric: str, own: Mapping[str, Series], places: Places, *, has_total: bool) -> dict[Key, Series]:
-    """Return the norms of sub-layers, blocks and the model, at the steps at which all their parameters have one."""
+    """Return the norms of sub-layers, blocks and the model, at the steps at which all their parameters have a norm."""
     parts: dict[Owner, list[Series]] = {}
     for inner, series in own.items():
         owner = places.owners[inner]
@@ -257,7 +257,7 @@ def _summed(metric: str, own: Mapping[str, Series], places: Places, *, has_total
 
 
 def _read_filtered_losses(history: History) -> None:
-    """Read a loss of exactly 0 beside a gradient that is not finite as not finite: Trainer's filter prints 0."""
+    """Change a loss of exactly 0 to not finite where the gradient is not finite, because Trainer's filter prints 0."""
     loss, norm = (history.series.get((_MODEL, metric)) for metric in (LOSS, NORM))
     if loss is None or norm is None:
         return
@@ -272,7 +272,7 @@ def _read_filtered_losses(history: History) -> None:
 
 
 def _add_parts(history: History, series: Mapping[str, Series]) -> list[str]:
-    """Read the sum of three or more parts of a loss, whose names differ in one word, if the record has no total.
+    """Add up three or more parts of a loss, whose names differ in one word, if the record has no total loss.
 
     Returns:
         The names of the parts; empty if Lamina reads one loss.
@@ -286,7 +286,7 @@ def _add_parts(history: History, series: Mapping[str, Series]) -> list[str]:
 
 
 def _read_broken_parts(history: History, others: Mapping[str, Series]) -> None:
-    """Read a loss as not finite where another one is infinite, or is NaN to its end."""
+    """Change the loss to not finite where another loss is infinite, or where another loss stays NaN to its end."""
     if (loss := history.series.get((_MODEL, LOSS))) is None:
         return
     for name, (steps, values) in others.items():
@@ -304,7 +304,7 @@ def _read_broken_parts(history: History, others: Mapping[str, Series]) -> None:
 
 
 def _read_running_means(history: History) -> None:
-    """Keep the last loss of each later epoch if a tool averages over the epoch so far: others are of fewer batches."""
+    """Keep only each later epoch's last loss if losses average over the epoch so far: it averages most batches."""
     loss, epoch = (history.series.get((_MODEL, metric)) for metric in (LOSS, EPOCH))
     if loss is None or epoch is None or not len(epoch[0]):
         return
@@ -323,9 +323,7 @@ def _read_running_means(history: History) -> None:
 
 
 def _is_running_mean(epochs: Sequence[Floats]) -> bool:
-    """Return whether the losses of epochs are averages over the epoch so far, whose n-th move is about 1/n as large as
-    the first.
-    """
+    """Return whether losses are averages over the epoch so far: the n-th change is about 1/n as large as the first."""
     long = [part for part in epochs if len(part) >= 2 * BEFORE]
     moves = [np.abs(np.diff(part)) for part in long]
     calmer = [moved[: BEFORE // 2].mean() > _CALMER * np.median(moved[BEFORE:]) for moved in moves]
@@ -405,7 +403,7 @@ def judge(history: History) -> tuple[list[Alarm], list[int]]:
 
 
 def _of_policy(history: History) -> list[Alarm]:
-    """Return the alarms of a policy's numbers; they count steps, as one record may be the mean of several."""
+    """Return the alarms for a policy's metrics. The rules count steps, as one record may average several steps."""
     rows: dict[int, list[Row]] = {}
     for key in history.series:
         for row in history.rows_of(key) if key[1] in POLICY else ():
@@ -418,11 +416,12 @@ def _of_policy(history: History) -> list[Alarm]:
 
 
 def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bools]:
-    """Return the records at which a long history is judged, and those of them that only fill the past.
+    """Return the records of a long history that the rules read, and which of these records only serve as earlier
+    values.
 
-    Rules cost microseconds a value. Of a long history they get the records around those at which a gradient is not
-    finite or zero, is twice the median before and five deviations off, or leaves the other layers', and around those
-    at which the loss moves.
+    Rules take microseconds per value. So Lamina selects the records near each step at which the loss moves, or at which
+    a gradient is not finite, is zero, is twice the earlier median and five deviations away from it, or differs from the
+    other layers' gradients.
     """
     layered = {key: series for key, series in history.series.items() if key[1] == "gradient_norm"}
     count, many = sum(len(steps) for steps, _ in layered.values()), len(judged) > _MANY
@@ -460,7 +459,7 @@ def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bool
 
 
 def _moves(losses: Floats) -> Ints:
-    """Return where losses are not finite, or where the next ones lie off those before by more than their noise."""
+    """Return where losses are not finite, or where later losses differ from earlier losses by more than the noise."""
     window, ahead = np.lib.stride_tricks.sliding_window_view, LAG
     finite = np.isfinite(losses)
     if len(losses) < WINDOW + 2 * ahead or not finite.any():
@@ -475,8 +474,8 @@ def _moves(losses: Floats) -> Ints:
 
 
 def _rose(alarm: Alarm, losses: Mapping[int, float], calm: Sequence[int]) -> bool:
-    """Return whether a loss that left its noise has risen: by more than it wanders, above most of the losses before it,
-    and not as the rate starts anew.
+    """Return whether a loss that left its noise has risen: by more than its usual drift, above most of the earlier
+    losses, and not because the learning rate restarted.
     """
     steps = sorted(losses)
     at = bisect_left(steps, alarm.step)

@@ -104,14 +104,14 @@ def is_whole_loss(name: str) -> bool:
 
 
 def is_loss(name: str) -> bool:
-    """Return whether a name stands for a training loss: the task's, or one that trainers add, such as a z loss."""
+    """Return whether a name stands for a training loss: the task's loss, or an additional loss, such as a z loss."""
     words = set(words_of(name))
     named = bool(words & {"loss", "losses"}) and not words & (_HELD_OUT | _NO_LOSS | _GRADIENT)
     return named or is_whole_loss(name)
 
 
 def are_opposed(name: str, others: Iterable[str]) -> bool:
-    """Return whether a loss is one of several of which one is a discriminator's, which trains against the others."""
+    """Return whether one of several losses is the loss of a discriminator, which trains against the other losses."""
     losses = {other: set(words_of(other)) for other in filter(is_loss, {name, *others})}
     named = any(words & _set("disc discriminator") for words in losses.values())
     sides = (_set("g gen generator"), _set("d dis"))

@@ -22,7 +22,7 @@ _MAYBE = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}")  # 2,310 is 2310 or 2.31; 2,31 a
 
 
 def number_of(value: object) -> float | None:
-    """Return a value as a number. A histogram becomes the norm of its values, and anything else None."""
+    """Return a value as a number. A histogram becomes the norm of its values. Any other value becomes None."""
     if isinstance(value, float):
         return value
     if value is None or isinstance(value, bool):
@@ -34,7 +34,7 @@ def number_of(value: object) -> float | None:
 
 
 def _written(text: str) -> float | None:
-    """Return the number in a text that Python does not read: 1,000 or 12k."""
+    """Return the number in a text that Python's ``float`` rejects, such as 1,000 or 12k."""
     if text[-1:].lower() in _SUFFIXES and (number := number_of(text[:-1])) is not None:
         return number * _SUFFIXES[text[-1].lower()]
     return float(text.replace(",", "")) if _THOUSANDS.fullmatch(text) else None
@@ -77,7 +77,7 @@ def with_commas(
 
 
 def _sign(text: str) -> str:
-    """Return the decimal sign of a number with a comma; empty for one that may have either."""
+    """Return a number's decimal sign (comma or point); empty if the number's comma may be of either kind."""
     text = text.strip()
     return "." if _SURE_THOUSANDS.fullmatch(text) else "" if _MAYBE.fullmatch(text) else ","
 

@@ -107,7 +107,7 @@ def places_of(names: Iterable[str]) -> Places:
 
 
 def _joined(split: dict[str, Parts]) -> dict[str, Parts]:
-    """Put lists of attentions and of feed-forwards that lie side by side (attentions.0, ffns.0) into layers."""
+    """Rename parameters in parallel lists of attentions and feed-forwards (attentions.0, ffns.0), as if in layers."""
     beside: dict[Parts, set[str | None]] = defaultdict(set)
     first = {name: numbers[0] for name, parts in split.items() if (numbers := _numbers(parts)) and numbers[0]}
     for name, at in first.items():
@@ -129,7 +129,7 @@ def _first_kind(parts: Iterable[str]) -> str | None:
 
 
 def _layer(parts: Parts, layers: Container[Parts], lists: Collection[Parts], around: Container[Parts]) -> Parts | None:
-    """Return the layer that a parameter is in; None outside of all."""
+    """Return the layer that contains a parameter; None for a parameter outside the layers."""
     numbers = [parts[: at + 1] for at in _numbers(parts)]
     inside = next((path for path in numbers if path in layers), None)
     alone = next((path for path in numbers if path[:-1] in lists and path not in around), None)  # one of another kind
@@ -137,7 +137,7 @@ def _layer(parts: Parts, layers: Container[Parts], lists: Collection[Parts], aro
 
 
 def _counted(paths: Iterable[Parts]) -> dict[Parts, int]:
-    """Number layers from 0, stack after stack: by their own numbers, or in order where stages have numbers, too."""
+    """Number layers from 0, one stack after another: by the names' numbers, or in order if stages have numbers, too."""
     numbers: dict[Parts, int] = {}
     begin = 0
     for _, stack in groupby(sorted(paths, key=_order), key=lambda path: _order(path)[:2]):

@@ -84,7 +84,7 @@ class _Column:
     """A column that grows line by line: its numbers, texts that tell runs apart, numbers with a comma, and an odd text.
 
     Attributes:
-        plain: whether every number is a value; else it is a step, such as "601/2161", or the name of a run.
+        plain: whether every number is a value. Otherwise, it is a step, such as "601/2161", or a run's name.
     """
 
     def __init__(self, name: str):
@@ -97,7 +97,7 @@ class _Column:
         self.odd = ""
 
     def add(self, row: int, value: object) -> None:
-        """Add a cell that is no number of Python's."""
+        """Add a cell that Python cannot read as a number."""
         self.first = value if self.first is None else self.first
         if self.is_run:
             if value not in (None, ""):
@@ -231,7 +231,7 @@ def _by_id(columns: Columns) -> dict[str, Columns]:
 
 
 def _of_lines(columns: Columns, chosen: Bools) -> Columns:
-    """Return the lines of a table for which ``chosen`` is true, counted anew."""
+    """Return the lines of a table for which ``chosen`` is true, with new line numbers."""
     count = np.cumsum(chosen) - 1
     values = {name: (count[at[chosen[at]]], of[chosen[at]]) for name, (at, of) in columns.values.items()}
     kept = {name: series for name, series in values.items() if len(series[0])}
@@ -239,7 +239,7 @@ def _of_lines(columns: Columns, chosen: Bools) -> Columns:
 
 
 def _by_start(columns: Columns) -> list[Recording]:
-    """Split a table where its steps start anew."""
+    """Split a table where its steps start again."""
     notes = _count_on(columns)
     judged = np.zeros(columns.rows, bool)
     for name, (at, _) in columns.values.items():
@@ -265,7 +265,7 @@ def _by_start(columns: Columns) -> list[Recording]:
 
 
 def _count_on(columns: Columns) -> list[str]:
-    """Count a console's steps on that start anew in each epoch, whose length it prints; return the notes on it."""
+    """Turn steps that restart in each epoch into total steps, by the printed length of an epoch. Return the notes."""
     (at, steps), (known, of) = (columns.values.get(name, _NOTHING) for name in ("step", EPOCH_STEPS))
     epochs = next((series for name, series in columns.values.items() if plain(name) in EPOCHS), None)
     if epochs is None or not len(known) or not _is_whole(epochs[1]):
@@ -310,7 +310,7 @@ def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first:
 
 
 def _latest(steps: Ints) -> Bools:
-    """Return which values hold: those with no later value of an earlier or the same step, unless steps are shuffled."""
+    """Return which values have no later value at the same step or, unless steps are shuffled, at an earlier step."""
     if len(steps) < 2:
         return np.ones(len(steps), bool)
     back = np.diff(steps) < 0
@@ -323,7 +323,7 @@ def _latest(steps: Ints) -> Bools:
 
 
 def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
-    """Return the name of the column that has the steps, and each line's step; "" and line numbers without one."""
+    """Return the name of the column with the steps, and each line's step; "" and line numbers without such a column."""
     named = [(rank, name) for name in columns.values if (rank := step_rank(name)) is not None]
     epochs = next((series for name, series in columns.values.items() if plain(name) in EPOCHS), None)
     candidates = []
@@ -372,14 +372,14 @@ def _is_whole(values: Floats) -> bool:
 
 
 def _carried(series: Series, rows: int) -> Floats:
-    """Return a value for each line: its own, or the last one before it."""
+    """Return a value for each line: the line's value, or the last value before the line."""
     at, of = series
     last = np.searchsorted(at, np.arange(rows), side="right") - 1
     return of[np.maximum(last, 0)]
 
 
 def _starts(steps: Ints | Floats) -> list[int]:
-    """Return where steps start anew: they go back to the first ones of the run so far."""
+    """Return where steps start again: where they go back to the run's first steps."""
     back = np.flatnonzero(np.diff(steps) < 0) + 1
     if len(back) > _SHUFFLED * len(steps):
         runs = np.diff(np.array([0, *back.tolist(), len(steps)]))

@@ -211,8 +211,8 @@ _YOLO_LOSSES = frozenset(("box", "obj", "cls", "dfl", "seg", "total"))
 
 
 def _below_headers(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
-    """Yield the rows below headers with a loss, as Ultralytics prints them in each epoch; of a row that a progress bar
-    overwrites, the last.
+    """Yield the rows below headers with a loss, as Ultralytics prints. Of a row that a progress bar overwrites, keep
+    the last.
     """
     names, row = list[str](), dict[str, str]()
     for line in lines:
@@ -233,7 +233,7 @@ def _below_headers(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
 
 
 def _long(path: Path) -> Columns | None:
-    """Read a large file of JSON lines one after another; None if it is something else."""
+    """Read a large file of JSON lines one after another; None if the file has another format."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         first = file.readline(_LONGEST)
         if not first.startswith("{") or not first.endswith("}\n") or next(_json_lines([first]), None) is None:
@@ -260,7 +260,7 @@ def _json_lines(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
 
 
 def _records(data: object, name: str) -> Iterator[Mapping[str, object]]:
-    """Yield the records of JSON: a list of them, columns, pandas' forms, TensorBoard's, or what holds one of these."""
+    """Yield the records in JSON: a list, columns, a form of pandas or TensorBoard, or a mapping with one of these."""
     if isinstance(data, Mapping):
         for inner in ("log_history", "history", "data", "records", "metrics", "logs"):
             if isinstance(data.get(inner), list | Mapping):
@@ -298,7 +298,7 @@ _SEPARATORS = (",", ";", "\t", "|")
 
 
 def _header(first: str) -> tuple[str, list[str]] | None:
-    """Return the separator and the names of a table's first line; None if it is none."""
+    """Return the separator and the names in a table's first line; None if the line is no table header."""
     if "\r" in first:  # of a progress bar
         return None
     separator = max(_SEPARATORS, key=first.count)
@@ -330,7 +330,7 @@ def _cells(line: str, separator: str) -> list[str]:
 
 
 def _spaced(text: str) -> str | None:
-    """Return a table in columns of spaces, as fastai prints it, with tabs; None if a text is none."""
+    """Replace the spaces between columns by tabs in a table such as fastai's; None for any other text."""
     lines = [line for line in text.splitlines() if line.strip()]
     lines[:1] = [_TWO_WORDS.sub(r"\1_", line) for line in lines[:1]]
     for gap in (r"\s{2,}", r"\s+"):
@@ -342,7 +342,7 @@ def _spaced(text: str) -> str | None:
 
 
 def _not_a_table(text: str) -> str:
-    """Return why a text with a table's header is none: cells that are split by their decimal commas; else nothing."""
+    """Return why a text with a table's header is no table: decimal commas split its cells. Otherwise, return ""."""
     first, second = (*text.splitlines()[:2], "", "")[:2]
     header = _header(first)
     if header is None or header[0] != "," or not (cells := _cells(second, ",")) or len(cells) <= len(header[1]):
@@ -354,7 +354,7 @@ def _not_a_table(text: str) -> str:
 
 
 def _wide(path: Path) -> Columns:
-    """Read a large table in pieces, by column, and say how far it is."""
+    """Read a large table in pieces, by column, and report the progress."""
     import pandas as pd
 
     with path.open("rb") as file:
@@ -416,7 +416,7 @@ def _wide(path: Path) -> Columns:
 
 
 def _numbers(words: Proto, present: np.ndarray) -> Proto:
-    """Return a column of texts as numbers, NaN for what is none."""
+    """Return a column of texts as numbers, with NaN for texts that are not numbers."""
     import pandas as pd
 
     numbers: Proto = pd.to_numeric(words, errors="coerce")
@@ -427,11 +427,11 @@ def _numbers(words: Proto, present: np.ndarray) -> Proto:
 
 
 class _Reading:
-    """Says on standard error how much of a large file has been read.
+    """Reports on standard error how much of a large file Lamina has read.
 
     Args:
-        name: of the file.
-        size: in the unit in which ``say`` is told what is done.
+        name: the file's name.
+        size: the file's size, in the same unit as the argument of ``say``.
     """
 
     def __init__(self, name: str, size: int):
@@ -444,7 +444,7 @@ class _Reading:
             logger.warning("%s: %.0f %% read", self.name, 100 * done / max(1, self.size))
 
     def over(self, lines: Iterable[str]) -> Iterator[str]:
-        """Yield lines, and say how far they are."""
+        """Yield lines, and report the progress."""
         done = 0
         for self.lines, line in enumerate(lines, start=1):
             if self.lines % 1000 == 0:
