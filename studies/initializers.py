@@ -13,7 +13,7 @@ def _gain(trials: Trials, worse: str, better: str) -> dict[int, float]:
 
 
 @claim(
-    says="A width-aware initializer lowers Pre-LN's loss by more than FuseNorm does with this initializer",
+    says="A width-aware initializer lowers Pre-LN's loss by more than replacing Pre-LN by FuseNorm does afterwards",
     one_learned=True,
 )
 def initializers(trials: Trials) -> Finding:

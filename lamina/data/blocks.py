@@ -221,7 +221,7 @@ class Splits(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Splits[TokenBlock]):
-    """The two splits of a text in token blocks."""
+    """The train split and the eval split of a text, cut into blocks of tokens."""
 
     train: BlockSource
     eval: BlockSource

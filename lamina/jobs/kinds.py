@@ -1,4 +1,4 @@
-"""The kinds of folders, one per job. A folder's environment.json names the folder's kind."""
+"""The kinds of output folders: one for each type of job. A folder's environment.json names the folder's kind."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def mhc(plan: Plan, size: int | None, start: str | None = None) -> Plan:
     if start is None:
         return _sigmoid(plan, size, mix="sinkhorn")
     if start != "liger":
-        raise UserError(f"start: {start!r} has no effect with wiring=mhc. Set start to liger, or leave it out.")
+        raise UserError(f"start: {start!r} has no effect with wiring=mhc. Use start=liger, or leave start out.")
     n = _count(size)
     read, write = (0.5,) * n, (1.0,) * n
     streams = Streams(
@@ -223,7 +223,7 @@ def denseformer(plan: Plan, start: str | None = None) -> Plan:
         return _with_sources(plan, _all_before, _all_before(plan.num_layers))
     if start == "liger":
         raise UserError(
-            "start: 'liger' has no effect with wiring=denseformer. Set start to mean or dlcl, or leave it out."
+            "start: 'liger' has no effect with wiring=denseformer. Use start=mean or start=dlcl, or leave start out."
         )
 
     def mean(index: int) -> Sources | None:

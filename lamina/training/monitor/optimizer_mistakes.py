@@ -204,7 +204,7 @@ def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
         if group.get("decoupled_weight_decay") is False and decay >= DECAY:
             yield Mistake(
                 what=f"Adam adds the weight decay of {decay:g} to the gradients",
-                why="Adam divides this sum by its size, so the decay decides the step where gradients are small",
+                why="Adam normalizes the sum, so where gradients are small, the decay decides the update",
                 do="Use AdamW, which does not add the decay to the gradients",
             )
             return

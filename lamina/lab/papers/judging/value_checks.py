@@ -123,8 +123,8 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
 
 
 def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: float = 0.6, name: str = "") -> Finding:
-    """Judge by Kendall's tau whether two mappings rank the arms in the same order. Each mapping goes from arms to
-    values by seed.
+    """Judge by Kendall's tau whether two mappings rank the arms in the same order. Each mapping has, for each arm, a
+    value by seed.
 
     The claim holds if a test at 2.5 % shows that tau is at least ``at_least``. The claim is reversed if the test shows
     that tau is below ``at_least``. Lamina ranks the arms by their means, and the test draws the means from their t
