@@ -64,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A kind of failure. The texts may contain ``{step}`` and ``{where}``, the step and location of the first anomaly.
+    """A kind of failure. The texts may contain ``{step}``, ``{where}`` and ``{batch}`` of the first anomaly.
 
     Attributes:
         name: the cause's name in the counts of signs.
@@ -124,7 +124,7 @@ CAUSES = {
             check="repeat step {step} with the same batch and weights under torch.autograd.set_detect_anomaly(True), "
             "which names the operation",
             changes=(
-                "inspect the batch of step {step} for values that are not finite, and for examples without a "
+                "inspect {batch} for values that are not finite, and for examples without a "
                 "label (their mean loss is 0/0)",
                 "skip such steps with lamina.watch(..., skip_outliers=6)",
             ),
@@ -182,9 +182,9 @@ CAUSES = {
             finding="bad batch at step {step}",
             unlike=("telling: written", "then fall size: yes", "jump: stays"),
             meaning="Single batches gave gradients of an unusual size.",
-            check="compute the loss of the batch of step {step} with the last checkpoint, example by example",
+            check="compute the loss of {batch} with the last checkpoint, example by example",
             changes=(
-                "inspect the batch of step {step}: repeated text, wrong labels, another language or format",
+                "inspect {batch}: repeated text, wrong labels, another language or format",
                 "skip outliers with lamina.watch(..., skip_outliers=6) (OLMo-core's SkipStepOptimizer)",
                 Change(text="clip the gradient's norm (max_grad_norm=1.0)", setting="max_grad_norm", made=1.0),
                 "go back to a checkpoint before this step and skip the data, as PaLM did (arXiv 2204.02311, Sec "

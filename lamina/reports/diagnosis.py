@@ -44,6 +44,8 @@ from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, read_rows
 
 _GIVE = "Give the folder of a run, or another tool's record."
+_STEP = re.compile(r"\bstep(?=s? \d)")  # the word before a step's number
+_EARLY = 1.5  # times the first losses
 _SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss that has risen slowly stays there
 BEFORE, AFTER = 16, 3  # losses with which others are compared, and how many must lie above them
 _NATS, _NOISES = 0.15, 6.0  # by how much: at least this, and this many times their noise
@@ -72,6 +74,7 @@ class Evidence(Signs):
         opposed: in another tool's record, whether the loss is a generator's or a discriminator's.
         batches: the rows of the recorded batches, by step.
         watched: whether the user's own loop trained the model.
+        unit: what the numbers of the record count: "step", or "record" if another tool's record has no steps.
     """
 
     rows: Rows
@@ -85,6 +88,7 @@ class Evidence(Signs):
     opposed: bool = False
     batches: Mapping[int, Sequence[Json]] = field(default_factory=dict)
     watched: bool = False
+    unit: str = "step"
 
     @property
     def imported(self) -> bool:
@@ -155,6 +159,7 @@ def gather(folder: Path) -> Evidence:
         rows=rows,
         batches=batches,
         watched=kind_of(folder) == Kind.WATCHED,
+        unit="record" if history and not history.get("clock") else "step",
         losses=losses,
         rates=rates,
         alarms=tuple(alarm for alarm in told if alarm.rule != NOTABLE),
@@ -209,8 +214,19 @@ def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]
     This second step is None if the record ends before the loss is back down.
     """
     spikes, usual, begin = dict[int, tuple[float, int | None]](), list[float](), None
-    for step in sorted(losses):
+    steps = sorted(losses)
+    for number, step in enumerate(steps):
         loss = losses[step]
+        if (
+            usual and len(usual) < BEFORE // 2
+        ):  # too few to know their noise: only a large rise of several losses counts
+            least = _EARLY * max(usual) + _SLOW
+            after = [losses[later] for later in steps[number : number + AFTER]]
+            if begin is None and len(after) == AFTER and min(after) > least > _SLOW:
+                begin = step
+            if begin is not None and loss > max(usual) + _SLOW:
+                spikes[begin] = max(loss, spikes.get(begin, (loss, None))[0]), None
+                continue
         if loss > min(usual[-BEFORE:], default=math.inf) + _SLOW:
             if begin is None and loss > _ceiling(usual, _SLOW, wander_of(usual)):
                 begin, spikes[step] = step, (loss, None)
@@ -352,7 +368,7 @@ _MOST_OF_HISTORIES = 0.95  # odds: so few histories were judged that no more can
 _STAIR = 8  # losses before and after the start of an epoch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Answer:
     """A diagnosis in sentences.
 
@@ -377,13 +393,18 @@ def headline(evidence: Evidence) -> str:
     """Return the finding in a line: the cause, or the first anomaly. The cause is called likely unless the record
     proves it.
     """
+    return _STEP.sub(evidence.unit, _headline(evidence))
+
+
+def _headline(evidence: Evidence) -> str:
     first = evidence.first
     if first is None and _jump(evidence) is not None:
         finding = _filled(_JUMPED.finding, evidence, _JUMPED)
         return finding[0].upper() + finding[1:]
     if first is None and evidence.rose is None:
-        spike = next(iter(evidence.spikes), None)
-        return "No problem found" if spike is None else f"The loss spiked at step {spike} and did not stay up"
+        for spike, (_, back) in evidence.spikes.items():
+            return f"The loss spiked at step {spike} and {'is still high at the end' if back is None else 'came back'}"
+        return "No problem found"
     if first is None:
         return f"The loss rose at step {evidence.rose}"
     (cause, _), *_ = causes_of(evidence)
@@ -400,7 +421,8 @@ def answer(evidence: Evidence) -> Answer:
     step = evidence.first.step if evidence.first else evidence.rose or next(iter(evidence.spikes), None)
     if step and evidence.watched and not evidence.imported:
         said.notes.append(f"Lamina counts steps from 1: a loop that counts from 0 prints step {step} as {step - 1}.")
-    return said
+    parts = (said.cause, said.evidence, said.changes, said.notes)
+    return Answer(*([_STEP.sub(evidence.unit, text) for text in texts] for texts in parts))
 
 
 def _answer(evidence: Evidence) -> Answer:
@@ -416,7 +438,7 @@ def _answer(evidence: Evidence) -> Answer:
         changes = [f"Record {more} to see the steps between two records."] if more else []
         if spikes:
             step = next(iter(spikes))
-            changes.insert(0, f"To check: inspect the batch and the learning rate of step {step}.")
+            changes.insert(0, f"To check: inspect the learning rate and {_batch(evidence, step)}.")
         return Answer(cause=[], evidence=[*course, finding, *_rows(evidence)], changes=changes)
     causes, where = causes_of(evidence), describe(first, evidence.names)
     texts = [course[0], f"The first anomaly is at {where}."]
@@ -430,7 +452,7 @@ def _answer(evidence: Evidence) -> Answer:
         none = f"{_RECORDED[evidence.view]} several failures, or none that Lamina knows" if evidence.imported else ""
         cause = f"The cause is not known: {none or 'the signs fit no failure that Lamina knows'}."
         record = f", and record {more}" if (more := _more(evidence)) else ""
-        look = f"To check: inspect the batch, the learning rate and the weights of step {first.step}{record}."
+        look = f"To check: inspect the learning rate, the weights and {_batch(evidence, first.step)}{record}."
         return Answer(cause=[cause], evidence=texts, changes=[look])
     return _explained(evidence, causes, texts)
 
@@ -517,7 +539,14 @@ def _filled(text: str, evidence: Evidence, cause: Cause | None = None) -> str:
     first, jump = evidence.first, _jump(evidence) if cause is not None and "rate: jumped" in cause.proofs else None
     step = jump[0] if jump is not None else "" if first is None else first.step
     where = "" if first is None else place_in_words(evidence.place or first)
+    text = text.replace("{batch}", _batch(evidence, first.step)) if first is not None else text
     return text.replace("{step}", str(step)).replace("{where}", where)
+
+
+def _batch(evidence: Evidence, step: int) -> str:
+    """Name the batch of a step, or the batches since the record before: its loss may be a mean, as Trainer's is."""
+    before = max((earlier for earlier in evidence.losses if earlier < step), default=step - 1)
+    return f"the batch of step {step}" if step - before <= 1 else f"the batches of steps {before + 1} to {step}"
 
 
 def _early(evidence: Evidence, first: Alarm) -> list[str]:
@@ -559,7 +588,7 @@ def _more(evidence: Evidence) -> str:
     """Advise what else to record; empty for a run that recorded every step."""
     if evidence.settings.get("every") == 1:
         return ""
-    return "every step by layer (lamina.watch)" if evidence.imported else "every step (every=1)"
+    return "every step by layer (lamina.watch with every=1)" if evidence.imported else "every step (every=1)"
 
 
 def _course(evidence: Evidence) -> str:

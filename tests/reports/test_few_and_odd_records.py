@@ -90,9 +90,32 @@ def history(path, *high):
 def test_a_loss_that_spiked_and_came_back_is_no_healthy_run(tmp_path, high, said):
     diagnosis = history(tmp_path / "train.log", *high)
     assert f"The loss spiked at {said}." in diagnosis.sentences
-    assert f"To check: inspect the batch and the learning rate of step {high[0]}." in diagnosis.sentences
+    assert f"To check: inspect the learning rate and the batch of step {high[0]}." in diagnosis.sentences
     assert "Lamina found nothing else unusual in the record." in diagnosis.sentences
     assert f"<title>The loss spiked at step {high[0]} and " in diagnosis.page.read_text("utf-8")
+
+
+def test_a_loss_that_rose_within_its_first_records_is_no_healthy_run(tmp_path):
+    """From a Trainer whose learning rate was 1.0: 8 losses that tell the noise do not come before the rise."""
+    losses = [4.98, 12.41, 19.9, 16.45, 16.88, 13.87, 9.72, 6.41, 4.97, *(4.0 - 0.02 * n for n in range(12))]
+    rows = [{"step": 5 * number, "loss": loss} for number, loss in enumerate(losses, start=1)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    diagnosis = lamina.diagnose(tmp_path / "trainer_state.json")
+    assert "The loss spiked at step 10 (to 19.9, back at step 45)." in diagnosis.sentences
+    assert "To check: inspect the learning rate and the batches of steps 6 to 10." in diagnosis.sentences
+    for row in rows[1:8]:
+        row["loss"] = 5.2  # less than a half more
+    (tmp_path / "other.json").write_text(json.dumps(rows))
+    assert "Lamina found no anomaly in the record." in lamina.diagnose(tmp_path / "other.json").sentences
+
+
+def test_records_without_steps_are_called_records(tmp_path):
+    losses = [4.5 if number == 40 else 2.4 + 0.02 * math.sin(7 * number) for number in range(1, 61)]
+    (tmp_path / "pasted.txt").write_text("".join(f"{{'loss': {loss:.4f}}}\n" for loss in losses))
+    diagnosis = lamina.diagnose(tmp_path / "pasted.txt")
+    assert "The loss spiked at record 40 (to 4.5, back at record 41)." in diagnosis.sentences
+    assert "To check: inspect the learning rate and the batch of record 40." in diagnosis.sentences
+    assert "<title>The loss spiked at record 40 and " in diagnosis.page.read_text("utf-8")
 
 
 def test_a_loss_that_rose_for_some_steps_is_said_to_have_come_back(tmp_path):

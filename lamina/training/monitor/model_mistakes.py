@@ -224,7 +224,9 @@ def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
 def _gain(module: nn.Module) -> torch.Tensor | None:
     """Measure a norm's gain; None if a module is no norm: if its output grows with its input."""
     vectors = [p for p in module.parameters(recurse=False) if p.ndim == 1]
-    if hasattr(module, "running_mean") or any(module.children()) or not vectors:  # a pass changes such statistics
+    if (
+        hasattr(module, "running_mean") or any(True for _ in module.children()) or not vectors
+    ):  # a pass changes such statistics
         return None
     try:
         if is_norm(module):
