@@ -15,7 +15,11 @@ from torch import nn
 
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module's class has a norm's name, as in transformers. Projections with norms do not count."""
-    return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Linear) and next(module.children(), None) is None
+    return (
+        "norm" in type(module).__name__.lower()
+        and not isinstance(module, nn.Linear)
+        and next(module.children(), None) is None
+    )
 
 
 def effective_gain(norm: nn.Module) -> torch.Tensor | None:
