@@ -128,7 +128,6 @@ def gather(folder: Path) -> Evidence:
             f"run: {str(folder)!r} has no records by layer. Give the folder of lamina.watch, lamina.LayerMonitor or "
             "a training command."
         )
-    result = read_result(folder) or {}
     try:
         settings = read_config(folder)
     except UserError:
@@ -139,7 +138,7 @@ def gather(folder: Path) -> Evidence:
         or {record["step"]: float(record[name]) for record in logged if isinstance(record.get(name), int | float)}
         for metric, name in ((LOSS, "loss"), (RATE, RATE))
     )
-    status = str(result.get("status") or "unfinished")
+    status = str((read_result(folder) or {}).get("status") or "unfinished")
     begin = first if isinstance(first := about.get("first_layer"), int) else 0
     opposed = bool(history.get("opposed"))
     judged = {step: loss for step, loss in losses.items() if not opposed or not math.isfinite(loss)}
