@@ -60,8 +60,8 @@ _OLDER = (  # words of older records, and today's words for the same
     ),
     (r", (\d+ of \d+) short \(too few steps to tell\)", r", \1 runs are too short to tell"),
     (
-        r"is not above chance: (\w+) from ([\d.]+ %) \(95 %\), chance ([\d.]+ %)",
-        r"is not above chance (\3): the 95 % interval of \1 starts at \2",
+        r"^(.+) is not above chance: (\w+) from ([\d.]+ %) \(95 %\), chance ([\d.]+ %)",
+        r"\2 is not above chance (\4) by the lower end of its 95 % interval: \1 (\3)",
     ),
     (
         r"the policy has not moved: its reward's gain is from (\S+) \(95 %\)",
@@ -103,8 +103,12 @@ def _said(text: object) -> str:
 
 
 def noted(one: Json) -> str:
-    """Return the notes of a verdict, escaped: a line per note."""
-    return "<br>".join(map(_said, filter(None, str(one.get("note") or "").split("; ")))) or NONE
+    """Return the notes of a verdict, escaped: a line per note. Notes on several settings' chance share a line."""
+    lines: dict[str, list[str]] = {}
+    for note in map(_said, filter(None, str(one.get("note") or "").split("; "))):
+        start, by_chance, settings = note.partition(" by the lower end of its 95 % interval: ")
+        lines.setdefault(start + by_chance, []).append(settings)
+    return ";<br>".join(start + ", ".join(filter(None, settings)) for start, settings in lines.items()) or NONE
 
 
 def claimed(one: Json) -> str:
@@ -130,11 +134,9 @@ def is_whole(one: Json) -> bool:
 def counts(verdicts: Sequence[Json]) -> str:
     """Count the main claims by verdict. Each counts once, at the scale where it was decided."""
     whole = best(filter(is_whole, verdicts))
-    by_word: dict[str, int] = {}
-    for word in IN_WORDS.values():
-        by_word[word] = sum(verdict(one) == word for one in whole)
-    words = [f"**{count}** {word}" for word, count in by_word.items() if count]
-    return f"Verdicts on {len(whole)} main claims: {listed(words)}." if whole else "There is no claim yet."
+    words = [verdict(one) for one in whole]
+    counted = [f"{word} (**{words.count(word)}**)" for word in dict.fromkeys(IN_WORDS.values()) if word in words]
+    return f"Verdicts on {len(whole)} main claims: {listed(counted)}." if whole else "There is no claim yet."
 
 
 def best(verdicts: Iterable[Json]) -> list[Json]:
@@ -167,7 +169,7 @@ def ours(one: Json) -> str:
     if one["verdict"] == Verdict.NEEDS_SCALE:
         return noted(one)
     parts = [_said(part) for part in one.get("parts") or [one.get("ours") or NONE]]
-    return "<br>".join([*_quantity(one), *parts])
+    return "<br>".join([*_quantity(one), ";<br>".join(parts)])
 
 
 def in_short(one: Json) -> str:

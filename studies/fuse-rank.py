@@ -22,8 +22,8 @@ def _above(trials: Trials, metric: str, other: str, arm: str = "fusenorm") -> Fi
 
 
 @claim(
-    says="FuseNorm uses more of the feed-forward's width than Pre-LN: its hard rank and its effective dimension ratio "
-    "(EDR) are higher",
+    says="FuseNorm's feed-forward activations use more directions (hard rank, effective dimension ratio EDR) than "
+    "Pre-LN's",
     paper="Hard rank 0.23 (FuseNorm) and 0.09 (Pre-LN), EDR 30.7 and 13.0",
 )
 def fuse_rank(trials: Trials) -> Finding:
@@ -31,7 +31,8 @@ def fuse_rank(trials: Trials) -> Finding:
 
 
 @claim(
-    says="FuseNorm's hard rank is above HybridNorm's, and HybridNorm's is above Pre-LN's",
+    says="By hard rank, FuseNorm's feed-forward activations use more directions than HybridNorm's, and HybridNorm's "
+    "use more than Pre-LN's",
     paper="FuseNorm 0.23, HybridNorm 0.19, Pre-LN 0.09",
 )
 def fuse_rank__hybrid(trials: Trials) -> Finding:
@@ -39,6 +40,9 @@ def fuse_rank__hybrid(trials: Trials) -> Finding:
     return all_of(_above(tuned, "hard_rank", "hybridnorm"), _above(tuned, "hard_rank", "pre_ln", arm="hybridnorm"))
 
 
-@claim(says="FuseNorm's soft rank is above Pre-LN's", paper="FuseNorm: 0.53, which equals the highest value")
+@claim(
+    says="By soft rank, FuseNorm's feed-forward activations use more directions than Pre-LN's",
+    paper="FuseNorm: 0.53, which equals the highest value",
+)
 def fuse_rank__soft(trials: Trials) -> Finding:
     return _above(trials.tuned(), "soft_rank", "pre_ln")

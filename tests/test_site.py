@@ -199,6 +199,13 @@ def test_every_verdict_of_the_records_is_on_its_page_and_in_what_diagnose_cites(
     assert not any(recorded.search(line) for line in lines), "the details have the verdicts' words of the pages, too"
 
 
+def test_settings_by_chance_share_a_line_of_notes():
+    words, note = loaded("docs/verdict_words.py"), "{} is not above chance: score from {} % (95 %), chance 25.0 %"
+    said = words.noted({"note": "; ".join(["a run failed", note.format("keel 1x", 14.0), note.format("pre_ln", 9.5)])})
+    by_end = "score is not above chance (25.0 %) by the lower end of its 95 % interval"
+    assert said == f"a run failed;<br>{by_end}: keel 1x (14.0 %), pre_ln (9.5 %)"
+
+
 @pytest.mark.slow  # every table and figure is made again
 def test_the_results_and_the_advice_are_those_of_the_records(tmp_path):
     advice = tmp_path / "advice" / "which-placement.md"

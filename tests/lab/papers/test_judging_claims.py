@@ -259,7 +259,7 @@ def test_both_arms_must_be_above_chance_on_the_tasks(low, word):
     )
     found = verdict(scores, lambda trials: lower(trials, "keel", than="pre_ln", column="score_sorting", by=1.0))
     assert found.verdict == word
-    said = "keel is not above chance (25.0 %): the 95 % interval of score_sorting starts at 24.1 %"
+    said = "score_sorting is not above chance (25.0 %) by the lower end of its 95 % interval: keel (24.1 %)"
     assert (said in found.note) == (low < 25)
 
 

@@ -114,10 +114,10 @@ def _by_chance(rows: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
         if not named or any(name not in CHANCES for name in named):
             continue
         chance = 100 * sum(CHANCES[name] for name in named) / len(named)
-        for arm, part in _each(rows, arms):
-            values = part[column].dropna().tolist()
-            if len(values) >= TOO_FEW and (low := t_interval(values)[0]) <= chance:
-                yield f"{arm} is not above chance ({chance:.1f} %): the 95 % interval of {column} starts at {low:.1f} %"
+        samples = {arm: part[column].dropna().tolist() for arm, part in _each(rows, arms)}
+        lows = {arm: t_interval(values)[0] for arm, values in samples.items() if len(values) >= TOO_FEW}
+        if low := ", ".join(f"{arm} ({value:.1f} %)" for arm, value in lows.items() if value <= chance):
+            yield f"{column} is not above chance ({chance:.1f} %) by the lower end of its 95 % interval: {low}"
 
 
 def _unmoved(rows: Frame, arms: Sequence[str]) -> Iterator[str]:
@@ -214,8 +214,8 @@ def claim(
         says: the claim in one sentence.
         paper: the paper's numbers, to print beside ours.
         quantity: the name and the unit of the numbers that the check compares, to print before them.
-        exact: the claim follows from the equations of any model, even of an untrained model, so no rule of power
-            applies.
+        exact: the claim follows from equations that hold for every model, even for an untrained model. So the rules
+            of power (whether the models have learned enough to decide a claim) do not apply.
         one_learned: the claim is about a cause that keeps an arm from learning, such as an initializer. So one arm with
             a loss below a bigram table's loss is enough.
     """

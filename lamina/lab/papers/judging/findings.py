@@ -67,7 +67,7 @@ IN_WORDS: dict[str, str] = {
     Verdict.REVERSED: "opposite",
     Verdict.EXCLUDED: "not supported",
     Verdict.FAILS: "not supported",
-    Verdict.PART_FAILED: "not supported in a part",
+    Verdict.PART_FAILED: "a part is not supported",
     Verdict.INCONCLUSIVE: "cannot tell",
     Verdict.NEEDS_SCALE: "cannot tell at this size",
     Verdict.NOT_RUN: "not run yet",
