@@ -153,7 +153,9 @@ def census_table(record: dict[str, Any] | None, where: str) -> str:
         more = f", and {len(told) - 6} more" if len(told) > 6 else ""
         lines.append(f"| {layout} | {len(names)} | {', '.join(told[:6])}{more} |")
     alone = f"{len(layouts) - len(shared)} other model types have a unique layout each"
-    return "\n".join([*lines, "", f"{alone}. Lamina cannot determine the layout of {unknown} types. {where}"])
+    return "\n".join(
+        [*lines, "", f"{alone}. Lamina cannot determine the norms' layout in {unknown} model types. {where}"]
+    )
 
 
 def _layout(match: dict[str, Any]) -> str:

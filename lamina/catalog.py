@@ -36,7 +36,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "compare and train": {
         **{name: JOBS[name].summary for name in ("compare", "preflight", "pretrain")},
         **{name: JOBS[name].summary for name in ("coord-check", "transfer", "max-lr")},
-        "emit": "write a placement as one file for the trainer that you use",
+        "emit": "write the code of a placement (where the norms sit) as one file for your own trainer",
         "backbones": "list the backbones (model families) that take a placement",
     },
     "after pretraining": {name: JOBS[name].summary for name in ("sft", "reward", "dpo", "rlhf")},

@@ -109,7 +109,8 @@ def compare(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Comparison:
-    """Train placements side by side on your text; OUTPUT/report.html shows which is best, which failed, and why.
+    """Train models that differ only in their placement (where the norms sit) side by side on your text.
+    OUTPUT/report.html shows which placement is best, which placements failed, and why.
 
     The keywords are the settings of `lamina compare`. Returns the rows of results.csv and the page.
     ``placements``, ``learning_rates`` and ``seeds`` may also be lists. ``corpus`` may be a path, a list of paths
@@ -273,7 +274,7 @@ def pretrain(
     """Train one model on text or images. transformers' Auto classes load the model from OUTPUT/model.
 
     The keywords are the settings of `lamina pretrain`. Returns the content of result.json; OUTPUT/model is the
-    model, and OUTPUT/report.html is the page. ``corpus`` may also be a path, a list of paths or texts, or a
+    model, and OUTPUT/report.html shows the run. ``corpus`` may also be a path, a list of paths or texts, or a
     datasets.Dataset.
 
     Raises:
@@ -347,7 +348,7 @@ def sft(
     """Fine-tune a model on instructions or conversations. To chat with it, run `lamina generate OUTPUT --chat`.
 
     The keywords are the settings of `lamina sft`. ``data`` may also be a list of rows or a datasets.Dataset.
-    Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.
+    Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html shows the run.
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder in
@@ -413,7 +414,7 @@ def reward(
     """Train a reward model on preferences (prompt, chosen, rejected), from a fine-tuned model.
 
     The keywords are the settings of `lamina reward`. ``data`` may also be a list of rows or a datasets.Dataset.
-    Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.
+    Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html shows the run.
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder in
@@ -494,7 +495,7 @@ def rlhf(
     """Train a policy with ReMax, RLOO or GRPO, on rewards from a model or a function.
 
     The keywords are the settings of `lamina rlhf`. ``data`` may also be a list of rows or a datasets.Dataset.
-    Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.
+    Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html shows the run.
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder in
@@ -566,7 +567,7 @@ def dpo(
     """Train a policy on preferences (prompt, chosen, rejected), without a reward model.
 
     The keywords are the settings of `lamina dpo`. ``data`` may also be a list of rows or a datasets.Dataset.
-    Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html is the page.
+    Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html shows the run.
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder in
@@ -611,8 +612,8 @@ def coord_check(
     bar: bool = True,
 ) -> Comparison:
     """Check whether a module's output grows with the model's width or depth. Lamina trains several sizes for a few
-    steps on one batch and prints the exponent e of mean |x| ~ size^e. e should be 0. If e is above 0, the output
-    of a large model will blow up.
+    steps on one batch and prints the exponent e of mean |x| ~ size^e for each output x. If e is 0, the output
+    keeps its size. If e is above 0, the output of a large model will blow up.
 
     The keywords are the settings of `lamina coord-check`. Returns the rows of slopes.csv and the page;
     OUTPUT/result.json has the verdict.
@@ -840,7 +841,7 @@ def study(
     """Run a study and judge its claims, as `lamina study run` does.
 
     The keywords are the settings of `lamina study`. ``study`` is a name of the catalog or your YAML file;
-    OUTPUT/report.html is the page.
+    OUTPUT/report.html shows the verdicts.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, or
@@ -914,6 +915,6 @@ def evaluate(
     ``tasks`` may also be lists. Returns the content of result.json.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, an unknown task, data or a checkpoint that can't be read,
-            or an output folder in use.
+        UserError: (a ValueError) for invalid settings, an unknown task, or data or a checkpoint that Lamina can't
+            read, or an output folder in use.
     """

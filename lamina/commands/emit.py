@@ -22,9 +22,9 @@ def parser() -> Parser:
 
     flags = Parser(
         "emit",
-        "Write a placement as one file for the trainer that you use. The file holds the block, the constants for your\n"
-        "depth, and the matching initializer. It does not import Lamina, so you can commit it to your repository. For\n"
-        "TRL or transformers, you need no file: build the model with lamina.build.",
+        "Write the code of a placement (where the norms sit) as one file for your own trainer. The file holds the\n"
+        "block, the constants for your depth, and the matching initializer. It does not import Lamina, so you can\n"
+        "commit it to your repository. For TRL or transformers, you need no file: build the model with lamina.build.",
         EXAMPLES,
         "PLACEMENT ",
     )

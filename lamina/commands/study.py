@@ -35,7 +35,7 @@ usage: lamina study list|show|run|worker [STUDY] [OPTIONS]      lamina study run
 
   list     list all studies with their claims and verdicts (--json: as JSON)
   show     show one study: the question, its settings and runs, the verdicts so far
-  run      train the missing runs, measure them, and judge the claims; OUTPUT/report.html is the page
+  run      train the missing runs, measure them, and judge the claims; OUTPUT/report.html shows the verdicts
   worker   train a share of a study's runs on this machine; several machines can share one --store
 
 examples:

@@ -100,7 +100,7 @@ _HYPERCLOVA = replace(
 )
 _MINICPM = Conversion(placement="minicpm", norms=_PRE_LN.norms, options={"scale_depth": "scale_depth"})
 _PARALLEL = {"wiring": "use_parallel_residual"}
-_ADDS = "sums both branches and adds the sum to the stream, whereas Lamina adds one branch after the other"
+_ADDS = "sums both branches and adds the sum to the residual stream, whereas Lamina adds one branch after the other"
 _NEOX = Conversion(
     placement="pre_ln",
     norms=_PRE_LN.norms,

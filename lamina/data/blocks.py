@@ -94,7 +94,8 @@ class ItemSource(Dataset[T], Generic[T], ABC):
 
 
 class BlockSource(ItemSource[TokenBlock], ABC):
-    """Token blocks by number, each a :class:`TokenBlock`; a sample is a LongTensor [blocks, sequence_length].
+    """A source of token blocks. An index gives one :class:`TokenBlock`; ``sample`` gives the token ids of several
+    blocks, [blocks, sequence_length].
 
     Attributes:
         parts: the sources of a mix and their shares; a single corpus is its only part.

@@ -88,7 +88,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         decides=False,
     )
     num_fewshot: int | None = setting(
-        None, "examples before each question (default: the number of the paper's set or of the task)", at_least(0)
+        None, "examples before each question (default: the number that the paper or the task uses)", at_least(0)
     )
     compare: bool = setting(
         False, "compare earlier evaluations item by item (MODEL is an evaluation's folder)", decides=False

@@ -119,7 +119,7 @@ class JobRow:
         return None if output is None else Path(str(output))
 
 
-MODEL = "OUTPUT/model is the model, and OUTPUT/report.html is the page."
+MODEL = "OUTPUT/model is the model, and OUTPUT/report.html shows the run."
 CHECKPOINT = "resume from the last checkpoint in the output folder"
 
 JOBS: dict[str, JobRow] = {}

@@ -139,7 +139,7 @@ def _check_runs(model: PreTrainedModel) -> None:
     """Raise UserError if a model does not run, or computes other logits with its cache than without.
 
     Lamina makes this check for untested backbones and for configurations from files. If their layers pass on more than
-    the stream, the built model can fail or lose information at its first token.
+    the residual stream, the built model can fail or lose information at its first token.
     """
     if model.main_input_name != "input_ids" or any(p.is_meta for p in model.parameters()):
         return

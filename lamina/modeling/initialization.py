@@ -189,8 +189,8 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     residuals = [residual for _, _, residual in sublayers(base)]
     if not all(isinstance(r.skip_scale, nn.Parameter) for r in residuals):
         raise UserError(
-            "init: 'admin' sets learned skip scales, which this placement does not have. Choose the placement "
-            "admin, or another init."
+            "init: 'admin' sets learned skip scales, which this placement does not have. Give the placement "
+            "'admin', or another init, such as 'normal'."
         )
     if input_ids is None:
         input_ids = random_inputs(base, 8, 64, torch.Generator().manual_seed(0))

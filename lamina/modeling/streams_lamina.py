@@ -18,7 +18,7 @@ DEPTH_READS = ("depth", "memory")  # what a sub-layer may read of the memory: wi
 
 
 class State(NamedTuple):
-    """The output of a block with a memory: the stream and the earlier states, each [batch, tokens, width]."""
+    """The output of a block with a memory: the residual stream and the earlier states, each [batch, tokens, width]."""
 
     stream: torch.Tensor
     memory: tuple[torch.Tensor, ...]
@@ -222,7 +222,7 @@ class StateSources(LaminaWiring):
         self.begin(learned=spec["learned"] != "no")
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """Return the initial weights of the stream and the states, [1 + states].
+        """Return the initial weights of the residual stream and the states, [1 + states].
 
         If each weight is a vector, the shape is [1 + states, width]. If queries, keys, values and the stream have
         separate sums, the shape is [4, 1 + states].
@@ -249,7 +249,7 @@ class StateSources(LaminaWiring):
     def forward(
         self, x: torch.Tensor, memory: tuple[torch.Tensor, ...]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the stream [batch, tokens, width].
+        """Return the residual stream [batch, tokens, width].
 
         With four sums, also return the inputs of queries, keys and values, [batch, tokens, 3, width].
         """
@@ -291,7 +291,7 @@ class Collapse(nn.Module):
 
 
 class BlockState(NamedTuple):
-    """Describes how a block changes the streams and the memory.
+    """Describes how a block changes the residual streams and the memory.
 
     In the first block, ``streams`` is the number of streams that the block makes of its input; in other blocks,
     ``streams`` is 0. If ``sources`` is set, the block reads these earlier states instead of the stream. With

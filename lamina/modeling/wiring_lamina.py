@@ -518,7 +518,7 @@ ONE_STREAM = BlockState()
 class Block(GradientCheckpointingLayer):
     """A layer of the model: the attention's Residual, then the feed-forward's Residual.
 
-    ``arguments`` are the names of the layer's positional arguments after the stream.
+    ``arguments`` are the names of the layer's positional arguments after the residual stream.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ A sub-layer computes
     y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
 Here A is ``pre_norm``, B is ``out_norm`` and C is ``post_norm`` (the positions of Figure 2 in the Peri-LN paper). s is
-the skip's source: the stream x, the block's input (FuseNorm's feed-forward) or the sum of both (B2T).
+the skip's source: the residual stream x, the block's input (FuseNorm's feed-forward) or the sum of both (B2T).
 
 A plan is plain data: it needs neither torch nor transformers, and does not change in a round trip through JSON.
 """
@@ -134,7 +134,7 @@ class Streams:
     are learned numbers plus the tanh of a projection of each normed stream (Hyper-Connections). "sigmoid" weights are
     the sigmoid of a projection of all streams; for writing, they are multiplied by ``magnitude`` (mHC). "gate" weights
     are Qwen's: a share of each channel, from a projection of rank ``rank``. ``mix`` is the "identity", a "free" matrix
-    or a doubly stochastic matrix ("sinkhorn"). ``normed`` names the streams that the post_norm normalizes; if
+    or a doubly stochastic matrix ("sinkhorn"). ``normed`` names the residual streams that the post_norm normalizes; if
     ``normed`` is empty, the post_norm normalizes all streams. ``norms`` gives each stream an RMSNorm: "stream"
     normalizes the stream itself, and "read" normalizes only the values that the sub-layer reads. If ``norms`` is empty,
     the streams have no norms.
@@ -190,7 +190,7 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """The sum that replaces the stream x in a layer: ``stream`` * x plus weighted earlier states.
+    """The sum that replaces the residual stream x in a layer: ``stream`` * x plus weighted earlier states.
 
     ``states`` holds pairs of a state's index and its initial weight. State 0 is x^0, and state l is the output of the
     l-th block. With ``learned`` "scalar" or "vector", each weight is a learned number or a learned vector. With
@@ -242,7 +242,8 @@ class Sublayer:
     states alone. ``inner_norm`` is inside the module, before its last projection (SubLN).
 
     ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
-    output projections. ``gate_gain`` is the factor for a gated feed-forward's gate. The forward pass uses neither.
+    output projections. ``gate_gain`` is the factor for a gated feed-forward's gate. Only initializers
+    use these two factors.
     """
 
     pre_norm: Norm | None = None
@@ -342,8 +343,8 @@ class Layer:
         for name, value in (("skip", self.attention.skip), ("read", self.attention.read)):
             if value != "stream" and (name == "skip" or value == "block_input"):
                 raise UserError(
-                    f"attention.{name}: {value!r} equals the stream, because the attention is the first sub-layer of "
-                    f"its block. Set {name} to 'stream'."
+                    f"attention.{name}: {value!r} equals the residual stream, because the attention is the first "
+                    f"sub-layer of its block. Set {name} to 'stream'."
                 )
         if self.sources and self.sources.multiway and self.attention.read != "stream":
             raise UserError(
@@ -402,7 +403,7 @@ class Plan:
         self._check_state()
 
     def _check_state(self) -> None:
-        """Raise UserError if sub-layers disagree on the streams or the states that blocks pass on."""
+        """Raise UserError if sub-layers disagree on the residual streams or the states that blocks pass on."""
         halves = [half for layer in self.layers for half in (layer.attention, layer.feed_forward)]
         counts = {len(half.streams.read) if half.streams else 1 for half in halves}
         counts.add(len(self.readout.read) if self.readout else 1)
@@ -447,7 +448,7 @@ class Plan:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the blocks return earlier states in addition to the stream."""
+        """Whether the blocks return earlier states in addition to the residual stream."""
         layers = any(layer.sources or layer.boundary or layer.inner_boundary for layer in self.layers)
         return layers or self.final_sources is not None
 

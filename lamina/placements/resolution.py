@@ -331,7 +331,7 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
 
 
 def _on_the_stream(plan: Plan) -> Iterator[str]:
-    """Name each part of a plan that changes the stream other than by adding a branch."""
+    """Name each part of a plan that changes the residual stream other than by adding a branch."""
     records: list[tuple[str, Plan | Layer | Sublayer, tuple[str, ...]]] = [("the plan", plan, AT_THE_ENDS)]
     for index, layer in enumerate(plan.layers):
         records.append((f"layer {index}", layer, SUBLAYERS))

@@ -80,7 +80,7 @@ def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) ->
 
 
 def _collapsed(plan: Plan, how: str) -> Plan:
-    """Join the streams after the last block by their mean, their sum, or the sum of the normalized streams."""
+    """Join the residual streams after the last block by their mean, their sum, or the sum of the normalized streams."""
     if plan.readout is None or plan.readout.normed or plan.readout.norms:
         raise UserError(f"collapse: {how!r} has no effect with this wiring. Leave collapse out.")
     n = plan.streams
@@ -111,7 +111,7 @@ def identity_hc(plan: Plan, size: int | None) -> Plan:
 
 @wiring("mhc", equation="h = r S, S' = M S + w b, M doubly stochastic", source="mHC (arXiv 2512.24880); deepseek_v4")
 def mhc(plan: Plan, size: int | None, start: str | None = None) -> Plan:
-    """Add Hyper-Connections whose mixing keeps the streams' sum. Sinkhorn's iterations run in float32.
+    """Add Hyper-Connections whose mixing keeps the residual streams' sum. Sinkhorn's iterations run in float32.
 
     ``start`` "liger" initializes the weights as Liger's kernels do: all biases are 0, and the projections are N(0,
     0.02^2). With these values, each sub-layer at first reads all streams equally and mixes the streams fully. The
@@ -151,7 +151,7 @@ def hc(plan: Plan, size: int | None) -> Plan:
     source="arXiv 2409.19606 Sec 2.2, Algorithm 2",
 )
 def dynamic_hc(plan: Plan, size: int | None) -> Plan:
-    """Add dynamic Hyper-Connections, whose weights depend on the streams."""
+    """Add dynamic Hyper-Connections, whose weights depend on the residual streams."""
     return _hyper(plan, size, dynamic=True)
 
 
@@ -208,13 +208,13 @@ def _with_sources(plan: Plan, of: Callable[[int], Sources | None], last: Sources
 
 @wiring("x0", equation="x <- a x + b x_0 before each block", source="modded-nanogpt; nanochat's lambdas")
 def x0(plan: Plan) -> Plan:
-    """Add the embedding to the stream before every block; a = 1 and b = 0 at the start."""
+    """Add the embedding to the residual stream before every block; a = 1 and b = 0 at the start."""
     return _with_sources(plan, lambda index: Sources(states=((0, 0.0),)))
 
 
 @wiring("denseformer", equation="x_l <- sum_i w_li x_i after each block", source="DenseFormer (arXiv 2402.02622) Eq 2")
 def denseformer(plan: Plan, start: str | None = None) -> Plan:
-    """Replace the stream with a weighted sum of all states so far. At first, only the last state has a weight.
+    """Replace the residual stream with a weighted sum of all states so far. At first, only the last state has a weight.
 
     With ``start`` "mean", all l + 1 weights start at 1 / (l + 1). With "dlcl", each state also passes an RMSNorm before
     Lamina sums and stores it, as in DLCL's Pre-LN (arXiv 1906.01787).

@@ -487,6 +487,6 @@ def _constant(sub: Sublayer, scale: str) -> float:
 
 
 def nameless(plan: Plan) -> Placement:
-    """Return a placement without texts for a plan whose placement may not be registered here."""
+    """Return a placement with empty texts for a plan, because the plan's placement may be unknown in this process."""
     texts = dict.fromkeys(("title", "source", "initialization", "advice", "description"), "")
     return Placement(name=plan.placement, equation=(), options=(), make=lambda num_layers: plan, **texts)

@@ -341,8 +341,8 @@ class BurningIn:
     def train(self, stops: Iterator[int]) -> None:
         """Train up to each step that ``stops`` yields, and measure the model at this step.
 
-        The training ends after the last stop, or when a loss or gradient is not finite. Lamina asks ``stops`` for the
-        next step only after the measurement.
+        The training ends after the last step of ``stops``, or when a loss or gradient is not finite. Lamina asks
+        ``stops`` for the next step only after the measurement.
         """
         target = next(stops, None)
 

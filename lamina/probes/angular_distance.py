@@ -138,14 +138,14 @@ def scaled_rows(distances: Frame) -> pd.DataFrame:
 
 
 def _early_or_deep(turns: np.ndarray) -> list[str]:
-    """Say whether early or deep layers rotate the stream less. Compare medians: end layers are often extreme."""
+    """Say whether early or deep layers rotate the residual stream less. Medians are safe from extreme end layers."""
     if len(turns) < 4 or not np.isfinite(turns).all():
         return []
     half = len(turns) // 2
     early, deep = float(np.median(turns[:half])), float(np.median(turns[-half:]))
     numbers = f"the median angle is {deep:.3f} in the deeper half of the layers and {early:.3f} in the earlier half"
     if max(early, deep) < 1.2 * min(early, deep):
-        return [f"Neither the early nor the deep layers are clearly more similar: {numbers}."]
+        return [f"The early layers change the residual stream's direction about as much as the deep layers: {numbers}."]
     similar = "deep" if deep < early else "early"
     return [
         f"The {similar} layers are more similar: {numbers} (Mix-LN finds this for deep layers in Pre-LN models "

@@ -309,7 +309,7 @@ class Bounds(ShortProbe):
         self._add_all(measured)
 
     def _branches(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> list[Sides]:
-        """Return both sides of FuseNorm's Eq 13 and 21, even for layers that return more than the stream."""
+        """Return both sides of FuseNorm's Eq 13 and 21, even for layers that return more than the residual stream."""
         sublayers = [(site.index, part) for site in context.structure.layers for part in site.sublayers]
         found: dict[int, torch.Tensor] = {}
         points = {at: part.contribution for at, (_, part) in enumerate(sublayers)}

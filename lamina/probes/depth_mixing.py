@@ -45,7 +45,7 @@ class DepthMixing(ShortProbe):
 
     If blocks return several streams or earlier states, mixing describes the state that a layer reads from them
     (``layer`` = N: the final norm's input). With several streams, composite_gain is the stretch of all streams
-    together. With earlier states, composite_gain is the stretch from the stream to the final norm's input.
+    together. With earlier states, composite_gain is the stretch from the residual stream to the final norm's input.
 
     Args:
         sequences: number of sequences to measure (0: all; default: all of your own text, 1 of a corpus).

@@ -141,7 +141,10 @@ class Gradients(Probe):
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         norms = frame[frame["metric"] == "gradient_norm"].set_index(["sublayer", "role", "layer"])["value"].sort_index()
-        labels = (("all", "The layers' gradient norm", "layer"), ("state", "The gradient norm of the stream", "state"))
+        labels = (
+            ("all", "The layers' gradient norm", "layer"),
+            ("state", "The gradient norm of the residual stream", "state"),
+        )
         for role, label, what in labels:
             if ("block", role) in norms.index:
                 yield from _along_depth(label, norms["block", role], what)

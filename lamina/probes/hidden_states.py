@@ -551,7 +551,7 @@ def headroom(peak: Frame) -> str:
     text = f"The largest |x| is {peak['value']:.4g}, in state {peak['layer']} at channel {peak['channel']}, token "
     text += f"{peak['position']}{token}: "
     if not peak["value"] > 0:
-        return text + "the stream is 0."
+        return text + "the residual stream is 0."
     factor = FP16_MAX / peak["value"]
     if factor < 1:
         return text + f"{1 / factor:.3g} times FP16's limit of 65504, which overflows."

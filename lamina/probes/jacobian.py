@@ -69,7 +69,7 @@ class JacobianProbe(ShortProbe):
       mean over tokens.
 
     If a model has several streams, a layer's rows treat all streams jointly, and have no ``formula``. The weights that
-    read, mix and write the streams are part of the residual path. Two further roles describe the streams:
+    read, mix and write the residual streams are part of the residual path. Two further roles describe the streams:
 
     - stream: ``norm`` is ||dS_i^(l+1)/dS_i^l||_2 of the stream number ``index``.
     - collapsed: ``norm`` is the norm for the streams' mean, if all streams change equally.

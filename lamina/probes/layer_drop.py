@@ -383,7 +383,7 @@ class PassesWithoutLayers(ExitStack):
 
     The context keeps only one state, so call it in ascending order of the first omitted layer l. A pass computes only
     the layers after the omitted layers; the earlier layers return the stored x^l. On average, this costs half of a
-    whole pass. If a model changes the stream between two layers, Lamina runs whole passes.
+    whole pass. If a model changes the residual stream between two layers, Lamina runs whole passes.
     """
 
     def __init__(self, context: Context, run: Callable[[], torch.Tensor]):

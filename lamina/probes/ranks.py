@@ -32,7 +32,7 @@ class Ranks(Probe):
 
     If the model has several streams, each layer mixes them with a matrix [n, n]. Rows with role streams hold the
     effective_rank of the product of the matrices of layers 0 ... ``layer``, averaged over tokens. This rank is 1 if
-    only one mean of the streams is left, and n if all streams are distinct. Norms on the streams do not count.
+    only one mean of the residual streams is left, and n if all streams are distinct. Norms on the streams do not count.
 
     Note: a rank is at most the number of tokens, so compare sequences of one length.
     """

@@ -101,7 +101,7 @@ class Similarity(DirectionsProbe):
         )
         yield from chart(
             frame[frame["metric"] == "block_influence"],
-            *("Block influence", "1 - cosine between the stream before and after the layer"),
+            *("Block influence", "1 - cosine between the residual stream before and after the layer"),
             "Block influence (ShortGPT): a layer with a small value changes the direction of the residual stream "
             "little.",
             x="start",
@@ -123,7 +123,7 @@ class Similarity(DirectionsProbe):
             least, most = influence.nsmallest(count), influence.nlargest(1)
             layers = ranges([int(layer) for layer in least.index])
             yield (
-                f"Layer{f's {layers} change' if count > 1 else f' {layers} changes'} the stream's direction least "
-                f"(block influence at most {least.max():.3f}), and layer {int(most.index[0])} changes it most "
+                f"Layer{f's {layers} change' if count > 1 else f' {layers} changes'} the residual stream's direction "
+                f"least (block influence at most {least.max():.3f}), and layer {int(most.index[0])} changes it most "
                 f"({most.iloc[0]:.3f})."
             )

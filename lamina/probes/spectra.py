@@ -264,10 +264,12 @@ class Spectra(Probe):
         for role, side in (("pre", "before"), ("post", "after")):
             if (role, "hard_rank") in means.index:
                 yield (
-                    f"The feed-forward's activations {side} the nonlinearity have a hard rank of "
-                    f"{means[role, 'hard_rank']:.3f} and a soft rank of {means[role, 'soft_rank']:.3f} of their width, "
-                    f"and an EDR of {means[role, 'edr']:.1f} by our definition (means over the layers, "
-                    f"{means[role, 'tokens']:.0f} tokens)."
+                    f"{side.capitalize()} the nonlinearity, the feed-forward's activations use a share of "
+                    f"{means[role, 'hard_rank']:.3f} of their width by hard rank (the participation ratio of their "
+                    f"covariance's eigenvalues) and of {means[role, 'soft_rank']:.3f} by soft rank (exp of the "
+                    f"eigenvalues' entropy). The effective dimension ratio, by our definition, is "
+                    f"{means[role, 'edr']:.1f}. All three are means over the layers, on "
+                    f"{means[role, 'tokens']:.0f} tokens."
                 )
 
 

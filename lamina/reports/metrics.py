@@ -8,7 +8,7 @@ SECTIONS = {
     "Gradients": "Gradient norm by layer",
     "Variances": "Hidden variance by layer",
     "Updates": "Update-to-weight ratio by layer",
-    "Magnitudes": "Magnitudes of the stream",
+    "Magnitudes": "Magnitudes of the residual stream",
     "Attention": "Largest attention logit",
     "Norm gains": "Norms' gains by layer",
     "Experts": "Load of the experts",

@@ -283,7 +283,7 @@ def lenient_mapping(path: Path) -> Json:
 def whole(folder: Path, what: str) -> Iterator[None]:
     """Raise UserError if the code in this context finds a folder's records incomplete. ``what`` names the job.
 
-    A UserError passes unchanged. An OSError also passes if Lamina cannot write the page.
+    A UserError propagates unchanged, and so does an OSError if Lamina cannot write the page.
     """
     try:
         yield

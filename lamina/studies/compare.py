@@ -1,4 +1,4 @@
-"""Compare placements on the same text, or find the learning rate at which their training fails."""
+"""Compare placements of the norms on the same text, or find the learning rate at which their training fails."""
 
 from __future__ import annotations
 

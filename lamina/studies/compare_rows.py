@@ -27,9 +27,10 @@ def compare(settings: Given, **modes: Unpack[Modes]) -> Frame:
 COMPARE = JobRow(
     name="compare",
     kind=Kind.COMPARE,
-    summary="train placements side by side on your text and write one page about them (the main job)",
+    summary="train one model with several placements of the norms side by side on your text (the main command)",
     about=(
-        "Train placements side by side on your text; OUTPUT/report.html shows which is best, which failed, and why."
+        "Train models that differ only in their placement (where the norms sit) side by side on your text.\n"
+        "OUTPUT/report.html shows which placement is best, which placements failed, and why."
     ),
     examples="""
   lamina compare
@@ -62,8 +63,8 @@ COORD_CHECK = JobRow(
     summary="check that no module's output grows with the model's width or depth, before and after a few steps",
     about=(
         "Check whether a module's output grows with the model's width or depth. Lamina trains several sizes for a few\n"
-        "steps on one batch and prints the exponent e of mean |x| ~ size^e. e should be 0. If e is above 0, the\n"
-        "output of a large model will blow up."
+        "steps on one batch and prints the exponent e of mean |x| ~ size^e for each output x. If e is 0, the\n"
+        "output keeps its size. If e is above 0, the output of a large model will blow up."
     ),
     examples="""
   lamina coord-check

@@ -40,8 +40,8 @@ Evaluate trained models: their perplexity per token, word and byte on a text (--
 lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, a run's folder, or a study's folder. For
 a study, Lamina reports the mean and the standard deviation over the seeds.
 
-OUTPUT/report.html is the page. table.csv, table.md and table.tex hold the table in the papers' form. results.csv holds
-all numbers, and items/ holds the scores of every question.
+OUTPUT/report.html shows the results. table.csv, table.md and table.tex hold one table with a row per model, as papers
+print it. results.csv holds all numbers, and items/ holds the scores of every question.
 
 --tasks takes any task, group or tag of the harness, and these sets:""",
     examples="""
@@ -59,7 +59,7 @@ all numbers, and items/ holds the scores of every question.
         "``models`` (paths of checkpoints, runs and studies) and ``tasks`` may also be lists. Returns "
         "the content of result.json."
     ),
-    raises="an unknown task, data or a checkpoint that can't be read",
+    raises="an unknown task, or data or a checkpoint that Lamina can't read",
     resumes="evaluate only unfinished tasks",
     positional=("models...",),
     listing=listing,

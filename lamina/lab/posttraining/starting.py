@@ -198,8 +198,8 @@ def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: 
 def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
     """Quantize all linear layers except the output head with bitsandbytes on the run's device, if the settings ask to.
 
-    nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), and int8 is LLM.int8(). ``dtype`` is the
-    dtype of nf4's products. Checkpoints of a quantized model hold only the trained weights.
+    nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), and int8 is LLM.int8(). nf4 layers
+    multiply matrices in ``dtype``. Checkpoints of a quantized model hold only the trained weights.
     """
     if not settings.quantized:
         return

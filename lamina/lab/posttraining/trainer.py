@@ -32,7 +32,7 @@ C = TypeVar("C", bound=TrainingArguments)
 _REFUSED = {
     r"model_init_kwargs|trust_remote_code|pad_token": "Lamina takes the model and its tokenizer from --from",
     r"dataset_kwargs|shuffle_dataset|eval_packing": "Lamina orders the rows, so that a run resumes exactly",
-    r"sync_ref_model|ref_model_\w+": "Lamina's records and checkpoints need a fixed reference model",
+    r"sync_ref_model|ref_model_\w+": "Lamina's records and checkpoints need a reference model that does not change",
     r"num_generations_eval": "an evaluation samples one answer per held-out prompt",
     r"generation_batch_size": "set by trl.steps_per_generation",
     r"log_\w+": "Lamina already writes held_out.jsonl and metrics.jsonl",
@@ -57,7 +57,7 @@ def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
             flag = f"trainer.{name}" if flag in (None, "trainer") else flag.replace("_", "-")
             raise UserError(f"trl.{name}: --{flag} sets it. Use --{flag}.")
         if name in refused:
-            raise UserError(f"trl.{name}: {refused[name]}. Leave it out.")
+            raise UserError(f"trl.{name}: {refused[name]}. Leave out trl.{name}.")
         if name not in names:
             raise unknown("trl argument", name, names - trainer_fields - refused.keys())
     try:

@@ -69,7 +69,7 @@ class Equivalent:
 
     Args:
         placement: the model type's placement, as ``lamina.placements.resolve`` reads it.
-        one_norm: whether both branches read the stream through the attention's norm.
+        one_norm: whether both branches read the residual stream through the attention's norm.
         norms: the position of each norm in Lamina's block, by transformers' name of the norm.
         qk_norm: the norms on queries and keys: "off", "head" or "full" (the full width).
         bias: whether queries, keys and values have biases.

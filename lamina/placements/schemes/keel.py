@@ -33,8 +33,8 @@ def keel(
     variant: Literal["keel", "scale", "scale_gain", "scale_gain_norm"] = "keel",
     first_layer: Literal["paper", "post_ln", "pre_ln", "scaled", "keel"] = "paper",
 ) -> Plan:
-    """The outer norm fixes the stream's scale. Alpha keeps the gradient from vanishing: the product of the blocks'
-    Jacobians tends to 1.
+    """The outer norm fixes the residual stream's scale. Alpha keeps the gradient from vanishing: the product of the
+    blocks' Jacobians tends to 1.
 
     Args:
         alpha: the constant on the skip (default: the number of sub-layers, 2 N; the paper never learns it).
@@ -43,10 +43,10 @@ def keel(
             x)) with a learned vector b, and "scale_gain_norm" is LN(alpha x + F(b * LN(x))), whose inner norm has no
             gain. "scale_gain_norm" computes the same function as Keel with as many parameters, because b acts as the
             inner norm's gain.
-        first_layer: the first block. "paper": both sub-layers have alpha = 1, and the attention has no outer norm.
-            "post_ln": like "paper", but the feed-forward also has no inner norm (the other reading of "degrades to
-            standard Pre-LN or Post-LN blocks"). "pre_ln": the whole block is Pre-LN. "scaled": like "paper", but the
-            feed-forward keeps alpha. "keel": like every other block.
+        first_layer: the norms and alpha of the first block. "paper": both sub-layers have alpha = 1, and the attention
+            has no outer norm. "post_ln": like "paper", but the feed-forward also has no inner norm (the other reading
+            of "degrades to standard Pre-LN or Post-LN blocks"). "pre_ln": the whole block is Pre-LN. "scaled": like
+            "paper", but the feed-forward keeps alpha. "keel": like every other block.
     """
     if alpha is not None and alpha <= 0:
         raise UserError(f"placement 'keel': option 'alpha' is {alpha!r}. Give a number above 0.")

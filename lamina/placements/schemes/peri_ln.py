@@ -13,7 +13,8 @@ from lamina.placements.registry import placement
     advice="The paper's peak learning rate is 2e-3 at 400M parameters, with 10 % warm-up. The weight decay is 0.033.",
 )
 def peri_ln(num_layers: int, *, embedding_norm: bool = True, learnable_gain: bool = True) -> Plan:
-    """The norm on each module's output bounds the branch, so the stream's variance grows linearly in depth (Eq 4).
+    """The norm on each module's output bounds the branch, so the residual stream's variance grows linearly in
+    depth (Eq 4).
 
     Args:
         embedding_norm: a norm on the embedding (y_0 = Norm(x_0)); the paper's main runs have it.

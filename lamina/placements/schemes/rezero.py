@@ -35,7 +35,7 @@ def rezero(num_layers: int) -> Plan:
     ),
 )
 def skipinit(num_layers: int, *, start: Literal["depth", "zero"] = "depth") -> Plan:
-    """SkipInit is ReZero with gates that start at 1 / sqrt(sub-layers). Batch norm scales a branch by the same factor.
+    """SkipInit is ReZero with gates that start at 1 / sqrt(sub-layers), the factor by which batch norm scales a branch.
 
     Args:
         start: "depth": the paper's 1 / sqrt(number of branches); "zero": the paper's other choice, which is ReZero.

@@ -492,7 +492,10 @@ def _ends(
             if abs(scale / root_of_width - 1.0) <= 1e-3:
                 facts["embedding_scale"] = "sqrt_hidden_size"
         else:
-            notes.append("x^0 is not a multiple of a row of the embedding table (it may include position embeddings)")
+            notes.append(
+                "the first layer's input x^0 is not a multiple of a token's row in the embedding table (x^0 may "
+                "include position embeddings)"
+            )
     return facts | _head_norms([norm for group in groups for norm in group.inner], notes)
 
 

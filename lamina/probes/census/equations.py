@@ -57,7 +57,7 @@ class BranchTerm:
     position to its kind.
 
     ``pre_scale`` is None if the module's input is not a multiple of the preceding norm's output. With ``beside``, x is
-    the block's input, before the block's earlier sub-layers have added to the stream.
+    the block's input, before the block's earlier sub-layers have added to the residual stream.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Sum:
     def text(self) -> str:
         """Return the equation, such as ``y = rms(64 stream + attention(rms(stream)))``."""
         if not self.skip:
-            return f"no combination of the stream and {', '.join(b.kind for b in self.branches)} fits"
+            return f"no combination of the residual stream and {', '.join(b.kind for b in self.branches)} fits"
         terms = [f"{factor}{name}" for name, factor in self.skip.items()]
         for branch in self.branches:
             read = BLOCK_INPUT if branch.beside else STREAM
@@ -128,7 +128,7 @@ def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()
 
 
 def _groups(site: LayerSite) -> list[list[tuple[int, SublayerSite]]]:
-    """Group the sub-layers that run side by side: no module reads the stream between their additions."""
+    """Group the sub-layers that run side by side: no module reads the residual stream between their additions."""
     groups: list[list[tuple[int, SublayerSite]]] = [[]]
     for number, sublayer in enumerate(site.sublayers):
         if groups[-1] and groups[-1][-1][1].after is not None and groups[-1][-1][1].after is not sublayer.after:

@@ -35,7 +35,7 @@ _MOVED, _SAME = 1e-3, 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class StateRead:
-    """A weighted sum of the layers' inputs x^0 .. x^l that a layer reads instead of the stream.
+    """A weighted sum of the layers' inputs x^0 .. x^l that a layer reads instead of the residual stream.
 
     ``into`` names the reader: the stream itself, queries, keys, values, or a sub-layer's branch. ``states`` lists the
     indices of the states with a weight; -1 is the stream inside a layer. ``weights`` is "constant", "learned" or "by
@@ -65,7 +65,7 @@ class _Reader:
 
 
 class MemoryLayers:
-    """A model's layers that return the stream and earlier states, as ``declared_structure`` finds them."""
+    """A model's layers that return the residual stream and earlier states, as ``declared_structure`` finds them."""
 
     def __init__(self, structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]):
         self.root, self.inputs = root, inputs
@@ -78,7 +78,7 @@ class MemoryLayers:
         return [reader.module for reader in self.readers]
 
     def watch(self, points: Mapping[Hashable, Point]) -> Tensors:
-        """Return the tensors at the points. The sums that replace the stream count as the layers' inputs."""
+        """Return the tensors at the points. The sums that replace the residual stream count as the layers' inputs."""
         with self._noted():
             tensors = dict(watched_rows(self.root, self.inputs, points))
         width = self.structure.hidden_size

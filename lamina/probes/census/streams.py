@@ -201,7 +201,7 @@ class StreamLayers:
 
     @contextmanager
     def _stirred(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Add noise to each layer's streams, so that all streams differ. Yields the streams by layer."""
+        """Add noise to each layer's streams, so that all streams differ. Yields the residual streams by layer."""
         stirred: dict[int, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(0)
 

@@ -22,7 +22,7 @@ from lamina.probes.structure.sites import LayerSite, Point
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of a layer by the model: the stream x^l and all other arguments of the layer.
+    """One call of a layer by the model: the residual stream x^l and all other arguments of the layer.
 
     ``calls`` counts how often each module ran before the layer, so that all points belong to the same call.
     """
@@ -50,7 +50,7 @@ class LayerCall:
             return self(x)
 
     def observe(self, points: Mapping[Key, Point], x: torch.Tensor) -> tuple[torch.Tensor, dict[Key, torch.Tensor]]:
-        """Return the stream after the layer and the tensors at ``points``, both with their graphs."""
+        """Return the residual stream after the layer and the tensors at ``points``, both with their graphs."""
         tensors: dict[Key, torch.Tensor] = {}
         with intercept(points, lambda key, tensor: tensors.update({key: tensor}), calls=self.calls):
             return self(x), tensors

@@ -48,8 +48,8 @@ _FAMILIES = {
     frozenset({"post_norm"}): "Post-LN",
     frozenset({"pre_norm", "out_norm"}): "norms before and after each module (Peri-LN, Sandwich-LN)",
     frozenset({"out_norm"}): "norms on each module's output (OLMo 2)",
-    frozenset({"pre_norm", "post_norm"}): "norms on each module's input and on the stream (Keel, Pre-Post-LN)",
-    frozenset(): "no norms on inputs, outputs or the stream",
+    frozenset({"pre_norm", "post_norm"}): "norms on each module's input and on the residual stream (Keel, Pre-Post-LN)",
+    frozenset(): "no norms on inputs, outputs or the residual stream",
 }
 _RUNNING = ("running", "the probe is still running, or was killed (continue with --resume)")
 POLICY = ResumePolicy(what="folder", free=ProbeSettings.free())

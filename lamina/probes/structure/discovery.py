@@ -23,7 +23,7 @@ from lamina.probes.structure.tracing import Call, Factor, Op, Trace, trace
 
 @dataclass(eq=False)
 class Branch:
-    """A branch: the tensor that one module adds to the stream."""
+    """A branch: the tensor that one module adds to the residual stream."""
 
     source: Call  # its output, times factor, is what is added
     factor: Factor = None
@@ -37,7 +37,7 @@ class Branch:
 
 @dataclass(eq=False)
 class Addition:
-    """Branches added to the stream at one moment (two if they run side by side)."""
+    """Branches added to the residual stream at one moment (two if they run side by side)."""
 
     op: Op
     branches: list[Branch]
@@ -62,7 +62,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Tag:
-    """The role of a tensor: the stream, a norm of the stream, or a branch, which may have several parts."""
+    """The role of a tensor: the residual stream, a norm of the stream, or a branch, which may have several parts."""
 
     kind: str  # stream | normed | branch
     parts: tuple[_Part, ...] = ()
@@ -212,7 +212,7 @@ class TracedLayer:
         return same and self.record.floating[value]
 
     def _carry(self, tag: _Tag | None) -> None:
-        """Mark this tensor as the stream."""
+        """Mark this tensor as the residual stream."""
         if tag is None or tag.kind == "branch":
             return
         if tag.kind == "normed" and tag.norm is not None:
@@ -307,7 +307,7 @@ class TracedLayer:
         return None if key is None else Point(first.module, first.path, "input", first.number, None, key)
 
     def _after(self, value: int) -> Point | None:
-        """Return the point of the stream after an addition, and after its post_norm if it has one."""
+        """Return the point of the residual stream after an addition, and after its post_norm if it has one."""
         norm = next((c for c in self.calls if id(c) in self.post and value in self._same(c)), None)
         if norm is not None:
             return Point(norm.module, norm.path, "output", norm.number)
@@ -403,7 +403,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     if strange:
         some = ", ".join(map(str, strange[:5])) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
         notes.append(
-            f"layer {some} adds to the stream a tensor that is not a module's output, so Lamina skips its "
+            f"layer {some} adds to the residual stream a tensor that is not a module's output, so Lamina skips its "
             "sub-layers and measures only whole layers"
         )
         for index in strange:
@@ -488,11 +488,11 @@ def _declared_layer(index: int, path: str, block: nn.Module, record: Trace) -> L
     return LayerSite(index, block, path, 0, tuple(sublayers), carries_more=True, reads=point)
 
 
-_ONE_OF_MEMORY = "The states are only the stream, without the earlier states that the model stores."
+_ONE_OF_MEMORY = "The states are only the residual stream, without the earlier states that the model stores."
 
 
 def _chains(record: Trace) -> list[list[Call]]:
-    """Return runs of calls that pass the stream from one to the next and add to it."""
+    """Return runs of calls that pass the residual stream from one to the next and add to it."""
     chains: list[list[Call]] = []
     same = _sources(record.ops)
     for family in _families(record):

@@ -126,7 +126,8 @@ def _check_axes(structure: Structure, tensors: Tensors, batch: torch.Tensor) -> 
     for state in structure.states():
         if state not in tensors:
             raise UserError(
-                f"model: Lamina cannot watch the stream of layer {state}. Name another list of layers with --layers."
+                f"model: Lamina cannot record the residual stream at layer {state}. Name another list of layers with "
+                "--layers."
             )
         shape = tensors[state].shape
         right = len(shape) == 3 and shape[0] == len(batch) and shape[2] == structure.hidden_size
@@ -135,8 +136,8 @@ def _check_axes(structure: Structure, tensors: Tensors, batch: torch.Tensor) -> 
         if not right:
             inputs = f"sequences of {batch.shape[1]} tokens" if batch.ndim == 2 else "images"
             raise UserError(
-                f"model: the stream at {_path(structure, state)} is {list(shape)} for {len(batch)} {inputs}. Choose "
-                "a model whose layers return [batch, tokens, width]."
+                f"model: the residual stream at {_path(structure, state)} is {list(shape)} for {len(batch)} {inputs}. "
+                "Choose a model whose layers return [batch, tokens, width]."
             )
 
 
@@ -169,7 +170,7 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
 
 
 def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
-    """Return whether skip + contributions gives the input of each norm on the stream, and the layer's output.
+    """Return whether skip + contributions gives the input of each norm on the residual stream, and the layer's output.
 
     The skip is the stream after the preceding sub-layer, the layer's input, or the sum of these tensors. Lamina fits a
     factor per channel, because some placements scale the skip. These factors are too few to hide a contribution.

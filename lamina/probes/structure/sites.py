@@ -132,7 +132,7 @@ class FeedForward:
 
 @dataclass(frozen=True, eq=False)
 class SublayerSite:
-    """One addition to the stream. Two additions of a layer may run side by side (GPT-NeoX).
+    """One addition to the residual stream. Two additions of a layer may run side by side (GPT-NeoX).
 
     ``kind`` is attention, feed_forward, or mixer for any other module. ``contribution`` is the added tensor, after an
     out_norm. ``after`` is the stream after the addition and a post_norm; None if no module reads or writes this tensor.
@@ -166,12 +166,12 @@ class LayerSite:
 
     @property
     def input(self) -> Point:
-        """x^l, the stream before the layer."""
+        """x^l, the residual stream before the layer."""
         return Point(self.module, self.path, "input", self.call, None, self.argument, collapse=self.carries_more)
 
     @property
     def output(self) -> Point:
-        """x^(l+1), the stream after the layer."""
+        """x^(l+1), the residual stream after the layer."""
         return Point(self.module, self.path, "output", self.call, collapse=self.carries_more)
 
 
@@ -227,7 +227,7 @@ class Structure:
         return points
 
     def reads(self) -> dict[int, Point]:
-        """Return the points that layers and the final norm read instead of the stream, by state."""
+        """Return the points that layers and the final norm read instead of the residual stream, by state."""
         reads = [*(site.reads for site in self.layers), self.end]
         return {state: point for state, point in enumerate(reads) if point is not None}
 

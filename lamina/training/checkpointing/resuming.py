@@ -164,7 +164,7 @@ class Rollbacks:
 
     @property
     def skips(self) -> list[Skip]:
-        """The data that the training order skips, as pairs (step, ahead)."""
+        """The data to skip, as pairs (step, ahead): after ``step``, the order has skipped ``ahead`` steps of data."""
         kept: list[Skip] = []
         for entry in self.done:
             kept = [skip for skip in kept if skip[0] < entry.step] + [(entry.step, entry.ahead)]

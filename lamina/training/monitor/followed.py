@@ -57,7 +57,7 @@ class Followed:
         return {spot: point for spot, point in points.items() if spot[0] not in self.unproved}
 
     def rows(self, model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
-        """Measure the stream on ``inputs``, and the norms' gains, as tidy rows."""
+        """Measure the residual stream on ``inputs``, and the norms' gains, as tidy rows."""
         if self.structure is None:
             return []
         return stream_rows(model, model, self.points, inputs, step) + rows_of_gains(gains_of(self.structure), step)

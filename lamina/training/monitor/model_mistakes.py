@@ -89,9 +89,9 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
             what=f"no gradient reaches {len(silent)} of the parameters ({setup.listed(silent)})",
             why="other parameters get one: an operation detaches what these compute, forward uses another module in "
             "their place, or what they compute has no effect",
-            do="Look for .detach(), .data, torch.no_grad() or .item() after them, for calls of the wrong module, "
-            "for router probabilities that do not multiply the experts' outputs or that are normalized to 1, and for "
-            "masks that select nothing (an image token that the batch lacks)",
+            do="Look for .detach(), .data, torch.no_grad() or .item() after these parameters, and for calls of the "
+            "wrong module. Check that router probabilities multiply the experts' outputs and do not always equal 1, "
+            "and that no mask is empty, such as a mask of image tokens in a batch without images",
         )
 
 

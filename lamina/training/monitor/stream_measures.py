@@ -59,7 +59,7 @@ def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tenso
 
 
 def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor], step: int) -> list[Row]:
-    """Measure x^0 and the stream after every sub-layer on one batch, and the largest |x| of all these states.
+    """Measure x^0 and the residual stream after every sub-layer on one batch, and the largest |x| of all these states.
 
     ``inputs`` are the arguments of a Lamina model, or only its main input: token ids [batch, tokens] or pixel values
     [batch, channels, height, width]. Runs the model uncompiled, in evaluation mode, without gradients, and in float32

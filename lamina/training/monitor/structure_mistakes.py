@@ -100,7 +100,7 @@ def skip_connections(setup: BeforeTraining) -> Iterator[Mistake]:
         if len(skips) >= max(3, len(layers)) and (without or twice) and any(map(is_norm, layers[0].modules())):
             yield Mistake(
                 what=f"the outputs of the layers of {path} contain their inputs {'twice' if twice else 'not at all'}",
-                why="with depth, the stream " + ("doubles" if twice else "and its gradient fade") + " at each layer",
+                why=f"with depth, the residual stream {'doubles' if twice else 'and its gradient fade'} at each layer",
                 do="Return x + f(norm(x)), where f is attention or the feed-forward: one residual connection for each",
             )
     first = seen.get(id(setup.blocks[0][1][0])) if setup.blocks else None
