@@ -1,5 +1,7 @@
 """`lamina.check` on properties: what must change the outputs and what must not, and what the loss's gradient asks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -121,6 +123,54 @@ def classes(**options):
     return of(Encoder(**options), ENTROPY, (IDS, torch.arange(6) % 3))
 
 
+class Tanh(nn.Module):
+    """A norm that is a tanh (DyT)."""
+
+    def __init__(self, alpha):
+        super().__init__()
+        self.alpha, self.weight = nn.Parameter(torch.full((1,), alpha)), nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return torch.tanh(self.alpha * x) * self.weight
+
+
+def bounded(alpha):
+    model = Words()
+    for layer in model.layers:
+        layer.norm1, layer.norm2 = Tanh(alpha), Tanh(alpha)
+    return of(model)
+
+
+class Bypassing(Changed):
+    """A model that calls the parts of its layers, and not the layers."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        hidden = self.words(x) + self.places(torch.arange(x.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for layer in self.layers:
+            hidden = self.factor * hidden + layer._sa_block(layer.norm1(hidden), mask, None)
+            hidden = self.factor * hidden + layer._ff_block(layer.norm2(hidden))
+        return self.head(self.norm(hidden))
+
+
+def hooked(factor):
+    model = Changed()
+    for layer in model.layers:
+        for parameter in layer.self_attn.parameters():
+            parameter.register_hook(lambda gradient: factor * gradient)
+    return of(model)
+
+
+def by_kept(none):
+    kept = torch.arange(11) < torch.tensor([7, 0 if none else 5, 7, 6, 9, 6])[:, None]
+    loss = lambda x, b: ((x.square().mean(-1) * b).sum(1) / b.sum(1)).mean()  # noqa: E731
+    return of(Words(), loss, (X, kept))
+
+
 class Own(nn.Module):
     """An RMSNorm of an own name, with what a mistake changes."""
 
@@ -225,6 +275,18 @@ def normed_weights(spare):
     )
 
 
+def with_shares(shape):
+    """Return a model with positive factors that decay, of a LayerScale or of RWKV's form."""
+    model = Changed()
+    for layer in model.layers:
+        layer.share = nn.Parameter(torch.linspace(0.1, 0.9, 16).reshape(shape))
+        layer.register_forward_hook(lambda m, args, x: args[0] + m.share * (x - args[0]))
+    shares = [layer.share for layer in model.layers]
+    others = [p for p in model.parameters() if all(p is not share for share in shares)]
+    groups = [{"params": shares, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return of(model, optimizer=torch.optim.AdamW(groups, lr=1e-3))
+
+
 def adapted(learns):
     model = BertForSequenceClassification(
         BertConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
@@ -264,15 +326,19 @@ FAULTS = {
     "changed_inputs: dropout": lambda: classes(p=0.1),
     "skip_connections: none": lambda: of(Changed(wrap=lambda layer: Around(layer, -1.0))),
     "skip_connections: two": lambda: of(Changed(wrap=lambda layer: Around(layer, 1.0))),
+    "skip_connections: none around parts": lambda: of(Bypassing(0.0)),
     "skip_connections: drowned words": lambda: of(Fixed(0.02)),
     "shift_of_labels: log-probabilities": lambda: of(
         Words(), lambda x, y: (likelihood(x, y) * torch.tensor([1, -1, 2, -1, 1, -2.0])[:, None]).mean(), (X, X)
     ),
     "shift_of_labels: rows": lambda: of(Words(), shift, (IDS % 50 + 2, IDS % 50 + 2)),
+    "shift_of_labels: of another tokenizer": lambda: of(Words(), batch=(X, X * 7 % 50 + 2)),
     "sign_of_loss": lambda: of(Words(), lambda x, y: likelihood(x, y).mean()),
     "first_loss: of all classes": lambda: of(
         Words(), lambda x, y: -(functional.one_hot(y, VOCAB) * x.log_softmax(-1)).mean()
     ),
+    "first_loss: a sum": lambda: of(Words(), lambda x, y: -likelihood(x, y).sum()),
+    "first_loss: a row without a mask": lambda: by_kept(none=True),
     "first_loss: a router": lambda: with_router(10.0),
     "first_loss: a row": lambda: of(Changed(lambda x: x.index_fill(0, torch.tensor([2]), float("nan")))),
     "empty_rows": lambda: by_mask(3),
@@ -283,13 +349,16 @@ FAULTS = {
     "loss_inputs: dropout": lambda: of(dropped()),
     "norm_gains: 1 + 1": lambda: normed(plus=1.0),
     "norm_gains: of a sum": lambda: normed(mean=False),
+    "norm_gains: tanh of 0": lambda: bounded(0.0),
     "weight_scales": lambda: experts(1.5),
     "repeated_layer: a part": lambda: shared("linear1"),
     "unregistered: of the loss": lambda: weighted(trained=False),
     "float16_gradients": lambda: (Words(), None, {"batch": (X, Y), "loss": in_float16}),
     "no_gradient_to_parts: routers": lambda: with_router(experts_per_token=1),
+    "no_gradient_to_parts: hooks": lambda: hooked(0.0),
     "no_gradient_to_parts: a table": lambda: replaced(table=True),
     "decayed_gains: Mamba": lambda: mamba(all_of=True),
+    "decayed_gains: scales": lambda: with_shares((16,)),
     "decayed_gains: weight norm": lambda: normed_weights(spare=False),
     "adapters": lambda: adapted(learns=False),
 }
@@ -298,6 +367,11 @@ SOUND = {
     "words and sinusoids alike": lambda: of(Fixed(1.0)),
     "dropout in training": lambda: classes(p=0.2),
     "layers": lambda: of(Changed()),
+    "parts of layers": lambda: of(Bypassing(1.0)),
+    "hooks that scale": lambda: hooked(0.5),
+    "tanh": lambda: bounded(0.5),
+    "a mask in each row": lambda: by_kept(none=False),
+    "shares that decay": lambda: with_shares((1, 1, 16)),
     "log-probabilities": lambda: of(Words(), lambda x, y: -likelihood(x, y).mean()),
     "a router": with_router,
     "answers": lambda: by_mask(0),
@@ -327,7 +401,11 @@ def test_a_sound_property_is_no_mistake(case):
 
 
 def test_padding_in_a_mean_and_decoders_without_positions_are_notes():
-    for (model, _, options), says in ((masked(mean=True), "mean"), (of(NoPlaces()), "two tokens")):
+    for (model, _, options), says in (
+        (masked(mean=True), "mean"),
+        (of(NoPlaces()), "two tokens"),
+        (of(Unturned()), "two tokens"),
+    ):
         found = lamina.check(model, adamw(model), **options)
         assert found == []
         (note,) = found.notes
@@ -338,6 +416,16 @@ class NoPlaces(Words):
     def __init__(self):
         super().__init__()
         self.places = nn.Embedding.from_pretrained(torch.zeros(32, 16))
+
+
+class Unturned(NoPlaces):
+    """A decoder of transformers' kind that computes rotary positions, which its first layer does not use (Flint)."""
+
+    config = SimpleNamespace(layer_types=["full_attention"])
+
+    def forward(self, x):
+        torch.arange(x.shape[1]).float().cos()
+        return super().forward(x)
 
 
 def test_states_of_an_encoder_that_the_loss_computes_are_no_mixed_rows():

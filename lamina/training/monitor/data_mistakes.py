@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from lamina.training.monitor.before_training import BeforeTraining, Mistake, checks, listing
 from lamina.training.monitor.first_pass import IGNORED, whole
@@ -34,7 +35,7 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     there = labels != IGNORED if labels is not None and not labels.is_floating_point() else None
     if targets is not None and (there is None or there.ndim != 2 or targets.counted.shape == there.shape):
         there = targets.counted
-    if there is None or there.ndim != 2 or (setup.trial is not None and setup.trial.other_row):
+    if there is None or there.ndim != 2 or (setup.trial is not None and setup.trial.strange):
         return
     none, following = int((~there).all(1).sum()), there[:, 1:][there[:, :-1]]
     if none and (none == len(there) or float(following.float().mean()) > IN_A_ROW):
@@ -49,10 +50,12 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
 def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find a causal model's labels that are shifted twice (by the batch and by the loss), backward, or not at all."""
     trial, offset = setup.trial, None
-    if trial is not None and trial.other_row:
+    tables = {m.num_embeddings for m in setup.model.modules() if isinstance(m, nn.Embedding)}
+    text = trial is not None and trial.logits is not None and trial.logits.shape[-1] in tables
+    if trial is not None and trial.strange and text and not setup.is_encoder_decoder:
         yield Mistake(
-            what="the targets of a row are the tokens of another row",
-            why="the loss shifts rows instead of tokens, or the labels are in another order than the inputs",
+            what="the targets of a row are not the row's tokens",
+            why="the loss shifts rows instead of tokens, or the labels are in another order or of another tokenizer",
             do="Compare logits[:, :-1] with labels[:, 1:] of the same row",
         )
     if trial is not None:
@@ -92,18 +95,17 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     if trial is None:
         return
     if not math.isfinite(trial.loss):
-        rows = trial.logits.flatten(1).isfinite().all(1) if trial.logits is not None else torch.ones(1)
-        bad = [str(row) for row in (rows == 0).nonzero().flatten().tolist()]
-        some = f", and only the logits of rows {listing(bad)} are not finite" if 0 < len(bad) < len(rows) else ""
+        rows = [str(row) for row in trial.broken]
+        some = f", and would be finite without the batch's rows {listing(rows)}" if rows else ""
         yield Mistake(
             what=f"the first loss is {trial.loss}{some}",
-            why="the optimizer cannot take a step from it" + "; a mask may hide all tokens of these rows" * bool(some),
+            why="the optimizer cannot take a step from it" + "; a mask may leave nothing of these rows" * bool(some),
             do="Show a token of each row, look for inputs and labels that the loss does not take, and run the pass "
             "under torch.autograd.set_detect_anomaly(True)",
         )
         return
     if trial.targets is not None and trial.logits is not None:
-        yield from _reduction(trial.targets, trial.logits)
+        yield from _reduction(trial.targets, trial.logits, alone=not trial.entropies)
     scores = trial.calls.get("cross_entropy", {}).get("input")
     classes = scores.shape[1] if isinstance(scores, torch.Tensor) and scores.ndim > 1 else 0
     classes *= trial.logits is not None and trial.logits.shape[-1] == classes  # not the other rows of the batch
@@ -125,12 +127,19 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         )
 
 
-def _reduction(targets: Targets, logits: torch.Tensor) -> Iterator[Mistake]:
-    """Find a mean cross-entropy that is divided once more, by the classes or by the tokens."""
+def _reduction(targets: Targets, logits: torch.Tensor, *, alone: bool) -> Iterator[Mistake]:
+    """Find a mean cross-entropy that is divided once more, and a sum that only an own loss makes (``alone``)."""
     if targets.weights.ndim < 2 or not bool((targets.weights >= 0).all()):
         return
     total = float(targets.weights.sum())
     rows, tokens, classes = len(logits), targets.weights.shape[1], logits.shape[-1]
+    added = targets.weights[targets.counted]
+    if alone and len(added) >= 16 and bool(((added - 1).abs() < 0.02).all()):
+        yield Mistake(
+            what=f"the loss is the sum of {len(added)} cross-entropies",
+            why="the gradients grow with the number of tokens in the batch, and so do clipping and the step of SGD",
+            do="Average the cross-entropy over the tokens that count",
+        )
     for count, what in ((classes, "classes"), (tokens, "tokens"), (rows * tokens, "tokens of the batch")):
         if count >= 16 and abs(total * count - 1) < 0.02:
             yield Mistake(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lamina.errors import UserError, one_line
 from lamina.probes.structure.hooks import Output, evaluating, first_tensor, fresh_gradients
@@ -30,6 +33,8 @@ _KEPT = 2**20  # elements of a tensor that outlive the pass
 LAST = 0.5  # of the logits' standard deviation: a change by a hidden token at the end alone
 UNORDERED = 1e-4  # of the change by another token: a change by the order of two tokens
 _CLASSES = 256  # of logits, by which two passes are compared
+_ROWS = 64  # of a batch, each of which gets a pass of its own
+_FEW = 8  # targets
 IDLE = 1e-6  # of the median gradient: rounding alone
 SAME = 0.99  # of the labels
 
@@ -57,7 +62,8 @@ class FirstPass:
         turns: whether forward computes cosines, as for rotary positions.
         drops: whether dropout is active in evaluation mode.
         skips: by a layer's id, how its output follows from its input.
-        other_row: whether the targets are the tokens of another row.
+        strange: whether most targets of a causal model are other tokens than those of their row.
+        broken: the rows without which a loss that is not finite would be finite.
         calls: the arguments of the first call of each function in ``WATCHED``, by its name; large tensors are cut.
         teaches: whether the target of kl_div depends on trained weights that its input does not depend on.
         entropies: the values of all cross-entropies.
@@ -81,7 +87,8 @@ class FirstPass:
     ordered: bool = True
     turns: bool = False
     drops: bool = False
-    other_row: bool = False
+    strange: bool = False
+    broken: Sequence[int] = ()
     skips: Mapping[int, Skip] = field(default_factory=dict)
     calls: Mapping[str, Mapping[str, Output]] = field(default_factory=dict)
     entropies: Sequence[float] = ()
@@ -242,12 +249,12 @@ def first_pass(
     ``others`` are trainable tensors that are not among the model's parameters, and ``blocks`` the lists of layers.
     """
     every = [*model.parameters(), *others]
-    args, kwargs = arguments_of(model, batch)
     seen, calls = _Seen(), _Calls(_first_rows)
 
-    def loss_and_logits() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def loss_and_logits(batch: object = batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         seen.outputs.clear()
         if loss_of is None:
+            args, kwargs = arguments_of(model, batch)
             return _parts(model(*args, **kwargs))
         loss = loss_of(model, batch)
         return loss, _parts(seen.outputs[0])[1] if seen.outputs else None
@@ -270,6 +277,7 @@ def first_pass(
             stuck = _stuck(model, lambda: loss_and_logits()[0])
             first, targets = [layers[0] for _, layers in blocks], next(iter(asked), None)
             found = _Repeats(model, seen.given[0], loss_and_logits, targets, first).found() if seen.given else {}
+            found["broken"] = _broken(batch, lambda rows: loss_and_logits(rows)[0]) if not math.isfinite(value) else ()
         return FirstPass(
             loss=value,
             logits=logits,
@@ -308,6 +316,35 @@ class _Seen:
     outputs: list[Output] = field(default_factory=list)
     given: list[tuple[tuple, dict[str, Output]]] = field(default_factory=list)
     skips: dict[int, Skip] = field(default_factory=dict)
+    entered: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def _enter(
+    entered: dict[int, torch.Tensor], layer: int, part: nn.Module, args: tuple, kwargs: dict[str, Output]
+) -> None:
+    """Keep the input of the first part of a layer that runs."""
+    given = first_tensor(args or kwargs)
+    if layer not in entered and given is not None and given.ndim == 3:
+        entered[layer] = given.detach()[:8, :64].clone()
+
+
+def _broken(batch: object, loss_of: Callable[[object], torch.Tensor | None]) -> list[int]:
+    """Return the rows that alone give a loss that is not finite, if the other rows together give a finite loss."""
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    sizes = [len(x) for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.ndim][:1]
+    every = range(sizes[0] if sizes and 1 < sizes[0] <= _ROWS else 0)
+
+    @torch.no_grad()
+    def finite(rows: list[int]) -> bool:
+        loss = loss_of(tree_map(lambda x: x[rows] if getattr(x, "shape", ())[:1] == (len(every),) else x, batch))
+        return loss is not None and bool(loss.isfinite())
+
+    try:
+        bad = [row for row in every if not finite([row, row])]  # batch norms need two
+        rest = [row for row in every if row not in bad]
+        return bad if rest and finite(rest) else []
+    except Exception:  # a loss may not take other rows
+        return []
 
 
 @contextmanager
@@ -318,10 +355,15 @@ def _watching(model: nn.Module, blocks: Sequence[tuple[str, Sequence[nn.Module]]
     hooks.append(model.register_forward_pre_hook(lambda m, a, k: seen.given.append((a, k)), with_kwargs=True))
     for layer in (layer for _, layers in blocks for layer in layers):
         hooks.append(layer.register_forward_hook(partial(_skip, seen.skips), with_kwargs=True))
+        enter = partial(_enter, seen.entered, id(layer))
+        hooks += [module.register_forward_pre_hook(enter, with_kwargs=True) for module in layer.children()]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         yield
     finally:
+        for layer, after in (pair for _, layers in blocks for pair in pairwise(layers)):
+            if not {id(layer), id(after)} & seen.ran:  # a loop calls their parts
+                _skip(seen.skips, layer, (seen.entered.get(id(layer)),), {}, seen.entered.get(id(after)))
         for hook in hooks:
             hook.remove()
         for name, buffer in model.named_buffers():
@@ -452,7 +494,7 @@ class _Repeats:
         found = {"mixes": mixes, "by_row": by_row, "leaks": self.leaks(), "ordered": self.ordered()}
         found["drops"] = self._drops
         if target is None:
-            return {**found, "other_row": mixes is False and self.other_row()}
+            return {**found, "strange": self.strange()}
         reads, causal = self.reads(*target)
         return {**found, "offset": target[-1], "reads": reads, "causal": causal}
 
@@ -519,11 +561,15 @@ class _Repeats:
             if integers and not re.search("label|target", f"{at}") and rows <= len(tokens) and not len(classes) % rows:
                 yield at, tokens[:rows], classes.reshape(rows, -1), counted.reshape(rows, -1)
 
-    def other_row(self) -> bool:
-        """Return whether the first row's targets are the tokens of another row."""
-        for _, tokens, classes, counted in self._asked():
-            if any(offset_of(row[None], classes[:1], counted[:1]) is not None for row in tokens):
-                return True
+    def strange(self) -> bool:
+        for at, tokens, classes, counted in self._asked():
+            length = classes.shape[1]
+            dense = int(counted.sum()) >= _FEW and float(counted[counted.any(1)].float().mean()) > 0.5
+            if dense and abs(tokens.shape[1] - length) <= 2:
+                wide = functional.pad(tokens, (0, 4), value=-1)
+                same = [float((wide[:, of : of + length] == classes)[counted].float().mean()) for of in range(3)]
+                if max(same) < 0.5 and self.reads(at, counted, 0)[1]:
+                    return True
         return False
 
     def reads(self, at: int | str, counted: torch.Tensor, offset: int) -> tuple[bool | None, bool | None]:

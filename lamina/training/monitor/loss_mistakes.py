@@ -149,12 +149,13 @@ def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
         }[trial.leaks]
         what = "the model's outputs change with the tokens that its mask hides"
         yield Mistake(what=what, why=why, do=do, note=trial.leaks == "mean")
+    mixed = getattr(getattr(setup.model, "config", None), "layer_types", None)  # of which some have no positions
     if not trial.ordered:
         yield Mistake(
             what="two tokens can change places, and the first layer's outputs for other tokens stay",
             why="no positions reach the attention, or rotary positions run over another dimension than the tokens",
             do="Add positions to the embeddings, or rotate queries and keys by their index among the tokens",
-            note=bool(trial.causal) and not trial.turns,  # decoders learn positions from their mask
+            note=bool(trial.causal and (mixed or not trial.turns)),  # decoders learn positions from their mask
         )
     if trial.drops:
         yield Mistake(

@@ -58,13 +58,14 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
     if trial is None or not any(trial.gradients.values()):
         return
     living, spared = trial.reached - trial.idle, set[int]()
+    moving = {key for key in living if trial.gradients[key] > 0}
     peers: dict[str, list[nn.Parameter]] = {}
     for path, layers in setup.blocks:
         for layer in layers:
             alive = any(id(p) in living for p in layer.parameters())
             for name, module, parameter in named_alike(layer) if alive else ():
                 own = {*map(id, module.parameters(recurse=False))}  # of them, XLNet's forward may not need all
-                spared |= own if own & living else set()
+                spared |= own if own & moving else set()
                 if parameter.requires_grad and id(module) in trial.ran:
                     peers.setdefault(path + name, []).append(parameter)
     alive = [sum(id(p) in living for p in of) for of in peers.values()]
@@ -132,8 +133,11 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     norm_ids = {id(site.module) for _, _, site in sites}
     gains = {m: gain for m in setup.model.modules() if (gain := _gain(m)) is not None and gain.numel() > 1}
     off = [module for module, gain in gains.items() if float(gain.abs().max()) < NEAR_ZERO and id(module) not in ends]
+    zero = [
+        module for module in off if not bool(gains[module].any()) and any(bool(p.any()) for p in module.parameters())
+    ]
     off = [module for module in off if id(module) in norm_ids] if len(off) < len(gains) else off
-    off = [module for module in off if not _is_as_made(module)]
+    off = [module for module in off if module not in zero and not _is_as_made(module)] + zero
     flat = {m: float(gain.mean()) for m, gain in gains.items() if float(gain.std()) < 1e-3}
     known = {m for m in flat if type(m).__module__.startswith(LIBRARIES) and _is_as_made(m)}
     double = [m for m, mean in flat.items() if TWICE[0] < mean < TWICE[1] and m not in known]
@@ -231,20 +235,22 @@ def _gain(module: nn.Module) -> torch.Tensor | None:
     try:
         if is_norm(module):
             return effective_gain(module)
-        sign = torch.ones_like(vectors[0].detach())
+        sign = torch.ones_like(max(vectors, key=torch.numel).detach())
         sign[::2] = -1
         with torch.no_grad():
             outputs = [module(sign[None, None] * size).flatten().float() for size in (8, 16, -8)]
     except Exception:  # a sharded weight, or a module that takes other inputs
         return None
     scales = outputs[0].shape == sign.shape and torch.allclose(outputs[0], outputs[1], rtol=1e-2)
+    if outputs[0].shape == sign.shape and not any(bool(each.any()) for each in outputs):  # such as tanh(0 * x)
+        return torch.zeros_like(sign)
     return (outputs[0] - outputs[2]) / 2 * sign if scales and bool((outputs[0] != outputs[2]).any()) else None
 
 
 def _is_as_made(norm: nn.Module) -> bool:
     """Return whether a norm's weight equals its class's initial value (1 even for Nemotron's 1 + weight)."""
-    weight: Output = norm.weight
     try:
+        weight: Output = norm.weight
         new: Output = type(norm)(len(weight))
         return bool(torch.equal(new.weight.detach(), weight.detach().cpu()))
     except (TypeError, ValueError, AttributeError, RuntimeError):

@@ -65,6 +65,7 @@ def _is_gain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     values = whole(parameter)
     norm = is_norm(module) or "rms" in type(module).__name__.lower()
     vector = 1 < parameter.numel() == max(parameter.shape)  # weight_norm's are matrices of a column
+    vector = vector and (parameter.ndim < 3 or float(values.std()) < 1e-3 * float(values.mean()))  # RWKV's are shares
     gain = parameter.ndim == 1 and norm and float(values.mean()) > 0.5
     return name == "bias" or gain or (vector and bool((values > 0).all())) or hasattr(parameter, "_no_weight_decay")
 

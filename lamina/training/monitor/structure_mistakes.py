@@ -97,7 +97,7 @@ def skip_connections(setup: BeforeTraining) -> Iterator[Mistake]:
         without = all(abs(skip.cosine) < APART for skip in skips)
         middle = sorted(skips, key=lambda skip: skip.factor)[len(skips) // 2 :][:1]
         twice = all(skip.cosine > 1 - APART and abs(skip.factor - 2) < APART for skip in middle)
-        if len(skips) >= max(3, len(layers)) and (without or twice) and any(map(is_norm, layers[0].modules())):
+        if len(skips) >= max(3, len(layers) - 1) and (without or twice) and any(map(is_norm, layers[0].modules())):
             yield Mistake(
                 what=f"the outputs of the layers of {path} contain their inputs {'twice' if twice else 'not at all'}",
                 why=f"with depth, the residual stream {'doubles' if twice else 'and its gradient fade'} at each layer",
