@@ -418,6 +418,11 @@ class NoPlaces(Words):
         self.places = nn.Embedding.from_pretrained(torch.zeros(32, 16))
 
 
+def test_a_model_in_bfloat16_whose_mask_hides_tokens_is_checked():
+    model, _, options = masked()
+    assert lamina.check(model.bfloat16(), **options) == []
+
+
 class Unturned(NoPlaces):
     """A decoder of transformers' kind that computes rotary positions, which its first layer does not use (Flint)."""
 

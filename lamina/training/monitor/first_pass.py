@@ -511,7 +511,7 @@ class _Repeats:
             others[:, end] = tokens[:, ~end]
             if (logits := self._again({at: others})) is None or logits.shape != before.shape:
                 continue
-            seen = [(x, y) for x, y in zip(self._seen, self._now, strict=True) if len(x) == len(y) == len(rows)]
+            seen = [(x, y) for x, y in zip(self._seen, self._now, strict=False) if len(x) == len(y) == len(rows)]
             if any(float((y - x)[rows & ~hidden[:, 3]].abs().sum()) > 0 for x, y in seen):
                 return "attention"
             change = (logits - before)[rows].abs()
