@@ -362,7 +362,32 @@ FAULTS = {
     "decayed_gains: weight norm": lambda: normed_weights(spare=False),
     "adapters": lambda: adapted(learns=False),
 }
+
+
+class TimeFirst(Words):
+    """A model whose batches are [tokens, rows], as in PyTorch's word_language_model."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x, padding=None):
+        mask = nn.Transformer.generate_square_subsequent_mask(len(x))
+        return self.head(self.layers(self.words(x) + self.places(torch.arange(len(x)))[:, None], mask))
+
+
+class Pairs(Words):
+    """A model of text pairs, whose logits compare the rows of a batch at a temperature of 14, as CLIP's do."""
+
+    def forward(self, x, padding=None):
+        one, other = (functional.normalize(super(Pairs, self).forward(ids).mean(1), dim=-1) for ids in (x, x.flip(1)))
+        return 14 * one @ other.T
+
+
 SOUND = {
+    "time first": lambda: of(TimeFirst(), batch=(X.T, Y.T)),
+    "pairs": lambda: of(Pairs(), lambda x, _: ENTROPY(x, torch.arange(len(x))), (IDS.repeat(2, 1), Y)),
     "keys": masked,
     "words and sinusoids alike": lambda: of(Fixed(1.0)),
     "dropout in training": lambda: classes(p=0.2),

@@ -108,7 +108,8 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         yield from _reduction(trial.targets, trial.logits, alone=not trial.entropies)
     scores = trial.calls.get("cross_entropy", {}).get("input")
     classes = scores.shape[1] if isinstance(scores, torch.Tensor) and scores.ndim > 1 else 0
-    classes *= trial.logits is not None and trial.logits.shape[-1] == classes  # not the other rows of the batch
+    # not the other rows of the batch, as in a contrastive loss
+    classes *= trial.logits is not None and trial.logits.shape[-1] == classes and trial.logits.shape != (classes,) * 2
     width = setup.structure.hidden_size if setup.structure is not None else 0
     limit = math.log(max(classes, 1)) + ABOVE + WIDER * width
     first, one = max(trial.entropies, default=0.0), len(trial.entropies) == 1

@@ -494,7 +494,7 @@ class _Repeats:
         found = {"mixes": mixes, "by_row": by_row, "leaks": self.leaks(), "ordered": self.ordered()}
         found["drops"] = self._drops
         if target is None:
-            return {**found, "strange": self.strange()}
+            return {**found, "strange": mixes is False and self.strange()}  # not time-first: there, rows mix
         reads, causal = self.reads(*target)
         return {**found, "offset": target[-1], "reads": reads, "causal": causal}
 
