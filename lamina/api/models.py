@@ -246,7 +246,9 @@ def prune(
     if drop is not None:
         whole_number("drop", drop)
     if by is not None:
-        text("by", by)
+        from lamina.probes.engine.registry import check_probes
+
+        check_probes(text("by", by).rpartition(".")[0] or by)
     if not isinstance(layers, str | list | tuple):
         raise UserError(f"layers: {layers!r}. Give a list of layers, or a text such as 3,5-7.")
     from lamina.probes.engine.probe_settings import ProbeSettings

@@ -40,6 +40,7 @@ def run(argv: list[str]) -> int:
     record = prune(options.pop("model"), output, **options)
     show(f"layers removed: {ranges(record['dropped'])}; {record['num_layers']} remain")
     show(f"parameters: {record['parameters_before']:,} -> {record['parameters']:,}")
-    show(f"loss on {record['tokens']:,} tokens: {record['loss_before']:.4f} -> {record['loss']:.4f} nats")
+    text = f"{record['tokens']:,} tokens of {options['corpus']!r}"
+    show(f"loss on {text}: {record['loss_before']:.4f} -> {record['loss']:.4f} nats")
     show(how_to_load(output))
     return 0

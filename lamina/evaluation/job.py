@@ -256,7 +256,7 @@ class Evaluation:
             return self._perplexity(model, tokenizer)
         assert self.tasks is not None
         runner = replace(runner_of(self.settings, model, tokenizer), processes=self.processes)
-        results, notes = runner.run(self.tasks.build(column.task), column.num_fewshot, bar=self.bar)
+        results, notes = runner.run(self.tasks.build(column.task), column.num_fewshot, bar=self.bar and has_bars())
         if self.processes.first:
             path = self._file("items", candidate.name, column.unit, ".parquet")
             path.parent.mkdir(parents=True, exist_ok=True)

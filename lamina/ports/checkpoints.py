@@ -28,7 +28,7 @@ from lamina.placements import Plan
 from lamina.placements.resolution import resolve
 from lamina.ports import depthbench, megatron
 from lamina.ports.emitting import emit
-from lamina.ports.foreign import ForeignCheckpoint, alone, distributed, reading
+from lamina.ports.foreign import ForeignCheckpoint, alone, distributed, reading, tested_types
 from lamina.ports.foreign import file_of as _file
 from lamina.ports.weights import load_weights, weights_for
 
@@ -287,6 +287,7 @@ def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForC
     return model.eval()
 
 
+@tested_types()
 def convert(
     source: str, output: Path, target: str, placement: str | None, *, reads: bool, overwrite: bool
 ) -> ConversionRecord:

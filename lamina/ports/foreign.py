@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import warnings
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from transformers import PreTrainedConfig
 
 from lamina.errors import UserError, one_line
+from lamina.modeling import modeling_lamina
 from lamina.placements import Plan
 
 
@@ -97,6 +99,18 @@ def alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
+
+
+@contextmanager
+def tested_types() -> Iterator[None]:
+    """Silence the warning about model types that Lamina is not tested with. Lamina is tested with the trainers."""
+    logger = logging.getLogger(modeling_lamina.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

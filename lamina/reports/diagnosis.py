@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lamina.core.json_types import Json
-from lamina.core.values import nearby
+from lamina.core.values import in_order, nearby
 from lamina.errors import UserError
 from lamina.jobs.files import read_config, read_json, read_result
 from lamina.jobs.kinds import Kind, kind_of
@@ -110,6 +110,12 @@ class Evidence(Signs):
         return None if self.rose is None or self.first is None else self.rose - self.first.step
 
 
+def _no_records(folder: Path) -> UserError:
+    runs = in_order(one.name for one in folder.iterdir() if one.is_dir() and kind_of(one) is not None)[-8:]
+    some = f", but it holds {', '.join(runs)}" * bool(runs)
+    return UserError(f"run: {str(folder)!r} has no records by layer{some}. {_GIVE}")
+
+
 def gather(folder: Path) -> Evidence:
     """Read a run's folder. Raises UserError if the folder has no records by layer, or records of another version."""
     folder = Path(folder)
@@ -124,10 +130,7 @@ def gather(folder: Path) -> Evidence:
     if not history and not any(row[5] in (LOSS, NORM) for row in every):
         every += rows(["gradient_norm", "hidden_variance"])
     if not every:
-        raise UserError(
-            f"run: {str(folder)!r} has no records by layer. Give the folder of lamina.watch, lamina.LayerMonitor or "
-            "a training command."
-        )
+        raise _no_records(folder)
     try:
         settings = read_config(folder)
     except UserError:

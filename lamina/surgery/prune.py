@@ -97,10 +97,7 @@ def prune(
         raise UserError(f"model: {source!r} reads earlier layers' states by their index. Choose another model.")
     with evaluating(context.model):
         gone, measured = (refuse_twice(layers), {}) if by is None else chosen_layers(context, by, drop)
-        if not gone or gone[-1] >= count or len(gone) >= count:
-            raise UserError(
-                f"layers: {ranges(gone)} of {count} cannot be removed. Choose some of 0-{count - 1}, not all."
-            )
+        _refuse_layers(gone, count)
         before, tokens = mean_loss(context)
         few = context.on_device(context.batches[0], 1)
         with torch.no_grad(), removed(context, gone):
@@ -132,6 +129,15 @@ def prune(
         }
         write_json(draft / "pruning.json", record)
     return record
+
+
+def _refuse_layers(gone: Sequence[int], count: int) -> None:
+    if outside := [layer for layer in gone if layer >= count]:
+        raise UserError(
+            f"layers: the model has no layer {ranges(outside)}. Choose some of its layers, 0 to {count - 1}."
+        )
+    if not 0 < len(gone) < count:
+        raise UserError(f"layers: {len(gone)} of {count} layers cannot be removed. Choose some of them, not all.")
 
 
 def mean_loss(context: Context) -> tuple[float, int]:

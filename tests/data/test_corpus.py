@@ -200,6 +200,8 @@ def test_the_files_changed_since_a_time_are_named_part_by_part(tmp_path):
     assert mix.changed_since(20) == [tmp_path / "c"]
     assert Corpus.parse(EMBEDDED).changed_since(0) == []
     assert Corpus.parse(f"hf:{tmp_path}").changed_since(40) == [tmp_path / "c"]
+    with pytest.raises(UserError, match=r"names a file on this machine. Write .*c without hf:"):
+        Corpus.parse(f"hf:{tmp_path / 'c'}")
 
 
 @pytest.mark.parametrize("text", ['{"text": "a row"}\n{"text": "b"}\n', '\n[ {"id": 1, "text": "a row"}]'])

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import pickle
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
+from lamina.modeling import modeling_lamina
 from lamina.ports.foreign import distributed
 from lamina.ports.weights import weights_for
 
@@ -123,6 +125,19 @@ def test_to_nanogpt_and_back(tmp_path):
     torch.save(saved, tmp_path / "theirs" / "ckpt.pt")
     again = converted(tmp_path / "theirs", tmp_path / "again", "--from", "nanogpt", "--placement", "keel")
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_a_file_is_not_looked_up_on_the_hub_and_its_type_is_tested(tmp_path, monkeypatch, caplog):
+    written(ours("keel", gpt2()), "nanogpt", tmp_path)
+    asked, told = [], modeling_lamina.logger.warning_once
+    told.cache_clear()
+    monkeypatch.setattr("lamina.modeling.backbones.conversion.cached_file", lambda *words, **more: asked.append(words))
+    monkeypatch.setattr(logging.getLogger("lamina"), "propagate", True)
+    caplog.clear()
+    words = [str(tmp_path / "again"), "--from", "nanogpt", "--placement", "keel"]
+    assert main(["convert", str(tmp_path / "theirs" / "ckpt.pt"), *words]) == 0
+    assert not asked
+    assert "not tested" not in caplog.text
 
 
 def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, capsys, refused):

@@ -21,6 +21,7 @@ from lamina.probes.engine.measure import probe as run_probe
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import Probe
 from lamina.probes.engine.statistics import Ratio, Running
+from lamina.probes.job.probe_folder import Bars
 from lamina.probes.structure.hooks import intercept
 from lamina.probes.structure.sites import Point
 
@@ -266,3 +267,17 @@ def test_a_frozen_model_gets_its_types_and_its_gradients_back_after_an_error():
     asked = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert asked == set(before) - {"lm_head.weight"}
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_without_a_terminal_each_finished_part_is_a_line_and_a_long_plan_says_what_to_leave_out(capsys):
+    bars = Bars(show=True)
+    bars.plan({"forward passes": 5.0, "gains": 1.0, "jacobian": 3300.0, "bounds": 1260.0})
+    bars.start("gains")
+    bars.start("jacobian")
+    bars.end()
+    about, *ended = capsys.readouterr().err.splitlines()
+    assert "(jacobian 55 min 0 s, bounds 21 min 0 s," in about
+    assert about.endswith("To leave them out, add --probes gains")
+    assert [line.partition(",")[0] for line in ended] == ["gains has ended", "jacobian has ended"]
+    Bars(show=True).plan({"gains": 1.0, "jacobian": 330.0})
+    assert "--probes" not in capsys.readouterr().err

@@ -168,7 +168,10 @@ def test_what_it_cannot_read_is_one_line(tmp_path, broken, refused):
     with pytest.raises(UserError, match=r"^run: '.*nothing' does not exist"):  # in Python, the argument has a name
         lamina.diagnose(tmp_path / "nothing")
     assert "is an address" in refused("diagnose", "https://wandb.ai/me/project/runs/abc")
-    assert "has no records by layer" in refused("diagnose", tmp_path)
+    assert "has no records by layer. Give" in refused("diagnose", tmp_path)
+    (tmp_path / "parent").mkdir()
+    (tmp_path / "parent" / "mine").symlink_to(broken)
+    assert "by layer, but it holds mine. Give" in refused("diagnose", tmp_path / "parent")
     record = json.loads((broken / "watched.json").read_text())
     (tmp_path / "watched.json").write_text(json.dumps({**record, "record": 2}))
     with pytest.raises(UserError, match="version 2"):

@@ -225,6 +225,16 @@ def test_a_model_that_hands_on_more_than_a_stream_is_refused(wiring, jobs, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_a_mistyped_measure_is_refused_before_the_model_is_read(tmp_path):
+    with pytest.raises(UserError, match="did you mean 'layer_drop'"):
+        lamina.prune(tmp_path / "gone", tmp_path / "out", by="layerdrop", drop=1)
+
+
+def test_the_loss_names_its_text(trained, tmp_path, capsys):
+    assert main(["prune", str(trained), "--layers", "1", "--output", str(tmp_path / "out"), "--sequences", "4"]) == 0
+    assert " tokens of 'embedded': " in capsys.readouterr().out
+
+
 def test_layers_are_read_as_they_are_typed():
     assert layers_of("3,5-7") == [3, 5, 6, 7]
 
@@ -233,7 +243,11 @@ def test_layers_are_read_as_they_are_typed():
     ("words", "message"),
     [
         (["prune", "{run}"], "layers: none given. Give layers, or by and drop"),
-        (["prune", "{run}", "--layers", "9"], "layers: 9 of 4 cannot be removed. Choose some of 0-3, not all."),
+        (["prune", "{run}", "--layers", "9"], "layers: the model has no layer 9. Choose some of its layers, 0 to 3."),
+        (
+            ["prune", "{run}", "--layers", "0-3"],
+            "layers: 4 of 4 layers cannot be removed. Choose some of them, not all.",
+        ),
         (["prune", "{run}", "--by", "hidden_states.variance", "--drop", "2"], "one value for each of 4 layers"),
         (["prune", "{run}", "--by", "angle", "--drop", "1"], "unknown probe 'angle'"),
         (["prune", "{run}", "--by", "all", "--drop", "1"], "by: 'all' names more than one probe"),

@@ -52,6 +52,8 @@ def parse(spec: str, field: str = "corpus") -> HubSource:
     if not name:
         raise UserError(f"{field}: {spec!r} names no dataset. Write {ALLOWED}.")
     folder = Path(name).expanduser()
+    if folder.is_file():
+        raise UserError(f"{field}: {spec!r} names a file on this machine. Write {name} without {PREFIX}.")
     known = folder if folder.is_dir() else None
     return HubSource(spec=spec, name=name, config=config or None, split=split or None, folder=known, field=field)
 

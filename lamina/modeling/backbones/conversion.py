@@ -667,6 +667,8 @@ def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbon
 
 def _stored(source: str, name: str) -> str | None:
     """Return the path of a file in a folder or in the hub's cache; None if there is none."""
+    if Path(source).is_file():  # another trainer's checkpoint; transformers would look its name up on the hub
+        return None
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:
         return cached_file(source, name, **quiet)

@@ -35,7 +35,7 @@ from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.seals import altered, write_result
 from lamina.probes.engine import registry
-from lamina.probes.engine.measure import SKIPPED, make_context, run, tolerance_of
+from lamina.probes.engine.measure import PASSES, SKIPPED, make_context, run, tolerance_of
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import Probe
 from lamina.probes.job.compact import compact
@@ -51,6 +51,7 @@ _FAMILIES = {
     frozenset({"pre_norm", "post_norm"}): "norms on each module's input and on the residual stream (Keel, Pre-Post-LN)",
     frozenset(): "no norms on inputs, outputs or the residual stream",
 }
+LONG = 600.0  # seconds, above which the estimate names the probes to leave out
 _RUNNING = ("running", "the probe is still running, or was killed (continue with --resume)")
 POLICY = ResumePolicy(what="folder", free=ProbeSettings.free())
 
@@ -163,6 +164,7 @@ class Measuring:
                 estimated=self.bars.plan,
                 starting=self.bars.start,
             )
+            self.bars.end()
         except KeyboardInterrupt:
             self._write("interrupted", "stopped by Ctrl-C; finished probes are kept (continue with --resume)")
             raise
@@ -279,13 +281,23 @@ class Bars:
         if self.show and self._plan:
             longest = sorted(self._plan, key=lambda name: -self._plan[name])[:3]
             parts = ", ".join(f"{name} {duration(self._plan[name])}" for name in longest)
-            show_line(f"about {duration(sum(self._plan.values()))} ({parts})")
+            total = sum(self._plan.values())
+            others = ",".join(name for name in self._plan if name not in (*longest, PASSES))
+            fewer = f". To leave them out, add --probes {others}" * (total > LONG and bool(others))
+            show_line(f"about {duration(total)} ({parts}){fewer}")
 
     def start(self, name: str) -> None:
         """Begin a probe or the forward passes, and end the previous part."""
         if self._running:
-            self._finished.append(self._running)
+            self.end()
         self._running = name
+
+    def end(self) -> None:
+        """End the running part. Without a terminal, print a line, because no bar shows the progress."""
+        self._finished.append(self._running)
+        if self.show and not has_bars():
+            show_line(f"{self._running} has ended{self.time_left()}")
+        self._running = ""
 
     def time_left(self) -> str:
         """Return the time left, in words."""
