@@ -133,7 +133,7 @@ def hold(
         try:
             yield not is_new
             ended = in_use(folder) and noted(folder / RESULT).get("status") not in ("failed", "interrupted")
-        except Exception:
+        except Exception:  # not Ctrl-C, after which --resume continues
             if is_new and not (has_result(folder) or any((folder / name).exists() for name in (METRICS, STUDY))):
                 clear(folder)
             raise

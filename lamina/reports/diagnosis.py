@@ -8,15 +8,12 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
-
-import numpy as np
 
 from lamina.core.json_types import Json
 from lamina.core.values import in_order, nearby
@@ -37,21 +34,14 @@ from lamina.reports.causes import (
     open_changes,
     rate_jump,
 )
+from lamina.reports.loss_course import BEFORE, back_at, loss_rise, restarts, spikes_of
 from lamina.training.monitor.alarms import EVENT, NOTABLE, Alarm, describe, place_in_words, read_alarms, says_where
 from lamina.training.monitor.batches import beginning_of, read_batches
-from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, read_rows
 
 _GIVE = "Give the folder of a run, or another tool's record."
 _STEP = re.compile(r"\bstep(?=s? \d)")  # the word before a step's number
-_EARLY = 1.5  # times the first losses
-_SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss that has risen slowly stays there
-BEFORE, AFTER = 16, 3  # losses with which others are compared, and how many must lie above them
-_NATS, _NOISES = 0.15, 6.0  # by how much: at least this, and this many times their noise
-_WANDERS = 3.0  # times the spread of losses that are far apart
-_LEVEL, _TIMES = 1e-4, 3.0  # a loss near 0 that is a level, and how many times as high it has risen
-_RESTARTED = 1.0  # nats by which a loss may rise where the learning rate starts anew
 
 
 Rows: TypeAlias = Callable[..., list[Row]]
@@ -98,6 +88,10 @@ class Evidence(Signs):
     def holds(self, metric: str) -> bool:
         """Return whether the run recorded a metric; another tool's record may lack it."""
         return self.imported or bool(self.rows([metric]))
+
+    def in_units(self, text: str) -> str:
+        """Call the record's numbers what they count: in a record without steps, step 3 is record 3."""
+        return _STEP.sub(self.unit, text)
 
     @cached_property
     def spikes(self) -> Mapping[int, tuple[float, int | None]]:
@@ -189,164 +183,6 @@ def _view(metrics: Collection[str]) -> str:
     return "layers" if "gradient_norm" in metrics else "norm" if NORM in metrics else "loss"
 
 
-def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0.0) -> bool:
-    """Return whether all losses ``after`` are above the usual level ``before``: the lower of the medians of the last 16
-    and of the last 5 losses, plus a margin.
-
-    ``wanders`` is how far the loss moves without a failure (``wander_of``); it can widen the margin.
-    """
-    if len(after) < AFTER or min(after) <= min(filter(math.isfinite, before[-BEFORE:]), default=math.inf) + _NATS:
-        return False  # at once, as of most losses
-    return min(after) > _ceiling(before, _NATS, wanders)
-
-
-def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
-    """Return the highest loss that does not count as a rise over the losses ``before``; infinite if they are few."""
-    finite = [loss for loss in before[-BEFORE:] if math.isfinite(loss)]
-    if len(finite) < BEFORE // 2:
-        return math.inf
-    usual = min(statistics.median(finite), statistics.median(finite[-5:]))  # a falling loss is below its median
-    return usual + max(least, _NOISES * noise_of(finite), wanders)
-
-
-def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]]:
-    """Return the short rises of the loss by half a nat or more. The key is a rise's first step. The value holds the
-    rise's highest loss and the step at which the loss was back down.
-
-    This second step is None if the record ends before the loss is back down.
-    """
-    spikes, usual, begin = dict[int, tuple[float, int | None]](), list[float](), None
-    steps = sorted(losses)
-    for number, step in enumerate(steps):
-        loss = losses[step]
-        if (
-            usual and len(usual) < BEFORE // 2
-        ):  # too few to know their noise: only a large rise of several losses counts
-            least = _EARLY * max(usual) + _SLOW
-            after = [losses[later] for later in steps[number : number + AFTER]]
-            if begin is None and len(after) == AFTER and min(after) > least > _SLOW:
-                begin = step
-            if begin is not None and loss > max(usual) + _SLOW:
-                spikes[begin] = max(loss, spikes.get(begin, (loss, None))[0]), None
-                continue
-        if loss > min(usual[-BEFORE:], default=math.inf) + _SLOW:
-            if begin is None and loss > _ceiling(usual, _SLOW, wander_of(usual)):
-                begin, spikes[step] = step, (loss, None)
-                continue
-            if begin is not None and loss > _ceiling(usual, _SLOW, 0.0):
-                spikes[begin] = max(loss, spikes[begin][0]), None
-                continue
-        if begin is not None:
-            spikes[begin], begin = (spikes[begin][0], step), None
-        usual.append(loss)
-    return spikes
-
-
-def back_at(losses: Mapping[int, float], rose: int) -> int | None:
-    """Return the first step at which the loss is as low as before its rise, or None.
-
-    The 3 losses from this step on and the last 3 losses of the record must all be low enough.
-    """
-    steps = sorted(losses)
-    at = bisect_left(steps, rose)
-    values = [losses[step] for step in steps]
-    ceiling = _ceiling(values[:at], _NATS, wander_of(values[:at]))
-    if math.isinf(ceiling) or not max(values[-AFTER:]) <= ceiling:
-        return None
-    low = (at + number for number in range(len(values) - at - AFTER + 1))
-    return next((steps[number] for number in low if max(values[number : number + AFTER]) <= ceiling), None)
-
-
-def wander_of(losses: Sequence[float]) -> float:
-    """Return how far slowly moving or averaged losses usually drift from their trend within 16 records.
-
-    Returns 0 if neighboring losses differ as much as losses that are 16 records apart.
-    """
-    finite = [loss for loss in losses[-4 * BEFORE :] if math.isfinite(loss)]
-    if len(finite) < 2 * BEFORE:
-        return 0.0
-    moved = [later - earlier for earlier, later in zip(finite, finite[BEFORE:], strict=False)]
-    middle = statistics.median(moved)
-    spread = 1.4826 * statistics.median(abs(each - middle) for each in moved) / math.sqrt(2)
-    return _WANDERS * spread if spread > 1.5 * noise_of(finite) else 0.0
-
-
-def restarts(rates: Mapping[int, float]) -> list[int]:
-    """Return the steps at which the learning rate restarts at an earlier level, as in cosine schedules with
-    restarts.
-    """
-    steps, jumps, highest = sorted(rates), [], 0.0
-    for before, step in pairwise(steps):
-        highest = max(highest, rates[before])
-        if 1.5 * rates[before] < rates[step] <= 1.1 * highest and 2.0 * rates[before] < highest:
-            jumps.append(step)
-    return jumps
-
-
-def loss_rise(
-    losses: Mapping[int, float], alarms: Iterable[Alarm] = (), rates: Mapping[int, float] | None = None
-) -> int | None:
-    """Return the first step at which the loss rose and stayed up, or was not finite; None if there is no such step.
-
-    A sudden rise means that the next 3 losses are above the losses before (``risen``). A slow rise means that 20 losses
-    stay above the lowest by 0.5 nats plus the noise, as in ``DivergenceGuard``. Lamina counts losses, not steps.
-    ``rates`` are the learning rates in another tool's record. With ``rates``, a drift (``wander_of``) does not count as
-    a rise, and the loss may rise by up to a nat where the learning rate restarts.
-    """
-    steps = sorted(losses)
-    if rates is None:
-        rose = _rise_in(losses, steps)
-        told = [alarm.step for alarm in alarms if (alarm.rule, alarm.metric) == ("rise", LOSS)]
-        return min(told, default=None) if rose is None else rose
-    cuts = [0, *(bisect_left(steps, step) for step in restarts(rates)), len(steps)]
-    for first, last in pairwise(cuts):
-        before, after = (
-            [losses[step] for step in part if math.isfinite(losses[step])]
-            for part in (steps[max(0, first - BEFORE) : first], steps[first : min(last, first + 2 * BEFORE)])
-        )
-        if first and len(before) > AFTER and len(after) > AFTER and min(after) > statistics.median(before) + _RESTARTED:
-            return steps[first]
-        if (rose := _rise_in(losses, steps[first:last], may_wander=True)) is not None:
-            return rose
-        if (rose := _rise_near_zero([losses[step] for step in steps[first:last]])) is not None:
-            return steps[first + rose]
-    told = [alarm.step for alarm in alarms if (alarm.rule, alarm.metric) == ("rise", LOSS)]
-    return min(told, default=None)
-
-
-def _rise_in(losses: Mapping[int, float], steps: Sequence[int], *, may_wander: bool = False) -> int | None:
-    guard = DivergenceGuard(margin=_SLOW, patience=_PATIENCE)
-    values = [losses[step] for step in steps]
-    for number, step in enumerate(steps):
-        before, after = values[max(0, number - BEFORE) : number], values[number : number + AFTER]
-        high = math.isfinite(values[number]) and risen(before, after)
-        if high and may_wander:
-            high = risen(before, after, wanders=wander_of(values[:number]))
-        if high or not math.isfinite(values[number]):
-            return step if guard.above_since is None else steps[guard.above_since]
-        try:
-            guard.see_loss(number, values[number])
-        except Diverged:
-            return steps[guard.above_since or 0]
-    return None
-
-
-def _rise_near_zero(losses: Sequence[float]) -> int | None:
-    """Return the index from which a loss below ``_NATS`` stays above its usual level, or None if the loss does not
-    rise. The level is the lowest maximum of 16 losses in a row. From the index on, all losses are above three times the
-    level. A policy's loss starts at exactly 0, which does not count as a level.
-    """
-    values = np.asarray(losses)
-    if len(values) < BEFORE + _PATIENCE or not (values > 0).all() or not np.isfinite(values).all():
-        return None
-    highest = np.lib.stride_tricks.sliding_window_view(values, BEFORE).max(axis=1)
-    level = float(highest[:-_PATIENCE].min())
-    if not _LEVEL <= level <= _NATS:
-        return None
-    low = int(np.flatnonzero(values <= _TIMES * level)[-1])
-    return low + 1 if len(values) - low > _PATIENCE else None
-
-
 FINDINGS = Path(__file__).parent / "assets" / "findings.json"
 """A sentence per claim in ``CAUSES`` with the claim's verdict. docs/results.py writes this file from the studies'
 records.
@@ -395,7 +231,7 @@ def headline(evidence: Evidence) -> str:
     """Return the finding in a line: the cause, or the first anomaly. The cause is called likely unless the record
     proves it.
     """
-    return _STEP.sub(evidence.unit, _headline(evidence))
+    return evidence.in_units(_headline(evidence))
 
 
 def _headline(evidence: Evidence) -> str:
@@ -424,7 +260,7 @@ def answer(evidence: Evidence) -> Answer:
     if step and evidence.watched and not evidence.imported:
         said.notes.append(f"Lamina counts steps from 1: a loop that counts from 0 prints step {step} as {step - 1}.")
     parts = (said.cause, said.evidence, said.changes, said.notes)
-    return Answer(*([_STEP.sub(evidence.unit, text) for text in texts] for texts in parts))
+    return Answer(*([*map(evidence.in_units, texts)] for texts in parts))
 
 
 def _answer(evidence: Evidence) -> Answer:

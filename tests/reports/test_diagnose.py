@@ -16,7 +16,8 @@ from lamina.errors import UserError
 from lamina.jobs import seals
 from lamina.jobs.files import read_result
 from lamina.reports.causes import CAUSES, Learned, Signs, causes_of, open_changes, signature
-from lamina.reports.diagnosis import gather, loss_rise
+from lamina.reports.diagnosis import gather
+from lamina.reports.loss_course import loss_rise
 from lamina.training.monitor.alarms import Alarm
 
 

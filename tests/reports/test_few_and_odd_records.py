@@ -115,7 +115,13 @@ def test_records_without_steps_are_called_records(tmp_path):
     diagnosis = lamina.diagnose(tmp_path / "pasted.txt")
     assert "The loss spiked at record 40 (to 4.5, back at record 41)." in diagnosis.sentences
     assert "To check: inspect the learning rate and the batch of record 40." in diagnosis.sentences
-    assert "<title>The loss spiked at record 40 and " in diagnosis.page.read_text("utf-8")
+    page = diagnosis.page.read_text("utf-8")
+    assert "<title>The loss spiked at record 40 and " in page
+    lines = [*(f"{{'loss': {loss:.4f}}}" for loss in losses[:30]), *["{'loss': nan}"] * 3]
+    (tmp_path / "nan.txt").write_text("\n".join(lines))
+    page = lamina.diagnose(tmp_path / "nan.txt").page.read_text("utf-8")
+    assert "Alarms by record" in page
+    assert "<li>record 31, " in page
 
 
 def test_a_loss_that_rose_for_some_steps_is_said_to_have_come_back(tmp_path):

@@ -10,9 +10,10 @@ from spread import rotated
 
 import lamina
 from lamina.reports.causes import Learned, Signs
-from lamina.reports.diagnosis import gather, loss_rise
+from lamina.reports.diagnosis import gather
 from lamina.reports.histories import import_history, read_history
 from lamina.reports.histories.importing import judge
+from lamina.reports.loss_course import loss_rise
 from lamina.training.monitor.alarms import Alarm, Alarms
 
 RECORDS = 300

@@ -31,7 +31,7 @@ from scipy.stats import chi2
 
 from benchmarks.common import settings_of_machine, write_record
 from lamina.reports.causes import NOT_KNOWN, Learned, Signs, causes_of, signature
-from lamina.reports.diagnosis import loss_rise
+from lamina.reports.loss_course import loss_rise
 from lamina.training.monitor.alarms import NOTABLE, Alarm, Alarms
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import GRADIENTS, LIMITS, calibration

@@ -27,8 +27,8 @@ import numpy as np
 
 from lamina.reports.causes import HISTORIES, NOT_KNOWN, VIEWS, Learned, Signs, causes_of, signature
 from lamina.reports.causes import LEAST as LEAST_TOLD
-from lamina.reports.diagnosis import loss_rise
 from lamina.reports.histories.importing import History, judge
+from lamina.reports.loss_course import loss_rise
 from lamina.training.monitor.writers import LOSS, NORM
 from tools.calibration.alarm_runs import KINDS
 from tools.calibration.alarms import Recorded

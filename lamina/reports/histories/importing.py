@@ -21,7 +21,6 @@ from lamina.jobs.folder import hold
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CONFIG, ENVIRONMENT, METRICS
 from lamina.jobs.seals import write_result
-from lamina.reports.diagnosis import BEFORE, restarts, wander_of
 from lamina.reports.histories.names import (
     OTHER,
     RATE,
@@ -38,6 +37,7 @@ from lamina.reports.histories.names import (
 from lamina.reports.histories.owners import Owner, Places, places_of
 from lamina.reports.histories.recordings import Bools, Floats, Ints, Recording, Series
 from lamina.reports.histories.sources import read_runs, recorded_in, runs_in
+from lamina.reports.loss_course import BEFORE, restarts, wander_of
 from lamina.training.monitor.alarms import Alarm, Alarms, events, write_alarms
 from lamina.training.monitor.policy_signs import METRICS as POLICY
 from lamina.training.monitor.policy_signs import metrics_of

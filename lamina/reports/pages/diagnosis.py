@@ -46,7 +46,8 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
         html += figure(_series_figure(evidence, first), escape(caption))
     groups = events(evidence.alarms)
     listed = "".join(
-        f"<li>{escape(describe(first, evidence.names))}{f' (and {len(others)} more series)' * bool(others)}</li>"
+        f"<li>{escape(evidence.in_units(describe(first, evidence.names)))}"
+        f"{f' (and {len(others)} more series)' * bool(others)}</li>"
         for first, *others in groups[:_SHOWN]
     )
     more = len(groups) - _SHOWN
@@ -70,7 +71,7 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
             Section(name="Notes", title="How far to trust the diagnosis", html=_paragraphs(said.notes)),
             Section(
                 name="Alarms",
-                title="Alarms by step",
+                title=f"Alarms by {evidence.unit}",
                 html=details("All alarms", f"<ol>{listed}</ol>" if listed else ""),
             ),
         ],
@@ -170,10 +171,10 @@ def _series_figure(evidence: Evidence, first: Alarm) -> Figure | None:
 def _drawn(evidence: Evidence, lines: Sequence[Drawn], quantity: str) -> Figure:
     """Draw ``lines`` with marks at the rise and at the first alarm."""
     steps = ((evidence.rose, _COLORS[0]), (evidence.first.step if evidence.first else None, _COLORS[1]))
-    return _lines(lines, quantity, [(step, color) for step, color in steps if step is not None])
+    return _lines(lines, quantity, [(step, color) for step, color in steps if step is not None], evidence.unit)
 
 
-def _lines(lines: Sequence[Drawn], quantity: str, marks: Sequence[tuple[int, str]]) -> Figure:
+def _lines(lines: Sequence[Drawn], quantity: str, marks: Sequence[tuple[int, str]], unit: str = "step") -> Figure:
     picture = Figure()
     for name, color, steps, values in lines:
         Line(
@@ -182,9 +183,9 @@ def _lines(lines: Sequence[Drawn], quantity: str, marks: Sequence[tuple[int, str
             color=color,
             width=1.6,
             name=name,
-            hover=f"{name}, step %{{x}}: %{{y:.4g}}",
+            hover=f"{name}, {unit} %{{x}}: %{{y:.4g}}",
         ).draw(picture)
     for step, color in marks:
         picture.add_vline(x=step, line={"color": color, "width": 1.2, "dash": "dash"})
     few = max((max(steps) - min(steps) for _, _, steps, _ in lines if len(steps)), default=0) < _FEW
-    return polish(picture.update_xaxes(title="step", dtick=1 if few else None).update_yaxes(title=quantity), 340)
+    return polish(picture.update_xaxes(title=unit, dtick=1 if few else None).update_yaxes(title=quantity), 340)

@@ -228,10 +228,8 @@ def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
 def _gain(module: nn.Module) -> torch.Tensor | None:
     """Measure a norm's gain; None if a module is no norm: if its output grows with its input."""
     vectors = [p for p in module.parameters(recurse=False) if p.ndim == 1]
-    if (
-        hasattr(module, "running_mean") or any(True for _ in module.children()) or not vectors
-    ):  # a pass changes such statistics
-        return None
+    if not vectors or next(module.children(), None) is not None or hasattr(module, "running_mean"):
+        return None  # a pass would change a batch norm's statistics
     try:
         if is_norm(module):
             return effective_gain(module)
