@@ -250,29 +250,25 @@ def with_router(coefficient=0.01, experts_per_token=2):
     return MixtralForCausalLM(config), None, {"batch": {"input_ids": IDS, "labels": IDS}}
 
 
+def decaying(model, which):
+    groups = [[], []]
+    for name, parameter in model.named_parameters():
+        groups[which(name, parameter)].append(parameter)
+    rows = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0, 0.1), strict=True)]
+    return model, torch.optim.AdamW(rows), {}
+
+
 def mamba(all_of):
     model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4))
     plain = {n for n, p in model.named_parameters() if (p.ndim < 2 and not (all_of and n.endswith("D")))}
-    groups = [[p for n, p in model.named_parameters() if (n in plain) == small] for small in (True, False)]
-    return (
-        model,
-        torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in zip(groups, (0, 0.1), strict=True)]),
-        {},
-    )
+    return decaying(model, lambda name, p: name not in plain)
 
 
 def normed_weights(spare):
     model = NanoGpt()
     for layer in model.h:
         torch.nn.utils.parametrizations.weight_norm(layer.mlp.c_fc if hasattr(layer.mlp, "c_fc") else layer.mlp[0])
-    groups = [[], []]
-    for name, p in model.named_parameters():
-        groups[p.ndim > 1 and not (spare and "original0" in name)].append(p)
-    return (
-        model,
-        torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in zip(groups, (0, 0.1), strict=True)]),
-        {},
-    )
+    return decaying(model, lambda name, p: p.ndim > 1 and not (spare and "original0" in name))
 
 
 def with_shares(shape):
