@@ -42,9 +42,9 @@ def title_of(plan: Plan) -> str:
 
 
 def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
-    """Group the layers by kind. If there are more than four kinds, group layers whose modules connect in the same way.
+    """Group the layers of equal kind. If a plan has more than four kinds, group layers that differ only in numbers.
 
-    For example, layers that differ only in a scale are different kinds.
+    Two layers are of equal kind if all their norms, skips and scales are equal.
     """
     kinds = plan.kinds()
     if len(kinds) <= MOST_KINDS:
@@ -90,8 +90,8 @@ def norm_detail(norms: list[Norm]) -> str:
 
 
 def scale_label(values: Iterable[float], learned: Learned) -> str:
-    """Return a scale as text: "64"; "1 … 0.177" if the first and last layers differ; "64 learned"; an empty
-    text for 1.
+    """Return a scale as text, such as "64", "64 learned", or "1 … 0.177" (first and last layer). The text for 1 is
+    empty.
     """
     distinct = list(dict.fromkeys(values))
     label = number(distinct[0]) if len(distinct) == 1 else f"{number(distinct[0])} … {number(distinct[-1])}"
@@ -109,7 +109,7 @@ def embedding_scale(plan: Plan) -> str:
 
 
 def weight_notes(layers: list[Layer]) -> list[str]:
-    """Return notes on the initial weights that the plan asks for."""
+    """Return notes on the factors by which the plan scales initial weights."""
     subs = sublayers(layers)
     gain, gate = scale_label([s.weight_gain for s in subs], "no"), scale_label([s.gate_gain for s in subs], "no")
     notes = [f"initial value and output weights ×{gain}"] if gain else []
@@ -139,7 +139,8 @@ def plan_notes(plan: Plan) -> list[str]:
         )
     elif plan.has_memory:
         states = [len(layer.sources.states) if layer.sources else 0 for layer in plan.layers]
-        notes.append(f"earlier states added to a block's input: {states[0]} (first block) to {states[-1]} (last block)")
+        count = f"{states[0]} in the first block, {states[-1]} in the last"
+        notes.append(f"number of earlier states added to a block's input: {count}")
         if (last := plan.layers[-1].sources) and (last.dynamic or last.multiway or last.normed_states):
             moves = ["their weights depend on the stream"] * last.dynamic + ["each has a norm"] * last.normed_states
             notes.append(", ".join([*moves, *["queries, keys and values have separate sums"] * last.multiway]))
@@ -151,7 +152,7 @@ def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> s
 
     ``title`` is the text above the drawing (default: the placement's title; an empty title takes no room).
 
-    If a plan has more than four kinds of layer, kinds whose modules connect in the same way share a column, which shows
+    If a plan has more than four kinds of layer, layers that differ only in numbers share a column. The column shows
     each scale as a range. The SVG has no scripts, fonts or ids, so one page can hold several drawings. All text is
     escaped.
     """
@@ -254,7 +255,7 @@ def _column(plan: Plan, layers: list[Layer], indices: list[int], bottom: int, la
 
 
 def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> str:
-    """Draw one sub-layer upwards from ``start``; ``block_input`` is the height at which a bypass leaves the stream."""
+    """Draw one sub-layer upwards from ``start``. Lines from the block's input start at the height ``block_input``."""
     sub, x, b = subs[0], _STREAM, _BRANCH
     split, add = start - 9, start - 129
     pre, module, out, post = split - 25, split - 68, split - 102, add - 27
@@ -311,7 +312,7 @@ def _reading(sub: Sublayer, split: int, block_input: int) -> str:
 
 
 def _skip_label(subs: list[Sublayer]) -> str:
-    """Return the skip's factor as text: its scale, or its formula in the branch's factor b if the two are coupled."""
+    """Return the skip's factor as text: a number, or a formula such as "1 - b" in the branch's factor b."""
     coupled = {"lerp": "(1 - b)", "variance": "√(1 - b²)"}
     return coupled.get(subs[0].coupling) or scale_label([s.skip_scale for s in subs], subs[0].skip_scale_learned)
 
@@ -393,7 +394,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, arrow: bool = False) -> st
 
 
 def _stream(n: int, x: float, y1: float, y2: float, arrow: bool = False) -> str:
-    """Draw one line per stream, all within the circle of a sum."""
+    """Draw one line per stream, so close together that all lines meet the circle of a sum."""
     beside = [x + (i - (n - 1) / 2) * min(4, 14 / n) for i in range(n)]
     lines = "".join(_line(at, y1, at, y2) for at in (beside if n > 1 else [x]))
     return lines + (_arrowhead(x, y2, "up") if arrow else "")

@@ -34,8 +34,7 @@ class Match:
         placement: the placement with its options, as ``resolve`` reads it.
         differences: a phrase for each difference between the model and the placement; empty for an exact match.
         others: other placements that also match exactly at any depth.
-        here: other placements that match exactly at this depth, but may not match with more layers, or with other
-            values of unmeasured facts.
+        here: other placements that match exactly at this depth. At other depths or after training, they may differ.
     """
 
     placement: str
@@ -45,8 +44,8 @@ class Match:
 
     @property
     def notes(self) -> list[str]:
-        """The note on other placements that match this model."""
-        told = "are equal here, but differ at other depths or after training"
+        """A note that names other placements with the same equations at this depth."""
+        told = "are equal at this depth, but differ at other depths or after training"
         return (
             [f"{self.placement} and {', '.join(self.here)} {told}; Lamina names the simplest placement"]
             if self.here
@@ -55,7 +54,7 @@ class Match:
 
 
 def norm_fact(norm: Norm | None) -> str:
-    """Return a norm as a fact: "none", "norm" (of the backbone's kind), "layer norm" or "norm over G groups"."""
+    """Describe a norm: "none", "norm" (the backbone's kind or RMSNorm), "layer norm" or "norm over G groups"."""
     if norm is None:
         return "none"
     if norm.kind == "group":
@@ -64,12 +63,12 @@ def norm_fact(norm: Norm | None) -> str:
 
 
 def learned_fact(shape: str) -> str:
-    """Return a learned scale as a fact: its shape, not its value."""
+    """Describe a learned scale by its shape, without its value."""
     return f"a learned {shape}"
 
 
 def layer_facts(layer: Layer) -> dict[str, object]:
-    """Return a layer's facts by field: ``{"attention.pre_norm": "norm", ...}``."""
+    """Describe a layer field by field: ``{"attention.pre_norm": "norm", ...}``."""
     facts: dict[str, object] = {"order": SEQUENTIAL}
     for part in SUBLAYERS:
         sublayer: Sublayer = getattr(layer, part)
@@ -95,12 +94,12 @@ def end_facts(plan: Plan) -> dict[str, object]:
 def match(layers: Sequence[Facts], ends: Facts) -> Match:
     """Return the registered placement nearest to the measured facts, or the simplest of several exact matches.
 
-    The simplest placement has the fewest options. If several placements have equally few options, Lamina compares each
-    plan at a larger depth with a plain sum, and returns the placement that differs in the fewest fields.
+    The simplest placement has the fewest options. If two placements have the same number of options, Lamina builds
+    both at a larger depth. Then Lamina prefers the plan whose layers differ from default layers in fewer fields.
 
     Args:
-        layers: the facts of each layer; a missing field counts as its default.
-        ends: the facts outside the layers, without facts that Lamina could not measure.
+        layers: the facts of each layer; a missing field has its default value.
+        ends: the measured facts outside the layers, such as the final norm.
     """
     best: tuple[float, Match] | None = None
     exact: list[tuple[tuple[int, int, int], str]] = []
@@ -125,14 +124,16 @@ def match(layers: Sequence[Facts], ends: Facts) -> Match:
 
 
 def _more_of(plan: Plan) -> int:
-    """Count the fields in which a plan's layers differ from a plain sum with a norm before the branch (Pre-LN)."""
+    """Count the fields in which a plan's layers differ from default layers, which have no norms and no scales."""
     return sum(
         not _same(value, _DEFAULT.get(field)) for layer in plan.layers for field, value in layer_facts(layer).items()
     )
 
 
 def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
-    """Yield each registered placement and, if its plan is wrong, its variants with a wiring or one changed option."""
+    """Yield each registered placement. If the plan does not match, also yield variants with a wiring or one changed
+    option.
+    """
     for name in names():
         plan = resolved(name, len(layers))
         if plan is None:
@@ -154,7 +155,7 @@ def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
 
 
 def _values(kind: object, layers: Sequence[Facts], *, scales: bool) -> list[object]:
-    """Return the values to try for an option: every word that the option allows, and measured numbers."""
+    """Return the values to try for an option: each allowed word, and measured numbers."""
     alternatives = get_args(kind) if get_origin(kind) is not Literal and get_args(kind) else (kind,)
     values: list[object] = []
     for alternative in alternatives:
@@ -236,7 +237,7 @@ def _shown(value: object) -> str:
 
 
 def _with_ends(spec: str, plan: Plan, ends: Facts) -> tuple[str, list[str]]:
-    """Add the options that give the facts in ``ends`` to a spec. Also returns differences that no option removes."""
+    """Add options to ``spec`` so that its plan has the facts in ``ends``. Also return the differences that remain."""
     expected = end_facts(plan)
     options, differences = [], []
     for field, value in ends.items():

@@ -4,8 +4,8 @@ A sub-layer computes
 
     y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
-Here A is ``pre_norm``, B is ``out_norm`` and C is ``post_norm`` (the positions of Figure 2 in the Peri-LN paper). s is
-the skip's source: the residual stream x, the block's input (FuseNorm's feed-forward) or the sum of both (B2T).
+Here A is ``pre_norm``, B is ``out_norm`` and C is ``post_norm`` (the positions of Figure 2 in the Peri-LN paper). The
+skip's source s is the residual stream x, the block's input (FuseNorm's feed-forward), or their sum (B2T).
 
 A plan is plain data: it needs neither torch nor transformers, and does not change in a round trip through JSON.
 """
@@ -70,7 +70,7 @@ def _tuple(field_name: str, value: object) -> tuple[Any, ...]:
 
 
 def _typed(record: object, **kinds: type | UnionType) -> None:
-    """Raise UserError for a field whose value is not of its type in ``kinds``."""
+    """Raise UserError for a field with a wrong type. ``kinds`` maps a field's name to the field's type."""
     words = {bool: "true or false", str: "a text", Mapping: "a mapping", NoneType: "none"}
     for name, kind in kinds.items():
         if not isinstance(value := getattr(record, name), kind):
@@ -84,10 +84,10 @@ class Norm:
     """A norm at one position.
 
     ``kind`` "backbone" is the backbone's own kind (RMSNorm in Llama, LayerNorm in ViT). "group" normalizes ``groups``
-    equal parts of each token's channels separately, so the norm is causal. "l2" divides by the state's length. "dyt"
-    and "derf" have no statistics: they apply tanh or erf to the input times a learned factor, which starts at
-    ``alpha``. With ``zero_centered``, the parameter is the gain minus 1, as in Gemma. ``eps`` is the epsilon; 0 means
-    the backbone's epsilon.
+    equal parts of each token's channels separately, so the norm is causal. "l2" divides a hidden state by its L2 norm.
+    "dyt" and "derf" have no statistics: they apply tanh or erf to the input times a learned factor. The factor starts
+    at ``alpha``. With ``zero_centered``, the parameter is the gain minus 1, as in Gemma. ``eps`` is the epsilon; 0
+    means the backbone's epsilon.
     """
 
     kind: NormKind = "backbone"
@@ -132,16 +132,17 @@ class Streams:
     ``read`` and ``write`` are the initial values of the n weights; ``mix`` starts at (or near) the identity.
     ``weights`` names the rule that computes the weights. "constant" and "learned" weights are numbers. "tanh" weights
     are learned numbers plus the tanh of a projection of each normed stream (Hyper-Connections). "sigmoid" weights are
-    the sigmoid of a projection of all streams; for writing, they are multiplied by ``magnitude`` (mHC). "gate" weights
-    are Qwen's: a share of each channel, from a projection of rank ``rank``. ``mix`` is the "identity", a "free" matrix
-    or a doubly stochastic matrix ("sinkhorn"). ``normed`` names the residual streams that the post_norm normalizes; if
-    ``normed`` is empty, the post_norm normalizes all streams. ``norms`` gives each stream an RMSNorm: "stream"
-    normalizes the stream itself, and "read" normalizes only the values that the sub-layer reads. If ``norms`` is empty,
-    the streams have no norms.
+    the sigmoid of a projection of all streams; the write weights are then multiplied by ``magnitude`` (mHC). "gate"
+    weights are one gate per channel, from a projection of rank ``rank`` (Qwen). ``mix`` is the "identity", a "free"
+    matrix or a doubly stochastic matrix ("sinkhorn"). ``normed`` names the residual streams that the post_norm
+    normalizes; if ``normed`` is empty, the post_norm normalizes all streams. ``norms`` gives each stream an RMSNorm:
+    "stream" normalizes the stream itself, and "read" normalizes only the values that the sub-layer reads. If ``norms``
+    is empty, the streams have no norms.
 
     mHC's mixing starts as ``diagonal`` times the identity, before Sinkhorn's iterations. mHC's projections start as
     N(0, noise^2). With ``transposed``, mix_ij is the weight of stream j in stream i. ``eps`` is the epsilon of mHC's
-    RMS and of Sinkhorn's iterations; 0 means the backbone's epsilon for the RMS and 1e-6 for the iterations.
+    RMS and of Sinkhorn's iterations. The default 0 stands for the backbone's epsilon in the RMS, and for 1e-6 in the
+    iterations.
     """
 
     weights: Weights
@@ -166,7 +167,8 @@ class Streams:
         n = len(self.read)
         if n < 2 or {len(self.write), len(self.normed), len(self.norms)} - {0, n}:
             raise UserError(
-                f"read: {n} streams do not fit. Give at least 2 weights, and the same number in write, normed, norms."
+                f"read: the number of weights is {n}. Give at least 2 weights, and as many values in write, normed "
+                "and norms."
             )
         for norm in self.norms:
             _one_of("norms", norm, StreamNorm)
@@ -194,10 +196,11 @@ class Sources:
 
     ``states`` holds pairs of a state's index and its initial weight. State 0 is x^0, and state l is the output of the
     l-th block. With ``learned`` "scalar" or "vector", each weight is a learned number or a learned vector. With
-    ``dynamic``, the scalars depend on the stream through two projections with ``hidden`` channels between them (0: one
-    channel per weight). With ``multiway``, the attention's queries, keys and values read three separate sums, and a
-    fourth sum replaces x (MUDD). The sums for queries, keys and values share the pre_norm; with ``own_norms``, each has
-    a separate norm. With ``normed_states``, x passes an RMSNorm before Lamina adds and stores it (DLCL).
+    ``dynamic``, a two-layer projection of the stream changes the scalars. The projection has ``hidden`` channels
+    inside (0: one channel per weight). With ``multiway``, the attention's queries, keys and values read three separate
+    sums, and a fourth sum replaces x (MUDD). The sums for queries, keys and values share the pre_norm; with
+    ``own_norms``, each has a separate norm. With ``normed_states``, x passes an RMSNorm before Lamina adds and stores
+    it (DLCL).
     """
 
     states: tuple[tuple[int, float], ...]
@@ -236,14 +239,14 @@ class Sublayer:
     """One residual sub-layer (attention or feed-forward).
 
     ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes the factor 1 - b, and "variance" makes the
-    factor sqrt(1 - b^2). A learned b is then sigmoid(parameter / ``gate_temperature``). ``read`` names the input. A
-    feed-forward may read the "block_input", in parallel with the attention (GPT-J). "depth" is a softmax-weighted sum
-    of the memory's states and the stream (Attention Residuals). "memory" is a softmax-weighted sum of the memory's
-    states alone. ``inner_norm`` is inside the module, before its last projection (SubLN).
+    factor sqrt(1 - b^2). With a coupling, a learned b is sigmoid(parameter / ``gate_temperature``). ``read`` names the
+    input. A feed-forward may read the "block_input", in parallel with the attention (GPT-J). The input "depth" is a
+    softmax-weighted sum of the memory's states and the stream (Attention Residuals). The input "memory" is a
+    softmax-weighted sum of the memory's states alone. ``inner_norm`` is inside the module, before its last projection
+    (SubLN).
 
-    ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
-    output projections. ``gate_gain`` is the factor for a gated feed-forward's gate. Only initializers
-    use these two factors.
+    ``weight_gain`` scales the sub-layer's initial value and output projections (DeepNorm's beta). ``gate_gain`` scales
+    a gated feed-forward's initial gate. Only initializers with gains, such as deepnorm, use these two factors.
     """
 
     pre_norm: Norm | None = None
@@ -295,7 +298,7 @@ class Sublayer:
         if not (0 <= self.out_scale <= 1 and (self.out_scale_learned == "no" or 0 < self.out_scale < 1)):
             raise UserError(
                 f"out_scale: {self.out_scale!r} does not work with coupling {self.coupling!r}. Give a number from 0 "
-                "to 1. A learned out_scale can start at neither 0 nor 1."
+                "to 1. Start a learned out_scale above 0 and below 1."
             )
         if self.gate_temperature <= 0:
             raise UserError(f"gate_temperature: {self.gate_temperature!r} is not a number above 0")
@@ -315,8 +318,8 @@ class Sublayer:
 class Layer:
     """One block: an attention and a feed-forward sub-layer, run in this order.
 
-    With ``sources``, the block reads these earlier states instead of the stream. ``boundary`` stores the stream that
-    enters the block in the memory; ``inner_boundary`` stores the stream between the two sub-layers.
+    With ``sources``, the block reads a weighted sum of the stream and earlier states. ``boundary`` stores the stream
+    that enters the block in the memory; ``inner_boundary`` stores the stream between the two sub-layers.
     """
 
     attention: Sublayer = field(default_factory=Sublayer)
@@ -335,8 +338,8 @@ class Layer:
         return replace(self, attention=change(self.attention), feed_forward=change(self.feed_forward))
 
     def __post_init__(self) -> None:
-        """Raise UserError for a field of the wrong type, or an attention that names the block's input, which is its
-        stream.
+        """Raise UserError for a field of the wrong type, or for an attention that names the block's input. The
+        attention's stream is already the block's input.
         """
         _typed(self, attention=Sublayer, feed_forward=Sublayer, sources=Sources | None)
         _typed(self, boundary=bool, inner_boundary=bool)
@@ -360,9 +363,9 @@ class Plan:
     "sqrt_hidden_size" stands for the square root of the model's width. ``initialization`` is the recommended
     initializer's name ("": the initializer with which the placement is registered). ``qk_norm`` normalizes queries and
     keys, and ``v_norm`` normalizes values, per head or over the full projected width. ``qkv_norm`` is the norm for
-    queries, keys and values. If ``qkv_norm`` has the kind "group" and works per head, it is an RMSNorm, because a head
-    is a group. ``readout`` joins several streams into one stream after the last block. ``final_sources`` replace the
-    stream after the last block.
+    queries, keys and values. A per-head ``qkv_norm`` of kind "group" is an RMSNorm, because each head is a group.
+    ``readout`` joins several streams into one stream after the last block. ``final_sources`` replace the stream after
+    the last block.
     """
 
     placement: str = ""
@@ -391,8 +394,8 @@ class Plan:
         _typed(self, placement=str, initialization=str, options=Mapping, **kinds)
         if self.qkv_norm is None or isinstance(self.qkv_norm, bool):
             raise UserError(
-                f"qkv_norm: {self.qkv_norm!r} is not a norm. Give a kind or a norm's fields, and switch it on by "
-                "qk_norm or v_norm."
+                f"qkv_norm: {self.qkv_norm!r} is not a norm. Give a kind or a norm's fields. To add "
+                "the norm, set qk_norm or v_norm."
             )
         for name in ("final_norm", "embedding_norm", "qkv_norm"):
             object.__setattr__(self, name, _as_norm(name, getattr(self, name)))
@@ -403,7 +406,9 @@ class Plan:
         self._check_state()
 
     def _check_state(self) -> None:
-        """Raise UserError if sub-layers disagree on the residual streams or the states that blocks pass on."""
+        """Raise UserError if sub-layers need different numbers of streams, or if a block reads a state that does not
+        exist.
+        """
         halves = [half for layer in self.layers for half in (layer.attention, layer.feed_forward)]
         counts = {len(half.streams.read) if half.streams else 1 for half in halves}
         counts.add(len(self.readout.read) if self.readout else 1)
@@ -414,7 +419,8 @@ class Plan:
             )
         if self.readout and (self.readout.write or self.readout.mix != "identity"):
             raise UserError(
-                "readout: after the last block, the plan can only read the streams. Leave out write and mix."
+                "readout: no block follows, so a readout cannot write to the streams or mix them. Leave out write and "
+                "mix."
             )
         if self.streams > 1 and self.has_memory:
             raise UserError(
@@ -437,7 +443,7 @@ class Plan:
             raise UserError("final_sources.multiway: no attention reads final_sources. Set multiway to false.")
         if any(half.reads_memory for half in halves) and (self.final_sources or not self.layers[0].boundary):
             raise UserError(
-                "read: 'depth' and 'memory' need a memory from the first block to the end. Set boundary in the "
+                "read: 'depth' and 'memory' need a memory that starts in the first block. Set boundary in the "
                 "first layer, and leave out final_sources."
             )
 
@@ -467,7 +473,7 @@ class Plan:
     def to_dict(self) -> Json:
         """Return the plan as plain dicts, lists and scalars, ready for JSON. Plan.from_dict reads this result.
 
-        The result omits a field in YOUNGER if the field has its default.
+        The result omits each newer field (YOUNGER) that has its default value.
         """
         return {**_plain(self), "options": dict(self.options)}
 
@@ -511,7 +517,9 @@ def _read(cls: type[_Record], data: object, field_name: str) -> _Record:
 
 
 def _convert(hint: Any, value: object, field_name: str) -> object:
-    """Convert a field's value: a mapping, or each mapping of a list, becomes the record that the field's type names."""
+    """Convert a field's value: a mapping becomes a record of the field's type, and a list of mappings becomes
+    records.
+    """
     record = next((a for a in (hint, *get_args(hint)) if a in (Norm, Streams, Sources, Sublayer, Layer)), None)
     if record is None or (record is Norm and not isinstance(value, Mapping)):
         return value  # a norm is also written as true, false or its kind

@@ -1,6 +1,7 @@
 """The registry of placements: ``@placement`` adds a placement.
 
-A scheme is one file of ``schemes/``. The command line, the docs, the diagrams and the tests iterate over the registry.
+Each file in ``schemes/`` defines one or more placements. The command line, the docs, the diagrams and the tests
+iterate over the registry.
 """
 
 from __future__ import annotations
@@ -74,16 +75,16 @@ COMMON: tuple[Option, ...] = (
         type=int | None,
         default=None,
         help=(
-            "with wiring: number of streams (default: 4); for attn_res, layers per block (0: one sub-layer); for "
-            "mudd, the number of which a width is a multiple"
+            "with wiring: number of streams (default: 4); for attn_res, number of layers per group (0: groups of one "
+            "sub-layer); for mudd, divisor of the projection's width"
         ),
     ),
     Option(
         name="start",
         type=Literal["liger", "mean", "dlcl"] | None,
         default=None,
-        help="initial values: for wiring=mhc, liger (as in Liger's kernels); for wiring=denseformer, mean (all "
-        "weights are 1/(l+1)) or dlcl (as mean, with normed states)",
+        help="initial values; liger: for wiring=mhc, as in Liger's kernels; mean: for wiring=denseformer, all weights "
+        "1/(l+1); dlcl: as mean, with normed states",
     ),
     Option(
         name="collapse",
@@ -95,14 +96,14 @@ COMMON: tuple[Option, ...] = (
         name="depth_scaling",
         type=DepthScheme | None,
         default=None,
-        help="divide every branch by (num_layers / base_depth)^alpha, with alpha 1/2 (depth-mup) or 1 (completep); "
-        "the job option `--depth-scaling` also scales the learning rates",
+        help="divide every branch by (num_layers / base_depth)^alpha; alpha is 1/2 (depth-mup) or 1 (completep); the "
+        "job option `--depth-scaling` also scales the learning rates",
     ),
     Option(
         name="base_depth",
         type=int | None,
         default=None,
-        help="with depth_scaling: number of blocks at which depth scaling changes nothing",
+        help="with depth_scaling: number of blocks for which the branches' factor is 1",
     ),
 )
 

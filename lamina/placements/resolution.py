@@ -1,4 +1,4 @@
-"""Make a plan from options and a placement, which you name or write in a file (``resolve``).
+"""Make a plan from a placement's name and options, or from your placement's file (``resolve``).
 
 A YAML file holds rules (see ``from_rules``), or the full plan for one depth, as ``Plan.to_dict`` writes it. A Python
 file registers a placement with ``@placement``. Lamina executes the Python file, with the user's rights. A YAML file
@@ -91,7 +91,7 @@ def _load_yaml(path: Path) -> Placement:
 
 
 def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Read a file's descriptive texts, by field, and its equations. Raises UserError."""
+    """Return a file's descriptions by field, and the file's equations. Raises UserError for an invalid field."""
     for key in data if "layers" not in data else ():  # Plan.from_dict checks those of a full plan
         if key not in _FIELDS:
             raise unknown("field", key, _FIELDS)
@@ -204,7 +204,7 @@ AT_THE_ENDS = ("placement", "layers", *PLAN_FIELDS, "initialization", "options")
 def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:
     """Split ``"name(option=value, ...)"`` into the placement's name and the options.
 
-    For a file's name, return the placement in the file.
+    If ``spec`` names a file, return the placement from the file instead of a name.
     """
     target, options = specs.parse(spec, "placement")
     path = Path(target)
@@ -308,11 +308,10 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
 
 
 def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> Plan:
-    """Return the plan with every branch divided by m^alpha, m = blocks / ``base_depth`` (arXiv 2505.01618, Table 1).
+    """Divide every branch by m^alpha, where m is the number of blocks / ``base_depth`` (arXiv 2505.01618, Table 1).
 
-    Raises UserError for a plan that does more to the stream than add to it: the scaling rules are for x + F(x) /
-    m^alpha with any F. A norm or a scale on the stream acts in every block, so changes of its gain multiply over the
-    depth.
+    The scaling rules hold for blocks x + F(x) / m^alpha with any F. Raises UserError for a plan with a norm or a scale
+    on the stream, because such factors multiply over the depth.
     """
     name = f"placement {plan.placement!r}:"
     if scheme is None or base_depth is None:
@@ -322,7 +321,7 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
     whole_number("base_depth", base_depth)
     if more := next(_on_the_stream(plan), None):
         raise UserError(
-            f"{name} depth_scaling {scheme!r} works only if blocks just add to the residual stream, but {more}. Choose "
+            f"{name} depth_scaling {scheme!r} needs blocks that only add to the residual stream, but {more}. Choose "
             "a placement with norms and scales only in its branches, or leave depth_scaling out."
         )
     factor = (plan.num_layers / base_depth) ** -DEPTH_SCHEMES[scheme]
@@ -331,7 +330,7 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
 
 
 def _on_the_stream(plan: Plan) -> Iterator[str]:
-    """Name each part of a plan that changes the residual stream other than by adding a branch."""
+    """Name each part of a plan that changes the residual stream and is not a branch."""
     records: list[tuple[str, Plan | Layer | Sublayer, tuple[str, ...]]] = [("the plan", plan, AT_THE_ENDS)]
     for index, layer in enumerate(plan.layers):
         records.append((f"layer {index}", layer, SUBLAYERS))

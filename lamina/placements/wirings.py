@@ -1,8 +1,8 @@
 """Wirings: residual paths other than a single stream, for the option ``wiring`` of every placement.
 
-A wiring is a function that changes a finished plan. Some wirings also take ``size``: the number of streams, or the
-number of layers in a block of attn_res (None: the wiring's default). Some wirings take ``start``, which sets the
-initial values.
+A wiring is a function that changes a finished plan. Some wirings also take ``size``, which is the number of streams
+or, for attn_res, the number of layers per group (None: the wiring's default). Some wirings take ``start``, which sets
+the initial values.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
 
 
 def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) -> Plan:
-    """Return the plan with several streams. ``one`` maps a sub-layer's index (0: first attention) to ``Streams``."""
+    """Return the plan with several streams. The function ``one`` maps a sub-layer's index to its ``Streams``."""
     layers = [
         replace(
             layer,
@@ -93,7 +93,7 @@ def _count(size: int | None) -> int:
 
 
 def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
-    """Add streams with sigmoid weights. At first, sub-layer l reads most of stream l mod n, so that streams differ."""
+    """Add streams with sigmoid weights. At the start, sub-layer l gives stream l mod n the largest read weight."""
     n = _count(size)
 
     def one(index: int) -> Streams:
@@ -114,8 +114,8 @@ def mhc(plan: Plan, size: int | None, start: str | None = None) -> Plan:
     """Add Hyper-Connections whose mixing keeps the residual streams' sum. Sinkhorn's iterations run in float32.
 
     ``start`` "liger" initializes the weights as Liger's kernels do: all biases are 0, and the projections are N(0,
-    0.02^2). With these values, each sub-layer at first reads all streams equally and mixes the streams fully. The
-    readout is the streams' mean.
+    0.02^2). So at the start, each sub-layer reads and mixes all streams with almost equal weights. After the last
+    block, Lamina takes the mean of the streams.
     """
     if start is None:
         return _sigmoid(plan, size, mix="sinkhorn")
@@ -147,7 +147,7 @@ def hc(plan: Plan, size: int | None) -> Plan:
 
 @wiring(
     "dynamic_hc",
-    equation="as hc, and each weight gains a tanh of its normed stream",
+    equation="as hc, plus a tanh of the normed stream on each weight",
     source="arXiv 2409.19606 Sec 2.2, Algorithm 2",
 )
 def dynamic_hc(plan: Plan, size: int | None) -> Plan:
@@ -164,7 +164,7 @@ def gated_residual(plan: Plan, size: int | None) -> Plan:
 
 
 def _check_sums(plan: Plan, *, post_norms: bool) -> None:
-    """Raise UserError unless all sub-layers add to the unscaled stream, and all or none have a post-norm."""
+    """Raise UserError for a plan with scaled skips, or with a sub-layer that has a post-norm against ``post_norms``."""
     for half in (half for layer in plan.layers for half in (layer.attention, layer.feed_forward)):
         plain = (half.skip, half.skip_scale, half.skip_scale_learned) == ("stream", 1.0, "no")
         if not plain or (half.post_norm is not None) != post_norms:
@@ -174,7 +174,7 @@ def _check_sums(plan: Plan, *, post_norms: bool) -> None:
 
 @wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
 def residual(plan: Plan) -> Plan:
-    """Add a second stream to Post-LN. No norm changes the second stream before the end."""
+    """Add a second stream to Post-LN. The second stream has no norm until after the last block."""
     _check_sums(plan, post_norms=True)
     if plan.options.get("final_norm") is False:
         raise UserError("final_norm: False leaves the second stream without a final norm. Set final_norm to true.")
@@ -189,8 +189,9 @@ def residual(plan: Plan) -> Plan:
     source="SiameseNorm (arXiv 2602.08064)",
 )
 def siamese(plan: Plan) -> Plan:
-    """Add SiameseNorm's streams: a normed stream p and a plain stream u share the branches; l = 1 .. N numbers the
-    blocks.
+    """Add SiameseNorm's two streams: a normed stream p and a stream u without norms share the branches.
+
+    In the equation, l counts the blocks from 1.
     """
     _check_sums(plan, post_norms=False)
 
@@ -208,16 +209,19 @@ def _with_sources(plan: Plan, of: Callable[[int], Sources | None], last: Sources
 
 @wiring("x0", equation="x <- a x + b x_0 before each block", source="modded-nanogpt; nanochat's lambdas")
 def x0(plan: Plan) -> Plan:
-    """Add the embedding to the residual stream before every block; a = 1 and b = 0 at the start."""
+    """Add the embedding to the residual stream before every block. The embedding's factor b starts at 0, and the
+    stream's factor a starts at 1.
+    """
     return _with_sources(plan, lambda index: Sources(states=((0, 0.0),)))
 
 
 @wiring("denseformer", equation="x_l <- sum_i w_li x_i after each block", source="DenseFormer (arXiv 2402.02622) Eq 2")
 def denseformer(plan: Plan, start: str | None = None) -> Plan:
-    """Replace the residual stream with a weighted sum of all states so far. At first, only the last state has a weight.
+    """Replace the residual stream with a weighted sum of all states so far. The latest state's weight starts at 1, and
+    all other weights start at 0.
 
-    With ``start`` "mean", all l + 1 weights start at 1 / (l + 1). With "dlcl", each state also passes an RMSNorm before
-    Lamina sums and stores it, as in DLCL's Pre-LN (arXiv 1906.01787).
+    With ``start`` "mean", the weights of the l + 1 states after block l start at 1 / (l + 1). With "dlcl", each state
+    also passes an RMSNorm before Lamina sums and stores it, as in DLCL's Pre-LN (arXiv 1906.01787).
     """
     if start is None:
         return _with_sources(plan, _all_before, _all_before(plan.num_layers))
@@ -241,7 +245,7 @@ def _all_before(index: int, dynamic: bool = False) -> Sources | None:
 
 @wiring("dynamic_dense", equation="x_l <- sum_i a_li(x_l) x_i after each block", source="arXiv 2502.12170 Eq 5, 6")
 def dynamic_dense(plan: Plan) -> Plan:
-    """Let DenseFormer's weights depend on the stream: each is a + W_2 GELU(W_1 RMS(x)), with W_2 = 0 at the start."""
+    """Let DenseFormer's weights depend on the stream: a weight is a + W_2 GELU(W_1 RMS(x)), and W_2 starts at 0."""
     return _with_sources(plan, lambda index: _all_before(index, dynamic=True), _all_before(plan.num_layers, True))
 
 
@@ -253,9 +257,10 @@ def dynamic_dense(plan: Plan) -> Plan:
 def mudd(plan: Plan, size: int | None) -> Plan:
     """Add multiway dynamic dense connections: queries, keys, values and the stream read separate weighted sums.
 
-    As in MUDDFormer's code, q, k and v have separate norms, and W_1 is four times as wide after the last block. With
-    ``size``, Lamina rounds W_1's width up to a multiple of ``size``; MUDDFormer's code uses 64 ("round64"). Lamina
-    leaves out the paper's wider feed-forwards in later layers, because feed-forwards belong to the backbone.
+    As in MUDDFormer's code, q, k and v have separate norms, and W_1 also has four times the width after the last
+    block. With ``size``, W_1 has the next larger multiple of ``size`` as its width. MUDDFormer's code uses 64
+    ("round64"). Lamina leaves out the paper's wider feed-forwards in later layers, because feed-forwards belong to the
+    backbone.
     """
     size = size if size is None else whole_number("size", size)
 
@@ -285,7 +290,8 @@ def parallel(plan: Plan) -> Plan:
 
 @wiring("attn_res", equation="h = sum_i softmax(q LN v_i) v_i", source="Attention Residuals (arXiv 2603.15031) Sec 3.2")
 def attn_res(plan: Plan, size: int | None) -> Plan:
-    """Let each sub-layer attend to the sums of earlier groups of layers, and to the current group's sum so far.
+    """Let each sub-layer attend over depth: to the summed outputs of each earlier group of layers and of the current
+    group.
 
     By default, the plan has 8 groups.
 

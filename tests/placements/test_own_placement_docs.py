@@ -92,7 +92,7 @@ def test_a_spec_may_name_the_wirings_file_so_that_a_trials_process_reads_it(fold
     assert spec in PAGE
     listed = set(WIRINGS.names())
     assert main(["placements", spec, "--num-layers", "3"]) == 0
-    assert "to 1 (last block)" in capsys.readouterr().out
+    assert ", 1 in the last" in capsys.readouterr().out
     block = lamina.build(llama(), spec).model.layers[-1]
     assert block.sources.weight.tolist() == [1.0, 1.0]
     assert type(block.attention.post_norm).__name__ == "ClippedNorm"

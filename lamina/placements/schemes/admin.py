@@ -1,4 +1,4 @@
-"""Admin: Post-LN with a learned vector on every skip, which starts from profiled variances."""
+"""Admin: Post-LN with a learned vector on every skip. The vector starts at a value from profiled variances."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from lamina.placements.registry import placement
     initialization="admin",
     advice=(
         "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. If the embedding "
-        "starts with a standard deviation of 0.02, set embedding_norm=true. Without that norm, all omegas except "
-        "the first start near 0.02 instead of 1."
+        "starts with a standard deviation of 0.02, set embedding_norm=true. Without the embedding norm, all omegas "
+        "except the first start near 0.02 instead of 1."
     ),
 )
 def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] = "profiled") -> Plan:
-    """Each skip starts as strong as the sum of all earlier branches, so that no branch dominates early training.
+    """At the start, each skip is as strong as the sum of all earlier branches. So no branch dominates early training.
 
     Args:
-        omega: initial value: "profiled" measures omega in one forward pass (init admin). The other values need no
-            forward pass. With n = 2 N sub-layers, "log" is sqrt((n + 1) / ln(n + 1) - 1), "sqrt" is sqrt(n), and "one"
-            is 1. Use these values with another init, such as normal, because init admin would overwrite them.
+        omega: the skips' initial value. With "profiled", the initializer admin measures omega in one forward pass.
+            With n = 2 N sub-layers, "log" is sqrt((n + 1) / ln(n + 1) - 1), "sqrt" is sqrt(n), and "one" is 1. Use
+            "log", "sqrt" and "one" with another init, such as normal, because the initializer admin would overwrite
+            omega.
     """
     n = 2 * num_layers
     start = {"profiled": 1.0, "log": math.sqrt((n + 1) / math.log(n + 1) - 1), "sqrt": math.sqrt(n), "one": 1.0}[omega]

@@ -14,7 +14,7 @@ from lamina.placements.registry import placement
 )
 def b2t(num_layers: int) -> Plan:
     """A second skip from the block's input to its output bypasses all norms of the block except the last. FuseNorm's
-    feed-forward has only this second skip.
+    feed-forward has only the skip from the block's input.
     """
     layer = Layer(attention=Sublayer(post_norm=Norm()), feed_forward=Sublayer(skip="both", post_norm=Norm()))
     return Plan(layers=(layer,) * num_layers)

@@ -26,11 +26,13 @@ def deepnorm(
 
     Args:
         alpha: the constant on the skip; default (2 N)^(1/4) with N blocks, for decoder-only and encoder-only models.
-            With N encoder and M decoder blocks, the encoder has 0.81 (N^4 M)^(1/16), and the decoder has (3 M)^(1/4).
+            In an encoder-decoder with N and M blocks, alpha is 0.81 (N^4 M)^(1/16) for the encoder and (3 M)^(1/4) for
+            the decoder.
         beta: the gain on the initial value, output and feed-forward weights; default (8 N)^(-1/4). In an
-            encoder-decoder, the encoder has 0.87 (N^4 M)^(-1/16), and the decoder has (12 M)^(-1/4).
-        scale_gate: also apply beta to a gated feed-forward's gate. The paper has no gate. If false, the branch's output
-            keeps the paper's factor beta^2.
+            encoder-decoder with N and M blocks, beta is 0.87 (N^4 M)^(-1/16) for the encoder and (12 M)^(-1/4) for the
+            decoder.
+        scale_gate: also apply beta to a gated feed-forward's gate (default: False). The paper's feed-forward has no
+            gate. Without ``scale_gate``, the branch's output keeps the paper's factor beta^2.
     """
     for name, value in (("alpha", alpha), ("beta", beta)):
         if value is not None and value <= 0:

@@ -20,11 +20,12 @@ from lamina.placements.registry import placement
     ),
 )
 def fusenorm(num_layers: int, *, first_layer_norm: bool = True) -> Plan:
-    """The feed-forward reads y, but its skip carries x. So a block's residual path has one norm instead of two.
+    """The feed-forward reads the attention's output y, but its skip starts at the block's input x. So a block's
+    residual path has one norm instead of two.
 
     Args:
-        first_layer_norm: an additional norm on the first attention's input (Eq 7). The skips carry the raw embedding in
-            both cases.
+        first_layer_norm: an additional norm on the first attention's input (Eq 7). With and without this norm, the
+            skips carry the raw embedding.
     """
     feed_forward = Sublayer(skip="block_input", post_norm=Norm())
     first = Layer(

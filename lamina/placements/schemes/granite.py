@@ -1,6 +1,4 @@
-"""A constant factor on every branch: Granite's and HyperCLOVA X's factor, and MiniCPM's factor, which falls with the
-depth.
-"""
+"""Granite, HyperCLOVA X and MiniCPM: a constant factor on every branch. MiniCPM's factor falls with depth."""
 
 import math
 

@@ -15,7 +15,7 @@ from lamina.placements.registry import placement
         "GN: RMSNorm over each of G groups of channels",
         "logits = W GN(x_N)",
     ),
-    source="Wu & He 2018 (arXiv 1803.08494); a baseline of Mix-LN Table 6, which does not name the variant",
+    source="Wu & He 2018 (arXiv 1803.08494); a baseline in Table 6 of Mix-LN, where the variant has no name",
     initialization="normal",
     advice=(
         "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. The number of groups "

@@ -6,7 +6,7 @@ from lamina.placements.plan import Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement
 
 _SOURCE = "HybridNorm (arXiv 2503.04598) Sec 3.2"
-_ADVICE = "The paper's learning rate is 3e-4 at 550M to 1.2B parameters, and falls to a tenth."
+_ADVICE = "The paper's peak learning rate is 3e-4 at 550M to 1.2B parameters. It decays to 3e-5."
 # The norm before the feed-forward is applied once and is both its input and its skip: that of the attention's sum.
 _ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
 
@@ -26,7 +26,9 @@ _ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
     advice=_ADVICE,
 )
 def hybridnorm(num_layers: int) -> Plan:
-    """Norms sit inside the attention and around the feed-forward. The feed-forward's skip carries normed states."""
+    """Norms sit inside the attention and around the feed-forward. The feed-forward's skip starts after the norm, so
+    the skip carries normed states.
+    """
     layer = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)
     return Plan(layers=(layer,) * num_layers, final_norm=Norm(), qk_norm="head", v_norm="head")
 
@@ -46,7 +48,7 @@ def hybridnorm(num_layers: int) -> Plan:
     advice=_ADVICE,
 )
 def hybridnorm_star(num_layers: int) -> Plan:
-    """The first block of this HybridNorm is a Pre-LN block, and also has norms on q, k and v."""
+    """HybridNorm* is HybridNorm whose first block is a Pre-LN block, also with norms on q, k and v."""
     pre = Sublayer(pre_norm=Norm())
     first = Layer.of(pre)
     rest = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)

@@ -12,8 +12,8 @@ from lamina.placements.registry import placement
     equation=("y = x + lambda_1 * A(LN x)", "x' = y + lambda_2 * F(LN y)", "logits = W LN(x_N)"),
     source="CaiT (arXiv 2103.17239) Sec 2; DINOv2, ConvNeXt, BEiT",
     advice=(
-        "CaiT starts the factors at 0.1 for up to 18 blocks, at 1e-5 for up to 24, and at 1e-6 for more. DINOv2 "
-        "starts them at 1e-5 and BEiT at 0.1."
+        "CaiT starts the factors at 0.1 for up to 18 blocks, at 1e-5 for up to 24 blocks, and at 1e-6 for more. "
+        "DINOv2 starts the factors at 1e-5, and BEiT at 0.1."
     ),
 )
 def layerscale(num_layers: int, *, start: float | None = None) -> Plan:

@@ -32,8 +32,8 @@ def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers
     layers. So Mix-LN combines both placements: it begins with Post-LN blocks.
 
     Args:
-        alpha: the share of Post-LN layers (default 0.25). Lamina computes floor(alpha N) exactly, also for a fraction
-            such as "1/3".
+        alpha: the share of Post-LN layers (default 0.25). Alpha may be a fraction such as "1/3"; Lamina computes
+            floor(alpha N) without rounding errors.
         num_post_layers: the number of Post-LN layers, instead of alpha.
     """
     if alpha is not None and num_post_layers is not None:
@@ -43,7 +43,7 @@ def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers
         num_post_layers = share.numerator * num_layers // share.denominator
         if num_post_layers == 0 and share > 0:
             logger.warning(
-                "mix_ln: floor(%s * %d) is 0 Post-LN layers, so this is Pre-LN. Raise alpha, or set num_post_layers.",
+                "mix_ln: floor(%s * %d) is 0, so no layer is Post-LN. Raise alpha, or set num_post_layers.",
                 *(alpha or 0.25, num_layers),
             )
     if not 0 <= num_post_layers <= num_layers:
@@ -57,7 +57,7 @@ def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers
 
 
 def _exact(alpha: float | str) -> Fraction:
-    """Return alpha as the fraction that is written: 0.29 is 29/100, not the nearest float below it."""
+    """Return alpha as an exact fraction: 0.29 becomes 29/100, which differs from the float 0.29."""
     try:
         share = Fraction(str(alpha))
     except (ValueError, ZeroDivisionError):

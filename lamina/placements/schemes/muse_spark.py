@@ -24,7 +24,8 @@ def muse_spark(num_layers: int, *, start: float = 0.5, temperature: float = 0.3)
 
     Args:
         start: initial value of b.
-        temperature: divisor of g; a smaller value acts like a higher learning rate for g.
+        temperature: the divisor of g in b = sigmoid(g / temperature). A smaller temperature acts like a higher
+            learning rate for g.
     """
     sublayer = Sublayer(
         pre_norm=Norm(zero_centered=True),

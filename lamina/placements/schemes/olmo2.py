@@ -31,9 +31,7 @@ def olmo2(num_layers: int) -> Plan:
     equation=("y = x + LN(A(x))", "x' = y + LN(F(y))", "logits = W LN(x_N)"),
     source="Peri-LN (arXiv 2502.02732) Table 5, position B",
     initialization="normal",
-    advice=(
-        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. At this learning rate, Output-LN diverged."
-    ),
+    advice=("The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. In the paper, Output-LN diverged."),
 )
 def out_ln(num_layers: int) -> Plan:
     """Output-LN is OLMo 2's placement without the norms on queries and keys. The Peri-LN paper calls it position B."""

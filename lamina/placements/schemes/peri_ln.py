@@ -10,7 +10,10 @@ from lamina.placements.registry import placement
     equation=("x_0 = LN(E)", "y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "logits = W LN(x_N)"),
     source="Peri-LN (arXiv 2502.02732) Sec 3.3; Gemma Team 2024 (arXiv 2408.00118)",
     initialization="normal",
-    advice="The paper's peak learning rate is 2e-3 at 400M parameters, with 10 % warm-up. The weight decay is 0.033.",
+    advice=(
+        "The paper's peak learning rate is 2e-3 at 400M parameters, with 10 % warm-up. The paper uses weight decay "
+        "0.033."
+    ),
 )
 def peri_ln(num_layers: int, *, embedding_norm: bool = True, learnable_gain: bool = True) -> Plan:
     """The norm on each module's output bounds the branch, so the residual stream's variance grows linearly in
@@ -18,7 +21,7 @@ def peri_ln(num_layers: int, *, embedding_norm: bool = True, learnable_gain: boo
 
     Args:
         embedding_norm: a norm on the embedding (y_0 = Norm(x_0)); the paper's main runs have it.
-        learnable_gain: learn the gains of the output norms; false fixes them at 1 (Fig 8).
+        learnable_gain: learn the gains of the output norms; false fixes these gains at 1 (Fig 8).
     """
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm(learnable_gain=learnable_gain))
     layer = Layer.of(sublayer)

@@ -11,7 +11,7 @@ from lamina.placements.registry import placement
     source="Peri-LN (arXiv 2502.02732) Table 5, positions A + C",
     initialization="normal",
     advice=(
-        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. At this learning rate, Pre-Post-LN was "
+        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. In the paper, Pre-Post-LN was "
         "as good as Post-LN."
     ),
 )

@@ -35,9 +35,10 @@ def rezero(num_layers: int) -> Plan:
     ),
 )
 def skipinit(num_layers: int, *, start: Literal["depth", "zero"] = "depth") -> Plan:
-    """SkipInit is ReZero with gates that start at 1 / sqrt(sub-layers), the factor by which batch norm scales a branch.
+    """SkipInit is ReZero with gates that start at 1 / sqrt(sub-layers). Batch norm scales a branch by a similar factor.
 
     Args:
-        start: "depth": the paper's 1 / sqrt(number of branches); "zero": the paper's other choice, which is ReZero.
+        start: initial value of the gates. "depth" is 1 / sqrt(number of branches); "zero" is 0, as in ReZero. The
+            paper has both.
     """
     return _plan(num_layers, (2 * num_layers) ** -0.5 if start == "depth" else 0.0)

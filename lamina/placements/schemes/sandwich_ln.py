@@ -10,8 +10,8 @@ from lamina.placements.registry import placement
     equation=("y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "logits = W LN(x_N)"),
     source="CogView (arXiv 2105.13290) Sec 2.4",
     advice=(
-        "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. The norms sit as in "
-        "Peri-LN, without the norm on the embedding."
+        "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. Sandwich-LN is "
+        "Peri-LN without the norm on the embedding."
     ),
 )
 def sandwich_ln(num_layers: int) -> Plan:
@@ -28,10 +28,10 @@ def sandwich_ln(num_layers: int) -> Plan:
     advice="Arcee Trinity uses c = 1 and reports no loss spike in 17 trillion tokens at 400B parameters.",
 )
 def sandwich_depth_scaled(num_layers: int, *, c: float = 1.0) -> Plan:
-    """The branches of this Sandwich-LN start small, so that the residual stream's variance does not grow with depth.
+    """Depth-scaled Sandwich-LN starts with small branches, so the residual stream's variance does not grow with depth.
 
     Args:
-        c: initial value of the outer gains, times the square root of the depth.
+        c: the outer gains start at c / sqrt(depth).
     """
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm(initial_gain=c * num_layers**-0.5))
     return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())
