@@ -89,7 +89,7 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
     clash = [name for name in ("lr_scheduler_type", "lr_scheduler_kwargs") if name in options]
     if schedule != "cosine" and clash:
         raise UserError(
-            f"trainer.{clash[0]} has no effect with --schedule {schedule}. Leave it out, or use --schedule cosine."
+            f"trainer.{clash[0]} has no effect with --schedule {schedule}. Remove it, or use --schedule cosine."
         )
     if not options.get("dataloader_num_workers"):
         for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
@@ -128,7 +128,7 @@ def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
         warmup = arguments.get_warmup_steps(steps)
         shares = [float(schedule.lr_lambdas[0](s)) for s in {0, 1, warmup, warmup + 1, steps // 2, steps - 1, steps}]
         if not all(math.isfinite(share) and share >= 0 for share in shares):
-            raise ValueError(f"it returns {', '.join(f'{s:g}' for s in shares)} times the peak learning rate")
+            raise ValueError(f"the schedule returns {', '.join(f'{s:g}' for s in shares)} times the peak learning rate")
     except Exception as error:  # whatever its arguments cause
         raise UserError(
             f"trainer.lr_scheduler_type: {scheduler!r} does not work with these arguments ({_line(error)})"
@@ -166,7 +166,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
         for name in ("mixup", "cutmix"):
             if value := getattr(settings, name):
                 raise UserError(
-                    f"{name}: {value:g} mixes pairs of images, and each process has only one image. Set {name} to 0, "
+                    f"{name}: {value:g} needs two images per process, but each process has one. Set {name} to 0, "
                     f"or batch_size to at least {2 * processes}"
                 )
     return arguments_of(TrainingArguments, settings, processes)
@@ -175,7 +175,8 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
 def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> None:
     """Raise UserError for an argument under ``trainer`` that this kind of job does not accept.
 
-    A job rejects unknown arguments, arguments that the job sets, and arguments that change what the job's records mean.
+    A job rejects unknown arguments and arguments that the job sets. A job also rejects values that would change how
+    Lamina records the training.
     """
     for name, value in trainer.items():
         if name in _FIXED:
@@ -194,7 +195,7 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
 
 
 def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, **own: object) -> A:
-    """Build the arguments as an instance of the class ``kind``, such as a class of TRL. ``own`` sets further fields."""
+    """Build an instance of ``kind``, a subclass of TrainingArguments such as GRPOConfig. ``own`` sets more fields."""
     if settings.batch_size % processes:
         raise UserError(
             f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes. Choose a "

@@ -71,8 +71,7 @@ class Checkpoints:
         return sorted((p for p in children if re.fullmatch(r"checkpoint-(0|[1-9]\d*)", p.name)), key=step_of)
 
     def newest(self, allowed: Callable[[Json], bool] = lambda state: True) -> Path | None:
-        """Return the newest intact checkpoint whose run state ``allowed`` accepts. Log a warning for broken
-        checkpoints.
+        """Return the newest intact checkpoint whose run state passes ``allowed``. Warn about broken checkpoints.
 
         The log also names files in the checkpoint that its manifest does not list. Lamina does not read these files.
         """
@@ -126,10 +125,10 @@ class Checkpoints:
     def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
         """Delete all checkpoints except the last ``keep`` checkpoints up to ``step``.
 
-        A rollback has abandoned checkpoints after ``step``, so the method deletes them.
+        Checkpoints after ``step`` are invalid after a rollback, so the method deletes these checkpoints.
 
-        Also keep the newest checkpoint whose run state ``keep_also`` accepts. A checkpoint whose name has the wrong
-        step also stays, because it may be the only copy of its content.
+        Also keep the newest checkpoint for whose run state ``keep_also`` returns true. A checkpoint whose name has the
+        wrong step also stays, because it may be the only copy of its content.
         """
         named_right = [path for path in self.paths() if _of_its_step(path)]
         retained = [p for p in named_right if step_of(p) <= step][-keep:]
@@ -183,12 +182,12 @@ def step_of(path: Path) -> int:
 
 
 def run_state(path: Path) -> Json:
-    """Read the run state of an intact checkpoint: the state of guard, records, rollbacks and so on, without tensors."""
+    """Read the run state of an intact checkpoint, such as the state of its records and rollbacks, without tensors."""
     return read_json(path / RUN_STATE)
 
 
 def listed_state(path: Path) -> Json | None:
-    """Return a checkpoint's run state if run_state.json is intact, even if other files are not; otherwise None."""
+    """Return a checkpoint's run state, or None if run_state.json is damaged. Damage to other files does not matter."""
     try:
         state = run_state(path) if listed(path)[RUN_STATE][1] == sha256(path / RUN_STATE) else None
         return state if state is not None and state["step"] == step_of(path) else None
@@ -208,7 +207,7 @@ def what_is_broken(path: Path) -> str | None:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint. If the process is killed meanwhile, no folder looks like a checkpoint but lacks files."""
+    """Delete a checkpoint. Rename its folder first, so that a killed process leaves no incomplete checkpoint behind."""
     doomed = path.with_name(f".gone-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(path, doomed)
@@ -231,7 +230,7 @@ def _publish(path: Path, final: Path, entries: dict[str, Entry]) -> None:
 
 
 def _of_its_step(path: Path) -> bool:
-    """Return whether a checkpoint's name has the step of its run state; True if the run state can't be read."""
+    """Return whether the step in a checkpoint's name is right, or True if the run state can't be read."""
     try:
         return run_state(path)["step"] == step_of(path)
     except (OSError, *NOT_A_MANIFEST):

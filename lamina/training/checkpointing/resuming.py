@@ -48,7 +48,7 @@ class RunIdentity:
         return {"settings": self.settings.to_dict(), "plan": plan_digest(self.plan), "text": self.fingerprint}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Do nothing, because ``refuse_changes`` has compared the state before Lamina changed the folder."""
+        """Do nothing: ``refuse_changes`` has already compared the settings, the plan and the data."""
 
     @property
     def text(self) -> dict[str, str]:
@@ -62,19 +62,19 @@ class RunIdentity:
         if before and before not in (plan_digest(self.plan), json.loads(json.dumps(self.plan.to_dict()))):
             raise UserError(
                 f"placement: {self.settings.placement!r} has changed since the run in {str(folder)!r} began. Restore "
-                "the placement to resume. Otherwise give another --output, or --overwrite."
+                "the placement to resume. Otherwise begin again with another --output or with --overwrite."
             )
 
 
 def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: str, known: Json | None = None) -> None:
-    """Raise UserError if the text has changed since the run in ``folder`` began; ``known_of`` returns ``known``."""
+    """Raise UserError if the text has changed since the run in ``folder`` began. ``known`` comes from ``known_of``."""
     known = known_of(folder) if known is None else known
     stored = known["text"] if "text" in known else noted(folder / DATA).get("fingerprint")
     if stored is not None and stored != fingerprint:
         raise UserError(
             f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} has changed since the run in "
             f"{str(folder)!r} began{_changed(settings, folder / DATA)}. Restore the text to resume. Otherwise "
-            "give another --output, or --overwrite."
+            "begin again with another --output or with --overwrite."
         )
 
 
@@ -84,7 +84,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def known_of(folder: Path) -> Json:
-    """Return the state of ``RunIdentity`` in the newest checkpoint that stores such a state; otherwise {}."""
+    """Return the newest state of ``RunIdentity`` that a checkpoint stores, or {} if no checkpoint stores one."""
     for path in reversed(Checkpoints(folder / "checkpoints").paths()):
         state = listed_state(path)
         if state is not None and "settings" in state:
@@ -94,7 +94,7 @@ def known_of(folder: Path) -> Json:
 
 
 def _changed(settings: PretrainSettings, data: Path) -> str:
-    """Return a clause that names the corpus files newer than the run's last start; "" if there are none."""
+    """Return a clause that names the corpus files that changed after the run's last start; "" without such files."""
     if not data.is_file():
         return ""
     newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(data.stat().st_mtime)]
@@ -102,7 +102,7 @@ def _changed(settings: PretrainSettings, data: Path) -> str:
 
 
 def is_good(state: RunState) -> bool:
-    """Return whether the loss was not rising when Lamina saved the checkpoint with this run state."""
+    """Return whether the loss was close to its best value when Lamina saved this run state."""
     return state["guard"]["above_since"] is None
 
 
@@ -114,8 +114,8 @@ class Rollback:
         number: the rollback's number, from 1.
         step: the step of the restored checkpoint; 0 for the initial weights.
         diverged_at: the step at which the guard stopped the run.
-        skipped: the first and last position, in steps, of the skipped data in the training order.
-        ahead: the number of steps of data that the training order has skipped in total once it has passed ``step``.
+        skipped: the positions of the first and the last skipped step in the training order.
+        ahead: the total number of steps whose data the training order has skipped after ``step``.
         learning_rate_factor: the product of the factors of all rollbacks so far.
     """
 
@@ -147,7 +147,7 @@ class Rollbacks:
         except (ValueError, TypeError, KeyError):
             raise UserError(
                 f"resume: {str(path)!r} is cut short or altered, so Lamina cannot tell where to resume. Restore the "
-                "original file, or give another --output, or --overwrite."
+                "original file, or begin again with another --output or with --overwrite."
             ) from None
 
     def state_dict(self) -> Json:
@@ -159,12 +159,12 @@ class Rollbacks:
             raise UserError(
                 f"resume: checkpoint-{state['step']} was saved after {taken_after} rollbacks, but "
                 f"{str(self.folder / ROLLBACKS)!r} has {len(self.done)}. Restore the original file, or give "
-                "another --output, or --overwrite"
+                "another --output or --overwrite"
             )
 
     @property
     def skips(self) -> list[Skip]:
-        """The data to skip, as pairs (step, ahead): after ``step``, the order has skipped ``ahead`` steps of data."""
+        """The data to skip, as pairs (step, ahead). After ``step``, training skips ``ahead`` steps of data in total."""
         kept: list[Skip] = []
         for entry in self.done:
             kept = [skip for skip in kept if skip[0] < entry.step] + [(entry.step, entry.ahead)]
@@ -175,7 +175,7 @@ class Rollbacks:
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
-        """Return whether the checkpoint is still valid: no later rollback went back to a step before the checkpoint."""
+        """Return whether the checkpoint is still valid. A later rollback to an earlier step makes it invalid."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
@@ -206,9 +206,8 @@ class Rollbacks:
 def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
     """Return a run's settings from config.yaml, completed from the newest checkpoint; None if both are missing.
 
-    If config.yaml is cut short or altered, Lamina logs a warning and takes the checkpoint's settings; without a
-    checkpoint, it raises UserError. Also raises UserError if config.yaml and checkpoint differ in a setting outside
-    ``free``.
+    If config.yaml is damaged, Lamina logs a warning and uses the checkpoint's settings. Raises UserError if there is no
+    checkpoint. Also raises UserError if config.yaml and checkpoint differ in a setting that is not in ``free``.
     """
     path, known = folder / CONFIG, known_of(folder)
     settings = known.get("settings", {})
@@ -238,7 +237,7 @@ def result_to_keep(folder: Path) -> Json | None:
 
     If the function returns None or a result without a final status, Lamina can resume the run.
 
-    Raises UserError if the run's records were damaged, altered or exchanged.
+    Raises UserError if the run's records were damaged, altered or replaced.
     """
     result = read_result(folder)
     if result is None or result["status"] not in ENDED:
@@ -253,7 +252,7 @@ def result_to_keep(folder: Path) -> Json | None:
 
 
 def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
-    """Return whether a run's model is damaged (or absent, if ``missing`` is true); if so, log a warning."""
+    """Return whether a run's model is damaged; if so, log a warning. With ``missing``, an absent model is damaged."""
     try:
         if (folder / MODEL).is_dir():
             refuse_damaged(folder / MODEL)
@@ -266,9 +265,9 @@ def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
 
 
 def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
-    """Return the checkpoint to resume from. None means that the run begins at step 0, as after a rollback to the start.
+    """Return the checkpoint to resume from, or None if the run begins at step 0.
 
-    Raises UserError if there are checkpoints but none is usable, because a start at step 0 would lose the progress.
+    Raises UserError if all existing checkpoints are unusable, because a start at step 0 would lose the progress.
     """
     checkpoint = Checkpoints(folder).newest(rollbacks.allows)
     if checkpoint is not None:
@@ -278,7 +277,7 @@ def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
     abandoned = bool(rollbacks.done) and rollbacks.done[-1].step == 0  # killed during a rollback to the beginning
     if existing and not (abandoned and all(what_is_broken(path) is None for path in existing)):
         raise UserError(
-            f"resume: {', '.join(path.name for path in existing)} in {str(folder)!r} cannot be resumed (see "
-            "above). Restore the original files, or begin again with --overwrite."
+            f"resume: {', '.join(path.name for path in existing)} in {str(folder)!r} cannot be resumed (see the "
+            "warnings above). Restore the original files, or begin again with --overwrite."
         )
     return None

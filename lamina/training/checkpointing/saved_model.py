@@ -126,7 +126,7 @@ _MEASURES = {
 
 
 def _is_on_hub(model: str | None) -> bool:
-    """Return whether a name is a model on the hub, because the hub rejects a card whose ``base_model`` is a folder."""
+    """Return whether a name is a model on the hub. The hub rejects a card with a folder as its base model."""
     try:
         validate_repo_id(model)
     except HFValidationError:
@@ -148,7 +148,7 @@ def _table(name: str, value: str, rows: Mapping[str, object]) -> list[str]:
 
 
 def _named(value: object) -> str:
-    """Return a value as text. Of each absolute path, keep only the last part, to hide this machine's folders."""
+    """Return a value as text. Shorten each absolute path to its last part, to hide this machine's folders."""
     return re.sub(r"(?<![^\s=:,;('\"])/[^:,;()'\"]*", lambda path: PurePath(path[0]).name, str(value))
 
 
@@ -158,12 +158,12 @@ def _plain(value: str) -> str:
 
 
 def _code(value: object) -> str:
-    """Quote a value as Markdown code, whatever its characters."""
+    """Quote a value as Markdown code, and replace characters that would end the code."""
     return "`" + " ".join(str(value).replace("`", "'").replace("|", "\\|").split()) + "`"
 
 
 def check_repository(name: str) -> None:
-    """Raise UserError for a malformed repository name or a missing hub token. Lamina checks both before training."""
+    """Raise UserError for a malformed repository name or a missing hub token. Call this function before training."""
     from huggingface_hub import get_token
 
     try:
@@ -201,7 +201,7 @@ def push(folder: Path, name: str) -> bool:
 def save_model(
     model: PreTrainedModel, processor: Processor, folder: Path, processes: Processes, card: ModelCard | None = None
 ) -> None:
-    """Write a model with its tokenizer or image processor, completely or not at all. Gathers a sharded model first."""
+    """Write a model with its tokenizer or image processor, completely or not at all. All processes must call it."""
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:

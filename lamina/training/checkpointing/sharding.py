@@ -42,16 +42,16 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bool) -> None:
-    """Shard a model's parameters with FSDP2: one unit per block, and one for embedding, final norm and output head.
+    """Shard a model's parameters with FSDP2. Each block is a unit, and all other parameters form one more unit.
 
     The optimizer's weights stay in float32. With ``bf16``, FSDP2 gathers the blocks' matrices in bfloat16 and reduces
-    their gradients in float32, so the result equals autocast's result in one process. Norms, learned scales and the
-    residual stream stay in float32; the embedding also stays in float32, because it decides the stream's dtype. FSDP2
-    can't shard a scalar, so learned scalars become vectors of one element; checkpoints and saved models hold them as
-    scalars.
+    their gradients in float32. So the result equals the result of autocast in one process. Norms, learned scales and
+    the residual stream stay in float32. The embedding also stays in float32, because the embedding decides the residual
+    stream's dtype. FSDP2 can't shard a scalar, so learned scalars become vectors of one element. Checkpoints and saved
+    models still store scalars.
 
-    If n = ``processes.tensor`` is above 1, each n neighboring processes first split the linear layers' matrices as
-    transformers' tensor-parallel plan says.
+    If n = ``processes.tensor`` is above 1, each group of n processes first splits the linear layers' matrices. The
+    split follows transformers' plan for tensor parallelism.
     """
     whole = init_device_mesh(device, (processes.data_size, processes.tensor), mesh_dim_names=("data", "tensor"))
     if processes.tensor > 1:
@@ -99,7 +99,7 @@ def sum_partial(model: nn.Module) -> None:
 
 
 def _blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """Return a Lamina model's blocks, or the modules that transformers keeps whole in any other model."""
+    """Return a Lamina model's blocks, or another model's modules of the types in ``_no_split_modules``."""
     if isinstance(body := getattr(model, "model", model), LaminaModel):
         return list(body.layers)
     kinds = set(getattr(model, "_no_split_modules", None) or ())
@@ -117,7 +117,7 @@ def _scalars_to_vectors(model: nn.Module) -> None:
 
 
 def _scalars(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that are scalars in an unsharded model and vectors in this one."""
+    """Return the names of the scalar parameters that ``shard`` has made vectors."""
     return getattr(model, _SCALARS, frozenset())
 
 
@@ -220,7 +220,7 @@ def own_class(model: nn.Module) -> Iterator[None]:
 def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Copy tensors to the CPU.
 
-    Of a sharded tensor, Lamina copies this process's part. A tensor with two names is copied once.
+    If a tensor is sharded, Lamina copies this process's part. A tensor with two names is copied once.
     """
     copied: dict[tuple[int, torch.Size], torch.Tensor] = {}
     made: Tensors = {}
@@ -246,7 +246,7 @@ def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: Proce
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Reads only the given safetensors files, because the base class reads all files in the folder."""
+    """Reads only the given safetensors files, whereas the base class reads all files in the folder."""
 
     def __init__(self, files: Sequence[Path]):
         super().__init__(str(files[0].parent) if files else ".")
@@ -254,7 +254,7 @@ class _Reader(HuggingFaceStorageReader):
 
 
 def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alone: bool) -> None:
-    """Fill tensors in place from a checkpoint's safetensors files, which may be sharded differently."""
+    """Fill tensors in place from safetensors files. The checkpoint may be sharded over another number of processes."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process loads alone is intended
         try:
@@ -269,12 +269,12 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], fol
     for name, tensor in tensors.items():
         if name not in stored:
             raise UserError(
-                f"resume: {str(folder)!r} holds no {name}: the checkpoint is another model's. Give another --output."
+                f"resume: {str(folder)!r} has no tensor {name}, so it belongs to another model. Give another --output."
             )
         if tuple(tensor.shape) != stored[name]:
             raise UserError(
                 f"resume: {name} in {str(folder)!r} has the shape {list(stored[name])}, but the model has "
-                f"{list(tensor.shape)}: the checkpoint is another model's. Give another --output."
+                f"{list(tensor.shape)}, so the checkpoint belongs to another model. Give another --output."
             )
 
 
@@ -314,7 +314,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
 def load_optimizer(
     model: nn.Module, optimizer: Any, files: Sequence[Path], rest: Mapping[str, Any], *, alone: bool
 ) -> None:
-    """Load a result of ``optimizer_tensors`` into an optimizer. Raises UserError if the optimizer has other weights."""
+    """Load the result of ``optimizer_tensors`` into an optimizer. Raises UserError if its weights are different."""
     reshard(model)
     names, scalars = _names(model), _scalars(model)
     state: dict[int, Json] = {}

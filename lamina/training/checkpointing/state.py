@@ -1,9 +1,9 @@
 """Write and read the contents of a checkpoint: a Trainer's state.
 
-A run in one process or with DDP writes optimizer/states.safetensors and, beside config.json, a model.safetensors that
-transformers can load. A run with FSDP2 writes one safetensors file per process into model/ and optimizer/, with
-torch.distributed.checkpoint. Any number of processes can read both kinds of checkpoints: Lamina finds tensors by name
-and splits them.
+A run in one process or with DDP writes the optimizer's state to optimizer/states.safetensors. Such a run writes its
+weights to model.safetensors, which transformers can load. A run with FSDP2 writes one safetensors file per process into
+model/ and optimizer/, with torch.distributed.checkpoint. Any number of processes can read both kinds of checkpoints:
+Lamina finds tensors by name and splits them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def write(
 ) -> Callable[[], None]:
     """Write this process's part of a checkpoint's small files, and return a function that writes the tensors.
 
-    An error in one process is raised in all processes. With ``copied``, Lamina copies the tensors to the CPU now, so
-    that another thread, with separate collectives, may write the copies later.
+    An error in one process is raised in all processes. With ``copied``, Lamina copies the tensors to the CPU now.
+    Another thread may then write the copies later.
     """
     model = bare(trainer)
     sharded, writes = sharding.is_sharded(model), processes.first
@@ -88,7 +88,7 @@ def write(
 
 
 def _write_rest(trainer: Trainer, folder: Path, rest: Json, state: Json) -> None:
-    """Write the files that only the first process writes; ``rest`` is the optimizer's state without tensors."""
+    """Write the small files of the first process. ``rest`` is the optimizer's state without tensors."""
     torch.save(rest, folder / "optimizer.pt")
     schedule: Any = trainer.lr_scheduler
     torch.save(schedule.state_dict(), folder / "scheduler.pt")
@@ -151,7 +151,7 @@ def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path,
         return
     if processes.first:
         logger.warning(
-            "%s was written by %d processes, and this run has %d. Lamina redistributes weights and optimizer, but "
+            "%s was written by %d processes, and this run has %d. Lamina redistributes the optimizer and weights, but "
             "dropout draws different random numbers in the new processes",
             checkpoint, written, processes.size,
         )  # fmt: skip

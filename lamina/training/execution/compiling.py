@@ -2,8 +2,8 @@
 
 All blocks share the code of one forward function. Weights, indices and scales, which differ between layers, are inputs
 of the function's graph. So torch compiles one graph for each kind of layer. Layers of one kind have the same structure
-and, in some backbones, the same kind of attention. If a scale differs in many layers (1/sqrt(l)), torch compiles one
-more graph, which accepts any scale.
+and, in some backbones, the same kind of attention. If the layers have different scales, such as 1/sqrt(l), torch
+compiles one more graph that accepts any scale.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False, device:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step, in allocations of up to 32 MiB (glibc's maximum).
 
-    By default, glibc returns the memory of freed activations to the system. The next step allocates it again, and the
-    system must zero each page, which takes 3 to 8 % of a step on a CPU. Does nothing without glibc.
+    By default, glibc returns the memory of freed activations to the system. The next step allocates the memory again,
+    and the system must zero each page. This takes 3 to 8 % of a step on a CPU. Does nothing without glibc.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -57,9 +57,9 @@ def keep_freed_memory() -> None:
 def compile_blocks(model: nn.Module, *, backend: str = "inductor", recomputed: bool = True) -> int:
     """Compile each Block of ``model`` in place. Return the number of different block structures.
 
-    With ``recomputed``, the backward pass recomputes the inputs of matrix products (a norm's output, the gated
-    activations) from tensors that stay in memory anyway. This saves a quarter of the activations' memory and costs a
-    little elementwise work, which takes relatively more time on a GPU.
+    With ``recomputed``, the backward pass recomputes the inputs of matrix products from tensors that stay in memory.
+    These inputs are norms' outputs and gated activations. Recomputing saves a quarter of the activations' memory. It
+    costs a little elementwise work, which takes relatively more time on a GPU.
 
     The parameters keep their names. The first step compiles graphs for the shape of its batch. Run a batch of another
     shape under `parts.uncompiled`.

@@ -25,7 +25,7 @@ Capture: TypeAlias = Callable[[tuple[nn.Module, ...], tuple[tuple[torch.Tensor, 
 
 
 class BlockCall(NamedTuple):
-    """The arguments of a block's call, with shapes instead of tensors' values. Equal calls share a graph."""
+    """The arguments of a block's call, with each tensor's shape instead of its values. Equal calls share a graph."""
 
     tree: pytree.TreeSpec
     constants: tuple[object, ...]
@@ -57,7 +57,7 @@ _TENSOR = object()
 
 
 class _OfTensors(nn.Module):
-    """A block as a function of only the tensors among its arguments, as CUDA graphs require."""
+    """A block whose forward takes only tensors, as CUDA graphs require. All other arguments are fixed."""
 
     def __init__(self, block: Block, call: BlockCall):
         super().__init__()
@@ -69,7 +69,7 @@ class _OfTensors(nn.Module):
 
 
 class Replay:
-    """The CUDA graphs of a model's blocks; while they are in use, the blocks' weights must not move in memory.
+    """The CUDA graphs of a model's blocks. While the graphs are in use, the blocks' weights must not move in memory.
 
     Args:
         blocks: all blocks of the model, in the order in which they are called.

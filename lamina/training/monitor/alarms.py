@@ -36,14 +36,14 @@ ORDER = (
     "not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal", "fall",
     "fp16", "apart", "low", "rewritten", "logit", "rise", "drift", "collapse", "cut", NOTABLE,
 )  # fmt: skip
-"""The alarm rules. If one step has several alarms, the alarm whose rule comes first in this list explains most."""
+"""The alarm rules. If a step has several alarms, Lamina lists first the alarm whose rule comes first here."""
 HARD = ("skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal")
 PLACED = ("not_finite", "guess", "dead", "unmoved", "written", "low")
 PARAMETERS = (
     "weight_norm", "update_ratio", "rate_ratio", "gain_abs_max", "gain_mean", "row_norm_abs_max", "row_norm_mean"
 )  # fmt: skip
-"""Rules and metrics that locate a failure. Outliers in the residual stream or gradient do not locate it, because they
-spread to other layers.
+"""Rules and metrics that locate a failure. Outliers in the residual stream or in gradients do not locate a failure,
+because such outliers spread to other layers.
 """
 
 
@@ -53,8 +53,8 @@ class Alarm:
 
     Attributes:
         rule: the name of the rule, one of ``ORDER``.
-        value: the value that raised the alarm.
-        usual: the value with which the rule compares ``value``.
+        value: the measured value.
+        usual: the value that the rule expects for this measurement.
     """
 
     step: int
@@ -81,10 +81,10 @@ class Alarm:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """The sort key puts the oldest alarm first and, within a step, the alarm that explains most.
+        """The sort key: by step, and within a step the alarm nearest to the cause first.
 
-        If several values are not finite, the value at their origin explains most. NaN and infinity spread to later
-        layers in hidden states, and to earlier layers in gradients.
+        If several values are not finite, the first of them in the order of computation is nearest to the cause. NaN and
+        infinity spread to later layers in hidden states, and to earlier layers in gradients.
         """
         rank = 2 * self.layer + (self.sublayer == "feed_forward")
         forward = self.metric.startswith(("hidden", "attention"))  # these come before the gradients
@@ -98,8 +98,8 @@ class Alarm:
 class Alarms(Rules):
     """Raises alarms for unusual rows. A series raises a second alarm only after it has returned to its usual range.
 
-    An unusual gradient becomes an alarm if it stays unusual for more consecutive steps than its limit, or if another
-    series, such as the loss, becomes unusual soon after. Otherwise, Lamina records the gradient's batch as a notable
+    An unusual gradient becomes an alarm if it stays unusual for longer than its limit. It also becomes an alarm if
+    another series, such as the loss, becomes unusual soon after. Otherwise, Lamina records its batch as a notable
     batch.
 
     Args:
@@ -107,9 +107,9 @@ class Alarms(Rules):
             None, Lamina writes no file.
 
     Attributes:
-        told: the alarms and notable batches that were written so far, oldest first.
-        marked: the steps of the last call at which a series was unusual.
-        news: the first alarm of each event that began in the last call, as a sentence without the final period.
+        told: all alarms and notable batches so far, oldest first.
+        marked: the steps with an unusual value, among the steps of the last call of ``see``.
+        news: the first alarm of an event that began in the last call of ``see``, as text; "" without a new event.
         paths: the known paths of layers in the model.
     """
 
@@ -140,11 +140,11 @@ class Alarms(Rules):
         return self._tell(alarms)
 
     def first(self, rose: float) -> Alarm | None:
-        """Return ``first_before`` for all alarms and notable batches so far."""
+        """Return the first alarm of the last event before the step ``rose``, as ``first_before`` does."""
         return first_before([*self.told, *chain(*self._high.values()), *self._single], rose)
 
     def close(self) -> None:
-        """Decide which waiting gradients are alarms, and write the alarms.
+        """Decide which of the latest unusual gradients are alarms, and write the alarms.
 
         Call this method after the last rows.
         """
@@ -196,7 +196,7 @@ class Alarms(Rules):
             self._write()
 
     def _followed(self, step: float, begun: float) -> list[Alarm]:
-        """Return waiting alarms that an alarm at step ``begun`` confirms, and notable batches without a later alarm."""
+        """Return the unusual gradients that an alarm at step ``begun`` confirms, and new notable batches."""
         told: list[Alarm] = []
         high = [(key, values[0]) for key, values in self._high.items()]
         for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:
@@ -217,7 +217,7 @@ class Alarms(Rules):
         return told
 
     def _once(self, found: Found) -> list[Alarm]:
-        """Return an alarm if a series has just left its usual range; a gradient must first stay outside for a while."""
+        """Return an alarm if a series has just left its usual range. A gradient must stay outside for several steps."""
         if not (found.left or found.name or self._out):
             return []
         rule, (step, layer, sublayer, role, _, metric, value), usual = found.rule, found.row, found.usual
@@ -248,7 +248,7 @@ class Alarms(Rules):
 
 
 def is_hard(alarm: Alarm) -> bool:
-    """Return whether an alarm shows a fault in the training itself, which no single gradient can cause."""
+    """Return whether an alarm shows a fault of the training code or its settings, rather than an outlier."""
     return alarm.rule in HARD or alarm.metric in ("rate_ratio", "label_match", RATE)
 
 
@@ -333,8 +333,8 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
     """Group alarms into events, oldest first: an alarm within 20 steps of the previous alarm belongs to the same event.
 
-    If the previous alarm is about the learning rate or the next one about the loss, up to 60 steps may lie between the
-    two alarms, because the learning rate shows a problem first and the loss shows a problem last.
+    The limit is 60 steps after an alarm about the learning rate, because the learning rate shows a problem first. The
+    limit is also 60 steps before an alarm about the loss, because the loss shows a problem last.
     """
     groups: list[list[Alarm]] = []
     for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):
@@ -346,8 +346,8 @@ def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
 
 
 def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
-    """Return the first alarm of the last event that began before the loss ``rose``. If the loss did not rise, or if no
-    event began before the rise, return the first event's alarm.
+    """Return the first alarm of the last event before the step ``rose``, at which the loss rose. If ``rose`` is None or
+    no event began before it, return the first alarm of the first event.
     """
     groups = events(alarms)
     before = [group for group in groups if rose is not None and group[0].step <= rose]
@@ -355,15 +355,15 @@ def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
 
 
 def says_where(alarm: Alarm) -> bool:
-    """Return whether an alarm locates a failure, by its rule (``PLACED``) or its metric (``PARAMETERS``)."""
+    """Return whether an alarm's rule (in ``PLACED``) or metric (in ``PARAMETERS``) locates a failure."""
     return alarm.rule in PLACED or (alarm.metric in PARAMETERS and alarm.rule != "rewritten")
 
 
 def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
     """Return the first alarm within 20 steps of ``first`` that locates the failure.
 
-    The search continues after ``first``, because Lamina judges gradients and losses at every step, but other measures
-    only at recorded steps. If no alarm locates the failure, return the first alarm that names a layer or part.
+    Later alarms also count, because Lamina checks most measures only at recorded steps. If no alarm locates the
+    failure, return the first alarm that names a layer or part.
     """
     if is_hard(first) and (first.sublayer, first.role) == ("model", "all"):
         return first  # what was done to the whole training
@@ -387,7 +387,7 @@ def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
 def read_alarms(folder: Path) -> list[Alarm]:
     """Read a run's alarms and notable batches, oldest first. Older versions wrote notable batches into alarms.jsonl.
 
-    Skips damaged lines, and logs one warning for alarms of other versions that this version does not know.
+    Skips damaged lines. If another version of Lamina wrote alarms that this version does not know, logs one warning.
     """
     lines = [line for name in (ALARMS, NOTABLE_BATCHES) for line in parse_lines(folder / name)[0]]
     lines, names = sorted(lines, key=lambda line: line["step"]), {each.name for each in fields(Alarm)}
@@ -397,6 +397,9 @@ def read_alarms(folder: Path) -> list[Alarm]:
     if unknown_rules := [str(line.get("rule")) for line in lines if line not in alarm_lines]:
         words = ", ".join(repr(rule) for rule in sorted(set(unknown_rules)))
         logger.warning(
-            "%s: this version of Lamina does not know %d alarms and skips them (%s)", ALARMS, len(unknown_rules), words
+            "%s: this version of Lamina skips %d alarms with rules that it does not know (%s)",
+            ALARMS,
+            len(unknown_rules),
+            words,
         )
     return [Alarm(**line) for line in alarm_lines]

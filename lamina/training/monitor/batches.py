@@ -43,7 +43,7 @@ class KeptBatches:
     """Keeps the batches of the last steps in one process. Only the method ``rows`` waits for the device.
 
     Args:
-        every: the steps between two records; on a GPU, Lamina sees alarms only at records.
+        every: the number of steps between two records. On a GPU, Lamina checks for alarms only at a record.
     """
 
     def __init__(self, every: int):
@@ -85,12 +85,13 @@ class KeptBatches:
 class BatchRecords:
     """Writes batches.jsonl: a line for each row of a batch that is notable or has an alarm.
 
-    A line has the keys ``step``, ``process``, ``row``, ``hash`` and ``beginning``. ``beginning`` is text; without a
-    tokenizer, it is a list of the first token ids; for a row without tokens, it is None.
+    A line has the keys ``step``, ``process``, ``row``, ``hash`` and ``beginning``. ``beginning`` is the row's first
+    tokens as text. Without a tokenizer, ``beginning`` is a list of token ids. If the row has no tokens, ``beginning``
+    is None.
 
     Args:
         folder: the folder of the file; None in all processes but the first.
-        step: the last earlier step; 0 for a new run.
+        step: the last step before this start; 0 for a new run.
         tokenizer: decodes each row's beginning. With None, Lamina uses the model's tokenizer, if it finds one.
     """
 
@@ -104,7 +105,7 @@ class BatchRecords:
             write_lines(folder / BATCHES, self._lines)
 
     def write(self, steps: Iterable[int], processes: Processes) -> None:
-        """Write the batches of the steps that the first process requests. All processes must call it together."""
+        """Write the batches of the first process's ``steps``. All processes must call this method together."""
         written = {line["step"] for line in self._lines}
         new = sorted(step for step in set(steps) - written if self.kept.steps.get(step))
         new = new[: max(0, MOST_STEPS - len(written))]

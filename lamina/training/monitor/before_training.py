@@ -42,10 +42,10 @@ class BeforeTraining:
     Attributes:
         model: the bare model.
         optimizers: the optimizers; empty if the caller gave none.
-        structure: the model's layers; None if Lamina did not find them.
-        batch: the batch's tensors by the name of the model's argument; empty without a batch.
-        trial: the result of one forward and backward pass; None without a batch or a loss.
-        scaler: whether a GradScaler scales the loss; None if unknown.
+        structure: the model's layers, or None if Lamina did not find any.
+        batch: the batch's tensors, by the names of the model's arguments. Empty without a batch.
+        trial: the result of one forward and backward pass, or None without a batch or a loss.
+        scaler: whether a GradScaler scales the loss, or None if unknown.
         half: whether autocast computes in float16.
         running: whether the model runs its first training step.
         recording: whether autograd records operations.
@@ -79,7 +79,7 @@ class BeforeTraining:
 
     @cached_property
     def unregistered(self) -> dict[str, torch.Tensor]:
-        """Trainable tensors, by name, that lists, tuples, mappings or attributes hide from model.parameters()."""
+        """Trainable tensors of plain attributes, lists, tuples or dicts, by name. model.parameters() lacks them."""
         found: dict[str, torch.Tensor] = {}
         for path, module in self.model.named_modules():
             for name, value in vars(module).items():
@@ -93,7 +93,7 @@ class BeforeTraining:
 
     @cached_property
     def ends(self) -> tuple[Output, Output] | None:
-        """The input embedding and the output head; None if the model lacks transformers' methods that return them."""
+        """The input embedding and the output head, or None if the model lacks get_input_embeddings()."""
         model: Output = self.model
         try:
             table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -122,7 +122,7 @@ class BeforeTraining:
 
     @cached_property
     def blocks(self) -> list[tuple[str, list[nn.Module]]]:
-        """The path and the modules of each list of repeated layers."""
+        """The path and the layers of each ModuleList whose layers have the same class."""
         lists = [
             (name, list(module)) for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList)
         ]
@@ -144,7 +144,7 @@ class BeforeTraining:
 
     @cached_property
     def shift(self) -> int | None:
-        """How many tokens ahead the labels are: 1 if each label is the next token."""
+        """The number of tokens by which labels are ahead of the input: 1 if each label is the next token."""
         tokens, labels = self.tokens, self.labels
         if tokens is None or labels is None or labels.shape != tokens.shape:
             return None
@@ -156,7 +156,7 @@ class BeforeTraining:
 
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the leaf tensor from which operations with a single input computed a tensor, or a leaf tensor itself."""
+    """Return the only leaf tensor from which a tensor was computed. Empty if an operation has several inputs."""
     node: Output = tensor.grad_fn
     while node is not None and len(of := [x for x, _ in node.next_functions if x is not None]) == 1:
         node = of[0]
