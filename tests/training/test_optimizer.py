@@ -171,7 +171,7 @@ def test_the_schedules_that_are_allowed_train(trained, scheduler):
 def test_images_are_not_mixed_in_batches_of_one(name):
     settings = PretrainSettings(backbone="vit-tiny", corpus="photos", batch_size=2, **{name: 0.8})
     training_arguments(settings)
-    with pytest.raises(UserError, match=f"^{name}: 0.8 mixes pairs of images.*at least 4"):
+    with pytest.raises(UserError, match=f"^{name}: 0.8 needs two images per process.*at least 4"):
         training_arguments(settings, processes=2)
 
 

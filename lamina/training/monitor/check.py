@@ -25,7 +25,7 @@ def check(
     loss: LossOf | None = None,
     scaler: object = None,
 ) -> Mistakes:
-    """Look for mistakes in a training before its first step.
+    """Look for mistakes in a training setup before the first step.
 
     >>> lamina.check(model, optimizer, batch=batch)
 

@@ -55,7 +55,7 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     if trial is not None and trial.strange and text and not setup.is_encoder_decoder:
         yield Mistake(
             what="the targets of a row are not the row's tokens",
-            why="the loss shifts rows instead of tokens, or the labels are in another order or of another tokenizer",
+            why="the loss shifts rows instead of tokens, or the labels have another order or tokenizer",
             do="Compare logits[:, :-1] with labels[:, 1:] of the same row",
         )
     if trial is not None:
@@ -99,8 +99,8 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         some = f", and would be finite without the batch's rows {listing(rows)}" if rows else ""
         yield Mistake(
             what=f"the first loss is {trial.loss}{some}",
-            why="the optimizer cannot take a step from it" + "; a mask may leave nothing of these rows" * bool(some),
-            do="Show a token of each row, look for inputs and labels that the loss does not take, and run the pass "
+            why="no step can use this loss" + "; a mask may hide all tokens of these rows" * bool(some),
+            do="Unmask at least a token of each row, look for invalid inputs and labels, and run the pass "
             "under torch.autograd.set_detect_anomaly(True)",
         )
         return
@@ -122,14 +122,14 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         )
     elif classes >= 8 and one and trial.loss > max(limit, 2 * first):  # AdaLoRA adds a regularizer
         yield Mistake(
-            what=f"the first loss is {trial.loss:.3g}, but its cross-entropy is {first:.3g}",
+            what=f"the first loss is {trial.loss:.3g}, but only {first:.3g} of it is the cross-entropy",
             why="another part of the loss, such as a router's loss or a penalty, outweighs the cross-entropy",
             do="Lower that part's coefficient (such as router_aux_loss_coef), or use its mean",
         )
 
 
 def _reduction(targets: Targets, logits: torch.Tensor, *, alone: bool) -> Iterator[Mistake]:
-    """Find a mean cross-entropy that is divided once more, and a sum that only an own loss makes (``alone``)."""
+    """Find a mean cross-entropy that the loss divides again, and (with ``alone``) a sum instead of a mean."""
     if targets.weights.ndim < 2 or not bool((targets.weights >= 0).all()):
         return
     total = float(targets.weights.sum())
@@ -138,14 +138,14 @@ def _reduction(targets: Targets, logits: torch.Tensor, *, alone: bool) -> Iterat
     if alone and len(added) >= 16 and bool(((added - 1).abs() < 0.02).all()):
         yield Mistake(
             what=f"the loss is the sum of {len(added)} cross-entropies",
-            why="the gradients grow with the number of tokens in the batch, and so do clipping and the step of SGD",
+            why="gradients grow with the number of tokens, so SGD takes larger steps and clipping acts more often",
             do="Average the cross-entropy over the tokens that count",
         )
     for count, what in ((classes, "classes"), (tokens, "tokens"), (rows * tokens, "tokens of the batch")):
         if count >= 16 and abs(total * count - 1) < 0.02:
             yield Mistake(
                 what=f"the loss is the mean cross-entropy divided by {count}, the number of {what}",
-                why="a mean over too many elements makes the loss and all gradients too small",
+                why="this division makes the loss and all gradients too small",
                 do="Average the cross-entropy over the tokens that count, and not over the classes",
             )
 
@@ -175,7 +175,7 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     if count := int((hidden & (labels >= 0))[~hidden.all(1)].sum()):
         yield Mistake(
             what=f"{count} positions with attention_mask 0 have labels",
-            why="the loss counts padding, and the model learns to predict it",
+            why="the loss counts padding, so the model learns to predict padding",
             do=f"Set the labels to {IGNORED} where attention_mask is 0",
         )
     ends = (tokens == padding) & ~hidden
@@ -190,7 +190,7 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find the batch's tokens whose embeddings are 0 or, in a frozen table, close to the mean embedding."""
+    """Find tokens of the batch with an untrained embedding: 0, or close to the mean embedding in a frozen table."""
     table, tokens = setup.ends[0].weight if setup.ends is not None else None, setup.tokens
     if table is None or tokens is None or table.ndim != 2 or not 0 <= int(tokens.max()) < len(table):
         return
@@ -275,7 +275,7 @@ def beyond_tables(setup: BeforeTraining) -> Iterator[Mistake]:
         if isinstance(limit, int) and 0 < limit < value:
             yield Mistake(
                 what=f"the batch has {what} {value - 1}, and the model has {limit} {what}s (0 to {limit - 1})",
-                why="the model has no row for it" if what != "position" else "the model has no position for it",
+                why=f"the model has no {'position' if what == 'position' else 'row'} with this number",
                 do=do,
             )
 
@@ -312,7 +312,7 @@ def reads_padding(setup: BeforeTraining) -> Iterator[Mistake]:
     ends = (tokens[:, -TAIL:] == padding).all(1)
     if bool(ends.any()) and (mask is None or (mask.shape == tokens.shape and bool((mask[:, -TAIL:] != 0).all()))):
         yield Mistake(
-            what=f"{int(ends.sum())} rows end in padding (token {padding}), and no mask hides it",
+            what=f"{int(ends.sum())} rows end in padding (token {padding}) that no mask hides",
             why="all tokens of the encoder attend to the padding",
             do="Pass the tokenizer's attention_mask",
         )
@@ -334,7 +334,7 @@ def labels_of_padding(setup: BeforeTraining) -> Iterator[Mistake]:
         ends = int((shown == of).flip(1).cumprod(1).sum())
         if int((shown == of).sum()) - ends <= len(shown):  # where it is an end of text, too
             yield Mistake(
-                what=f"the last targets of {int(rows)} rows are all token {int(of)}, and the loss counts them",
-                why="this token is probably padding, and the model learns to predict it",
+                what=f"{int(rows)} rows end in targets of token {int(of)}, and the loss counts these targets",
+                why=f"token {int(of)} is probably padding, so the model learns to predict padding",
                 do=f"Set the labels to {IGNORED} at padding, or pass ignore_index",
             )

@@ -5,8 +5,9 @@ each expert's bias after each optimizer step:
 
     bias_e += rate * sign(mean load - load_e)
 
-The router adds the bias to the scores when it chooses experts. The bias has no gradient and does not enter the experts'
-weights in the sum. With "loss" (DeepSeek-V2, arXiv 2405.04434 Eq 23-25; DeepSeek-V3 Eq 17-20), each sequence adds:
+The router adds the bias to the scores when it chooses experts. The bias has no gradient. It changes the choice of
+experts, but not the weights of their outputs. With "loss" (DeepSeek-V2, arXiv 2405.04434 Eq 23-25; DeepSeek-V3 Eq
+17-20), each sequence adds:
 
     rate * sum_e f_e P_e    f_e = num_experts / (top_k tokens) * (tokens that chose e)    P_e = mean share of e's score
 
@@ -108,7 +109,7 @@ class ExpertBalance(TrainerCallback):
         self._tokens += tokens
 
     def loss(self, sequences: int) -> torch.Tensor | None:
-        """Return the watched pass's auxiliary loss over ``sequences`` sequences; None if the mode is not "loss"."""
+        """Return the auxiliary loss of the last pass inside ``watch``, or None if the mode is not "loss"."""
         losses = []
         for router in self.routers.values():
             if hasattr(router, "seen"):
@@ -143,7 +144,7 @@ class ExpertBalance(TrainerCallback):
     def rows(self, step: int) -> list[Row]:
         """Return each expert's load in the last step (its share of the step's tokens) as tidy rows.
 
-        A layer's loads sum to ``top_k``; if they are balanced, each is top_k / num_experts.
+        A layer's loads sum to ``top_k``. Each balanced load is top_k / num_experts.
         """
         return [
             (step, layer, "feed_forward", "expert", expert, "expert_load", value)
@@ -166,7 +167,7 @@ def balance_loss(shares: torch.Tensor, chosen: torch.Tensor, sequences: int) -> 
 
     Args:
         shares: scores [sequences * tokens, num_experts] that sum to 1 for each token.
-        chosen: the chosen experts [sequences * tokens, top_k]; with a bias of 0, the experts with the best scores.
+        chosen: the chosen experts [sequences * tokens, top_k].
         sequences: the number of equally long sequences that the tokens belong to.
     """
     num_experts = shares.shape[-1]

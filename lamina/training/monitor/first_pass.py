@@ -45,30 +45,33 @@ class FirstPass:
 
     Attributes:
         loss: the loss's value.
-        logits: the model's logits, if it returns any; only the first rows of large logits.
-        gradients: the root mean square of each gradient that exists, by the parameter's id.
+        logits: the model's logits, or None if the model returns no logits. If the logits are large, only their first
+            rows.
+        gradients: the root mean square of each parameter's gradient, by the parameter's id.
         ran: the ids of the modules that were called.
-        offset: how many tokens the targets are ahead of the input (1: next token); None if the targets are not input
+        offset: by how many tokens the targets are ahead of the input (1: next token). None if the targets are not input
             tokens.
-        reads: whether the logits that predict a target depend on the target itself or on later tokens; None if unknown.
-        causal: whether logits are independent of later tokens; None if unknown.
+        reads: whether the logits for a target depend on the target token or on later tokens. None if unknown.
+        causal: whether logits are independent of later tokens. None if unknown.
         stuck: the ids of all-zero matrices whose gradient will stay 0.
-        idle: the ids of matrices whose gradient is 0, except where all-zero weights elsewhere may explain this.
-        foreign: parameters on which the loss depends although the model does not contain them.
-        mixes: whether a row's logits depend on the other rows of the batch; None if unknown.
+        idle: the ids of matrices whose gradient is 0. Empty if all-zero weights may explain such gradients.
+        foreign: parameters outside the model on which the loss depends.
+        mixes: whether a row's logits depend on the other rows of the batch. None if unknown.
         by_row: whether identical rows of the batch get different logits.
-        leaks: what changes with tokens that a mask hides: "attention", a row's "summary", which may be a "mean", or "".
-        ordered: whether the first layer knows the order of the tokens before a token; True if unknown.
+        leaks: the output that hidden tokens change: "attention", "summary" (a vector for each row), "mean" (the mean of
+            a row's tokens), or "" for none.
+        ordered: whether the first layer's output depends on the order of the tokens. True if unknown.
         turns: whether forward computes cosines, as for rotary positions.
         drops: whether dropout is active in evaluation mode.
-        skips: by a layer's id, how its output follows from its input.
-        strange: whether most targets of a causal model are other tokens than those of their row.
-        broken: the rows without which a loss that is not finite would be finite.
-        calls: the arguments of the first call of each function in ``WATCHED``, by its name; large tensors are cut.
-        teaches: whether the target of kl_div depends on trained weights that its input does not depend on.
+        skips: the comparison of each layer's output with the layer's input, by the layer's id.
+        strange: whether most targets of a causal model differ from the tokens of their row.
+        broken: the rows that make the loss NaN or infinite, if the loss of all other rows is finite.
+        calls: the arguments of the first call of each function in ``WATCHED``, by the function's name. Large tensors
+            are cut.
+        teaches: whether the target of kl_div depends on trained weights, and the input on none of these weights.
         entropies: the values of all cross-entropies.
-        targets: the targets of the logits; None if the loss is no cross-entropy of the model's logits.
-        half: whether operations that train have outputs in float16.
+        targets: the targets of the logits. None if the loss is not a cross-entropy of the model's logits.
+        half: whether an operation with a gradient has an output in float16.
     """
 
     loss: float
@@ -117,7 +120,7 @@ WATCHED = {
 
 
 class Skip(NamedTuple):
-    """A layer's output compared with its input: their cosine, the input's factor, and the input's part by row."""
+    """The cosine of a layer's output and input, the input's factor, and the input's share that differs between rows."""
 
     cosine: float
     factor: float
@@ -125,7 +128,7 @@ class Skip(NamedTuple):
 
 
 def _skip(skips: dict[int, Skip], layer: nn.Module, args: tuple, kwargs: dict[str, Output], output: Output) -> None:
-    """Compare a layer's first output with its input, without what all tokens have in common."""
+    """Compare a layer's first output with its input, after subtracting the mean over all tokens from each."""
     given, returned = first_tensor(args or kwargs), first_tensor(output)
     if id(layer) in skips or given is None or returned is None or given.shape != returned.shape or given.ndim != 3:
         return
@@ -140,7 +143,7 @@ def _skip(skips: dict[int, Skip], layer: nn.Module, args: tuple, kwargs: dict[st
 class _Calls(TorchFunctionMode):
     """Keeps the arguments of the first call of each watched function, and all cross-entropies.
 
-    ``part`` maps an argument to the part of the argument to keep.
+    ``part`` returns the part of an argument to keep.
     """
 
     def __init__(self, part: Callable[[Output], Output]) -> None:
@@ -180,7 +183,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _dropped(func: Callable[..., Output], args: tuple, kwargs: Mapping[str, Output]) -> float:
-    """Return the rate of a call of dropout, or of attention with dropout."""
+    """Return the dropout rate of a call of dropout or attention, or 0.0 for another function."""
     if func is functional.scaled_dot_product_attention:
         return float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     if func is not functional.dropout:
@@ -190,7 +193,7 @@ def _dropped(func: Callable[..., Output], args: tuple, kwargs: Mapping[str, Outp
 
 
 def _first_rows(value: Output) -> Output:
-    """Return a tensor detached from its graph. Of a large tensor, return only the first rows."""
+    """Detach a tensor from its graph. If the tensor is large, return only the first rows."""
     if not isinstance(value, torch.Tensor):
         return value
     large = value.is_floating_point() and value.numel() > _KEPT
@@ -198,12 +201,12 @@ def _first_rows(value: Output) -> Output:
 
 
 def _few_classes(logits: torch.Tensor | None) -> torch.Tensor | None:
-    """Return some classes of logits, which stand for all when two passes are compared."""
+    """Return a sample of the classes of logits. Comparing this sample in two passes is enough."""
     return logits if logits is None else logits.detach()[..., :: -(-logits.shape[-1] // _CLASSES)].clone()
 
 
 def leaves_of(value: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the leaf tensors that require a gradient and from which a tensor was computed, by id."""
+    """Return the trainable leaf tensors from which a tensor was computed, by id."""
     found = {id(value): value} if value.is_leaf and value.requires_grad else {}
     nodes, seen = [value.grad_fn], set[Output]()
     while nodes:
@@ -217,7 +220,7 @@ def leaves_of(value: torch.Tensor) -> dict[int, torch.Tensor]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor with a tensor's values. Of a sharded tensor, return this process's part."""
+    """Return a detached tensor. If the tensor is sharded, return this process's part as a plain tensor."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -244,9 +247,10 @@ def first_pass(
     others: Iterable[torch.Tensor] = (),
     blocks: Sequence[tuple[str, Sequence[nn.Module]]] = (),
 ) -> FirstPass | None:
-    """Run a forward and backward pass; restore gradients, random states and buffers. Returns None without a loss.
+    """Run a forward and backward pass, and then restore gradients, random states and buffers.
 
-    ``others`` are trainable tensors that are not among the model's parameters, and ``blocks`` the lists of layers.
+    Returns None without a loss. ``others`` are trainable tensors that are not among the model's parameters. ``blocks``
+    are the lists of layers.
     """
     every = [*model.parameters(), *others]
     seen, calls = _Seen(), _Calls(_first_rows)
@@ -300,7 +304,7 @@ def first_pass(
 
 
 def _ask(scores: torch.Tensor | None) -> list[Targets | None]:
-    """Return a list that gets the targets of logits with their gradient, from the rows that outlive the pass."""
+    """Return an empty list. The backward pass will add the targets of the logits' first rows to this list."""
     asked = list[Targets | None]()
     if scores is not None and scores.requires_grad:
         shown, rows = _first_rows(scores), len(scores)
@@ -310,7 +314,7 @@ def _ask(scores: torch.Tensor | None) -> list[Targets | None]:
 
 @dataclass
 class _Seen:
-    """What hooks see: the modules that ran, the model's outputs and arguments, and how layers change their inputs."""
+    """The values that hooks collect: called modules, the model's arguments and outputs, and each layer's ``Skip``."""
 
     ran: set[int] = field(default_factory=set)
     outputs: list[Output] = field(default_factory=list)
@@ -322,14 +326,14 @@ class _Seen:
 def _enter(
     entered: dict[int, torch.Tensor], layer: int, part: nn.Module, args: tuple, kwargs: dict[str, Output]
 ) -> None:
-    """Keep the input of the first part of a layer that runs."""
+    """Keep the input of a layer's first called submodule, for loops that call submodules instead of the layer."""
     given = first_tensor(args or kwargs)
     if layer not in entered and given is not None and given.ndim == 3:
         entered[layer] = given.detach()[:8, :64].clone()
 
 
 def _broken(batch: object, loss_of: Callable[[object], torch.Tensor | None]) -> list[int]:
-    """Return the rows that alone give a loss that is not finite, if the other rows together give a finite loss."""
+    """Return the rows whose loss is NaN or infinite. Empty unless the loss of all other rows is finite."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     sizes = [len(x) for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.ndim][:1]
     every = range(sizes[0] if sizes and 1 < sizes[0] <= _ROWS else 0)
@@ -372,7 +376,7 @@ def _watching(model: nn.Module, blocks: Sequence[tuple[str, Sequence[nn.Module]]
 
 
 def _gradients(model: nn.Module, every: Iterable[torch.Tensor]) -> tuple[dict[int, float], frozenset[int]]:
-    """Return the gradients' root mean squares by the parameters' ids, and ``FirstPass.idle``."""
+    """Return the values of ``FirstPass.gradients`` and ``FirstPass.idle``."""
     sizes = {id(p): float(whole(p.grad).float().square().mean().sqrt()) for p in every if p.grad is not None}
     shown = {name: p for name, p in model.named_parameters() if id(p) in sizes and not isinstance(p, DTensor)}
     zeros = any(not name.endswith("bias") and not bool(p.detach().any()) for name, p in shown.items())  # LoRA, a scale
@@ -381,10 +385,10 @@ def _gradients(model: nn.Module, every: Iterable[torch.Tensor]) -> tuple[dict[in
 
 
 def _stuck(model: nn.Module, loss_of: Callable[[], torch.Tensor | None]) -> frozenset[int]:
-    """Return the all-zero matrices whose gradient is 0 and will stay 0 when other all-zero matrices have changed.
+    """Return the all-zero matrices whose gradient stays 0 even after other all-zero matrices have changed.
 
-    A matrix counts only if it gets a gradient once all these matrices differ from 0. The passes replace only zeros, so
-    Lamina can restore the weights exactly.
+    A matrix counts only if it gets a gradient once all such matrices are nonzero. Lamina replaces only zeros in these
+    passes, so it can restore the weights exactly.
     """
     trained = [p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p.grad is not None]
     if any(isinstance(p, DTensor) for p in trained):
@@ -422,7 +426,7 @@ def _stuck(model: nn.Module, loss_of: Callable[[], torch.Tensor | None]) -> froz
 
 
 def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return which labels count, and how many tokens ahead they are; None if labels are not the row's tokens."""
+    """Return which labels count, and how many tokens ahead labels are. None if labels are not the row's tokens."""
     length = labels.shape[1]
     if tokens.shape[1] < 4 or not tokens.shape[1] - 2 <= length <= tokens.shape[1]:
         return None
@@ -436,7 +440,7 @@ def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -
 
 
 class _Repeats:
-    """Repeats the pass in evaluation mode with changed inputs, to find on which inputs the logits depend."""
+    """Repeats the pass in evaluation mode with changed inputs, to find the inputs that change the logits."""
 
     def __init__(
         self,
@@ -459,7 +463,7 @@ class _Repeats:
 
     @torch.no_grad()
     def _again(self, places: Places, seed: int = 0, *, layers_only: bool = False) -> torch.Tensor | None:
-        """Return the model's logits, or the cross-entropy's, with other values for some of the model's arguments."""
+        """Return the logits of a pass in which ``places`` replace some of the model's arguments."""
 
         def swapped(module: nn.Module, a: tuple, k: dict[str, Output]) -> tuple[tuple, dict[str, Output]]:
             return tuple(places.get(at, x) for at, x in enumerate(a)), {at: places.get(at, x) for at, x in k.items()}
@@ -499,7 +503,7 @@ class _Repeats:
         return {**found, "offset": target[-1], "reads": reads, "causal": causal}
 
     def leaks(self) -> str:
-        """Change a token that a mask hides at a row's end; return where this changes what it should not change."""
+        """Change a hidden token at a row's end, and return the value of ``FirstPass.leaks``."""
         tables = [(at, x) for at, x in self._given.items() if x.ndim == 2 and not x.is_floating_point()]
         pairs = [(at, x, mask) for at, x in tables for _, mask in tables if mask.shape == x.shape and mask.max() <= 1]
         for at, tokens, mask in pairs:
@@ -524,7 +528,7 @@ class _Repeats:
         return ""
 
     def ordered(self) -> bool:
-        """Return whether the first layer's output for a token depends on the order of others; True if unknown."""
+        """Return whether the first layer's output depends on the order of the other tokens. True if unknown."""
         text = ((at, x) for at, x in self._given.items() if x.ndim == 2 and not x.is_floating_point() and x.max() > 1)
         at, tokens = next(((at, x) for at, x in text if x.shape[1] > 4 and len(x) > 1), (None, None))
         zeros = any(p.ndim > 1 and not bool(p.any()) for layer in self._layers for p in layer.parameters())  # queries
@@ -544,14 +548,14 @@ class _Repeats:
         return True
 
     def target(self) -> Target | None:
-        """Find the argument whose tokens are the targets: its name, the targets that count, and their offset."""
+        """Find the argument that contains the targets. Return its name, the positions that count, and the offset."""
         for at, tokens, classes, counted in self._asked():
             if (found := offset_of(tokens, classes, counted)) is not None:
                 return at, *found
         return None
 
     def _asked(self) -> Iterator[tuple[int | str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield each argument of tokens with the targets of its rows."""
+        """Yield each argument of token ids: its name, its rows, their targets, and the positions that count."""
         if self._targets is None:
             return
         classes, counted = self._targets.classes, self._targets.counted
@@ -573,7 +577,7 @@ class _Repeats:
         return False
 
     def reads(self, at: int | str, counted: torch.Tensor, offset: int) -> tuple[bool | None, bool | None]:
-        """Change the last target token. Return whether the logits for it change, and whether earlier logits stay."""
+        """Change the last target token. Return the values of ``FirstPass.reads`` and ``FirstPass.causal``."""
         last = int(counted.any(0).nonzero().max())
         tokens = self._given[at].clone()
         tokens[:, last + offset] = torch.where(tokens[:, last + offset] == tokens[:, 0], tokens[:, 1], tokens[:, 0])
@@ -586,7 +590,7 @@ class _Repeats:
         return earlier if offset > 0 else bool(changed[:, last].any()), not earlier
 
     def rows(self) -> tuple[bool | None, bool]:
-        """Return whether a row's logits change with other rows (None if unknown), and whether equal rows differ."""
+        """Return the values of ``FirstPass.mixes`` and ``FirstPass.by_row``."""
         size, before = next((len(x) for x in self._given.values() if x.ndim > 1), 0), self._logits
         if size < 2 or self._nested or before is None or len(before) != size or before.shape[-1] == size:
             return None, False

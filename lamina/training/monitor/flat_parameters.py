@@ -1,6 +1,6 @@
 """Find the part of each parameter that this process holds under FSDP1 or DeepSpeed's ZeRO.
 
-FSDP1 joins the parameters of a unit into one flat parameter, of which each process holds a slice. With
+FSDP1 joins the parameters of a unit into one flat parameter, and each process holds a slice of it. With
 ``use_orig_params``, a module's parameters are views of the slice, and may be empty. Without ``use_orig_params``, the
 unit has only the flat parameter. For ZeRO, see ``zero``.
 """
@@ -20,16 +20,15 @@ from lamina.training.monitor.zero import ZeroPart, zero_parts
 
 
 class FlatParameters:
-    """The flat parameters of a model; empty if the model uses neither FSDP1 nor ZeRO.
+    """The flat parameters of a model. Empty if the model uses neither FSDP1 nor ZeRO.
 
     Args:
         zero: ZeRO's optimizer (``zero_optimizer``), if there is one.
 
     Attributes:
-        parts: for each module's id, the parts of the parameters directly in the module; empty with ``use_orig_params``.
-        zero: for each parameter's id, the parameter's part under DeepSpeed's ZeRO.
-        hidden_by: the name of the tool that splits the model's parameters, so that no process has whole weights;
-            otherwise "".
+        parts: this process's parts of each module's parameters, by the module's id. Empty with ``use_orig_params``.
+        zero: this process's part of each parameter under DeepSpeed's ZeRO, by the parameter's id.
+        hidden_by: "FSDP1" or "ZeRO 3" if no process holds whole weights. Otherwise "".
     """
 
     def __init__(self, model: nn.Module, zero: object = None):
@@ -59,13 +58,13 @@ class FlatParameters:
         return bool(self._handles or self.zero)
 
     def share(self, parameter: torch.Tensor) -> float | None:
-        """Return the factor on this process's part in a sum over processes; None for a parameter that is not split."""
+        """Return the weight of this process's part in a sum over processes. None for a parameter that is not split."""
         if isinstance(parameter, ZeroPart):
             return parameter.share
         return self._shares.get(id(stored(parameter)))
 
     def parameters(self, module: nn.Module) -> Iterator[torch.Tensor]:
-        """Yield a module's parameters, with parts instead of flat parameters."""
+        """Yield a module's parameters. Yield the parts of a flat parameter instead of the flat parameter."""
         own = (parameter for parameter in module.parameters() if id(parameter) not in self._flat)
         yield from (cast(torch.Tensor, self.zero.get(id(parameter), parameter)) for parameter in own)
         for inner in module.modules() if self.parts else ():

@@ -39,9 +39,9 @@ class Followed:
 
     Attributes:
         structure: the model's structure; None if no layers were found.
-        whole: whether Lamina proved that the watched tensor is the residual stream. Lamina assigns parameters to layers
-            even without this proof.
-        unproved: the layers of further stacks (such as a decoder) whose residual stream Lamina did not prove.
+        whole: whether Lamina verified that the watched tensor is the residual stream. Lamina assigns parameters to
+            layers in any case.
+        unproved: the layers of further stacks (such as a decoder) whose residual stream Lamina could not verify.
         notes: notes for the user, a line each.
     """
 
@@ -52,7 +52,7 @@ class Followed:
 
     @property
     def points(self) -> dict[Spot, Point]:
-        """The points of the model at which Lamina sees the residual stream, according to the proof."""
+        """The points of the model at which Lamina measures the residual stream. Unverified layers have no points."""
         points = stream_points(self.structure) if self.structure is not None and self.whole else {}
         return {spot: point for spot, point in points.items() if spot[0] not in self.unproved}
 
@@ -68,9 +68,9 @@ def follow(
 ) -> Followed:
     """Find a model's layers by passes over a small part of a batch. Raises no error, so that training always continues.
 
-    If Lamina cannot cut an argument (such as a block mask) to a part of the batch, it cuts no argument. The passes run
-    in evaluation mode, and leave gradients and random generators unchanged. Compiled parts run uncompiled, so that
-    their hooks are called and nothing is compiled for a small pass. The user's own hooks also run.
+    If the model fails on a part of the batch, Lamina tries the whole batch. The passes run in evaluation mode, and
+    leave gradients and random generators unchanged. Compiled modules run uncompiled in these passes. So torch calls
+    their hooks and compiles nothing for a small batch. The user's own hooks also run.
     """
     problem = "" if arguments else "the model was called without arguments"
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
@@ -94,7 +94,7 @@ def follow(
         finally:
             reshard(model)
             reshard_root(model)
-    note = f"{type(model).__name__} did not run on its own batch ({problem})"
+    note = f"{type(model).__name__} failed on its training batch ({problem})"
     return Followed(structure=None, notes=[f"layers: {note}, so Lamina records only totals"])
 
 
@@ -139,7 +139,7 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
 
 
 def _numbered(followed: Followed, model: nn.Module, first: int | None) -> Followed:
-    """Number the layers of a pipeline stage as in the whole model, from ``first`` or from the number in their paths."""
+    """Number a pipeline stage's layers as in the whole model. The first number is ``first`` or is in the path."""
     if (structure := followed.structure) is None:
         return followed
     first = first_number(model, structure.layers[0].path) if first is None else first
@@ -152,7 +152,7 @@ def _numbered(followed: Followed, model: nn.Module, first: int | None) -> Follow
 def _proved(
     model: nn.Module, small: Inputs, structure: Structure, *, reads_tokens: bool = True
 ) -> tuple[Structure, bool]:
-    """Check whether a structure's stream is the residual stream. Return the structure with notes, and the result."""
+    """Check whether the watched tensor is the residual stream. Return the structure with notes, and the result."""
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     if not sharded and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # ZeRO 3
         # The proof needs a backward pass.
@@ -166,9 +166,9 @@ def _proved(
 
 
 def _calls(model: nn.Module, arguments: Arguments) -> Iterator[Inputs]:
-    """Yield arguments to try in a call of the model: the main input, all tensors cut small, all tensors, all arguments.
+    """Yield arguments to try in a call of the model, from a small part of the main input to all arguments.
 
-    If the batch has images besides token ids, all tensors cut small come first.
+    If the batch has images besides token ids, a small part of each tensor comes first.
     """
     inputs, main = tensors_of(arguments), getattr(model, "main_input_name", None)
     cut = {

@@ -53,7 +53,7 @@ def gains_of(structure: Structure) -> list[Gain]:
 
 
 def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
-    """Return the largest weight matrix [rows, width] of the embedding and of the output head; a tied matrix once."""
+    """Return the weight matrices [rows, width] of the embedding and the output head. A tied matrix appears once."""
     tables: dict[str, nn.Parameter] = {}
     kinds = {"embedding": nn.Embedding, "readout": nn.Linear}
     for role, module in (("embedding", structure.embedding), ("readout", structure.head), *structure.outside):

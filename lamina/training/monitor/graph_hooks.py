@@ -1,9 +1,8 @@
 """Watch the residual stream inside torch.compile, with an operation that stays in the graph.
 
-The compiler inlines the hooks of modules inside a compiled module. So a hook's call of ``lamina::see`` becomes a part
-of the graph, and the graph calls Python with the tensor at every pass. The graph is the same at all steps, recorded or
-not. The call gets the location's name as a tensor on the module, not as a constant, so that layers that are compiled
-one by one still share a graph.
+The compiler inlines the hooks of modules inside a compiled module. So the graph contains a hook's call of
+``lamina::see``, and calls Python with the tensor at every pass. The graph is the same at all steps, recorded or not.
+The call gets the location's number as a tensor, not as a constant. So layers can still share a graph.
 
 When the compiler chooses among its graphs, it checks the modules' classes but not their hooks. So a module with these
 hooks gets a separate class, an unchanged subclass. Then graphs for other modules do not match a module with hooks.
@@ -78,7 +77,7 @@ skip_code(Hook.__call__.__code__)  # else it is compiled on its own, where is_co
 
 
 def _traced(act: Callable[..., Output]) -> Callable[..., Output]:
-    """Return a hook that works inside a compiled module's graph, and also on the compiled module itself."""
+    """Return a hook that works on a compiled module and on the modules inside it."""
     uncompiled: Callable[..., Output] = torch.compiler.disable(act)
 
     def acting(*args: Output) -> Output:
@@ -132,7 +131,7 @@ def _without_hooks(state: Json) -> Json:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether a part of the model is compiled, or whether a compiled wrapper makes the current call.
+    """Return whether a part of the model is compiled, or whether a compiled wrapper is calling the model now.
 
     The wrapper matters because some code, such as Trainer, passes the watched model without its wrapper.
     """

@@ -31,10 +31,10 @@ class Diverged(Exception):
 class DivergenceGuard:
     """Watches losses and gradient norms, and ends a diverged run with the first anomaly as the reason.
 
-    A run has diverged if a loss or gradient is not finite. A run has also diverged if, for ``patience`` steps, its loss
-    stays above the best loss by more than ``margin`` nats and more than 3 standard deviations of the loss's noise. A
-    single easy batch does not count, because the loss is a median over the last ``patience`` / 4 steps, and the best
-    loss is the lowest median over ``patience`` steps.
+    A run has diverged if a loss or gradient is not finite. A run has also diverged if its loss stays too high for
+    ``patience`` steps. The limit is the best loss plus ``margin`` nats, or plus 3 standard deviations of the loss's
+    noise if that is more. Medians make the rule robust to single batches. The loss is the median over the last
+    ``patience`` / 4 steps. The best loss is the lowest median over ``patience`` steps.
 
     Attributes:
         alarms: receives the run's rows, and finds the measurements that are outside their usual range.
@@ -52,7 +52,7 @@ class DivergenceGuard:
     def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:
         """Check a step's loss. Raises Diverged.
 
-        If the loss is not finite, the step's ``rows`` may name the layer.
+        ``rows`` are the step's measurements. If the loss is not finite, they may locate the layer.
         """
         if not math.isfinite(loss):
             self.alarms.see(rows)
@@ -84,7 +84,7 @@ class DivergenceGuard:
     def see_gradient(self, step: int, norm: float, first: int | None = None, rows: Sequence[Row] = ()) -> None:
         """Check the total gradient norm before clipping. Raises Diverged.
 
-        ``first`` is the first step with a norm that is not finite; the step's ``rows`` may name the layer.
+        ``first`` is the first step with a norm that is not finite. ``rows`` are the measurements of step ``first``.
         """
         if not math.isfinite(norm):
             self.alarms.see(rows)
@@ -102,7 +102,7 @@ class DivergenceGuard:
         self._calm = deque(seen.get("calm", []), maxlen=_CALM)
 
     def outcome(self, status: Status) -> Json:
-        """Return the guard's columns of result.json for a run that ended with ``status``; empty in this class."""
+        """Return the guard's columns of result.json for a run that ended with ``status``. This class adds none."""
         return {}
 
     def first_to_leave(self) -> str:
@@ -157,15 +157,15 @@ Point = tuple[float, float]  # step, loss
 
 
 def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
-    """Return a phrase that quotes two losses if the loss is still falling after ``steps`` steps; otherwise None.
+    """Return a phrase with two losses if the loss is still falling at the end of a run, otherwise None.
 
-    The loss is still falling if ``steps`` more steps at its final pace would lower it by STILL_FALLING nats. A loss
-    often stays near ``entropy`` for a while or forever. A loss above ``entropy`` also counts as falling if its final
-    pace is at least UNSLOWED times the whole run's pace.
+    The loss is still falling if ``steps`` more steps at the final pace would lower the loss by STILL_FALLING nats. A
+    loss often stays near ``entropy`` for a while or forever. So a loss above ``entropy`` also counts as falling if its
+    final pace is at least UNSLOWED times its mean pace.
 
-    ``records`` are the lines of metrics.jsonl. The final pace is the eval loss's pace over the last fifth of the run
-    (up to two fifths if there was no evaluation in between). Without such evaluations, the final pace is the training
-    loss's pace from the second-last fifth to the last fifth. A run with a single recorded loss counts as still falling.
+    ``records`` are the lines of metrics.jsonl. The final pace is the eval loss's fall per step over the last fifth of
+    the run, or over up to two fifths if evaluations are rare. Without such evaluations, Lamina compares the training
+    loss's means over the last fifth and the fifth before. A run with a single recorded loss counts as still falling.
     """
     records = list(records)
     evaluated, trained = _points(records, "eval_loss"), _points(records, "loss")

@@ -1,4 +1,4 @@
-"""Tensor-like objects for this process's part of a flat parameter."""
+"""Objects that behave like a tensor and hold this process's part of a flat parameter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class HeldPart:
-    """Represents a module's parameter by the part that this process holds in a flat parameter."""
+    """The part of a module's parameter that this process holds, as a slice of a flat parameter."""
 
     def __init__(self, flat: torch.Tensor, path: str, first: int, count: int):
         self.flat, self.path = flat, path
@@ -35,12 +35,12 @@ class HeldPart:
         return self.flat.is_floating_point()
 
     def of(self, state: torch.Tensor) -> torch.Tensor | None:
-        """Return this part of the optimizer's state for the flat parameter; None if the state has another shape."""
+        """Return this part's slice of the flat parameter's optimizer state, or None if the state has another shape."""
         return state[self._slice] if state.shape == self.flat.shape else None
 
 
 def stored(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the parameter that the optimizer contains: a part's flat parameter, otherwise the parameter itself."""
+    """Return the parameter as the optimizer knows it: the flat parameter of a part, or the given parameter."""
     return parameter.flat if isinstance(parameter, HeldPart) else parameter
 
 

@@ -1,4 +1,4 @@
-"""Parts that learn little: experts without tokens, and layers with a far smaller gradient or update than other layers.
+"""Parts that learn little: experts without tokens, and layers whose gradient or update falls behind the other layers.
 
 Parts that learn little may be harmless, so Lamina writes a note and raises no alarm. This module loads neither torch
 nor transformers.
@@ -37,8 +37,8 @@ class IdleParts:
     Attributes:
         runs: for each part, the number of consecutive values at which the part was idle.
         named: the idle parts that a note has named.
-        counts: for each layer, the number of loads of 0 before a load above 0, and this number plus the number of loads
-            above 0.
+        counts: two counts of expert loads for each layer. The first counts the loads of 0 before a load above 0. The
+            second counts these loads and all loads above 0.
         told: for each metric, the number of notes so far.
     """
 
@@ -82,7 +82,7 @@ class IdleParts:
     def _behind(
         self, members: Sequence[Row], recent: Mapping[tuple[int, str, str, str], Sequence[float]]
     ) -> Iterator[Part]:
-        """Yield the parts whose share of the usual value has been far below the part's past share for long enough."""
+        """Yield the parts that, relative to other layers, have long been ``BEHIND`` times smaller than before."""
         usual = statistics.median(row[6] for row in members) if len(members) > 2 else 0.0
         past: list[float] = []  # each member's median, computed only if a member is small
         before = 0.0
@@ -97,7 +97,7 @@ class IdleParts:
                 yield row[1], row[2], row[4], row[5]
 
     def _without_tokens(self, loads: Iterable[Row]) -> set[Part]:
-        """Return the experts that have had no tokens for longer than chance explains."""
+        """Return the experts that have had no tokens for too many steps to be chance."""
         idle, rows = set[Part](), list(loads)
         for row in rows:
             before = self.runs.get((row[1], row[2], row[4], row[5]), 0)

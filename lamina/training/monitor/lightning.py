@@ -16,7 +16,7 @@ from lamina.training.monitor.guard import Diverged
 from lamina.training.monitor.watch import WatchCallback
 
 Lightning = Any
-"""An object of Lightning, whose package has two names."""
+"""An object from Lightning. Its package is lightning or pytorch_lightning, so it has no static type here."""
 
 
 def _callback() -> Lightning:
@@ -36,15 +36,15 @@ class LightningMonitor(WatchCallback, _callback()):
     >>> trainer = lightning.Trainer(callbacks=[lamina.LightningMonitor("runs/mine")])
     >>> trainer.fit(module, data)
 
-    Lamina watches the child module that holds all parameters, or the whole module if no child holds them all. With
-    ``on_divergence="stop"``, training ends after the step at which the guard finds a divergence. If Lightning resumes a
-    run from a checkpoint, Lamina continues the run's records.
+    Lamina watches the child module that holds all parameters. If no child holds all parameters, Lamina watches the
+    whole module. With ``on_divergence="stop"``, training ends after the step at which the guard finds a divergence. If
+    Lightning resumes a run from a checkpoint, Lamina continues the run's records.
 
     Args:
         output: the folder of the records.
         overwrite: whether to replace the folder's content.
-        on_alarm: called with the first alarm of each event, as by ``lamina.watch``.
-        tokenizer: with ``batches=True``, decodes the rows of recorded batches (None: the model's tokenizer).
+        on_alarm: a function that Lamina calls with the first alarm of each event (alarms within 20 steps).
+        tokenizer: with ``batches=True``, the tokenizer that decodes recorded batches (default: the model's tokenizer).
         settings: the other settings of ``lamina.watch``.
 
     Raises:

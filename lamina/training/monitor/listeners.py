@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Wrapped torch functions call a listener's methods before they run, but a loss scaler's step afterward."""
+    """Wrapped torch functions notify a listener before they run, but call ``scales`` and ``tries`` afterward."""
 
     def differentiates(self, loss: torch.Tensor) -> None: ...
 
@@ -98,7 +98,7 @@ def _telling_loss(inner: Callable[..., object]) -> Callable[..., object]:
 
 
 def _quiet(inner: Callable[..., object]) -> Callable[..., object]:
-    """Do not notify listeners of the pass over uninitialized memory with which a pipeline stage finds its shapes."""
+    """Hide a pipeline stage's shape inference from listeners, because this pass runs on uninitialized memory."""
 
     @wraps(inner)
     def infer(*args: object, **kwargs: object) -> object:
@@ -171,7 +171,7 @@ def _telling_sharded_clip(inner: Callable[..., object]) -> Callable[..., object]
 
 
 def _telling_end(inner: Callable[..., object]) -> Callable[..., object]:
-    """Notify listeners just before a loop destroys the process group, while they can exchange the last step."""
+    """Notify listeners just before a loop destroys the process group, so that they can still use the group."""
 
     @wraps(inner)
     def destroy_process_group(group: ProcessGroup | None = None) -> object:

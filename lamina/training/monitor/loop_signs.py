@@ -28,10 +28,9 @@ class StepSigns:
     """Signs that a training loop skipped, froze or replaced layers in a step.
 
     Attributes:
-        trained: the sub-layers and other parts (owners) with a parameter that required a gradient.
-        left_out: the layers and sub-layers that this step did not call, although earlier steps did.
-        changed: the number of each owner's parameters that were replaced, or that began or ceased to require a
-            gradient.
+        trained: the owners (sub-layers and other parts) with at least one trainable parameter.
+        left_out: the sub-layers that earlier steps called and this step did not call.
+        changed: for each owner, the number of parameters that the loop replaced, froze or unfroze.
     """
 
     trained: frozenset[Owner] = frozenset()
@@ -39,7 +38,7 @@ class StepSigns:
     changed: Mapping[Owner, int] = field(default_factory=dict)
 
     def rows(self, step: int) -> list[Row]:
-        """Return tidy rows: ``not_called`` for a sub-layer, and ``trained_changed`` for an owner's parameters."""
+        """Return tidy rows: ``not_called`` for each skipped sub-layer, ``trained_changed`` for each changed owner."""
         rows: list[Row] = [(step, layer, sublayer, "all", 0, "not_called", 1.0) for layer, sublayer in self.left_out]
         return rows + [(step, *owner, 0, "trained_changed", float(count)) for owner, count in self.changed.items()]
 
@@ -88,7 +87,7 @@ class LoopSigns:
             handle.remove()
 
     def replaced(self, owners: Iterable[Owner]) -> None:
-        """Note that a new search for the layers found other parameters in the parts ``owners``."""
+        """Note that the parameters of ``owners`` are new since the last search for the layers."""
         self._replaced |= set(owners)
 
     def end_step(self, step: int, *, passed: bool) -> StepSigns:
@@ -154,9 +153,9 @@ def named(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
 
 
 def kept_square(optimizers: Sequence[torch.optim.Optimizer]) -> torch.Tensor | None:
-    """Return the squared norm of gradients that already exist before a backward pass; None without gradients.
+    """Return the squared norm of the gradients before a backward pass, or None if there are no gradients.
 
-    Only parameters in the optimizers count, because training code need not zero other gradients.
+    Only the optimizers' parameters count. Other gradients may stay nonzero, because no step uses them.
     """
     parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -32,15 +32,15 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
         if sums and bool(((rows >= 0) & (rows <= 1)).all()):
             yield Mistake(
                 what=f"{name} gets only numbers from 0 to 1, as after a {of}",
-                why=f"this loss applies a {of} itself, and after two the loss hardly falls",
+                why=f"this loss applies a {of} too, and a second {of} keeps the loss from falling",
                 do=f"Pass logits: leave out the {of} before the loss",
             )
         zeros = rows[rows.any(1)][:, rows.any(0)] == 0  # without padding, and classes without weights
         if (share := float(zeros.float().mean())) > ZEROS:
             yield Mistake(
                 what=f"{share:.0%} of the logits are exactly 0",
-                why="an activation such as ReLU, or a dropout, after the head stops the gradient of these logits",
-                do="Leave out what comes after the head",
+                why="an activation (such as ReLU) or a dropout after the head stops the gradient of these logits",
+                do="Remove the activation or dropout after the head",
             )
     if isinstance(logits, torch.Tensor) and viewed is not None and logits.ndim == viewed.ndim == 3:
         turned, shape = viewed.transpose(1, 2), logits.shape
@@ -48,7 +48,7 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
             yield Mistake(
                 what=f"cross_entropy gets logits of shape {[*viewed.shape]} viewed as {[*shape]}",
                 why="view and reshape do not move dimensions, so the classes of different tokens are mixed",
-                do="Pass logits.transpose(1, 2), or flatten both: logits.flatten(0, 1) and labels.flatten()",
+                do="Pass logits.transpose(1, 2), or logits.flatten(0, 1) and labels.flatten()",
             )
     for name, of, log in (("nll_loss", 1, True), ("kl_div", -1, True), ("kl_div", -1, False), ("cross_entropy", 1, 0)):
         given = _called(setup, name)
@@ -65,7 +65,7 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
                 why="this loss neither takes a logarithm nor normalizes, so it has no lower limit",
                 do={
                     "nll_loss": "Pass log_softmax(logits, dim=1), or use cross_entropy",
-                    "kl_div": "Pass log_softmax of the student's logits, and softmax of the teacher's",
+                    "kl_div": "Pass log_softmax of the student's logits, and softmax of the teacher's logits",
                 }.get(name, "For rows of several classes, use binary_cross_entropy_with_logits"),
             )
             break
@@ -75,19 +75,19 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
             yield Mistake(
                 what=f"{name} compares outputs of shape {shapes[0]} with targets of shape {shapes[1]}",
                 why="torch compares each output with each target, so the model learns the targets' mean",
-                do="Give both the same shape, for example with outputs.squeeze(-1)",
+                do="Give outputs and targets the same shape, for example with outputs.squeeze(-1)",
             )
 
 
 @checks
 def targets(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find targets that outputs cannot reach, or reach only after very many steps, and a teacher that is trained."""
+    """Find targets that outputs cannot reach, targets that outputs reach too slowly, and a teacher that is trained."""
     given = _called(setup, "binary_cross_entropy_with_logits").get("target")
     if isinstance(given, torch.Tensor) and given.numel() and not 0 <= float(given.min()) <= float(given.max()) <= 1:
         yield Mistake(
             what=f"binary_cross_entropy_with_logits gets targets from {float(given.min()):g} to {float(given.max()):g}",
-            why="beyond 0 and 1 its loss has no lower limit",
-            do="Pass targets of 0 and 1: count the two classes from 0",
+            why="the loss of a target below 0 or above 1 has no lower limit",
+            do="Number the two classes 0 and 1",
         )
     for name in DISTANCES:
         values = [x for x in _called(setup, name).values() if isinstance(x, torch.Tensor) and x.numel()][:2]
@@ -95,20 +95,20 @@ def targets(setup: BeforeTraining) -> Iterator[Mistake]:
         if len(sizes) == 2 and sizes[1] > FAR * max(sizes[0], 1.0):
             yield Mistake(
                 what=f"the targets of {name} are about {sizes[1]:.2g}, and the model's outputs about {sizes[0]:.2g}",
-                why="the outputs need very many steps to get there, and the gradients are as large as the targets",
-                do="Scale the targets to a mean of 0 and a standard deviation of 1, and the predictions back",
+                why="such targets need very many steps, and make the gradients as large as the targets",
+                do="Scale the targets to a mean of 0 and a standard deviation of 1, and scale predictions back",
             )
     if setup.trial is not None and setup.trial.teaches:
         yield Mistake(
-            what="the target of kl_div requires a gradient, and comes from other weights than its input",
-            why="the loss also trains the teacher to agree with the student",
+            what="the target of kl_div depends on trainable weights that the input does not use",
+            why="the loss also trains the teacher, so the teacher moves toward the student",
             do="Compute the teacher's output under torch.no_grad(), and set the teacher's requires_grad to False",
         )
 
 
 @checks
 def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find training away from the labels: by the loss's sign, or by an optimizer that raises a loss above 0."""
+    """Find training that raises the loss, because the loss has the wrong sign or the optimizer maximizes."""
     trial, rises = setup.trial, any(group.get("maximize") for _, group in setup.settings)
     targets = trial.targets if trial is not None else None
     negative = targets is not None and bool((targets.weights <= 0).all())
@@ -134,13 +134,16 @@ def additive_mask(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find outputs that change with what they must not depend on, and outputs that stay where they must change."""
+    """Find outputs that depend on the wrong inputs, such as hidden tokens, other rows or the row's index."""
     trial, rows = setup.trial, next(iter(setup.batch.values()), None)
     if trial is None:
         return
     if trial.leaks:
         why, do = {
-            "attention": ("attention hides queries, not keys, or no token", "Mask the keys: mask[:, None, None, :]"),
+            "attention": (
+                "the mask hides queries instead of keys, or hides nothing",
+                "Mask the keys: mask[:, None, None, :]",
+            ),
             "summary": (
                 "the model takes the last position as the row's summary, and there is padding",
                 "Take the last token that the mask shows: hidden[torch.arange(len(hidden)), mask.sum(1) - 1]",
@@ -152,8 +155,8 @@ def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
     mixed = getattr(getattr(setup.model, "config", None), "layer_types", None)  # of which some have no positions
     if not trial.ordered:
         yield Mistake(
-            what="two tokens can change places, and the first layer's outputs for other tokens stay",
-            why="no positions reach the attention, or rotary positions run over another dimension than the tokens",
+            what="swapping two tokens does not change the first layer's outputs for other tokens",
+            why="attention gets no positions, or rotary positions run along the wrong dimension",
             do="Add positions to the embeddings, or rotate queries and keys by their index among the tokens",
             note=bool(trial.causal and (mixed or not trial.turns)),  # decoders learn positions from their mask
         )

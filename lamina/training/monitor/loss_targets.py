@@ -29,10 +29,10 @@ class Targets:
 
 
 def targets_of(logits: torch.Tensor, gradient: torch.Tensor) -> Targets | None:
-    """Return the targets from logits [..., classes] and their gradient; None if the loss is no cross-entropy.
+    """Return the targets, given logits [..., classes] and their gradient. None if the loss is not a cross-entropy.
 
-    The gradient of a cross-entropy is its weight times (probabilities - target), so the target's share is as large as
-    all others together.
+    The gradient of a cross-entropy is its weight times (probabilities - one-hot target). So the target's element is as
+    large as all other elements together.
     """
     pieces = (tensor.detach().flatten(0, -2).split(_POSITIONS) for tensor in (logits, gradient))
     found = [_of_positions(*piece) for piece in zip(*pieces, strict=True)]  # copies are small

@@ -53,7 +53,7 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find parameters that get no gradient, or one of 0, although others learn."""
+    """Find parameters that get no gradient or a gradient of 0, although other parameters learn."""
     trial = setup.trial
     if trial is None or not any(trial.gradients.values()):
         return
@@ -88,17 +88,17 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
     if silent := [p for p in silent if p.requires_grad]:
         yield Mistake(
             what=f"no gradient reaches {len(silent)} of the parameters ({setup.listed(silent)})",
-            why="other parameters get one: an operation detaches what these compute, forward uses another module in "
-            "their place, or what they compute has no effect",
+            why="an operation detaches the output of these parameters, forward uses another module in "
+            "their place, or their output has no effect",
             do="Look for .detach(), .data, torch.no_grad() or .item() after these parameters, and for calls of the "
-            "wrong module. Check that router probabilities multiply the experts' outputs and do not always equal 1, "
-            "and that no mask is empty, such as a mask of image tokens in a batch without images",
+            "wrong module. Check that router probabilities below 1 multiply the experts' outputs, "
+            "and that no mask is empty, such as the mask of image tokens in a batch without images",
         )
 
 
 @checks
 def untied(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an embedding and an output head that should be one tensor but are two."""
+    """Find an untied embedding and output head: two tensors that should be one tensor."""
     config: Output = getattr(setup.model, "config", None)
     if setup.ends is not None and hasattr(config, "get_text_config"):
         table, head = (module.weight for module in setup.ends)
@@ -120,8 +120,8 @@ def untied(setup: BeforeTraining) -> Iterator[Mistake]:
 def _untied(what: str) -> Mistake:
     return Mistake(
         what=what,
-        why="training will make the two tensors, which were tied, differ more and more",
-        do="Tie both again before you create the optimizer (model.tie_weights(), or head.weight = embedding.weight)",
+        why="training makes the two tensors differ more and more",
+        do="Tie the tensors before you create the optimizer (model.tie_weights(), or head.weight = embedding.weight)",
     )
 
 
@@ -143,7 +143,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     double = [m for m, mean in flat.items() if TWICE[0] < mean < TWICE[1] and m not in known]
     roots = [m for m, mean in flat.items() if (d := gains[m].numel()) >= 16 and abs(mean * d**0.5 - 1) < 0.01]
     for found, size, why, do in (
-        (off, 0, "the norm's layer sees only zeros", "Start gains at 1 (at 0 only if the norm computes 1 + weight)"),
+        (off, 0, "the norm's layer sees only zeros", "Start gains at 1, or at 0 if the norm computes 1 + weight"),
         (double, 2, "the weights of norms that compute 1 + weight start at 1", "Start such weights at 0"),
         (
             roots,
@@ -160,7 +160,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers' matrices with a standard deviation that does not suit the width, or that differs between layers."""
+    """Find matrices whose standard deviation is wrong for the width, or far from the same matrices of other layers."""
     scales: dict[str, dict[str, float]] = {}
     own: dict[str, float] = {}  # matrices whose inputs may be either dimension
     for path, layers in setup.blocks:
@@ -198,7 +198,7 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
         ),
         (
             [n for n in odd if n not in wide],
-            f"over {SOLE:g} times, or under 1/{SOLE:g} of, the other layers' scale",
+            f"more than {SOLE:g} times (or less than 1/{SOLE:g} of) the other layers' standard deviation",
             "one layer will dominate, or have no effect",
         ),
     ):
@@ -215,18 +215,18 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find matrices of zeros whose gradient stays 0, because the matrix that multiplies them is also 0."""
+    """Find all-zero matrices whose gradient stays 0, because a second all-zero matrix multiplies them."""
     stuck = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.stuck]
     if stuck:
         yield Mistake(
             what=f"{len(stuck)} matrices of zeros get a gradient of 0 ({setup.listed(stuck)})",
             why="each is multiplied by another matrix of zeros, so both stay 0",
-            do="Initialize one of the two at random",
+            do="Initialize one of each two matrices at random",
         )
 
 
 def _gain(module: nn.Module) -> torch.Tensor | None:
-    """Measure a norm's gain; None if a module is no norm: if its output grows with its input."""
+    """Measure a norm's gain. Return None if the module is not a norm, because its output grows with its input."""
     vectors = [p for p in module.parameters(recurse=False) if p.ndim == 1]
     if not vectors or next(module.children(), None) is not None or hasattr(module, "running_mean"):
         return None  # a pass would change a batch norm's statistics
@@ -246,7 +246,7 @@ def _gain(module: nn.Module) -> torch.Tensor | None:
 
 
 def _is_as_made(norm: nn.Module) -> bool:
-    """Return whether a norm's weight equals its class's initial value (1 even for Nemotron's 1 + weight)."""
+    """Return whether a norm's weight has the initial value of the norm's class."""
     try:
         weight: Output = norm.weight
         new: Output = type(norm)(len(weight))
@@ -264,7 +264,7 @@ def _is_reentrant(model: nn.Module) -> bool:
 
 
 def _inputs_are_frozen(model: nn.Module) -> bool:
-    """Return whether embeddings are frozen and no hook makes the layers' inputs require a gradient."""
+    """Return whether the layers' inputs require no gradient: embeddings are frozen and have no hook."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     hooked = any(module._forward_hooks for module in tables)
     return bool(tables) and not hooked and not any(p.requires_grad for module in tables for p in module.parameters())

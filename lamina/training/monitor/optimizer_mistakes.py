@@ -34,7 +34,7 @@ LARGE_STEP = 2.0  # times a matrix's root mean square: a step of Adam that repla
 
 @checks
 def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find trainable parameters that are in no optimizer, unless the optimizers train a small part on purpose."""
+    """Find trainable parameters that are in no optimizer. Ignore optimizers that train only a head."""
     missing = [p for p in setup.trained if id(p) not in setup.groups] if setup.optimizers else []
     foreign = sum(id(p) not in setup.names for _, group in setup.settings for p in group["params"])
     all_of, left_out = (sum(p.numel() for p in part) for part in (setup.trained, missing))
@@ -42,7 +42,7 @@ def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"no optimizer has {len(missing)} of the trainable parameters ({setup.listed(missing)})",
             why="their gradients never change a weight"
-            + f"; {foreign} of the optimizer's parameters belong to another model or an earlier part" * bool(foreign),
+            + f"; {foreign} of the optimizer's parameters are not in the model" * bool(foreign),
             do="Create the optimizer from all parameters after your last change of the model, or set their "
             "requires_grad to False",
         )
@@ -61,7 +61,7 @@ def in_two_optimizers(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _is_gain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a bias, a norm's gain, a vector of positive factors, or says so itself (Mamba)."""
+    """Return whether a parameter is a bias, a norm's gain, or a vector of positive factors, or has _no_weight_decay."""
     values = whole(parameter)
     norm = is_norm(module) or "rms" in type(module).__name__.lower()
     vector = 1 < parameter.numel() == max(parameter.shape)  # weight_norm's are matrices of a column
@@ -72,7 +72,7 @@ def _is_gain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 
 @checks
 def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find norms' gains and biases that weight decay pulls to 0, except gains stored as a difference from 1."""
+    """Find biases and norms' gains with weight decay. Ignore gains that are stored as a difference from 1."""
     gains: list[nn.Parameter] = []
     decay = 0.0
     spared = any(g.get("weight_decay") == 0 and all(p.ndim < 2 for p in g["params"]) for _, g in setup.settings)
@@ -110,14 +110,14 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _rate_of(groups: Iterable[Mapping[str, Output]], names: Sequence[str] = RATES) -> float:
-    """Return the groups' highest learning rate before a schedule; infinity if an optimizer chooses it itself."""
+    """Return the highest learning rate of groups and their schedules, or infinity if the optimizer chooses it."""
     rates = [group.get(name, 0.0) for group in groups for name in names]
     return max((math.inf if rate is None else float(rate) for rate in rates), default=0.0)
 
 
 @checks
 def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find parameters whose learning rate is 0 or has fallen to 0; a schedule that starts at 0 is not a mistake."""
+    """Find parameters whose learning rate is 0 or has fallen to 0. A schedule may start at 0."""
     begun = any(float(state.get("step", 0)) > 0 for o in setup.optimizers for state in o.state.values())
     names = ("lr",) if begun else RATES
     rates = {id(p): _rate_of(setup.groups[id(p)], names) for p in setup.trained if id(p) in setup.groups}
@@ -132,7 +132,7 @@ def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def rate_of_adam(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an Adam or SGD that changes most layers' weights by more than their size in a single step."""
+    """Find a learning rate of Adam or SGD at which a single step changes most matrices by more than their size."""
     steps = {
         id(p): _rate_of([group])
         for optimizer in setup.optimizers
@@ -151,8 +151,8 @@ def rate_of_adam(setup: BeforeTraining) -> Iterator[Mistake]:
         step, size = statistics.median_low(over)
         rate = _rate_of(group for p in matrices for group in setup.groups[id(p)])
         yield Mistake(
-            what=f"the learning rate is {rate:g}, and the layers' weights are about {size:.2g}",
-            why=f"the first step changes each weight by about {step:.2g}, which is more than the weights' size here",
+            what=f"the learning rate is {rate:g}, but the layers' weights are only about {size:.2g}",
+            why=f"the first step changes each weight by about {step:.2g}, which is more than a typical weight",
             do="Lower the learning rate, to 1e-2 or less" + (", and use a mean loss" if plain else ""),
         )
 
@@ -164,7 +164,7 @@ def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
     if betas := next((pair for pair in pairs if pair[0] > pair[1] and pair[0] >= SWAPPED), None):
         yield Mistake(
             what=f"the optimizer's betas are ({betas[0]:g}, {betas[1]:g})",
-            why="beta1 averages gradients and beta2 averages their squares, so the direction of the steps "
+            why="beta1 averages gradients, and beta2 averages squared gradients, so the direction of the steps "
             f"lags by {1 / max(1 - float(betas[0]), 1e-9):.0f} steps",
             do="Pass betas=(0.9, 0.95) or (0.9, 0.999)",
         )
@@ -190,14 +190,14 @@ def large_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
             what=f"the optimizer's eps is {epsilon:g}"
             + (f", and its learning rate {rate:g}" if swapped else "")
             + (f", and the gradients' elements are about {statistics.median(sizes):.1g}" if sizes else ""),
-            why="Adam divides by the gradients' size plus eps, so an eps above that size makes all steps tiny",
-            do="Pass eps=1e-8" + (", and exchange eps and learning rate if you swapped them" if swapped else ""),
+            why="Adam divides by the gradient's size plus eps, so an eps above that size makes steps tiny",
+            do="Pass eps=1e-8" + (", and check whether eps and learning rate are swapped" if swapped else ""),
         )
 
 
 @checks
 def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a weight decay that erases the weights, and a weight decay that Adam adds to its gradients."""
+    """Find a weight decay that erases the weights, and Adam's coupled weight decay (added to the gradients)."""
     for optimizer, group in setup.settings:
         decay, rate = float(group.get("weight_decay") or 0.0), _rate_of([group])
         if not any(p.requires_grad and p.ndim > 1 for p in group["params"]) or not math.isfinite(rate):
@@ -205,7 +205,7 @@ def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
         if group.get("decoupled_weight_decay") is False and decay >= DECAY:
             yield Mistake(
                 what=f"Adam adds the weight decay of {decay:g} to the gradients",
-                why="Adam normalizes the sum, so where gradients are small, the decay decides the update",
+                why="Adam normalizes the sum, so the decay decides the update of weights with small gradients",
                 do="Use AdamW, which does not add the decay to the gradients",
             )
             return
@@ -223,7 +223,7 @@ def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find learning rates at which most updates of matrices are lost to rounding in the weights' type."""
+    """Find learning rates at which most updates round to 0 in the weights' dtype."""
     lost = total = 0
     rates, types = [], set[torch.dtype]()
     for optimizer, group in setup.settings:
@@ -250,8 +250,8 @@ def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
                 "Keep the weights in float32 and compute under autocast, or use an optimizer with stochastic rounding"
             )
         yield Mistake(
-            what=f"{lost / total:.0%} of the weights are too large for updates at a learning rate of {max(rates):g}",
-            why=f"{' and '.join(sorted(str(each).removeprefix('torch.') for each in types))} rounds these updates to 0",
+            what=f"{lost / total:.0%} of the weights do not change at a learning rate of {max(rates):g}",
+            why=f"{' and '.join(sorted(str(each).removeprefix('torch.') for each in types))} rounds small updates to 0",
             do=kept,
             note=types == {torch.bfloat16} and max(rates) >= USUAL_RATE,
         )
@@ -259,7 +259,7 @@ def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layer-wise learning rate decay in the wrong direction, in which later layers have lower learning rates."""
+    """Find layer-wise learning rate decay in the wrong direction: later layers have lower learning rates."""
     for path, layers in setup.blocks:
         rates = [_rate_of(g for p in layer.parameters() for g in setup.groups.get(id(p), ())) for layer in layers]
         falls = all(first > second for first, second in pairwise(rates))

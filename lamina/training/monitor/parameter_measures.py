@@ -34,13 +34,13 @@ from lamina.training.monitor.writers import Row
 from lamina.training.monitor.zero import ZeroGroups
 
 Owner: TypeAlias = tuple[int, str, str]
-"""layer (-1 outside the blocks), sub-layer, role. The role is "all", or "other" for a layer's parameters outside its
-sub-layers.
+"""layer (-1 outside the blocks), sub-layer, role. The role is "all" in a sub-layer. Outside its sub-layers, a layer's
+parameters have the role "other".
 """
 Owned: TypeAlias = list[tuple[Owner, torch.Tensor]]
 
 MOMENTS = {"first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
-"""Metrics, and the keys under which torch's Adam and similar optimizers keep their values."""
+"""The metrics of moments, with the moments' keys in the state of torch's Adam and similar optimizers."""
 _PIECE = 1024
 SIZE, FEWEST = 256, 8  # elements of a sub-layer's sample, and of each of its tensors at least
 _ROUNDED = 8.0  # times the resolution of a weight, below which a step may be rounded to nothing
@@ -58,7 +58,7 @@ def owned_parameters(model: nn.Module) -> Owned:
 
 
 def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatParameters | None = None) -> Owned:
-    """List a model's parameters with their layer and sub-layer; without a structure, with the whole model as owner.
+    """List a model's parameters with their layer and sub-layer. Without a structure, the whole model is the owner.
 
     A parameter that several layers share (ALBERT) counts in the first of these layers. A tied parameter counts in the
     embedding. Parameters of a further stack of layers (a decoder after the encoder) have the role "other".
@@ -87,7 +87,7 @@ def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatPa
 
 
 def _share(tensor: torch.Tensor) -> float:
-    """Return the weight of this process's part in a sum over processes: 1 for a shard, 1 / n for each of n copies."""
+    """Return the weight of this process's part in a sum over processes: 1 for a shard, 1 / n for one of n copies."""
     if not is_initialized():
         return 1.0
     world = get_world_size()
@@ -123,10 +123,10 @@ class GradientNorms:
     Args:
         model: a Lamina model, or any other model whose parameters are ``owned``.
         owned: each parameter with its owner, as ``found_parameters`` returns them.
-        exact: whether a CPU sums in short pieces and adds the pieces in float64. On a CPU, torch's norm of a tensor of
-            2**24 floats is off by 7e-4. Lamina's own runs record torch's norm, bit for bit.
-        flat: the model's flat parameters; with None, Lamina looks for FSDP1's flat parameters.
-        group: the processes that share the model or the pipeline stage; None for all processes.
+        exact: whether a CPU sums in short pieces and adds the pieces in float64. On a CPU, torch's norm of 2**24 floats
+            has a relative error of 7e-4. Lamina's own runs record torch's norm.
+        flat: the model's flat parameters. With None, Lamina looks for FSDP1's flat parameters.
+        group: the processes that share the model or the pipeline stage, or None for all processes.
     """
 
     def __init__(
@@ -166,13 +166,13 @@ class GradientNorms:
         return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
 
     def clips(self) -> bool:
-        """Return whether ``clip`` works: it needs unsharded gradients of one device and dtype, in the model's order."""
+        """Return whether you can call ``clip``: all gradients are unsharded, on one device and of one dtype."""
         kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters if parameter.grad is not None}
         return self._all and len(kinds) == 1 and not (self.sharded or self._exact)
 
     @torch.no_grad()
     def clip(self, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip the gradients, and return their norm and ``squares`` before clipping.
+        """Clip the gradients. Return the total norm and the ``squares`` before clipping.
 
         The method reads the gradients only once, and its results are bit-identical to separate calls.
         """
@@ -185,7 +185,7 @@ class GradientNorms:
         return total, self.summed(norms.double().pow(2), present)
 
     def local_sums(self, tensors: Sequence[torch.Tensor | None], *, power: int = 2) -> torch.Tensor:
-        """Sum |x|**power by group over this process's part of ``tensors`` (one per parameter; None means zeros)."""
+        """Sum |x|**power by group over this process's part of the tensors, one per parameter. None counts as zeros."""
         present = [index for index, tensor in enumerate(tensors) if tensor is not None]
         parts = [local_part(tensor) for tensor in tensors if tensor is not None]
         if not parts:
@@ -197,7 +197,7 @@ class GradientNorms:
         return self.summed(powers, present)
 
     def summed(self, parts: torch.Tensor, present: list[int] | None = None) -> torch.Tensor:
-        """Sum one number per parameter by group, weighted by this process's share; ``present`` selects parameters."""
+        """Sum one number per parameter by group, with this process's weights. ``present`` selects the parameters."""
         key = tuple(range(len(self.groups)) if present is None else present)
         if key not in self._sent:  # sending them waits for the device
             groups = torch.tensor([self.groups[index] for index in key], device=parts.device)
@@ -208,7 +208,7 @@ class GradientNorms:
         return sums.index_add_(0, groups, parts * shares)
 
     def anywhere(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether any process of a sharded model has any of these tensors."""
+        """Return whether at least one process of a sharded model has at least one of these tensors."""
         there = any(tensor is not None for tensor in tensors)
         if not (self.sharded and is_initialized()):  # one process may have ended its group before its last record
             return there
@@ -249,7 +249,7 @@ def reading_waits(tensor: torch.Tensor) -> bool:
 
 
 class FirstFailure:
-    """Keeps the first step with a gradient norm that is not finite, and its ``squares()``, on the device.
+    """Keeps the first step whose gradient norm is NaN or infinite, with the step's ``squares()``, on the device.
 
     On a GPU, a run reads gradient norms only at recorded steps. By then every weight may be NaN, in all layers.
     """
@@ -259,7 +259,7 @@ class FirstFailure:
         self._squares = torch.zeros(0)
 
     def see(self, step: int, norm: torch.Tensor, squares: torch.Tensor) -> None:
-        """Record a step's norm [] and squares [groups], without waiting for the device."""
+        """Record a step's total norm (a scalar) and squares [groups], without waiting for the device."""
         failed = ~torch.isfinite(norm)
         if self._step is None:
             self._step, self._squares = failed * step, squares
@@ -268,7 +268,7 @@ class FirstFailure:
         self._step, self._squares = self._step + new * step, torch.where(new, squares, self._squares)
 
     def read(self) -> tuple[int, torch.Tensor]:
-        """Return the first such step and its squares; step 0 if every norm was finite."""
+        """Return the first step with a norm that is NaN or infinite, and its squares. Step 0 means no such step."""
         return (0 if self._step is None else int(self._step)), self._squares
 
 
@@ -278,7 +278,7 @@ def _norms(parts: list[torch.Tensor], power: int) -> torch.Tensor:
 
 
 def _in_pieces(parts: Sequence[torch.Tensor], power: int) -> torch.Tensor:
-    """Sum |x|**power of each part [n] in float64 from the norms of short pieces."""
+    """Sum |x|**power over each part [n]. Add the sums of short pieces in float64."""
     ends = [part.numel() // _PIECE * _PIECE for part in parts]
     long = [at for at, end in enumerate(ends) if end]
     cut = [at for at, end in enumerate(ends) if end < parts[at].numel()]
@@ -304,7 +304,7 @@ def estimate_of(group: Mapping[str, Output]) -> float | None:
 
 
 def largest_rate(optimizers: Optimizers) -> float | None:
-    """Return the largest learning rate of all groups; None if no group has one, as if Adafactor chooses step sizes."""
+    """Return the largest learning rate of all groups, or None if no group has a learning rate (Adafactor)."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [(group.get("lr"), estimate_of(group)) for group in groups]
     return max((float(rate) * (1.0 if d is None else d) for rate, d in rates if rate is not None), default=None)
@@ -314,15 +314,15 @@ class Samples:
     """Compares a fixed sample of weights and moments to find changes that no optimizer made.
 
     In most trainings only the optimizers change weights and moments, so the alarm for other changes needs no fitted
-    limit. ``written_ratio`` is the norm of such changes to the weights since the last record, divided by the weights'
-    norm. ``moved_ratio`` is the distance that training moved the weights between the previous such change (or the first
-    step) and this change, divided by the weights' norm. ``forgotten_share`` is the largest loss of magnitude in one of
-    the optimizer's tensors, divided by the tensor's norm; it is 1 if the tensor is lost.
+    limit. ``written_ratio`` is the norm of other code's changes to the weights since the last record, divided by the
+    weights' norm. ``moved_ratio`` is the distance that the optimizer moved the weights since the previous such change
+    (or the first step), divided by the weights' norm. ``forgotten_share`` is the lost part of an optimizer tensor's
+    norm. The tensor with the largest loss counts, and a missing tensor has lost a share of 1.
 
     Only ``rows`` waits for the device. A resumed run begins with a new sample, so its first step is not compared.
 
     Attributes:
-        resumed: whether the run has earlier steps. In such a run, an optimizer without a state has lost its state.
+        resumed: whether the run has earlier steps. If so, an optimizer without a state has lost its state.
     """
 
     resumed = False
@@ -368,7 +368,7 @@ class Samples:
             self._anchor = torch.where(wrote, now[:count], anchor)
 
     def after_step(self, optimizers: Optimizers) -> None:
-        """If the optimizers took the step, keep the sample's values after the step."""
+        """Keep the sample's values after the step, if ``before_step`` was called for this step."""
         if not self._begun:
             return
         moments = {(index, key): value for index, key, value in self._moments(optimizers)}
@@ -397,7 +397,7 @@ class Samples:
                     yield index, key, local_part(part) if self.groups.sharded else part
 
     def _take(self, moments: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor | None:
-        """Read the sample's current values, with zeros for lost moments; None if the tensors are on several devices."""
+        """Read the sample's current values. Lost moments count as 0. Return None for tensors on several devices."""
         parameters = self.groups.parameters
         weights = [local_part(parameter) for parameter in parameters] if self.groups.sharded else parameters
         kept = [moments[key] if key in moments else torch.zeros_like(weights[key[0]]) for key in self._keys]
@@ -415,7 +415,7 @@ class Samples:
         return torch.cat(self._views).float()
 
     def rows(self, step: int, *, recorded: bool) -> list[Row]:
-        """Return the changes since the last record as tidy rows; empty if only the optimizers made changes.
+        """Return other code's changes since the last record as tidy rows. Empty if only the optimizers made changes.
 
         All processes of a sharded model must call this method.
         """
@@ -460,30 +460,29 @@ def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
 class UpdateRatios(TrainerCallback):
     """Measures the updates of recorded optimizer steps, by sub-layer and block, and for embedding and output head.
 
-    w are the weights before the optimizer's step and w' the weights after it, so the update includes clipping, the
-    learning rate and weight decay. The metrics are ``update_norm`` |w' - w|, ``weight_norm`` |w| and ``update_ratio``
-    |w' - w| / |w|. If the optimizer has Adam's moments after the step, the metrics include ``first_moment`` |m| and
-    ``second_moment``, the norm of sqrt(v), both in units of the gradient. ``unmoved_parameters`` is the number of
-    parameters with a gradient and an update of exactly 0. ``without_gradient`` is the number of parameters that
-    ``SilentParameters`` finds. ``rate_ratio`` is a sub-layer's learning rate divided by the optimizer's median learning
-    rate. It is measured if the groups have different learning rates and the ratio is above 1. ``rate_estimate`` is the
-    learning rate that an optimizer estimates itself.
+    The update is w' - w, with the weights w before and w' after the optimizer's step. So the update includes clipping,
+    the learning rate and weight decay. The metrics are ``update_norm`` |w' - w|, ``weight_norm`` |w| and
+    ``update_ratio`` |w' - w| / |w|. If the optimizer has Adam's moments m and v, the metrics include ``first_moment``
+    |m| and ``second_moment`` |sqrt(v)|, in the gradient's unit. ``unmoved_parameters`` is the number of parameters with
+    a gradient and an update of exactly 0. ``without_gradient`` is the number of parameters that ``SilentParameters``
+    finds. ``rate_ratio`` is a sub-layer's learning rate divided by the optimizer's median learning rate. Lamina records
+    ``rate_ratio`` only if it is above 1. ``rate_estimate`` is the learning rate that an optimizer estimates itself.
 
     At a recorded step, memory holds a copy of the weights from the backward pass to the end of the step. At other
-    steps, memory holds only a copy of ``samples``. Only ``rows`` waits for the device.
+    steps, memory holds only a copy of the sample in ``samples``. Only ``rows`` waits for the device.
 
     Args:
-        groups: the parameters by sub-layer.
-        structure: the model's layers; with None, Lamina does not look for parameters without a gradient.
+        groups: the model's parameters, grouped by sub-layer.
+        structure: the model's layers. With None, Lamina does not look for parameters without a gradient.
 
     Attributes:
         rate: the largest learning rate of the last measured step.
         samples: finds changes that the optimizers did not make.
-        still: the parameters that got a gradient at the last recorded step but did not change.
+        still: the parameters that got a gradient but did not change, at the last recorded step.
         missing: whether no optimizer contains any parameter in ``still``.
-        silent: the parameters that got no gradient at the last recorded step.
-        resting: the parameters with a gradient and a learning rate of 0 at the last recorded step, while other
-            parameters changed.
+        silent: the parameters that got no gradient, at the last recorded step.
+        resting: the parameters that got a gradient but have a learning rate of 0, at the last recorded step. Empty if
+            no parameter changed.
     """
 
     rate: float | None = None
@@ -581,7 +580,7 @@ class UpdateRatios(TrainerCallback):
     def _unmoved(self) -> list[int]:
         """Return the positions of parameters with a gradient and an update of exactly 0.
 
-        Leaves out parameters whose optimizer skipped the step, whose learning rate is 0, or whose update rounds to 0.
+        Leaves out parameters with a learning rate of 0, a skipped step of the optimizer, or an update that rounds to 0.
         """
         if self._largest is None:
             return []
@@ -608,7 +607,7 @@ class UpdateRatios(TrainerCallback):
         return unmoved
 
     def _without_gradient(self) -> list[int]:
-        """Return the positions of trained parameters with a zero gradient that most other layers do not have."""
+        """Return the positions of trained parameters with a gradient of 0, unlike the same parameters elsewhere."""
         if self._largest is None:
             return []
         ids = [id(stored(parameter)) for parameter in self.groups.parameters]
@@ -633,9 +632,9 @@ class UpdateRatios(TrainerCallback):
         return ratios
 
     def rows(self, step: int) -> list[Row]:
-        """Return the recorded step's measures once, as tidy rows; no measures if a loss scaler skipped the update.
+        """Return the recorded step's measures once, as tidy rows. A step that a loss scaler skipped has no measures.
 
-        Weights that are all zero (a bias before its first step) have no ratio.
+        All-zero weights, such as a bias before its first step, have no ``update_ratio``.
         """
         rows = self.samples.rows(step, recorded=True)
         if not self._sums:

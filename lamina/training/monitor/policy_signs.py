@@ -1,6 +1,6 @@
 """Signs of trouble in reinforcement learning (GRPO, RLOO), from the numbers that the trainer logs.
 
-This module loads neither torch nor transformers, because Lamina also reads other tools' histories with it.
+Lamina also reads other tools' histories with this module, so the module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Sign(NamedTuple):
 
 
 def metrics_of(names: Iterable[str]) -> dict[str, str]:
-    """Map the names of logged series to a policy's metrics. The result is empty without rewards, because other trainers
+    """Map the names of logged series to a policy's metrics. Empty for a log without rewards, because other trainers
     also log entropy.
     """
     found = {name: LOGGED[plain] for name in names if (plain := name.removeprefix("train/")) in LOGGED}
@@ -74,15 +74,15 @@ class PolicyCourse:
     """The history of a policy's logged numbers.
 
     Attributes:
-        last: the step of the last record; 0 before the first.
-        begun: the first step of the current period in which each group has equal rewards; 0 if rewards differ now.
-        run: the number of records in the current period.
-        records: the number of records before the current period.
-        equal: the number of records before the current period in which each group had equal rewards.
-        idle: whether equal rewards have left no gradient for longer than chance explains.
+        last: the step of the last record, or 0 before the first record.
+        begun: the first step of the current period of equal rewards in each group. 0 if rewards differ now.
+        run: the number of records in the current period of equal rewards.
+        records: the number of records before the current period of equal rewards.
+        equal: the number of records with equal rewards before the current period.
+        idle: whether the current period of equal rewards is too long to be chance.
         first: the first values of each metric.
         recent: the last KL values inside the usual range.
-        outside: by metric, the number of consecutive records outside the usual range.
+        outside: the number of consecutive records outside the usual range, by metric.
     """
 
     last: int = 0
@@ -108,8 +108,8 @@ class PolicyCourse:
     def _equal(self, step: int, share: float) -> Sign:
         """Judge the share of groups with equal rewards.
 
-        A record with a single group of two completions often has equal rewards, and a record may be the mean of several
-        steps. So Lamina counts how often such records came before.
+        Equal rewards may be chance, for example in a record with one group of two completions. So Lamina counts how
+        often earlier records had equal rewards.
         """
         if share < 1.0 - 1e-6:
             self.records, self.equal = self.records + self.run + 1, self.equal + self.run

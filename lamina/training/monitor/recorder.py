@@ -44,12 +44,12 @@ from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.writers import LastEvaluation, Row
 
 Norm = Any
-"""A gradient norm in Trainer: a tensor, a DTensor or a number; the device and accelerate's version decide which."""
+"""A gradient norm in Trainer: a tensor, a DTensor or a number, depending on the device and accelerate's version."""
 _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses it chooses the trainer
 
 
 class MonitoredTrainer(_Trainer):
-    """A mixin for Trainer and TRL's trainers in which the guard checks each layer's gradient norm before clipping.
+    """A mixin for Trainer and TRL's trainers. The guard checks each layer's gradient norm before clipping.
 
     The mixin overrides two methods, because Trainer's pre-optimizer hook runs only after clipping.
     """
@@ -146,7 +146,7 @@ class MonitoredTrainer(_Trainer):
         return norm
 
     def continue_records(self) -> None:
-        """When training begins, restore the sums that a resumed run had collected since its last record."""
+        """Restore the sums of losses since the last record. Lamina calls this method when training begins."""
 
     def bare_model(self) -> LaminaForCausalLM:
         """Return the model without the wrappers of accelerate and DDP.
@@ -174,11 +174,11 @@ class RunRecorder(Monitor, TrainerCallback):
     Ctrl-C.
 
     Attributes:
-        tokens_of: returns the number of tokens in the first steps.
-        realized: returns how much each corpus of a mix has contributed up to a step; empty for a single corpus.
-        full_speed: the tokens per second at the GPUs' peak speed; None if the peak is unknown.
+        tokens_of: a function that returns the number of tokens in the first n steps.
+        realized: a function that returns each corpus's share in the first n steps of a mix. Empty for a single corpus.
+        full_speed: the tokens per second at the GPUs' peak, or None if the peak is unknown.
         unit: the name for tokens in progress lines.
-        trainer: the Trainer that calls back; set before training begins.
+        trainer: the run's Trainer. Set this attribute before training begins.
     """
 
     monitor_inputs: torch.Tensor
@@ -235,7 +235,7 @@ class RunRecorder(Monitor, TrainerCallback):
             self.stop_clock()
 
     def stop_clock(self) -> None:
-        """Stop the clock and add its time to ``training_seconds``; the next step starts the clock again."""
+        """Stop the clock, and add the elapsed time to ``training_seconds``. The next step starts the clock again."""
         if self._since is None:
             return
         if self.trainer.args.device.type != "cpu":
@@ -244,7 +244,7 @@ class RunRecorder(Monitor, TrainerCallback):
         self._since = None
 
     def utilization(self, speed: float) -> Json:
-        """Return ``mfu``, the share of the GPUs' peak at ``speed`` tokens per second; empty if the peak is unknown."""
+        """Return ``mfu``, the ratio of ``speed`` (tokens per second) to the GPUs' peak. Empty without a known peak."""
         return {} if self.full_speed is None else {"mfu": speed / self.full_speed}
 
     def on_log(self, args: Arguments, state: State, control: Control, logs: Any = None, **kwargs: Any) -> None:

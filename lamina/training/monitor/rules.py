@@ -1,4 +1,4 @@
-"""The alarm rules. A rule compares each series of a run with a reference, and limits the difference.
+"""The alarm rules. A rule compares each measured series with a reference, and has a limit for the difference.
 
 Each rule is a pure function of the rows so far, so that Lamina can judge stored records again. ``limits.json`` holds
 the limits, and names the runs on which tools/calibration/alarms.py fitted them.
@@ -62,14 +62,13 @@ GRADIENTS = ("gradient_norm", "step_gradient_norm", "first_moment")
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """How a rule compares a value with the past values of the same series, for one metric.
+    """How Lamina compares one metric's values with past values of the same series.
 
     Attributes:
         rises: whether a value above the past values counts.
         falls: whether a value below the past values counts.
-        fewest: the number of past values that the rule needs.
-        calm: the value below which a rise does not count. For example, attention logits grow early in training, and
-            gains may start at 0.
+        fewest: the smallest number of past values that a comparison needs.
+        calm: a rise to a value below ``calm`` does not count. For example, gains may start at 0.
     """
 
     rises: bool = True
@@ -101,7 +100,7 @@ COURSES: Mapping[str, float] = {
     "hidden_variance": 1.0,
     "hidden_abs_max": 10.0,  # of a stream that begins at 0.02, under Muon's usual rates too
 }
-"""Series of records that must not rise steadily for long, and the value below which they may rise."""
+"""Metrics that must not rise or fall steadily over many records. A rise below the metric's value does not count."""
 _KEPT = {"update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", "kept_gradient", LOSS, *HANDS}
 JUDGED = {*PASTS, *_KEPT}
 _LAGS = ("gradient_norm", "update_norm")
@@ -123,10 +122,10 @@ _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose update
 
 
 class Found(NamedTuple):
-    """A judgment: the rule, the row, the usual value, and whether the value is outside its usual range.
+    """The result of a rule for a row. ``left`` is true if the row's value is outside its usual range.
 
-    If the rule has a fitted limit, ``name`` names the limit, and the value is outside its usual range if ``score`` is
-    above the limit. For a rising gradient, the number of consecutive steps must exceed the limit.
+    If the rule has a fitted limit, ``name`` is the limit's name, and ``left`` is true if ``score`` is above the limit.
+    A rising gradient is different: the limit is for its number of consecutive unusual steps.
     """
 
     rule: str
@@ -149,7 +148,7 @@ def limits() -> Mapping[str, float]:
 
 
 def noise_of(losses: Sequence[float]) -> float:
-    """Estimate losses' standard deviation around their trend from successive differences; 0 for too few losses."""
+    """Estimate the losses' noise (a standard deviation) from successive differences. 0 for fewer than two losses."""
     moved = [abs(later - earlier) for earlier, later in pairwise(losses)]
     return 1.4826 * statistics.median(moved) / math.sqrt(2) if moved else 0.0
 
@@ -166,13 +165,11 @@ class Rules:
 
     Attributes:
         half: whether the model computes in float16, whose largest number is 65504.
-        starts: the first layer of each further stack (a decoder, a tower); Lamina compares a layer only with layers of
-            the same stack.
-        kinds: each layer's kind; Lamina compares a layer only with layers of the same kind.
-        vocabulary: the number of tokens in the vocabulary; None if unknown.
+        starts: the first layer of each further stack (a decoder, a tower). Lamina compares layers only within a stack.
+        kinds: each layer's kind, such as its attention type. Lamina compares only layers of the same kind.
+        vocabulary: the number of tokens in the vocabulary, or None if unknown.
         limits: the fitted limits by rule and metric.
-        worst: the highest score so far for each fitted limit; the score of a rising gradient is a number of consecutive
-            steps.
+        worst: the highest score so far for each fitted limit. A rising gradient's score is its number of unusual steps.
         notes: a line for each observation that is not an alarm.
     """
 
@@ -202,7 +199,7 @@ class Rules:
     _zeros: dict[Place, list[int]] = field(default_factory=dict)  # zero gradients: in a row, from step, before, of all
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None, *, latest: bool) -> Iterator[Found]:
-        """Judge the rows of a step; Lamina divides updates by ``rate``, the learning rate of the ``latest`` step."""
+        """Judge the rows of a step. Lamina divides updates by the learning rate ``rate`` of the ``latest`` step."""
         found = list(self._found(step, rows, rate, latest))
         yield from found
         yield from self._rates(rows, found)
@@ -251,7 +248,7 @@ class Rules:
         self.notes += self._idle.see(step, groups, (row for row in rows if row[5] == "expert_load"), self._recent)
 
     def _rewarded(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge a policy's numbers from a trainer's log. While rewards give no gradient, the series start again."""
+        """Judge a policy's logged numbers. If equal rewards give no gradient, the gradients' series start again."""
         was_idle = self._policy.idle
         for sign in self._policy.see(step, {row[5]: row[6] for row in rows}) if rows else ():
             yield Found(sign.rule, (sign.step, -1, "model", "all", 0, sign.metric, sign.value), sign.usual, sign.left)
@@ -260,10 +257,9 @@ class Rules:
             self._forget(lambda series: series[3] in _STILL)
 
     def _estimated(self, step: int, rows: Iterable[Row]) -> bool:
-        """Return whether an optimizer's estimate of its learning rate has just grown. The training starts only then.
+        """Return whether an optimizer's estimate of its learning rate has grown in the last 20 steps.
 
-        The estimate begins far too low (Prodigy, D-Adaptation). While the estimate grows, series of records start
-        again.
+        Prodigy and D-Adaptation begin with an estimate that is far too low. When it grows, recorded series start again.
         """
         value, (highest, grew) = max((row[6] for row in rows if row[5] == "rate_estimate"), default=0.0), self._estimate
         if value > GROWS * highest > 0:
@@ -288,9 +284,9 @@ class Rules:
         yield Found("rise", row, before, left=0 < RAISED * before < rate)
 
     def _restart(self, owners: Collection[Place]) -> None:
-        """Forget the past of the whole model, and of owners whose set of trained parameters has changed.
+        """Forget the past of the whole model and of ``owners``, whose trained parameters have changed.
 
-        If many owners have changed, all series start again, and so does the learning rate's highest value.
+        If many owners have changed, forget the past of all series and the highest learning rate.
         """
         if not owners:
             return
@@ -328,7 +324,7 @@ class Rules:
         return Found(rule, row, usual, left=score > self.limits[name], name=name, score=score)
 
     def _hard(self, row: Row) -> Iterator[Found]:
-        """Judge a value by a limit on the value itself."""
+        """Judge a value by an absolute limit."""
         if row[5] == "attention_logit":
             limit = LOGIT * math.exp(self.limits["logit/attention_logit"])
             first = self._logits.setdefault(row[1], row[6])
@@ -340,7 +336,7 @@ class Rules:
             yield Found("kept", row, 0.0, left=row[6] > KEPT)
 
     def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
-        """Compare a value with its series' past median, and at recorded steps also with the last two values' trend."""
+        """Compare a value with the past values of its series."""
         step, _, _, _, _, metric, value = row
         scaled = value / rate if metric == "update_norm" and rate else value
         recent = self._past_of(row)
@@ -365,10 +361,10 @@ class Rules:
         self._seen[series_of(row)] = last, step
 
     def _course(self, rule: str, row: Row, sign: float) -> Found | None:
-        """Judge how far a series of records has moved in one direction over its last records.
+        """Judge how far a series has moved in one direction over its last records.
 
-        Returns None if there are few records, or if the series rises from a 0 in these records, because a part that
-        starts at zero grows by any factor in healthy training.
+        Returns None if there are few records. Also returns None if the series rises from 0, because a part that starts
+        at 0 grows by any factor in healthy training.
         """
         recent = [*self._recent[series_of(row)]]
         if len(recent) < SAME_WAY or (rule == "rise" and 0.0 in recent):
@@ -384,10 +380,11 @@ class Rules:
         return self._fitted(rule, row, usual, max(0.0, away) / max(1.0, (row[0] - last) / INTERVAL), "/course")
 
     def _calm(self, row: Row, past: Past) -> float:
-        """Return the value below which a rise does not count.
+        """Return the value that a rise must exceed to count.
 
-        For gradients and moments, this is the model's usual value, because a sub-layer far below this value can rise
-        tenfold without an effect on the model. If steps leave out parts by chance, only a new highest gradient counts.
+        For gradients and moments, this is the whole model's usual norm. A far smaller sub-layer can rise tenfold
+        without an effect on the model. If the model skips layers at random, a gradient must also exceed its earlier
+        peak.
         """
         if row[5] not in GRADIENTS:
             return past.calm
@@ -402,10 +399,10 @@ class Rules:
         return max(earlier, math.hypot(*parts))
 
     def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
-        """Judge parts with a separate learning rate: muP, Muon and fine-tuning have such parts.
+        """Judge parts with a separate learning rate, which muP, Muon and fine-tuning use on purpose.
 
-        Lamina writes a note about such a learning rate. The note becomes an alarm once the weights of this part, and of
-        no other part, have left their usual range.
+        Lamina writes a note about such a learning rate. The note becomes an alarm once only this part's weights have
+        left their usual range.
         """
         rates = [row for row in rows if row[5] == "rate_ratio"]
         if not rates:
@@ -430,9 +427,9 @@ class Rules:
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Compare sub-layers with sub-layers of the same kind in other layers.
 
-        In most models the first layer's gradients and updates differ from the rest, so this comparison leaves it out.
-        At the start of a training, a gradient far below both neighboring layers' gradients belongs to weights that are
-        too small.
+        The comparison of gradients and updates leaves out the first layer, because it differs in most models. A
+        gradient far below the neighboring layers' gradients at the start of a training shows that weights are too
+        small.
         """
         for members in self._groups(rows, "weight_norm"):
             usual = statistics.median(row[6] for row in members)
@@ -455,10 +452,10 @@ class Rules:
                 yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
 
     def _dead(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge gradients that stay zero, in one sub-layer or in most sub-layers, while other gradients are not zero.
+        """Judge sub-layers whose gradient stays 0 while other gradients are nonzero.
 
-        The limit in steps depends on how often this sub-layer and its peers had such steps before, because stochastic
-        depth and switched-off samples give zeros on purpose.
+        Stochastic depth and skipped samples give zero gradients on purpose. So the limit in steps depends on how often
+        the sub-layer and its peers had zero gradients before.
         """
         if not any(row[5] == "gradient_norm" and row[6] > 0 for row in rows):
             return  # a loss that is the same whatever the weights are: there is nothing to learn at this step
@@ -485,9 +482,7 @@ class Rules:
         yield from (Found("dead", row, usual, left=sure and not many) for row, usual, sure in dead)
 
     def _low(self, members: Sequence[Row]) -> Iterator[Found]:
-        """Compare each layer's gradients with both neighboring layers' gradients (the last layer's: with two earlier
-        layers').
-        """
+        """Compare each layer's gradient with the gradients of the two neighboring layers."""
         for index in range(1, len(members)):
             beside = (index - 1, index + 1) if index + 1 < len(members) else (index - 2, index - 1)
             usual, row = min(members[at][6] for at in beside), members[index]
@@ -535,7 +530,7 @@ class Rules:
             self.notes.append(f"step {step}: {judge.note}")
 
     def _batch(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge how often a batch repeats, and whether labels have stopped being the batch's tokens."""
+        """Judge how often a batch repeats, and whether labels no longer match the batch's tokens."""
         again = next((row[6] for row in rows if row[5] == "batch_repeats"), 0.0)
         for row in rows:
             if row[5] == "label_match":
@@ -547,7 +542,7 @@ class Rules:
                 yield Found("repeated", (*row[:5], "batch_repeats", again), 0.0, left=again >= REPEATS)
 
     def _loss(self, row: Row) -> Iterator[Found]:
-        """Judge the loss by two control charts (CUSUM) of its distance from its median, in units of its noise.
+        """Judge the loss's rises and falls by two control charts (CUSUM), in units of the loss's noise.
 
         After a step that a loss scaler skipped, the weights are unchanged, so the loss carries no new information.
         """
@@ -579,7 +574,7 @@ class Rules:
         losses.append(value)
 
     def _scaler(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Count consecutive steps with a loss but no gradient: a loss scaler skipped them."""
+        """Count consecutive steps that a loss scaler skipped. Such steps have a loss but no gradient."""
         loss = next((row for row in rows if row[5] == LOSS), None)
         if any(row[5] == NORM for row in rows):
             self._skipped = 0
@@ -646,7 +641,7 @@ class Rules:
 
 
 def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
-    """Return as rows how many experts each layer uses: the exponential of the entropy of the experts' loads."""
+    """Return the effective number of experts in each layer as rows: the exponential of the entropy of their loads."""
     loads: dict[tuple[int, str], list[float]] = {}
     for row in rows:
         if row[5] == "expert_load" and math.isfinite(row[6]):
@@ -660,19 +655,19 @@ def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
 
 
 def _earlier_peak(recent: Sequence[float]) -> float:
-    """Return the largest value, but ignore the latest values if all of them exceed all earlier values."""
+    """Return the largest value. Ignore the latest values if all of them exceed all earlier values."""
     count = len(recent)
     peaks = [max(recent[:at]) for at in range(count // 2 + 1, count) if min(recent[at:]) > max(recent[:at])]
     return peaks[0] if peaks else max(recent)
 
 
 def _leaving(value: float, recent: Sequence[float], sign: float, gaps: float) -> tuple[float, float]:
-    """Return the usual value, and the logarithm of a value's ratio to it (0 if the ratio is within the noise).
+    """Return the usual value, and the score of ``value``: |log(value / usual)|, or 0 within the noise.
 
-    ``gaps`` is the time since the last value, divided by the time between the last two values. If the trend of these
-    two values comes nearer to the value than the past median, the trend gives the usual value. For metrics of every
-    step, ``gaps`` is 0. While the past of such a metric is short, the trend goes from the first half of the past to the
-    second half, because gradients grow or shrink manyfold at the start of a training.
+    The usual value is the past median or the trend, whichever is nearer to ``value``. The trend extends the last two
+    values by ``gaps`` times their distance in time. ``gaps`` is 0 for metrics of every step. Such metrics have a trend
+    only while their past is short, because gradients change manyfold at the start of a training. This trend extends the
+    medians of both halves of the past.
     """
     usual, half = statistics.median(recent), len(recent) // 2
     last, before, steps = recent[-1], recent[-2], gaps

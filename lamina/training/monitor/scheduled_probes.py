@@ -43,7 +43,7 @@ class ScheduledProbes(TrainerCallback):
     run continues. With several processes, only the first process runs probes. Lamina does not probe a model with
     sharded weights.
 
-    ``stop_clock`` is called before each measurement, so that probing does not count as training time.
+    Lamina calls ``stop_clock`` before each measurement, so that training time excludes probing.
     """
 
     trainer: MonitoredTrainer  # set before training begins
@@ -115,7 +115,7 @@ class ScheduledProbes(TrainerCallback):
         )
 
     def _measure(self, context: Context) -> list[tuple[Probe, pd.DataFrame | None, list[str]]]:
-        """Run all probes in one pass. If a probe fails, run each probe separately, to lose only the failed one."""
+        """Run all probes in one pass. If a probe fails, run each probe separately, so that the other probes succeed."""
         results: list[tuple[Probe, pd.DataFrame | None, list[str]]] = []
 
         def done(probe: Probe, frame: pd.DataFrame, seconds: float) -> None:

@@ -15,7 +15,7 @@ Peers: TypeAlias = dict[tuple[str, ...], list[int]]
 
 
 def named_alike(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield a layer's parameters, except the parameters of numbered experts, with module and name inside the layer."""
+    """Yield name, module and parameter for each parameter of a layer, except for numbered experts."""
     for path, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not any(part.isdigit() for part in path.split(".")):
@@ -23,11 +23,10 @@ def named_alike(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter
 
 
 class SilentParameters:
-    """Finds parameters that get no gradient, although their module runs and most other layers' parameters of the same
-    name get a gradient.
+    """Finds parameters that get no gradient, unlike the same parameters of most other layers.
 
-    A layer that shares another layer's keys does not run its own projection. So hooks check whether the modules of
-    suspected parameters run.
+    A layer may skip a module on purpose, such as the key projection if layers share keys. So hooks check whether the
+    modules of suspected parameters run.
 
     Args:
         structure: the model's layers; None if Lamina did not find them.

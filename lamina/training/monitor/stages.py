@@ -1,4 +1,4 @@
-"""Find the processes of a pipeline stage, which train the same layers, and the number of the stage's first layer."""
+"""Find the processes of a pipeline stage, and the number of the stage's first layer in the whole model."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, 
 
 
 def first_number(model: nn.Module, path: str) -> int:
-    """Return the number in the path of a stage's first layer; 0 if layers have no numbers or the model has earlier
+    """Return the number in the path of a stage's first layer. Return 0 without a number, or if ``model`` has earlier
     layers.
 
-    In a pipeline stage, torchtitan's ModuleDict lacks the earlier layers; a list has None or Identity in their place.
+    A stage has no earlier layers: torchtitan's ModuleDict lacks them, and a list holds None or Identity instead.
     """
     holder, _, name = path.rpartition(".")
     if not name.isdecimal():

@@ -46,8 +46,7 @@ def magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tensor:
-    """Return the ``count`` largest of a state's ``magnitudes`` [tokens, hidden_size] in descending order, or all if
-    there are fewer.
+    """Return the ``count`` largest values (at most all) of ``magnitude`` [tokens, hidden_size], in descending order.
 
     NaN counts as the largest. Does not wait for the device.
     """
@@ -59,17 +58,17 @@ def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tenso
 
 
 def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor], step: int) -> list[Row]:
-    """Measure x^0 and the residual stream after every sub-layer on one batch, and the largest |x| of all these states.
+    """Measure the residual stream on one batch, before the first layer (x^0) and after every sub-layer.
 
     ``inputs`` are the arguments of a Lamina model, or only its main input: token ids [batch, tokens] or pixel values
-    [batch, channels, height, width]. Runs the model uncompiled, in evaluation mode, without gradients, and in float32
-    (unless the model is sharded in bfloat16). Then restores the model's mode.
+    [batch, channels, height, width]. The model runs uncompiled, in evaluation mode, without gradients, and in float32
+    (unless it is sharded in bfloat16). Afterward, Lamina restores the model's mode.
 
-    The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11): the 100 largest |x| among all elements (each
-    sequence's tokens and channels) of x^0 and of the stream after every sub-layer. The row with ``index`` 0 is the
-    largest. An element that stays large through several sub-layers counts once for each sub-layer. If the model has
-    several streams, these metrics cover all of them together; ``stream_rms`` has a row per stream (``index``), and
-    ``stream_cosine`` is the mean over pairs of streams.
+    The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11). It holds the 100 largest |x| of x^0 and of the
+    stream after every sub-layer, over all tokens and channels. The row with ``index`` 0 is the largest. An element that
+    stays large through several sub-layers counts once for each sub-layer. If the model has several streams, these
+    metrics cover all streams together. ``stream_rms`` has a row for each stream (``index``). ``stream_cosine`` is the
+    mean over pairs of streams.
     """
     base = body_of(model, "layer monitor")
     points: dict[Spot, Point] = {(-1, "block", 0): Point(base.layers[0], "", "input")}
@@ -85,7 +84,7 @@ def stream_rows(
     inputs: torch.Tensor | Mapping[str, torch.Tensor],
     step: int,
 ) -> list[Row]:
-    """Measure the hidden states at ``points`` in a pass through ``base``; return the rows of ``hidden_state_rows``."""
+    """Measure the hidden states at ``points`` in a forward pass, and return rows like ``hidden_state_rows``."""
     meter = ForwardMeter(points, top=TOP)
     with torch.no_grad(), evaluating(model), uncompiled(base), meter.measuring(base):
         named = {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
@@ -102,9 +101,9 @@ class PassNumbers:
 
     Attributes:
         states: for each point, the number of elements and their ``state_statistics``.
-        streams: for each point, the means over tokens of ``stream_figures``, if there are several streams.
+        streams: the means of ``stream_figures`` over tokens at each point, for a model with several streams.
         logits: the largest logit of each layer.
-        loads: for each layer, the number of tokens, and each expert's share of the tokens' choices.
+        loads: for each layer, the number of tokens and each expert's load.
         largest: the largest |x| of all states, largest first.
     """
 
@@ -116,18 +115,17 @@ class PassNumbers:
 
 
 class ForwardMeter:
-    """Measures a forward pass; a few numbers per sub-layer stay on the device until ``take``.
+    """Measures a forward pass. A few numbers per sub-layer stay on the device until you call ``take``.
 
     Args:
-        points: the points at which Lamina measures the stream. If a point combines several streams, Lamina measures the
-            streams before it combines them.
-        structure: the model's structure, for attention logits and choices of experts; with None, Lamina measures
-            neither.
-        top: the number of largest |x| of all states to keep.
-        graph: the hooks at the points of a compiled model, whose logits and experts stay hidden; None for other models.
+        points: the points at which Lamina measures the stream. Lamina measures several streams before the model
+            combines them.
+        structure: the model's structure. With None, Lamina measures no attention logits and no expert loads.
+        top: how many of the largest |x| of all states to keep.
+        graph: the hooks of a compiled model, or None. A compiled model hides attention logits and expert loads.
 
     Attributes:
-        half: whether a pass ran under autocast to float16 (accelerate begins autocast inside the model's call).
+        half: whether a pass ran under autocast to float16. accelerate enters autocast inside the model's call.
     """
 
     def __init__(
@@ -223,7 +221,7 @@ class ForwardMeter:
 
 
 def rows_of(step: int, parts: Sequence[PassNumbers]) -> list[Row]:
-    """Combine the measurements that the processes made on their parts of a batch into tidy rows."""
+    """Combine the processes' measurements of a batch into tidy rows."""
     rows: list[Row] = []
     for (layer, sublayer, index), seen in _by_key(part.states for part in parts).items():
         named = zip(STATE_METRICS, _pooled(seen), strict=True)
@@ -255,7 +253,7 @@ def _by_key(parts: Iterable[Mapping[Key, Value]]) -> dict[Key, list[Value]]:
 
 
 def _pooled(parts: Sequence[tuple[int, list[float]]]) -> list[float]:
-    """Combine several tensors' ``state_statistics``, given the number of elements of each tensor."""
+    """Combine several tensors' ``state_statistics``. ``parts`` holds each tensor's number of elements and values."""
     if len(parts) == 1:
         return parts[0][1]
     total = sum(count for count, _ in parts)
@@ -272,7 +270,7 @@ def in_half(device: str) -> bool:
 
 
 def stream_points(structure: Structure) -> dict[Spot, Point]:
-    """Locate x^0, the stream after every sub-layer, and the stream after each layer without a final feed-forward."""
+    """Return the points at x^0 and after every sub-layer. A layer without a final feed-forward has one more point."""
     points: dict[Spot, Point] = {(-1, "block", 0): structure.layers[0].input}
     for site in structure.layers:
         seen: Counter[str] = Counter()
@@ -291,7 +289,7 @@ def _operations(
     see_logits: Callable[[int, torch.Tensor], None],
     see_choice: Callable[[int, torch.Tensor, int], None],
 ) -> Iterator[None]:
-    """Watch the torch functions for attention (softmax or fused) and for the choice of experts in each layer."""
+    """Watch each layer's calls of softmax, fused attention and topk (the choice of experts)."""
 
     class AttentionMode(TorchFunctionMode):
         def __torch_function__(

@@ -24,7 +24,7 @@ _HEADS = ("classifier", "score", "qa_outputs", "classification_head")
 
 @checks
 def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a training in which nothing learns: all weights are frozen, gradients are off, or the loss uses none."""
+    """Find a training in which nothing learns: weights are frozen, gradients are off, or the loss uses no weight."""
     trial = setup.trial
     if setup.names and not setup.trained:
         yield Mistake(
@@ -43,28 +43,28 @@ def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
             what="all gradients are 0" if trial.reached else "no parameter gets a gradient",
             why="the loss depends on no trainable weight",
             do="Look for .detach(), .item(), argmax or torch.no_grad() between the model and the loss, for adapters "
-            "that are disabled, merged or scaled by 0, for pairs whose two sides are equal, and for a dropout of 1",
+            "that are disabled, merged or scaled by 0, for pairs of equal inputs, and for a dropout of 1",
         )
 
 
 @checks
 def unregistered(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find what the loss trains and model.parameters() lacks: in plain lists, made in forward, or of the loss."""
+    """Find trainable tensors that model.parameters() lacks, such as tensors in lists or parameters of the loss."""
     foreign = [p for p in setup.trial.foreign if id(p) not in setup.groups] if setup.trial is not None else []
     seen = setup.trial.reached if setup.trial is not None else {id(tensor) for tensor in setup.unregistered.values()}
     names = [name for name, tensor in setup.unregistered.items() if id(tensor) in seen]
     if names:
         yield Mistake(
             what=f"{listing(names)} hold trainable tensors that are not among model.parameters()",
-            why="an optimizer of model.parameters() does not train them, and checkpoints do not keep them",
+            why="an optimizer of model.parameters() does not train these tensors, and checkpoints do not store them",
             do="Use nn.ModuleList, nn.ModuleDict or nn.Parameter instead of a list, a dict or a tensor",
         )
     elif foreign and not setup.unregistered:
         yield Mistake(
             what=f"the loss depends on {len(foreign)} parameters that are not among model.parameters() (such as one of "
             f"shape {[*foreign[0].shape]})",
-            why="no optimizer trains them: they belong to the loss or another model, or to a layer that forward makes "
-            "anew at each call",
+            why="no optimizer trains these parameters of the loss, another model, or a layer that forward creates "
+            "at each call",
             do="Add the loss's parameters to the optimizer, make layers in __init__, and run other models under "
             "torch.no_grad()",
         )
@@ -83,14 +83,14 @@ def repeated_layer(setup: BeforeTraining) -> Iterator[Mistake]:
                 what=f"the {len(layers)} layers of {path} are one module"
                 if not one[0]
                 else f"the {len(layers)} layers of {path} have one {one[0]}",
-                why="they share all its weights, as after nn.ModuleList([layer] * n)",
+                why="the layers share all weights of this module, as after nn.ModuleList([layer] * n)",
                 do="Create each layer in a comprehension, or run one layer in a loop if it should be shared",
             )
 
 
 @checks
 def skip_connections(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers whose output does not contain their input, or contains it twice, and drowned inputs."""
+    """Find missing or doubled residual connections, and inputs that other terms (such as positions) drown out."""
     seen = setup.trial.skips if setup.trial is not None else {}
     for path, layers in setup.blocks:
         skips = [seen[id(layer)] for layer in layers if id(layer) in seen]
@@ -101,7 +101,7 @@ def skip_connections(setup: BeforeTraining) -> Iterator[Mistake]:
             yield Mistake(
                 what=f"the outputs of the layers of {path} contain their inputs {'twice' if twice else 'not at all'}",
                 why=f"with depth, the residual stream {'doubles' if twice else 'and its gradient fade'} at each layer",
-                do="Return x + f(norm(x)), where f is attention or the feed-forward: one residual connection for each",
+                do="Return x + f(norm(x)) once for attention and once for the feed-forward",
             )
     first = seen.get(id(setup.blocks[0][1][0])) if setup.blocks else None
     inside = {id(p) for _, layers in setup.blocks for layer in layers for p in layer.parameters()}
@@ -110,7 +110,7 @@ def skip_connections(setup: BeforeTraining) -> Iterator[Mistake]:
     if first is not None and 1e-4 < first.by_row < DROWNED and len(learned) < 2:  # learned positions may shrink
         yield Mistake(
             what=f"only {first.by_row:.1%} of the first layer's input differs between the batch's rows",
-            why="the inputs are much smaller than what is added to all rows, such as positions",
+            why="a term that is equal in all rows, such as positions, is much larger than the inputs",
             do="Scale the inputs up (embeddings by sqrt(width), images to a standard deviation of 1)",
         )
 
@@ -144,8 +144,8 @@ def not_finite(setup: BeforeTraining) -> Iterator[Mistake]:
     if not broken and (nan := [p for p in setup.trained if not math.isfinite(seen.get(id(p), 0.0))]):
         yield Mistake(
             what=f"the loss is finite, but the gradients of {len(nan)} parameters are not ({setup.listed(nan)})",
-            why="a step writes NaN to these weights. The gradient of sqrt and norm is not finite at 0, and torch.where "
-            "does not help against log or division by 0",
+            why="a step writes NaN to these weights. At 0, sqrt and norm have no finite gradient, and torch.where "
+            "does not remove the NaN of log or of a division by 0",
             do="Add a small number inside the root, the logarithm or the divisor",
         )
 
@@ -170,7 +170,7 @@ def equal_units(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def high_dropout(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find dropouts that drop almost all inputs, as if the share to keep had been passed as the share to drop."""
+    """Find dropouts that drop almost all inputs. Such a rate may be the share to keep."""
     found = {}
     for path, module in setup.model.named_modules():
         rates = {name: value for name, value in vars(module).items() if isinstance(value, float) and "drop" in name}
@@ -181,14 +181,14 @@ def high_dropout(setup: BeforeTraining) -> Iterator[Mistake]:
     if found:
         yield Mistake(
             what=f"{len(found)} dropouts drop {max(found.values()):.0%} of their inputs ({listing(list(found))})",
-            why="almost nothing passes; a dropout's rate is the share that it drops, not the share that it keeps",
+            why="almost nothing passes, because a dropout's rate is the share to drop, not the share to keep",
             do="Use 0 to 0.3",
         )
 
 
 @checks
 def freezing_without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a requires_grad attribute set on a module, or misspelled on a parameter. torch ignores such attributes."""
+    """Find requires_grad as an attribute of a module, or misspelled on a parameter. torch ignores such attributes."""
     wrong = [
         f"{path or 'model'}.requires_grad = {vars(module)['requires_grad']}"
         for path, module in setup.model.named_modules()
@@ -204,7 +204,7 @@ def freezing_without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
     if wrong:
         yield Mistake(
             what=f"{listing(wrong)} has no effect",
-            why="torch reads requires_grad only from parameters, so the attribute freezes or unfreezes nothing",
+            why="torch reads requires_grad only from parameters, so this attribute freezes or unfreezes nothing",
             do="Call module.requires_grad_(False), or set requires_grad of each parameter",
         )
 
@@ -269,6 +269,6 @@ def frozen_head(setup: BeforeTraining) -> Iterator[Mistake]:
         if layers and fresh and not any(p.requires_grad for p in parameters):
             yield Mistake(
                 what=f"the head is frozen, and looks newly initialized ({setup.listed(parameters)})",
-                why="the model must answer through a random head",
+                why="the model's outputs come from random weights",
                 do='Unfreeze it. With LoRA, set task_type="SEQ_CLS" or modules_to_save',
             )

@@ -28,8 +28,8 @@ STEP = "train/global_step"  # what Trainer's own callbacks draw against
 def series_of(row: Row) -> str:
     """Return the name of a row's series: SECTION/LAYER.SUBLAYER.ROLE.
 
-    A section has one metric of eight layers ("gradient_norm.layers_000-007"), or of the parts outside the layers.
-    Trackers group all series with the same text before the slash under one heading.
+    A section has one metric of eight layers, such as "gradient_norm.layers_000-007". One more section has the parts
+    outside the layers. Trackers group all series with the same text before the slash under one heading.
     """
     _, layer, sublayer, role, index, metric, _ = row
     first = layer // SECTION * SECTION
@@ -52,8 +52,8 @@ def installed(report_to: str) -> list[str]:
 class Trackers:
     """Logs rows to TensorBoard, W&B and trackio, from the first row on.
 
-    W&B and trackio log into the open run, such as the run of Trainer's callbacks. If no run is open, Lamina opens a run
-    with the folder's name in the project that WANDB_PROJECT names (default: lamina).
+    W&B and trackio log into the open run, such as the run of Trainer's callbacks. If no run is open, Lamina opens a
+    run. The run has the folder's name. Its project is WANDB_PROJECT (default: lamina).
 
     Raises:
         UserError: for a tracker that is not installed.
@@ -74,7 +74,7 @@ class Trackers:
         return self._writer
 
     def log(self, step: int, rows: Iterable[Row]) -> None:
-        """Log one step's rows. Among the largest magnitudes of all hidden states, log only the first and the last."""
+        """Log one step's rows. Of the 100 rows of ``hidden_top_abs``, log only the largest and the smallest value."""
         if not self.names:
             return
         shown = [row for row in rows if row[0] == step and (row[5] != "hidden_top_abs" or row[4] in (0, TOP - 1))]
@@ -118,6 +118,6 @@ class Trackers:
 
 
 def tensorboard(trackers: Trackers | None) -> list[TrainerCallback]:
-    """Return Trainer's callback for TensorBoard with this run's writer; this writer also logs the numbers by layer."""
+    """Return Trainer's callback for TensorBoard. It shares its writer with the numbers by layer."""
     writer = None if trackers is None else trackers.writer()
     return [] if writer is None else [TensorBoardCallback(writer)]

@@ -71,10 +71,10 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: Mapping[str, object])
 
 
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Arguments]:
-    """Find the module whose forward method names the arguments. Return this module and the arguments by name.
+    """Find the module whose forward method has named arguments. Return this module, and the arguments by name.
 
     If a wrapper's forward takes only ``*args``, Lamina looks at the inner module that holds all of the wrapper's
-    parameters. If no forward gets a tensor, return the given module.
+    parameters. If no forward method gets a named tensor, return the given module.
     """
     inner = module
     while not tensors_of(arguments := named_arguments(inner, args, kwargs)):
@@ -87,7 +87,7 @@ def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tupl
 
 
 def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return [4]: a number that identifies the batch; labels equal to their token, or to the next token; all labels."""
+    """Return the batch's hash and three counts of labels: equal to their token, equal to the next token, and all."""
     tokens = next(filter(is_tokens, inputs.values()), next(iter(inputs.values()), torch.empty(0))).detach()
     some = tokens.flatten()[:: max(1, tokens.numel() // _MARKED)].double()
     mark = (some * torch.arange(1.0, len(some) + 1, dtype=some.dtype, device=some.device).sqrt()).sum()
@@ -106,7 +106,7 @@ def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
 
 
 def _mark_output(output: Output) -> None:
-    """Mark the nodes of the autograd graph that made a model's output; keeps no reference to them."""
+    """Mark the autograd nodes that computed a model's output, without keeping a reference to the nodes."""
     for value in tree_leaves(output):
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             _metadata_of(value.grad_fn)[_OUTPUT] = True
@@ -117,7 +117,7 @@ def _metadata_of(node: Node) -> dict[str, object]:
 
 
 def _comes_from_output(loss: torch.Tensor) -> bool:
-    """Return whether a loss's graph holds a marked node, or is too large to contain only the loss."""
+    """Return whether a loss's graph contains a marked node, or is too large for the loss function alone."""
     waiting, seen = [loss.grad_fn], set[Node]()
     while waiting and len(seen) < _NODES_OF_A_LOSS:
         node = waiting.pop()
@@ -162,12 +162,12 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
 
 
 def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
-    """Call ``act`` once the gradients of a step exist: after the step's closure, or now if there is no closure.
+    """Call ``act`` when a step's gradients are complete: after the step's closure, or now without a closure.
 
     Args:
-        args: the positional arguments of ``optimizer.step``, as its pre-hooks get them: first the optimizer.
+        args: the positional arguments of a step pre-hook. The first argument is the optimizer.
         kwargs: the keyword arguments of ``optimizer.step``.
-        act: called before the update, once for each call of the closure (LBFGS calls the closure several times a step).
+        act: a function to call after each call of the closure. LBFGS calls the closure several times in a step.
 
     Returns new arguments for the step, or None to keep the old arguments.
     """
@@ -190,10 +190,10 @@ Judge = Callable[[torch.Tensor], bool]
 
 
 class Instruments:
-    """Hooks on a model's forward pass, on gradient clipping and on its optimizers' steps.
+    """The hooks on a model's forward pass, on gradient clipping, and on the optimizers' steps.
 
-    Measurements stay on the device, so that training does not wait. ``gradient_rows`` reads a step's squared gradient
-    norms by sub-layer, and ``rows`` reads all other measurements of a ``due`` step.
+    Measurements stay on the device, so that training does not wait. ``gradient_rows`` reads the gradient norms of all
+    steps. ``rows`` reads the other measurements of a ``due`` step.
     """
 
     resumed = False  # whether steps were done before
@@ -270,10 +270,10 @@ class Instruments:
         """Attach the hooks inside the context.
 
         Args:
-            judge: decides from the gradient norm whether to skip the step; None skips no step.
-            found: called with the batch after each search for the layers.
-            untold: called if a forward pass begins although the loop did not report the end of the last optimizer step.
-            left: called before the loop destroys the process group.
+            judge: a function that decides from the gradient norm whether to skip the step. None skips no step.
+            found: a function that Lamina calls with the batch after each search for the layers.
+            untold: a function that Lamina calls if a forward pass begins before the loop has reported the last step.
+            left: a function that Lamina calls before the loop destroys the process group.
         """
         self._judge, self._found, self._untold, self._left = judge, found, untold, left
         base = getattr(self.model, "base_model", None)
@@ -388,7 +388,7 @@ class Instruments:
             self.followed.notes.append(text)
 
     def differentiates(self, loss: torch.Tensor) -> None:
-        """Keep the loss that a loop differentiates, for the case that neither the model nor the user gives a loss.
+        """Keep the loss that a loop differentiates, in case neither the model nor the user gives a loss.
 
         A loss that the loop differentiates after the optimizer's step does not belong to this step.
         """
@@ -407,13 +407,13 @@ class Instruments:
             losses.append((whole if scaled is loss and whole is not None else loss).detach())
 
     def divides(self, model: nn.Module, divisor: float) -> None:
-        """Divide the losses so far by the number of micro-batches, as a pipeline stage divides its gradients."""
+        """Divide the losses so far by ``divisor``, because a pipeline stage divides its gradients by ``divisor``."""
         if bare(model) is self.model:
             self._differentiated = [loss / divisor for loss in self._differentiated]
             self._apart = [loss / divisor for loss in self._apart]
 
     def ignores(self, passes: bool) -> None:
-        """While ``passes`` is true, ignore forward passes, because they do not train."""
+        """Ignore forward passes until the next call with False, because these passes do not train."""
         self._looking = passes
 
     def leaves(self) -> None:
@@ -421,7 +421,7 @@ class Instruments:
         self._left()
 
     def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Keep a loss together with its scaled value until the loop differentiates the scaled value."""
+        """Keep a loss and its scaled value, until the loop differentiates the scaled value."""
         self._scaled = loss, scaled
         if scaled is not loss:  # the scaler is enabled
             self._scale = (scaled.detach().double() / loss.detach().double()).reshape(-1)[0]
@@ -431,12 +431,12 @@ class Instruments:
         self._scale = None
 
     def tries(self, optimizer: object) -> None:
-        """Note that a loss scaler's step has run, and either called or skipped the optimizer's step."""
+        """Note the end of a loss scaler's step. The scaler may have skipped the optimizer's step."""
         if any(optimizer is own for own in self.optimizers):
             self.ended.add(id(optimizer))
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
-        """Measure this model's gradients before torch clips them by norm (or by value, with ``limit`` None)."""
+        """Measure this model's gradients before torch clips by norm, or by value if ``limit`` is None."""
         clipped_ids = {id(parameter) for parameter in parameters}
         if not any(id(parameter) in clipped_ids for parameter in self.model.parameters()):
             return
@@ -445,8 +445,8 @@ class Instruments:
         if self._scale is not None and self._current is not None:
             self._current = self._current / torch.where(self._scale > 0, self._scale, 1.0) ** 2
             self.note(
-                "your code clips gradients before scaler.unscale_(optimizer), while the gradients still contain the "
-                "loss scale, so the clipping limit is far too low. Call scaler.unscale_(optimizer) before you clip"
+                "your code clips gradients before scaler.unscale_(optimizer), so the gradients still contain the loss "
+                "scale and clipping is too strong. Call scaler.unscale_(optimizer) before you clip"
             )
             self._scale = None
 
@@ -473,7 +473,7 @@ class Instruments:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs
     ) -> tuple[tuple, Kwargs] | None:
-        """Measure the gradients before an optimizer's step or, with a closure, after the closure has computed them."""
+        """Measure the gradients before an optimizer's step. With a closure, measure them after the closure."""
         self._inner[id(optimizer)] += 1
         if self._inner[id(optimizer)] > 1:
             return None
@@ -517,16 +517,16 @@ class Instruments:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a micro-batch has ended but its step has not. A step that a loss scaler skips counts as ended."""
+        """Whether the step continues after this micro-batch. A step that a loss scaler skips counts as ended."""
         if self._zero is not None:
             return not self.ended
         return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
 
     def step_loss(self) -> torch.Tensor | None:
-        """Return the step's loss so far: the sum of the loss's parts, or the mean over the step's micro-batches.
+        """Return the step's loss so far, as the mean of the micro-batches' losses or the sum of the loss's parts.
 
-        Losses that the loop differentiated are parts of the step's loss. If a loop differentiates chunks of the loss
-        one by one, and then their sum, the chunks do not count again.
+        Losses that the loop differentiated count as parts. A loop may differentiate chunks of the loss and then their
+        sum. Then the chunks do not count again.
         """
         shares = not self.losses
         if not (kept := self._differentiated or self._apart if shares else self.losses):
@@ -605,7 +605,7 @@ class Instruments:
         return rows
 
     def _batch_rows(self, step: int, mark: float, same: float, following: float, labels: float) -> list[Row]:
-        """Count the consecutive steps with the same batch (after other batches), and the labels that equal tokens."""
+        """Return the number of consecutive steps with the same batch, and the shares of labels that equal tokens."""
         self._varied |= mark != self._mark and math.isfinite(self._mark)
         self._repeats, self._mark = self._repeats + 1 if mark == self._mark else 0, mark
         shares = (same / labels, following / labels) if labels > 0 else ()
@@ -614,7 +614,7 @@ class Instruments:
         return rows + (again if self._repeats and self._varied else [])
 
     def written_rows(self, step: int) -> list[Row]:
-        """At a step that is not due, return as tidy rows the changes of weights that no optimizer made."""
+        """Return changes of weights by code other than the optimizer, at a step that is not due, as tidy rows."""
         return [] if self._updates is None else self._updates.samples.rows(step, recorded=False)
 
     def rows(self, step: int, processes: Processes) -> list[Row]:
@@ -644,7 +644,7 @@ class Instruments:
                     self.note(f"step {step}: these parameters have a learning rate of 0: {named(self.model, resting)}")
             if silent := self._updates.silent:
                 self.note(
-                    "these parameters get no gradient, although the same parameters of most other layers do: "
+                    "these parameters get no gradient, unlike the same parameters of most other layers: "
                     f"{named(self.model, silent)}"
                 )
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model

@@ -1,4 +1,4 @@
-"""Find the part of each parameter that this process holds under DeepSpeed's ZeRO 1 to 3, and the end of each step.
+"""Find this process's part of each parameter, and the end of each step, under DeepSpeed's ZeRO 1 to 3.
 
 ZeRO keeps float32 weights, gradients and the optimizer's moments in flat tensors. Each process has a slice of these
 tensors; stage 3 also splits the model's own parameters. ZeRO's optimizer updates one slice after another with a torch
@@ -20,19 +20,19 @@ from lamina.modeling.parts import patched
 from lamina.training.monitor.held_parts import HeldPart
 
 Zero: TypeAlias = Any
-"""ZeRO's optimizer; DeepSpeed need not be installed."""
+"""ZeRO's optimizer. It has no static type, because DeepSpeed may be missing."""
 Marked: TypeAlias = Any
 """A parameter with DeepSpeed's marks."""
 
 
 class ZeroPart(HeldPart):
-    """This process's part of a parameter, among the float32 weights that ZeRO's optimizer updates.
+    """This process's part of a parameter, as a slice of the float32 weights that ZeRO's optimizer updates.
 
     Args:
-        place: the flat tensor, and the part's first index and length in this tensor.
-        gradient: returns the part's gradient; the tensor may have another shape or be empty.
-        group: the number of the optimizer's group; -1 for a frozen parameter, which is in no group.
-        share: the factor on this process's part in a sum over processes.
+        place: the flat tensor, the part's first index in this tensor, and the part's length.
+        gradient: a function that returns the part's gradient, or None.
+        group: the number of the optimizer's group, or -1 for a frozen parameter.
+        share: the weight of this process's part in a sum over processes.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ZeroPart(HeldPart):
 
     @property
     def split(self) -> bool:
-        """Whether ZeRO also splits the model's parameter itself, as stage 3 does."""
+        """Whether ZeRO also splits the parameter in the model, as stage 3 does."""
         return hasattr(self.parameter, "ds_id")
 
     @property
@@ -67,7 +67,7 @@ def is_deepspeeds(model: nn.Module) -> bool:
 
 
 def zero_optimizer(model: object, optimizers: Iterable[object]) -> Zero:
-    """Find ZeRO's optimizer in DeepSpeed's engine or its wrapper; None without ZeRO, or if ZeRO swaps to a disk."""
+    """Find ZeRO's optimizer in DeepSpeed's engine or its wrapper. None without ZeRO, or if ZeRO swaps to a disk."""
     for found in (model, *optimizers):
         while found is not None:
             if hasattr(found, "bit16_groups") or hasattr(found, "fp32_partitioned_groups_flat"):
@@ -122,7 +122,7 @@ def _stage_3(zero: Zero, parameter: Marked) -> ZeroPart:
 
 
 class ZeroGroups:
-    """The groups and the state of ZeRO's torch optimizer, with a flat tensor for each parameter of a group.
+    """The groups and the state of ZeRO's torch optimizer. Each group has one flat tensor per parameter.
 
     Lamina uses this object in place of the torch optimizer, because ZeRO's stage 3 empties the optimizer's groups
     between updates.
