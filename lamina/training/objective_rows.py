@@ -1,4 +1,4 @@
-"""List the settings that only some objectives read, and the modules in lamina.lab with further objectives."""
+"""List the settings that only some objectives use, and the modules of lamina.lab that define more objectives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lamina.training.setting_groups import ObjectiveSettings
 
 
 class OwnSettings(ObjectiveSettings, ImageSettings):
-    """The settings that only some objectives read."""
+    """The settings that only some objectives use."""
 
 
 def modules_of_the_lab() -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def pretrain(
 ) -> Json:
     """Train a model, from scratch or from a checkpoint; see ``lamina.training.run.train``.
 
-    ``guard`` makes the divergence guard, which may end the run early.
+    ``guard`` is a function that makes the divergence guard. The guard may end the run early.
     """
     return train(Pretraining(guard), settings, resume=resume, overwrite=overwrite, bar=bar)
 
@@ -292,9 +292,9 @@ MOST_TOKENS = 2**24
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
     """Return the held-out loss, in nats, of a bigram table of the tokens from the first ``steps`` steps.
 
-    A model with a higher loss than the table has not shown that it uses its depth. A block that the run has read
-    several times counts once. If Lamina streams the corpus, the table comes from the text that also gives the unigram
-    entropy. Returns None if the objective does not predict the next token, or if the run has read nothing.
+    A model with a loss above the table's loss may not use its depth. A block that the run has read several times counts
+    once. If Lamina streams the corpus, the table uses the same sample of text as the unigram entropy. Returns None if
+    the objective does not predict the next token, or if the run has read nothing.
     """
     if not isinstance(splits, Blocks) or steps < 1:
         return None
@@ -313,7 +313,7 @@ class StreamPosition:
         self.run = run
 
     def state_dict(self) -> Json:
-        """Return the position of the first block after the current step; the result is empty without streaming."""
+        """Return the position of the first block after the current step. The result is empty without streaming."""
         following = self.run.order.start(self.run.trainer.state.global_step + 1)
         position = self.run.items.state_dict(following)
         return {} if position is None else {"stream": position}
@@ -324,19 +324,19 @@ class StreamPosition:
 
 
 class Branches(TrainerCallback):
-    """Trains decay branches: shorter runs from the main run (the trunk). The branches' losses go into metrics.jsonl.
+    """Trains decay branches: shorter runs that start from the main run (the trunk). Their losses go into metrics.jsonl.
 
-    Under the wsd schedule, a shorter run equals a longer run until the shorter run's decay begins. So a branch starts
-    from the trunk's state when the decay begins, trains on the blocks that follow, and decays its learning rate like
-    the shorter run. The trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
+    Under the wsd schedule, runs of different length are equal until the decay of the shorter run begins. So a branch
+    starts from the trunk's state at this step. The branch trains on the next blocks while its learning rate decays. The
+    trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
 
     Args:
-        run: the trunk; its training order selects the branches' items.
+        run: the trunk. Its training order selects the branches' items.
 
     Attributes:
         rows: the records of the finished branches: ``branch_steps``, ``tokens``, ``branch_loss`` and
             ``branch_bigram_entropy`` (a bigram table's loss on the branch's text).
-        trainer: the trunk's Trainer; set before the training begins.
+        trainer: the trunk's Trainer. Set this attribute before the training begins.
 
     Raises:
         UserError: for several processes, or for a model with experts.

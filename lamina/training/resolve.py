@@ -1,4 +1,4 @@
-"""Resolve a run: compute and check its settings, plan and backbone, which do not change later."""
+"""Resolve a run: compute and check its final settings, plan and backbone."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rms
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run whose settings, plan and backbone are final, and equal in every process.
+    """A run with final settings, plan and backbone. They are equal in every process.
 
     Attributes:
-        settings: the complete, checked settings; precision and compilation are no longer ``auto``.
+        settings: the complete, checked settings. Lamina has replaced ``auto`` in precision and compilation.
         plan: the placement of the norms.
-        backbone: the backbone's configuration with the settings' sizes; the objective later adds the sizes that depend
-            on the data.
+        backbone: the backbone's configuration with the settings' sizes. The objective later adds sizes that depend on
+            the data.
     """
 
     settings: PretrainSettings
@@ -59,7 +59,7 @@ class ResolvedRun:
 
     @property
     def device(self) -> str:
-        """The type of device that the run trains on: cpu, cuda or mps."""
+        """The run's type of device: cpu, cuda or mps."""
         return device_of(self.settings.device)
 
     @property
@@ -82,7 +82,7 @@ class ResolvedRun:
         return self.settings.batch_size * self.settings.gradient_accumulation * self.item_tokens
 
     def read(self, *, bar: bool = False) -> tuple[Splits, Processor]:
-        """Read the data and their tokenizer or image processor; ``bar`` shows progress. Raises UserError."""
+        """Read the data and their tokenizer or image processor. ``bar`` shows progress. Raises UserError."""
         return self.objective.read(self.settings, self.backbone, bar=bar)
 
 
@@ -94,10 +94,10 @@ def resolve_run(
     Args:
         processes: the number of processes that share a batch.
         parallel: how the processes share the work, "ddp" or "fsdp2".
-        trained: whether this machine will train the model at this size; if so, Lamina also checks the memory.
+        trained: whether this machine will train the model at this size. If so, Lamina also checks the memory.
 
     Raises:
-        UserError: for an invalid setting; the message names the field.
+        UserError: for an invalid setting. The message names the field.
     """
     settings = decided(settings)
     config = backbone_config(settings)
@@ -137,7 +137,7 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
 def initial_model(
     resolved: ResolvedRun, splits: Splits, processor: Processor
 ) -> tuple[PreTrainedModel, dict[str, StepFactors] | None]:
-    """Build a run's model. Also return each parameter's factors (None if the run uses neither scaling nor Muon)."""
+    """Build a run's model. Also return each parameter's factors, or None without scaling and Muon."""
     settings, scaling, objective = resolved.settings, resolved.scaling, resolved.objective
     config = objective.complete(resolved.backbone, splits, processor, settings.from_model)
     torch.manual_seed(settings.seed)
@@ -166,8 +166,8 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
     P is the number of weights in matrix products: the blocks' and the output head's weights. Gains do not count, and
     the embedding counts only if it is tied to the head. If the model has routed experts, only the weights of the
     experts that one token uses count. N blocks of width d attend to T tokens. As in PaLM (2204.02311) and nanoGPT,
-    attention counts all T tokens, although causal attention or a window uses fewer. Recomputation by gradient
-    checkpointing does not count.
+    attention counts all T tokens, even with a causal mask or a window. Recomputation by gradient checkpointing does not
+    count.
     """
     config = backbone_of(model.config)
     embedding = model.get_input_embeddings()
@@ -230,7 +230,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
 
 
 def task_measure(settings: PretrainSettings) -> TaskMeasure | None:
-    """Return the function that scores eval_tasks; None without tasks. Raises UserError if tasks or data are missing."""
+    """Return the function that scores eval_tasks, or None without tasks. Raises UserError for missing tasks or data."""
     if settings.eval_tasks is None:
         return None
     from lamina.evaluation.job import TaskMeasure  # needs the harness only now
@@ -254,10 +254,10 @@ def check_modules(
     *,
     trained: bool = True,
 ) -> None:
-    """Raise UserError for faults that appear only when Lamina builds the modules, such as too little memory.
+    """Raise UserError for faults that Lamina finds only by building modules.
 
-    Another fault is a norm whose number of groups does not divide the width. Lamina builds one layer of each kind on
-    the meta device. For ``trained``, see ``resolve_run``.
+    Examples are too little memory, and a norm whose number of groups does not divide the width. Lamina builds one layer
+    of each kind on the meta device. For ``trained``, see ``resolve_run``.
     """
     kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])  # which would name other layers
     with torch.device("meta"):
@@ -270,7 +270,7 @@ def check_modules(
             routers = find_routers(build(config, plan, init="normal"))
         if settings.cuda_graphs and routers:
             raise UserError(
-                "cuda_graphs: true does not work with experts, whose load changes from step to step. Leave "
+                "cuda_graphs: true does not work with experts, because their load changes from step to step. Leave "
                 "--cuda-graphs out."
             )
         if settings.packing == "off" and routers:
@@ -288,9 +288,9 @@ def _check_memory(
     arguments: TrainingArguments,
     processes: int,
 ) -> None:
-    """Raise UserError if the blocks alone, or the hidden states that enter them, exceed the memory.
+    """Raise UserError if the blocks' weights or the hidden states between blocks need more than the memory.
 
-    ``whole`` is the backbone, ``small`` the model with fewer layers, on the meta device.
+    ``whole`` is the backbone's configuration. ``small`` is a model with fewer layers on the meta device.
     """
     num_layers, length = whole.num_hidden_layers, objective_of(whole, settings.objective).item_tokens(whole, settings)
     config = backbone_of(small.config)
@@ -336,7 +336,7 @@ def check_sharded(settings: TrainerSettings) -> None:
     for name, none, command in (("eval_tasks", "none", "eval"), ("probe_every", "0", "probe")):
         if value := getattr(settings, name, None):
             raise UserError(
-                f"{name}: {value!r} needs the whole model in one process. Use --parallel ddp, or set it to {none} "
+                f"{name}: {value!r} needs the whole model in one process. Use --parallel ddp, or set {name} to {none} "
                 f"and run lamina {command} afterwards."
             )
     if average := getattr(settings, "ema_decay", 0.0):

@@ -1,7 +1,7 @@
 """Train one run: read its settings, and write a folder with records, checkpoints, a result and a model.
 
-The stage supplies the model, the data and the Trainer. This module does the work that all kinds of runs (stages) share:
-it locks the folder, finds the checkpoint, writes records, determines the run's status and uploads the model.
+The stage supplies the model, the data and the Trainer. This module does the work that all kinds of runs (stages) share.
+It locks the folder, finds the checkpoint and writes records. It also determines the run's status and uploads the model.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class TrainingStage(ABC, Generic[S]):
         kind: the kind of the run's folder.
         policy: the settings that a resumed run may change.
         evaluates_first: whether a new run is evaluated before its first step.
-        tokens_per_step: tokens in an optimizer step; 0 if the stage counts tokens during the run.
+        tokens_per_step: the number of tokens in an optimizer step, or 0 if the stage counts tokens during the run.
         unit: the name for tokens in progress lines.
-        settings: the complete settings; ``read`` sets this attribute and the following attributes.
-        plan: the placement of the norms; None for a transformers model that Lamina does not convert.
+        settings: the complete settings. ``read`` sets this attribute and the attributes below.
+        plan: the placement of the norms, or None for a transformers model that Lamina does not convert.
         processor: the tokenizer or image processor that is saved with the model.
         identity: the content that a resumed run must match.
     """
@@ -159,11 +159,11 @@ class TrainingStage(ABC, Generic[S]):
         return {}
 
     def realized(self, run: TrainingRun, steps: int) -> dict[str, PartShare]:
-        """Return each corpus's contribution to the first ``steps`` steps; empty for a single corpus."""
+        """Return each corpus's contribution to the first ``steps`` steps. Empty for a single corpus."""
         return {}
 
     def full_speed(self, run: TrainingRun) -> float | None:
-        """Return the tokens per second at the GPUs' peak speed; None if the peak is unknown."""
+        """Return the tokens per second at the GPUs' peak, or None if the peak is unknown."""
         return None
 
     @abstractmethod
@@ -176,10 +176,10 @@ class TrainingStage(ABC, Generic[S]):
 
     @abstractmethod
     def trained(self, run: TrainingRun, result: Json) -> tuple[PreTrainedModel, ModelCard]:
-        """Return the model to save and its card; may add entries to ``result``."""
+        """Return the model to save and its card. The method may add entries to ``result``."""
 
     def saved(self) -> None:
-        """Clean up after the model was saved; runs in the first process."""
+        """Clean up after the model was saved. Only the first process calls this method."""
 
 
 GRACE_SECONDS = 30.0  # for a killed study's worker that still writes its checkpoint
@@ -195,9 +195,9 @@ def train(
 ) -> Json:
     """Train a run, write its folder, and return the content of result.json.
 
-    ``settings`` is a complete settings object, or a mapping of only the user's settings. A run that diverges, gets
-    stuck or is interrupted ends with this status, not with an exception. With ``resume``, a finished run stays
-    unchanged; any other run resumes from its newest whole checkpoint.
+    ``settings`` is a complete settings object, or a mapping of only the user's settings. If a run diverges, gets stuck
+    or is interrupted, the result's ``status`` says so, and the function raises no exception. With ``resume``, a
+    finished run stays unchanged. Any other run resumes from its newest intact checkpoint.
 
     If torchrun or accelerate launch started several processes, all of them call this function with the same settings.
     The first process writes the folder, and all processes return the same result.
@@ -259,7 +259,7 @@ def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
 
 
 def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, seconds: float) -> Json:
-    """Run, and write result.json unless a UserError ends the run; ``seconds`` is the time before it was resumed."""
+    """Run, and write result.json unless a UserError ends the run. ``seconds`` is the time of earlier attempts."""
     began = time.monotonic()
 
     def write(result: Json) -> Json:
@@ -339,7 +339,7 @@ def _roll_back(settings: Options, rollbacks: Rollbacks, diverged: Diverged) -> N
     )
     checkpoints.discard_after(step)
     logger.warning(
-        "rollback %d of %d: %s; Lamina goes back to step %d, skips the data of steps %d to %d, and multiplies the "
+        "rollback %d of %d: %s. Lamina goes back to step %d, skips the data of steps %d to %d, and multiplies the "
         "learning rates by %g",
         *(entry.number, settings.rollback, diverged.reason, step, *entry.skipped, entry.learning_rate_factor),
     )
@@ -354,10 +354,10 @@ class TrainingRun:
         resume: whether to resume from the newest good checkpoint.
 
     Attributes:
-        average: the average of the weights; the stage sets this attribute and the following attributes when it builds
-            the model.
-        step_factors: with width or depth scaling, each parameter's factors.
-        followed: for a transformers model, the layers that Lamina found; None for a Lamina model.
+        average: the average of the weights. The stage sets this attribute and the attributes below when it builds the
+            model.
+        step_factors: each parameter's factors, with width or depth scaling.
+        followed: the layers that Lamina found in a transformers model. None for a Lamina model.
         items: the training items, for a stage that reads them during training.
     """
 

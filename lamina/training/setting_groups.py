@@ -272,7 +272,7 @@ class ScalingSettings(Settings, group="width and depth scaling"):
         return self.base_depth
 
     def check(self) -> None:
-        """Raise UserError for a scaling scheme without its base size, and for options of an unused scheme."""
+        """Raise UserError for a scaling scheme without a base size, and for options of a scheme that is off."""
         super().check()
         for scheme, base, of_reference, schemes, numbers in (
             ("width_scaling", "base_width", "hidden size", SCHEMES, ("k_embedding", "k_hidden", "k_readout")),
@@ -412,5 +412,5 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
 
 
 def in_steps(span: float, steps: int) -> int:
-    """Convert a span to steps. A span is a number of steps (1 or more), or a share (below 1) that Lamina rounds up."""
+    """Convert a span to steps. A span is a number of steps (1 or more), or a share of all steps (below 1)."""
     return int(span) if span >= 1 else math.ceil(steps * span)

@@ -81,8 +81,8 @@ class ParallelSettings(DeviceSettings, group="machine"):
 
     parallel: Literal["auto", "ddp", "fsdp2"] = setting(
         "auto",
-        "how several processes share the model: ddp (each holds all of it), fsdp2 (each holds a part), or auto "
-        "(as accelerate is configured, otherwise ddp)",
+        "how several processes share the model: ddp (a copy per process), fsdp2 (a part per process), or auto "
+        "(accelerate's configuration, otherwise ddp)",
         decides=False,
     )
     tensor_parallel: int = setting(
@@ -118,7 +118,7 @@ class RollbackSettings(Settings, group="divergence"):
 
 
 def shares_or_steps(name: str, value: object) -> str | None:
-    """Check comma-separated spans of the run, each in steps (1 or more) or as a share of all steps (below 1)."""
+    """Check comma-separated spans, each a number of steps (1 or more) or a share of all steps (below 1)."""
     if value is None:
         return None
     listed = rate_list(name, value)
@@ -132,7 +132,7 @@ class BranchSettings(Settings, group="steps and learning rate"):
 
     branches: str | float | tuple[float, ...] | None = setting(
         None,
-        "with wsd, also train shorter runs, which branch off this run's stable phase: comma-separated "
+        "with wsd, also train shorter runs that branch off this run's stable phase: comma-separated "
         "lengths, in steps (1 or more) or as shares of all steps",
         shares_or_steps,
     )
@@ -185,7 +185,7 @@ class PretrainSettings(
         super().check()
         if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
             raise UserError(
-                f"trainer.dataloader_num_workers: {workers!r} does not work with streaming, where a thread reads "
+                f"trainer.dataloader_num_workers: {workers!r} does not work with streaming, because a thread reads "
                 "ahead. Set it to 0."
             )
         self._check_branches()
@@ -210,7 +210,7 @@ class PretrainSettings(
             self._check_graphs()
 
     def _check_graphs(self) -> None:
-        """Raise UserError for settings that do not work with CUDA graphs of blocks, or were not tested with them."""
+        """Raise UserError for settings that do not work with CUDA graphs, and for untested settings."""
         ruled_out = {
             "compile": self.compile == "on",
             "precision": self.precision == "float8",
@@ -229,7 +229,7 @@ class PretrainSettings(
         return sorted({in_steps(span, self.steps) for span in spans})
 
     def _check_branches(self) -> None:
-        """Raise UserError for branches outside the constant learning rate, or for settings that rule out branches."""
+        """Raise UserError for branches outside the constant phase, and for settings that rule out branches."""
         if self.branches is None:
             return
         ruled_out = {
@@ -250,14 +250,14 @@ class PretrainSettings(
             if not max(1, earliest) <= begins < steps or steps >= self.steps or begins > latest:
                 raise UserError(
                     f"branches: a run of {steps} steps would begin to decay after step {begins}. Choose lengths below "
-                    f"steps = {self.steps} whose decay begins between step {earliest} (the end of the warm-up) and "
+                    f"steps = {self.steps} with a decay that begins between step {earliest} (the warm-up's end) and "
                     f"step {latest}."
                 )
 
 
 @takes(Names)
 def placement_list(name: str, value: object) -> str:
-    """Check comma-separated placements. The list must not be empty, and must not repeat a placement."""
+    """Check a comma-separated list of placements. The list needs at least one placement, each only once."""
     for entry in value if isinstance(value, list | tuple) else ():
         if not isinstance(entry, str | os.PathLike):
             raise UserError(
@@ -291,7 +291,7 @@ class PlacementsSettings(Settings, group="model"):
 
 @takes(Numbers)
 def rate_list(name: str, value: object) -> str:
-    """Check comma-separated learning rates. The list must not be empty, and must not repeat a learning rate."""
+    """Check a comma-separated list of learning rates. The list needs at least one learning rate, each only once."""
     listed = comma_separated(name, value)
     for rate in numbers(name, listed, float):
         if rate <= 0:

@@ -1,7 +1,7 @@
 """Train a run's first steps, without a folder, records, evaluations or checkpoints.
 
-Jobs use a short run to check a run before it starts. A short run uses the run's Trainer, so both have the same batches,
-losses, clipping, precision, accumulation, expert balance, optimizer and learning rates.
+Jobs use a short run to check a run before it starts. A short run uses the Trainer of the whole run. So batches, losses,
+clipping, precision, accumulation, expert balance, optimizer and learning rates are the same.
 """
 
 from __future__ import annotations
@@ -38,20 +38,19 @@ class ShortRun(TrainerCallback):
     """A run that ends when ``after_step`` returns False, or when a loss or a gradient is not finite.
 
     Args:
-        settings: the run's settings; ``auto`` means fp32 and not compiled.
-        model: a new model, built as for the run; Lamina moves it to ``device``.
+        settings: the run's settings. ``auto`` means fp32, without compilation.
+        model: a new model, built as for the run. Lamina moves it to ``device``.
         train: the blocks to train on.
         device: cpu or cuda.
-        step_factors: with width or depth scaling, each parameter's factors.
-        schedule: a function that maps the number of finished steps to a share of the peak learning rate; with None, the
+        step_factors: each parameter's factors, with width or depth scaling.
+        schedule: a function that maps the number of finished steps to a share of the peak learning rate. With None, the
             settings decide the schedule.
 
     Attributes:
         losses: the training loss of every step so far, averaged over the micro-batches.
         gradient_norms: the gradient norm of every step, before clipping.
-        learning_rates: the learning rate of every step, for the parameters whose factor on the learning rate is nearest
-            to 1.
-        stopped: the reason why the run ended early; empty if the run did not end early.
+        learning_rates: the learning rate of every step, without a factor of width or depth scaling.
+        stopped: the reason why the run ended early, or "".
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class _StepNumbers(StepSeries):
         self._gradient = float(norm)
 
     def take(self) -> tuple[float, float]:
-        """Return the two numbers and reset them to 0."""
+        """Return the step's loss and gradient norm, and reset both to 0."""
         numbers = self._total, self._gradient
         self._total, self._gradient = 0.0, 0.0
         return numbers

@@ -29,7 +29,7 @@ _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 
 def _folder(source: str) -> str:
-    """Return the model's folder inside a run's folder; return any other ``source`` unchanged."""
+    """Return the model's folder if ``source`` is a run's folder. Return any other ``source`` unchanged."""
     inner = model_folder(source)
     return source if inner == Path(source) else str(inner)
 
@@ -38,8 +38,8 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
     """Fill in the settings that the checkpoint of ``from_model`` decides. Without ``from_model``, fill in nothing.
 
     ``given`` holds the settings that the user gave (None: all settings that differ from their defaults). Raises
-    UserError if a user's setting differs from the checkpoint's, if the checkpoint can't be read, or if the output
-    folder holds the checkpoint.
+    UserError if a user's setting differs from the checkpoint's setting, or if Lamina can't read the checkpoint. Also
+    raises UserError if the checkpoint is in the output folder.
     """
     if settings.from_model is None:
         return settings
@@ -73,7 +73,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
 
 
 def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
-    """Return whether a setting's value means the same as the checkpoint's value, however it is spelled."""
+    """Return whether a setting's value has the same effect as the checkpoint's value, despite a different spelling."""
     if value is None:
         return True
     if name == "placement":
@@ -98,7 +98,7 @@ def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
 
 
 def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
-    """Return the checkpoint's plan; without a checkpoint, build the placement's plan with the depth scaling."""
+    """Return the checkpoint's plan. Without a checkpoint, build the placement's plan with the depth scaling."""
     scaling = scaling_of(settings) or Scaling()
     if settings.from_model is None:
         return make_plan(settings.placement, num_layers, **scaling.placement_options)
@@ -112,7 +112,7 @@ def stored_plan(source: str) -> Plan:
 
 
 def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
-    """Return the checkpoint's backbone configuration. Raises UserError if ``vocab_size`` exceeds its vocabulary."""
+    """Return the checkpoint's backbone configuration. Raises UserError if its vocabulary is too small."""
     config: Any = resolve_backbone(_read(_folder(source))[1])
     if vocab_size is not None:
         check_vocabulary(config, vocab_size, source)
@@ -123,13 +123,13 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
     """Raise UserError if the tokenizer has more tokens than the checkpoint's vocabulary."""
     if vocab_size > config.vocab_size:
         raise UserError(
-            f"tokenizer: it has {vocab_size} tokens, but the checkpoint {source!r} has {config.vocab_size}. Use "
+            f"tokenizer: {vocab_size} tokens, but the checkpoint {source!r} has {config.vocab_size}. Use "
             "the checkpoint's tokenizer."
         )
 
 
 def load(source: str, config: PreTrainedConfig, head: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a checkpoint with this head as a Lamina model in training mode.
+    """Load a checkpoint as a Lamina model with the head ``head``, in training mode.
 
     ``config`` is the run's backbone, which decides the number of positions. Raises UserError if Lamina cannot convert
     the checkpoint.
@@ -149,7 +149,7 @@ def _read(folder: str) -> _Read:
 
 @lru_cache(maxsize=4)
 def _read_once(folder: str, changed: int | None) -> _Read:
-    """Read a checkpoint's plan and configuration; cached until ``changed``, the time of the last change, differs."""
+    """Read a checkpoint's plan and configuration. The cache key has ``changed``, the time of the last change."""
     with local_when_unreachable():
         config: Any = conversion.read_config(folder, field="from")
     if isinstance(config, LaminaConfig):

@@ -40,16 +40,17 @@ class RunTrainer(MonitoredTrainer):
     schedules.
 
     Attributes:
-        processes: the run's processes. If ``sharding.shard`` has sharded the model, Trainer does not wrap the model.
-        guard: checks every step's loss and gradient norm; on a GPU, it waits until a step is recorded.
+        processes: the run's processes.
+        guard: the divergence guard, which checks every step's loss and gradient norm. On a GPU, the checks wait for the
+            next recorded step.
         states: further objects whose states Lamina stores in checkpoints and restores from checkpoints.
-        keep_also: a function of an older checkpoint's run state that says whether to keep the checkpoint.
+        keep_also: a function that decides from an older checkpoint's run state whether to keep the checkpoint.
         rate_factor: the factor on all learning rates after rollbacks.
         average: the average of the weights. Checkpoints store this average, and evaluations use it.
-        background: writes checkpoints in a thread; None if training waits for each checkpoint.
+        background: the thread that writes checkpoints, or None if training waits for each checkpoint.
         sharded: whether each process holds a part of the model.
-        order: decides the examples of each step; with None, the trainer's sampler decides.
-        schedule: a function that maps the number of finished steps to a share of the peak learning rate; with None, the
+        order: the order of the training examples. With None, Trainer's sampler decides the order.
+        schedule: a function that maps the number of finished steps to a share of the peak learning rate. With None, the
             arguments decide the schedule.
     """
 
@@ -64,7 +65,7 @@ class RunTrainer(MonitoredTrainer):
     _resumed: RunState = MappingProxyType({})
 
     def keep_sharded(self) -> None:
-        """Note whether ``sharding.shard`` has sharded the model; if so, keep Trainer from adding DDP."""
+        """Set ``sharded``. If ``sharding.shard`` has sharded the model, keep Trainer from wrapping the model in DDP."""
         self.sharded = sharding.is_sharded(self.bare_model())
         if self.sharded:
             prepare = self.accelerator.prepare_model
@@ -72,14 +73,14 @@ class RunTrainer(MonitoredTrainer):
             self.accelerator.prepare_model = lambda model, *_, **__: unwrapped(model)  # pyright: ignore
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create Trainer's optimizer, after resharding parameters that an earlier evaluation left gathered."""
+        """Reshard parameters that an evaluation left gathered, and then create Trainer's optimizer."""
         sharding.reshard(self.bare_model())
         optimizer = super().create_optimizer(model)
         self._one_by_one(optimizer)
         return optimizer
 
     def _one_by_one(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the optimizer update weights one at a time if they lie on several device meshes."""
+        """Turn off fused and foreach updates with tensor parallelism, because weights are on several device meshes."""
         for group in optimizer.param_groups if self.processes.tensor > 1 else ():
             group.update({name: False for name in ("foreach", "fused") if name in group})
 
@@ -93,7 +94,7 @@ class RunTrainer(MonitoredTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a complete checkpoint or none, and then delete old checkpoints, in the background if there is one."""
+        """Write a complete checkpoint or none, and then delete old checkpoints. Use ``background`` if it is set."""
         step, checkpoints = self.state.global_step, Checkpoints(Path(str(self.args.output_dir)))
         background, processes = self.background, self.processes
         if background is not None:
@@ -152,7 +153,7 @@ class RunTrainer(MonitoredTrainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Create the run's schedule; without ``schedule``, create Trainer's schedule.
+        """Create the run's schedule. Without ``schedule``, create Trainer's schedule.
 
         After a rollback to step 0, the schedule has the reduced learning rates.
         """
@@ -190,13 +191,13 @@ class RunTrainer(MonitoredTrainer):
         )
 
     def _prepare_input(self, data: object) -> object:
-        """Send pinned tensors in the background, because a GPU stays idle while the host waits for a copy."""
+        """Copy pinned tensors to the GPU asynchronously, because waiting for a copy would leave the GPU idle."""
         if self.args.device.type == "cuda" and isinstance(data, torch.Tensor) and data.is_pinned():
             return data.to(self.args.device, non_blocking=True)
         return super()._prepare_input(data)
 
     def _get_num_items_in_batch(self, batch_samples: list[Json], device: torch.device) -> torch.Tensor | int | None:
-        """Count the labels. If the batch is on the CPU, also send the count in the background."""
+        """Count the labels. If the batch is on the CPU, copy the count to the GPU asynchronously."""
         first = batch_samples[0] if batch_samples else None
         labels = first.get("labels") if isinstance(first, Mapping) else None  # a policy's are lists of rows
         here = device.type == "cuda" and self.args.world_size == 1
@@ -210,22 +211,22 @@ class RunTrainer(MonitoredTrainer):
 
 
 Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
-"""Computes from logits and labels a tensor [batch] for each score's name."""
+"""A function from logits and labels to a tensor [batch] for each score, by the score's name."""
 
 
 class LaminaTrainer(RunTrainer, Trainer):
     """The Trainer of pretraining. LaminaTrainer decays only matrices, checks every loss, and balances experts.
 
-    Its arguments are Trainer's arguments, the attributes of the mixins, and:
+    LaminaTrainer takes Trainer's arguments, the attributes of its mixins, and the arguments below.
 
     Args:
-        experts: counts and balances the experts' tokens.
-        step_factors: with width or depth scaling, each parameter's factors.
-        second: items of a second corpus; every evaluation also measures the mean loss of these items.
-        collate_eval: the function that joins held-out items to a batch; None for ``data_collator``.
-        scores: the function that computes further measures of each held-out item from logits and labels; ``evaluation``
-            holds their means by name.
-        measure_tasks: the function that scores the bare model on tasks; the first process calls it at every evaluation.
+        experts: the callback that counts and balances the experts' tokens.
+        step_factors: each parameter's factors, with width or depth scaling.
+        second: the items of a second corpus. Every evaluation also measures their mean loss.
+        collate_eval: the function that joins held-out items to a batch (default: ``data_collator``).
+        scores: a function that computes further measures of each held-out item from logits and labels. ``evaluation``
+            holds the means by name.
+        measure_tasks: a function that scores the bare model on tasks. The first process calls it at every evaluation.
     """
 
     def __init__(
@@ -275,7 +276,7 @@ class LaminaTrainer(RunTrainer, Trainer):
         return self._operations[size]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create Trainer's optimizer or Muon; with scaling, give each learning rate a separate group."""
+        """Create Trainer's optimizer or Muon. With scaling, each learning rate has a separate group."""
         if self.optimizer is None and self.step_factors is not None:
             whole: Any = self.model if model is None else model
             groups = parameter_groups(
@@ -292,7 +293,7 @@ class LaminaTrainer(RunTrainer, Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Json, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the model's loss; in training, add the experts' auxiliary loss if there is one."""
+        """Return the model's loss. In training, add the experts' auxiliary loss if there is one."""
         if self.experts is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         sequences = len(inputs[self.bare_model().main_input_name])
@@ -319,8 +320,8 @@ class LaminaTrainer(RunTrainer, Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the loss over the held-out blocks. Each token counts once, for any number of processes.
 
-        Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. When Trainer
-        calls the callbacks, ``evaluation`` holds all numbers except the loss.
+        Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. Before Trainer
+        calls the callbacks, ``evaluation`` gets all results except the loss.
         """
         second = None if self.second is None else self._measured(self.second)["eval_loss"]
         tasks = None
@@ -342,7 +343,7 @@ class LaminaTrainer(RunTrainer, Trainer):
         return metrics
 
     def _measured(self, held_out: Any) -> dict[str, float]:
-        """Return the mean loss over all predictions and the mean scores over items, each item counted once.
+        """Return the mean loss over all predictions and the mean scores over all items. Each item counts once.
 
         The means are over all processes. The method draws no random number.
         """

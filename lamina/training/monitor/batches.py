@@ -91,7 +91,7 @@ class BatchRecords:
 
     Args:
         folder: the folder of the file; None in all processes but the first.
-        step: the last step before this start; 0 for a new run.
+        step: the last step before this start, or 0 for a new run.
         tokenizer: decodes each row's beginning. With None, Lamina uses the model's tokenizer, if it finds one.
     """
 

@@ -65,11 +65,11 @@ class WatchedRecords(Writers):
     """The records of a watched training, with its settings, watched.json and result.json.
 
     Args:
-        resume: whether to continue the folder's records after ``step``; "auto" continues records if there are any.
-        step: the last earlier step; 0 for a new run.
+        resume: whether to continue the folder's records after ``step``. "auto" continues existing records.
+        step: the last step before this start, or 0 for a new run.
 
     Raises:
-        UserError: for a folder in use, or a folder with records of another version.
+        UserError: for a folder in use, or for records of another version of Lamina.
     """
 
     def __init__(self, settings: WatchSettings, *, resume: Resume = False, overwrite: bool = False, step: int = 0):
@@ -97,7 +97,7 @@ class WatchedRecords(Writers):
             self._held = held.pop_all()
 
     def close(self, result: Json) -> None:
-        """Write the collected rows and result.json, and release the folder; without a step, nothing stays in it."""
+        """Write the collected rows and result.json, and release the folder. Empty the folder of a run without steps."""
         with self._held:
             self.sync()
             self.alarms.close()
@@ -109,14 +109,14 @@ class WatchedRecords(Writers):
 
 
 class LoopMonitor(Monitor):
-    """The monitor of a user's own training loop; ``lamina.watch`` or a callback makes it.
+    """The monitor of a user's own training loop. ``lamina.watch`` and the callbacks create it.
 
     Args:
         instruments: the hooks on the model and its optimizers, which supply the measurements.
-        records: the writer of the records in the first process; None in all other processes.
-        step: the last earlier step; 0 for a new run.
+        records: the writer of the records in the first process. None in all other processes.
+        step: the last step before this start, or 0 for a new run.
         on_alarm: called in the first process with the first alarm of each event (alarms within 20 steps).
-        tokenizer: decodes the rows of recorded batches; with None, Lamina looks for the model's tokenizer.
+        tokenizer: the tokenizer that decodes recorded batches. With None, Lamina looks for the model's tokenizer.
     """
 
     says, level = "lamina.watch: ", logging.WARNING
@@ -173,7 +173,7 @@ class LoopMonitor(Monitor):
         self.instruments.due, self.instruments.resumed = self.is_due, self.step > 0
 
     def _describe(self, batch: Inputs | None = None) -> None:
-        """Write watched.json if it has changed; log new notes and, for the first ``batch``, the checks' findings."""
+        """Write watched.json if its content has changed, and log new notes. For the first ``batch``, run the checks."""
         if (followed := self.instruments.followed) is None:
             return
         if batch is not None and self.step == 0:
@@ -201,7 +201,7 @@ class LoopMonitor(Monitor):
             write_json(self.records.folder / WATCHED, {"record": VERSION, **about})
 
     def _is_outlier(self, norm: torch.Tensor) -> bool:
-        """Return whether to skip the next optimizer step; waits for the device."""
+        """Return whether to skip the next optimizer step. The call waits for the device."""
         assert self.outliers is not None
         skips = self.outliers.see(NORM, float(norm))
         if (loss := self.instruments.step_loss()) is not None:
@@ -278,13 +278,13 @@ class LoopMonitor(Monitor):
             self.batches.write({alarm.step for alarm in self.alarms.told}, self.processes)
 
     def take(self, rows: Sequence[Row]) -> None:
-        """Record values that the training code reports for a step. Lamina judges them with the step's measurements."""
+        """Record values that the training code reports for a step. The alarm rules also check these values."""
         if self._open:
             self._waiting += rows
             self._add(rows)
 
     def new_steps(self) -> list[Row]:
-        """Return the loss and gradient norm of each new step; a step that a loss scaler skipped has no norm."""
+        """Return the loss and gradient norm of each new step. A step that a loss scaler skipped has no norm."""
         scaled = self.instruments.scales_losses
         return [row for row in super().new_steps() if not scaled or row[5] != NORM or math.isfinite(row[6])]
 
@@ -315,11 +315,11 @@ class LoopMonitor(Monitor):
         self.guard.accept()
 
     def _leave(self) -> None:
-        """Stop watching, because the loop ends the process group, perhaps after an error."""
+        """Stop watching, because the loop is about to destroy the process group."""
         self.end(sys.exc_info()[1])
 
     def end(self, error: BaseException | None) -> bool:
-        """Close the monitor after an error. Return whether the monitor raised this error to stop the training."""
+        """Close the monitor. Return whether the monitor raised ``error`` to stop the training."""
         ended = isinstance(error, Diverged) and error is self.diverged
         if ended or error is None:
             self.close(Status.FINISHED)
@@ -372,9 +372,8 @@ class Watch:
     """The context manager that ``lamina.watch`` returns.
 
     Attributes:
-        monitor: the monitor while the context is open; None if Lamina can't continue the records (see
-            ``open_monitor``).
-        diverged: the guard's verdict; None without a divergence.
+        monitor: the monitor inside the context. None if Lamina can't continue the records (see ``open_monitor``).
+        diverged: the first divergence, or None.
     """
 
     def __init__(self, begin: Callable[[], LoopMonitor | None]):
@@ -456,15 +455,14 @@ def watch(
         model: the model that is trained.
         optimizer: the model's optimizer, or a list of optimizers that step together.
         output: the folder of the records.
-        resume: continue the records of ``output`` after ``step``; "auto" continues them if there are any. If another
-            version of Lamina wrote the records, a training with ``step`` above 0 continues without recording.
+        resume: continue the records of ``output`` after ``step``. "auto" continues existing records. With "auto" and a
+            ``step`` above 0, training continues without records if Lamina can't continue the old records.
         overwrite: replace the records of ``output``.
         step: the number of steps trained before this start.
-        on_alarm: called in the first process with the first alarm of each event (alarms within 20 steps). The alarm has
-            ``step``, ``layer``, ``sublayer``, ``metric`` and ``value``; ``str(alarm)`` is a sentence. An error in the
-            function ends the training.
-        tokenizer: with ``batches=True``, decodes the rows of recorded batches (None: Lamina looks for the model's
-            tokenizer).
+        on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
+            The alarm has ``step``, ``layer``, ``sublayer``, ``metric`` and ``value``; ``str(alarm)`` is a sentence. An
+            error in the function ends the training.
+        tokenizer: with ``batches=True``, the tokenizer that decodes recorded batches (default: the model's tokenizer).
         settings: see ``WatchSettings``: every, layers, first_layer, attention, batches, on_divergence,
             divergence_margin, divergence_patience, skip_outliers, report_to.
 
@@ -491,9 +489,9 @@ def open_monitor(
     on_alarm: OnAlarm | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> LoopMonitor | None:
-    """Begin a monitor. Open the folder and attach the hooks. All processes of a run must call this function. If
-    ``step`` is above 0 and ``resume="auto"`` finds records that Lamina can't continue, log a line and return None, so
-    that the training continues without records. In other cases, raise UserError.
+    """Begin a monitor: open the folder and attach the hooks. All processes of a run must call this function. Raises
+    UserError if Lamina can't open the folder or continue its records. With ``resume="auto"`` and a ``step`` above 0,
+    Lamina logs the problem and returns None instead. The training then continues without records.
     """
     processes, stage = processes_of(model, settings)
     instruments = Instruments(model, optimizers, settings)  # refuses before the folder is touched
@@ -532,8 +530,8 @@ def was_killed(settings: WatchSettings) -> bool:
     except UserError:
         return False
     logger.warning(
-        "lamina.watch: the training with the records in %s was killed before its first checkpoint, so the "
-        "records begin again (the old records stay in %s until this training ends)",
+        "lamina.watch: the earlier training in %s was killed before its first checkpoint, so the "
+        "records begin again. The old records stay in %s until this training ends",
         *(folder, old_content(folder)),
     )
     return True
@@ -565,7 +563,7 @@ class WatchCallback:
     def _begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
         """Begin the monitor after ``step`` steps. If training resumes from a checkpoint, continue the records.
 
-        A training that was killed before its first checkpoint begins again, and so do its records.
+        If the training was killed before its first checkpoint, replace the old records.
         """
         resume: Resume = "auto" if step else False
         overwrite = not step and (self.overwrite or was_killed(self.settings))
@@ -589,9 +587,9 @@ class LayerMonitor(WatchCallback, TrainerCallback):
     Args:
         output: the folder of the records.
         overwrite: whether to replace the folder's content.
-        on_alarm: called with the first alarm of each event, as by ``lamina.watch``.
-        tokenizer: with ``batches=True``, decodes the rows of recorded batches (None: Trainer's or the model's
-            tokenizer).
+        on_alarm: a function that the monitor calls with the first alarm of each event (alarms within 20 steps).
+        tokenizer: with ``batches=True``, the tokenizer that decodes recorded batches (default: Trainer's or the
+            model's).
         settings: the other settings of ``lamina.watch``.
 
     Raises:
@@ -656,7 +654,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         self._end(Status.FINISHED if state.global_step >= state.max_steps else Status.INTERRUPTED)
 
     def _take_losses(self, trainer: Trainer | None) -> None:
-        """Record the return values of a trainer's ``training_step``: each micro-batch's share of the step's loss."""
+        """Record the return values of ``training_step``. Each value is a micro-batch's share of the step's loss."""
         assert self.monitor is not None
         if trainer is None:
             return  # not Trainer's loop: the model's outputs say it

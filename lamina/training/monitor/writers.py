@@ -42,7 +42,7 @@ class LastEvaluation:
     """The results of the last evaluation.
 
     Attributes:
-        step: the step after which the evaluation took place; -1 if there was no evaluation yet.
+        step: the last trained step before the evaluation, or -1 if there was no evaluation yet.
         loss: the loss on the held-out blocks, in nats per token.
         second: the loss on the held-out blocks of a second corpus, if there is one.
         scores: the objective's other metrics, such as accuracy.
@@ -62,7 +62,7 @@ class LastEvaluation:
 
 
 def spike_columns(folder: Path) -> Json:
-    """Count spikes and surges in the losses and gradients of a run's folder layers/; ``SPIKES`` has the keys.
+    """Count spikes and surges in a run's losses and gradient norms. The keys of the result are in ``SPIKES``.
 
     Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge. Surges are None for an empty
     series.
@@ -125,7 +125,8 @@ def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | 
 def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str | None = None) -> list[Row]:
     """Read a run's rows by layer; by default, for all metrics and sub-layers.
 
-    Leaves out an unreadable part, with a warning. Raises UserError for a Parquet part if pyarrow is not installed.
+    If a part is unreadable, Lamina leaves it out and logs a warning. Raises UserError for a Parquet part if pyarrow is
+    not installed.
     """
     rows: list[Row] = []
     for part in layer_parts(folder):
@@ -142,7 +143,7 @@ def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str 
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl: each record at once, as one line.
+    """Writes metrics.jsonl, one line for each record, without delay.
 
     Args:
         folder: the run's folder.
@@ -201,7 +202,7 @@ def _evaluations(records: list[Json]) -> tuple[LastEvaluation, float]:
 
 
 def keep_abandoned(folder: Path, step: int, number: int) -> None:
-    """Copy the records after ``step`` to metrics-rollback-NUMBER.jsonl, before a rollback removes them."""
+    """Copy the records after ``step`` to metrics-rollback-NUMBER.jsonl. Call this function before the rollback."""
     gone = [record for record in RunFolder(folder).metrics if record["step"] > step]
     write_lines(folder / f"metrics-rollback-{number}.jsonl", gone)
 
@@ -212,10 +213,10 @@ def _number(part: Path) -> int:
 
 
 class LayersWriter:
-    """Writes layers/part-*: collects rows and writes them in parts. A killed run loses only the last part's rows.
+    """Collects rows and writes them in parts, as layers/part-*. A killed run loses only the last part's rows.
 
-    A part covers 10 seconds, or 0.2 % of the time so far if that is longer, so a long run has about a thousand parts. A
-    part is a Parquet table or, without pyarrow, NumPy's .npz (an array per column, no pickle).
+    A part covers 10 seconds or 0.2 % of the time so far, whichever is longer. So a long run has about a thousand parts.
+    A part is a Parquet table. Without pyarrow, a part is a NumPy .npz file with an array per column, without pickle.
     """
 
     rows_per_part = 20_000
@@ -314,7 +315,7 @@ class WatchSettings(GuardSettings):
     on_divergence: OnDivergence = setting("note", "at a divergence: note it, or stop the training")
     skip_outliers: float | None = setting(
         None,
-        "skip a step whose loss or gradient norm is this many standard deviations above the mean of the last "
+        "skip a step if its loss or gradient norm is so many standard deviations above the mean of the last "
         "128 steps (OLMo-core: 6)",
         above(0.0),
     )

@@ -24,7 +24,7 @@ FIRST = 3  # changes of all weights; later ones may reach further
 JUMP = 0.1  # series start again after an averaging that changes this share of the weights
 RESTARTED = 2.0  # factor between two learning rates of a restart
 AVERAGED = (
-    "code other than the optimizer changed all weights, and training had changed them at least as much before "
+    "code other than the optimizer changed all weights, but the optimizer had changed them at least as much before "
     "(look-ahead, DiLoCo, weight averages, a loaded checkpoint). Lamina raises no alarm for such a change"
 )
 RESTARTS = (
@@ -42,12 +42,13 @@ class WrittenWeights:
     """Judges a run's changed weights and lost moments, one step after another.
 
     Attributes:
-        means: the number of steps so far at which all weights were changed.
-        total: the sum of the last step's changes.
-        rate: the last known learning rate; None if no step had a learning rate yet, as in a resumed run.
-        restarts: whether the last step's lost moments belong to a restart of the optimizer.
-        elsewhere: whether training continues after this step from replaced weights, so that series start again.
-        note: the text of this step's note; empty if there is none.
+        means: the number of steps so far at which other code changed (almost) all weights.
+        total: the sum of other code's changes at the last step.
+        rate: the last known learning rate, or None if no step had a learning rate yet.
+        restarts: whether the last step lost its moments in a restart of the optimizer.
+        elsewhere: whether training continues from replaced weights or with a restarted optimizer. If so, all series
+            start again.
+        note: the text of this step's note, or "".
     """
 
     means: int = 0
@@ -68,14 +69,14 @@ class WrittenWeights:
     ) -> Iterator[Judgment]:
         """Judge a step.
 
-        If weights change in this way from the first record on, the training loop does it on purpose. Averaging with
-        other models may change many parts at once. A change of many parts is unusual only if it exceeds the largest
-        change that the parts' updates could have made.
+        If other code changes weights from the first record on, the training loop does so on purpose. Averaging with
+        other models may change many parts at once. A change of many parts is unusual only if it is larger than the sum
+        of the optimizer's updates since the last record.
 
         Args:
-            weights: for each part, the step of its last record, its norm and its update's norm.
-            recent_of: returns the latest recorded values of a row's series.
-            several: the number of parts above which a change counts as a change of many parts.
+            weights: for each part, the step of the last record, the weights' norm and the update's norm.
+            recent_of: a function that returns the latest recorded values of a row's series.
+            several: a change of more parts than this number counts as a change of many parts.
             rate: the step's learning rate, if it is known.
         """
         self.elsewhere, self.note = False, ""
@@ -115,14 +116,14 @@ class WrittenWeights:
         self.note = RESTARTS if restarts else AVERAGED if averaged else ""
 
     def _jumps(self, rate: float | None) -> bool:
-        """Return whether the learning rate is far from the last step's learning rate."""
+        """Return whether the learning rate has at least doubled or halved since the last step."""
         factor = rate / self.rate if rate and self.rate else 1.0
         self.rate = rate or self.rate
         return not 1 / RESTARTED < factor < RESTARTED
 
 
 def _usual(recent: Sequence[float]) -> float:
-    """Return a part's usual relative change of weights, from its relative changes at the latest records."""
+    """Return the usual relative change of a part's weights by other code, given the changes at the latest records."""
     events = [value for value in recent if value > 0]
     usual = OWN_WAY * statistics.median(events if len(events) > 1 else recent or [math.inf])
     habit = len(recent) >= RECORDS and all([*recent][-RECORDS:])

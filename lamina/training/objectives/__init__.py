@@ -1,3 +1,3 @@
-"""The training objectives. A backbone's heads decide which objectives fit. objective_rows.py lists the modules in
-lamina.lab with further objectives.
+"""The training objectives. A backbone's heads decide which objectives fit. objective_rows.py lists modules of
+lamina.lab with more objectives.
 """

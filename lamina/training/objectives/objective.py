@@ -33,9 +33,9 @@ class Objective(ABC):
 
     Attributes:
         head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
-        guess: a name for the loss of a model that knows only how frequent each target is.
-        own: the settings that this objective uses and some other objectives do not use.
-        without: the settings that all other objectives use and this objective does not use.
+        guess: the name of a baseline loss, for predicting each target by its frequency.
+        own: the settings that this objective uses and at least one other objective does not use.
+        without: the settings that every other objective uses and this objective does not use.
     """
 
     head: ClassVar[str]
@@ -44,21 +44,21 @@ class Objective(ABC):
     without: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, settings: PretrainSettings) -> None:
-        """Raise UserError for a setting that has no effect with this objective, or whose value does not fit it."""
+        """Raise UserError for a setting that has no effect on this objective, or has an invalid value for it."""
         for name in sorted((all_own() - self.own) | self.without):
             if getattr(settings, name) != settings.default(name):
                 users = [other.head for other in objectives() if other.uses(name)]
                 raise UserError(
-                    f"{name}: {getattr(settings, name)!r} has no effect on the objective {self.head!r}, only on "
-                    f"{', '.join(users)}. Leave it out."
+                    f"{name}: {getattr(settings, name)!r} has no effect on the objective {self.head!r}. It affects "
+                    f"only {', '.join(users)}. Leave {name} out."
                 )
 
     def uses(self, name: str) -> bool:
-        """Return whether a setting has an effect with this objective."""
+        """Return whether a setting has an effect on this objective."""
         return name in self.own or (name not in all_own() and name not in self.without)
 
     def refuse_for(self, command: str, head: str, backbone: str) -> None:
-        """Raise UserError unless this objective's head is ``head``, because the command measures only this head."""
+        """Raise UserError if this objective's head is not ``head``, the only head that the command measures."""
         if self.head != head:
             raise UserError(
                 f"backbone: {backbone!r} is trained on {self.head}, but lamina {command} measures only {head}. "
@@ -67,7 +67,7 @@ class Objective(ABC):
 
     @abstractmethod
     def fit(self, config: PreTrainedConfig, settings: PretrainSettings) -> None:
-        """Adjust a backbone's configuration to the items' size in the settings. Raises UserError."""
+        """Set a configuration's sizes that depend on the items, such as the number of positions. Raises UserError."""
 
     @abstractmethod
     def item_tokens(self, config: PreTrainedConfig, settings: PretrainSettings) -> int:
@@ -75,16 +75,16 @@ class Objective(ABC):
 
     @abstractmethod
     def read(self, settings: PretrainSettings, config: PreTrainedConfig, *, bar: bool) -> tuple[Splits, Processor]:
-        """Read the data and the tokenizer or image processor; ``bar`` shows progress. Raises UserError."""
+        """Read the data and the tokenizer or image processor. ``bar`` shows progress. Raises UserError."""
 
     @abstractmethod
     def complete(
         self, config: PreTrainedConfig, splits: Splits, processor: Processor, from_model: str | None
     ) -> PreTrainedConfig:
-        """Copy a backbone's configuration and set the vocabulary size or the classes of the data.
+        """Return a copy of a backbone's configuration with the data's vocabulary size or classes.
 
-        If the run continues the checkpoint ``from_model``, the checkpoint's sizes stay. Raises UserError if the data do
-        not fit these sizes.
+        If the run starts from the checkpoint ``from_model``, keep the checkpoint's sizes. Raises UserError if the data
+        do not fit these sizes.
         """
 
     def collate(self, settings: PretrainSettings, splits: Splits) -> Collate | None:
@@ -104,7 +104,7 @@ class Objective(ABC):
         """Return facts about the data for the model card, by title."""
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return further measures of held-out items: a tensor [batch] for each column; empty without such measures."""
+        """Return further measures of held-out items: a tensor [batch] for each column. Empty without such measures."""
         return {}
 
     @property

@@ -1,4 +1,4 @@
-"""The objectives on text: causal and masked prediction, which share the tokenizer and the blocks of tokens."""
+"""The objectives on text: causal and masked prediction. Both use the same tokenizer and blocks of tokens."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class TextObjective(Objective):
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the padding token, whose embedding stays untrained; None if the end-of-text token pads."""
+    """Return the padding token's id, or None if the end-of-text token pads. A padding embedding stays untrained."""
     padding = tokenizer.pad_token_id
     return padding if isinstance(padding, int) and padding != tokenizer.eos_token_id else None
 
 
 def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:
-    """Copy a configuration with this vocabulary size; with ``from_model``, keep the checkpoint's vocabulary size.
+    """Copy a configuration with this vocabulary size. With ``from_model``, keep the checkpoint's vocabulary size.
 
     Raises UserError if ``vocab_size`` exceeds the vocabulary of the checkpoint ``from_model``.
     """
@@ -77,7 +77,7 @@ def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str |
 
 
 def read_text(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrainedTokenizerBase]:
-    """Read the blocks of a run's corpus and second corpus, and the tokenizer; ``bar`` shows progress."""
+    """Read the blocks of a run's corpus and second corpus, and the tokenizer. ``bar`` shows progress."""
     read: Json = {
         "corpus": settings.corpus,
         "tokenizer_spec": settings.tokenizer,

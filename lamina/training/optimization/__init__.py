@@ -1,1 +1,1 @@
-"""Parameter groups, learning rates and the order of the training blocks of a run."""
+"""A run's parameter groups, learning rates and order of training blocks."""

@@ -44,7 +44,7 @@ def scaling_of(settings: RunSettings) -> Scaling | None:
 
 
 def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "adamw") -> dict[str, StepFactors]:
-    """Return each parameter's factors, by the parameter's name. Raises the UserErrors of ``scaled_weights``."""
+    """Return each parameter's factors, by the parameter's name. Raises UserError if ``scaled_weights`` does."""
     scaled = {each.weight.name: each for each in scaled_weights(model, scaling)}
     if optimizer == "adamw":
         return {name: each.factors for name, each in scaled.items()}
@@ -53,12 +53,12 @@ def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "ada
 
 
 def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
-    """Return the factors of a matrix that Muon updates; outside the blocks, the factors for AdamW.
+    """Return a matrix's factors for Muon. A matrix outside the blocks gets its factors for AdamW.
 
     The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out/in).
-    Muon's updates have the norm (learning rate) * 0.2 * sqrt(max(out, in)) for any input, so the factor is the same for
-    all assumptions about alignment: 1/sqrt(m) if both sides grow. The factors for depth equal Adam's factors, because
-    the updates of Muon and Adam do not depend on the gradient's size.
+    Muon's updates have the norm (learning rate) * 0.2 * sqrt(max(out, in)) for any input. So the factor does not depend
+    on assumptions about alignment. It is 1/sqrt(m) if both sides grow by m. The factors for depth are the same as
+    Adam's factors, because both optimizers' updates are independent of the gradient's size.
     """
     if scaled.kind != "hidden" or scaled.weight.layer < 0:
         return scaled.factors
@@ -73,14 +73,14 @@ def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """PyTorch's Muon and AdamW as one optimizer with one state. Muon updates the groups with ``muon``, AdamW all
-    others.
+    """PyTorch's Muon and AdamW as one optimizer with one state. Muon updates the groups with ``muon``. AdamW updates
+    all other groups.
 
     Muon's updates have the same root mean square as AdamW's updates (Liu et al. 2025, arXiv 2502.16982, Eq 4), so both
     optimizers use the same learning rate and weight decay.
 
     Args:
-        groups: parameter groups with a learning rate and weight decay; Muon's groups have ``muon=True``.
+        groups: parameter groups with a learning rate and weight decay. Muon's groups have ``muon=True``.
         adamw: further options of AdamW.
     """
 
@@ -127,10 +127,10 @@ def parameter_groups(
     weight_decay: float,
     epsilon: float = 1e-8,
 ) -> list[Json]:
-    """Group the parameters by learning rate and weight decay; groups with an unscaled learning rate come first.
+    """Group the parameters by learning rate and weight decay. Groups with an unscaled learning rate come first.
 
-    Gains, biases and learned scales have no weight decay. ``epsilon`` is Adam's epsilon; a group with a factor on
-    epsilon gets the product of factor and epsilon.
+    Gains, biases and learned scales have no weight decay. ``epsilon`` is Adam's epsilon. If a group has a factor on
+    epsilon, Lamina multiplies the group's epsilon by it.
     """
     groups: dict[tuple[float, bool, float, float, bool], Json] = {}
     decay = set(decaying(model))
@@ -159,7 +159,7 @@ def check_optimizer(arguments: TrainingArguments) -> None:
 
 
 def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
-    """Return ``wsd`` as a function from finished steps to a share of the peak learning rate; None for ``cosine``."""
+    """Return ``wsd`` as a function from finished steps to a share of the peak learning rate, or None for ``cosine``."""
     if settings.schedule == "cosine":
         return None
     return partial(
@@ -185,7 +185,7 @@ def planned_shares(settings: RunSettings) -> Callable[[int], float]:
 
 
 def with_shorter_warmup(shares: Callable[[int], float], done: int, *, warmup: int, planned_warmup: int) -> float:
-    """Return the share of the peak learning rate after ``done`` steps, with a shorter warm-up than planned."""
+    """Return the share of the peak learning rate after ``done`` steps of a schedule with a shortened warm-up."""
     return done / warmup if done < warmup else shares(done - warmup + planned_warmup)
 
 
@@ -194,9 +194,9 @@ def warmup_stable_decay(done: int, *, warmup: int, decay: int, steps: int, low: 
 
     The warm-up is linear.
 
-    If u is the completed share of the decay, the learning rate falls as 1 - u (linear), 1 - sqrt(u) (1-sqrt) or (1 +
-    cos(pi u)) / 2 (cosine), scaled so that it ends at ``low``. MiniCPM (arXiv 2404.06395) named the schedule; 1-sqrt is
-    from Hägele et al. (arXiv 2405.18392).
+    The learning rate falls as 1 - u (linear), 1 - sqrt(u) (1-sqrt) or (1 + cos(pi u)) / 2 (cosine), where u is the
+    completed share of the decay. Lamina scales this fall to end at ``low``. MiniCPM (arXiv 2404.06395) named the
+    schedule; 1-sqrt is from Hägele et al. (arXiv 2405.18392).
     """
     if done < warmup:
         return done / warmup
@@ -219,8 +219,8 @@ class WeightAverage(TrainerCallback):
     After the first step, the average equals the weights. Later, it becomes decay * average + (1 - decay) * weights.
 
     Args:
-        model: the model before its first step, which Lamina copies.
-        decay: the factor on the old average, below 1.
+        model: the model before its first step. Lamina copies it.
+        decay: the factor on the old average at each step, below 1.
     """
 
     def __init__(self, model: PreTrainedModel, decay: float):

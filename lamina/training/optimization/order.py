@@ -1,4 +1,4 @@
-"""Order the training blocks. The order is endless, does not depend on the number of processes, and can skip blocks."""
+"""Order the training blocks. The order is endless, can skip blocks, and is the same for any number of processes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class TrainOrder(Sampler[list[int]]):
     """Yields the indices of one process's micro-batches, for a whole run.
 
     The corpus's blocks are reshuffled after each pass. Each step takes the next ``gradient_accumulation * batch_size``
-    blocks, across the end of a pass if needed. The ``batch_size`` blocks of a micro-batch are split over the processes,
+    blocks. A step may cross the end of a pass. The ``batch_size`` blocks of a micro-batch are split over the processes,
     so a step's blocks do not depend on the number of processes.
 
     Args:
         blocks: the number of blocks.
-        batch_size: blocks in a micro-batch of all processes; a multiple of ``size``.
-        gradient_accumulation: micro-batches in a step.
-        skips: skipped data as pairs (step, ahead): after ``step``, the order has skipped ``ahead`` steps of data. For
-            each step, the last pair before the step counts.
-        done: the number of steps already trained; the first micro-batch belongs to the next step.
+        batch_size: the number of blocks in a micro-batch, over all processes. A multiple of ``size``.
+        gradient_accumulation: the number of micro-batches in a step.
+        skips: the data to skip, as pairs (step, ahead). After ``step``, the order has skipped ``ahead`` steps of data
+            in total. For each step, the last pair before the step counts.
+        done: the number of steps already trained. The first micro-batch belongs to the next step.
         rank: the rank of this process among ``size``.
-        lengths: the lengths of the blocks in tokens. With lengths, each pass is shuffled, and then each stretch of
-            ``STRETCH`` micro-batches is sorted by length, so that a micro-batch holds blocks of similar length.
+        lengths: the lengths of the blocks in tokens. With lengths, the order shuffles each pass, and then sorts each
+            stretch of ``STRETCH`` micro-batches by length. So a micro-batch holds blocks of similar length.
         shuffled: False for blocks that already come in an endless order, such as the blocks of a mix.
     """
 
@@ -75,7 +75,7 @@ class TrainOrder(Sampler[list[int]]):
         return (self.data_step(step) - 1) * self.gradient_accumulation * self.batch_size
 
     def spans(self, steps: int) -> list[tuple[int, int]]:
-        """Return the ranges of block positions in the order (from 0) on which the first ``steps`` steps train."""
+        """Return the ranges of positions in the order (from 0) whose blocks the first ``steps`` steps train on."""
         spans, done, skipped, size = [], 0, 0, self.batch_size * self.gradient_accumulation
         later = [after for after, _ in self.skips[1:]]
         valid = [skip for i, skip in enumerate(self.skips) if all(skip[0] < after for after in later[i:])]
@@ -87,9 +87,9 @@ class TrainOrder(Sampler[list[int]]):
         return spans
 
     def total(self, values: np.ndarray, steps: int) -> int:
-        """Sum a number per block over the blocks of the first ``steps`` steps.
+        """Sum ``values``, one value per block, over the blocks of the first ``steps`` steps.
 
-        If a block comes several times, it counts each time.
+        A block that comes several times counts each time.
         """
         whole = int(values.sum())
 
@@ -114,7 +114,7 @@ class TrainOrder(Sampler[list[int]]):
     def turn(self, turn: int) -> torch.Tensor:
         """Return the order of a pass over the blocks (passes count from 0).
 
-        With ``lengths``, each stretch is sorted.
+        With ``lengths``, the blocks of each stretch are sorted by length.
         """
         if self.lengths is None:
             return shuffled(self.blocks, self.seed + turn)
