@@ -104,7 +104,7 @@ class PackingSettings(Settings, group="data"):
     packing: Literal["on", "off"] = setting(
         "on",
         "on: join the documents and cut them into full blocks; off: one block per document, cut or padded to "
-        "sequence_length (the loss and the number of tokens leave out the padding)",
+        "sequence_length (padding has no loss and does not count as tokens)",
     )
 
 
@@ -412,5 +412,5 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
 
 
 def in_steps(span: float, steps: int) -> int:
-    """Convert a span to steps. A span is a number of steps (1 or more), or a share of all steps (below 1)."""
+    """Convert a span to steps, rounded up. A span is a number (1 or more) or a share of all steps (below 1)."""
     return int(span) if span >= 1 else math.ceil(steps * span)
