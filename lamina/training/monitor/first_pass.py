@@ -249,8 +249,7 @@ def first_pass(
 ) -> FirstPass | None:
     """Run a forward and backward pass, and then restore gradients, random states and buffers.
 
-    Returns None without a loss. ``others`` are trainable tensors that are not among the model's parameters. ``blocks``
-    are the lists of layers.
+    Returns None without a loss. ``others`` are trainable tensors outside the model. ``blocks`` are the lists of layers.
     """
     every = [*model.parameters(), *others]
     seen, calls = _Seen(), _Calls(_first_rows)
