@@ -6,6 +6,7 @@ the trainer's weight names.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -25,12 +26,13 @@ from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.placements import Plan
+from lamina.placements.registry import names
 from lamina.placements.resolution import resolve
 from lamina.ports import depthbench, megatron
 from lamina.ports.emitting import emit
 from lamina.ports.foreign import ForeignCheckpoint, alone, distributed, reading, tested_types
 from lamina.ports.foreign import file_of as _file
-from lamina.ports.weights import load_weights, weights_for
+from lamina.ports.weights import Names, load_weights, weights_for
 
 # What its own block types are here; DepthBench's, too. None of them has a norm on the embedding by itself.
 OLMO_BLOCKS = {
@@ -276,15 +278,42 @@ def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForC
     spec = placement or stored.placement
     if not spec:
         raise UserError(
-            f"placement: the {target} checkpoint names no placement. Run the command again with --placement NAME."
+            f"placement: the {target} checkpoint names no placement. {_advice(stored, target)} Run the command again "
+            "with --placement NAME."
         )
     options = {} if placement and "(" in placement else stored.options
-    plan = stored.settled(resolve(spec, stored.config.num_hidden_layers, **options))
-    model = build(stored.config, plan, adapter=stored.adapter)
-    assert isinstance(model, LaminaForCausalLM)
+    model = _built(stored, spec, options, "recommended")
     torch.nn.Module.to(model, next(iter(stored.weights.values())).dtype)
-    load_weights(model, stored.weights, target, stored.wiring)
+    try:
+        load_weights(model, stored.weights, target, stored.wiring)
+    except UserError as error:
+        if not placement:
+            raise
+        raise UserError(
+            f"placement: {placement!r} does not fit the checkpoint ({str(error).rstrip('.')}). "
+            f"{_advice(stored, target)}"
+        ) from None
     return model.eval()
+
+
+def _built(stored: ForeignCheckpoint, spec: str, options: Mapping[str, object], init: str) -> LaminaForCausalLM:
+    plan = stored.settled(resolve(spec, stored.config.num_hidden_layers, **options))
+    model = build(stored.config, plan, init=init, adapter=stored.adapter)
+    assert isinstance(model, LaminaForCausalLM)
+    return model
+
+
+def _advice(stored: ForeignCheckpoint, target: str) -> str:
+    """Return a sentence that lists the placements whose models have exactly the checkpoint's tensors."""
+    fitting = []
+    for name in names():
+        with contextlib.suppress(UserError, ValueError), torch.device("meta"):
+            model = _built(stored, name, stored.options, "normal")
+            if Names(model, target, writes=False).stored_names(stored.wiring) == set(stored.weights):
+                fitting.append(name)
+    if not fitting:
+        return "No placement has exactly the checkpoint's tensors, so check the files and the sizes."
+    return f"These placements have exactly the checkpoint's tensors: {', '.join(fitting)}."
 
 
 @tested_types()

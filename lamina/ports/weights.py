@@ -6,7 +6,7 @@ Lamina uses each tensor exactly once, or raises a UserError that names the tenso
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -82,6 +82,10 @@ class Names:
         paired = self.target.pairs and module in ("q_proj", "k_proj", "q_norm", "k_norm")
         part_facts = {"part": parts.index(module), "parts": len(parts), "paired": paired, "transposed": transposed}
         return _Place(name=f"{block}.{name}.{last}", **part_facts)
+
+    def stored_names(self, wiring: Collection[str] = ()) -> set[str]:
+        """Return the trainer's names for all tensors of the model, without the tensors in ``wiring``."""
+        return {self.place(key).name for key in self.model.state_dict() if key not in wiring}
 
     def _without_place(self, key: str) -> UserError:
         return UserError(

@@ -46,14 +46,18 @@ class Progress:
             self._write_line()
 
     def ended(self, trial: str, result: Json) -> None:
-        self._advance(trial, self.trials[trial].steps)
-        self.count, self.ended_here = self.count + 1, self.ended_here + 1
+        if goes_on := result["status"] == "interrupted":
+            self._advance(trial, RunFolder(self.trials[trial].folder).last_step())
+        else:
+            self._advance(trial, self.trials[trial].steps)
+            self.count, self.ended_here = self.count + 1, self.ended_here + 1
         self.bar.set_description(f"{self.count}/{self.all} trials")
         if self.show:
             loss = result.get("eval_loss")
             text = f"eval loss {loss:.3f}" if loss is not None else result.get("reason", "")
             self.bar.write(printable(f"{result['status']:>11}  {trial}  {text}"))
-        self._write_line()
+        if not goes_on:
+            self._write_line()
 
     def close(self) -> None:
         self.bar.close()

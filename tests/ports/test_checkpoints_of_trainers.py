@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import re
 
 import pytest
 import torch
@@ -140,15 +141,19 @@ def test_a_file_is_not_looked_up_on_the_hub_and_its_type_is_tested(tmp_path, mon
     assert "not tested" not in caplog.text
 
 
-def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, capsys, refused):
+def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, refused):
     written(ours("fusenorm", llama()), "olmo-core", tmp_path)
     config = json.loads((tmp_path / "theirs" / "config.json").read_text("utf-8"))
     words = ["convert", str(tmp_path / "theirs"), str(tmp_path / "again"), "--from", "olmo-core"]
     line = refused(*words)
-    assert "the olmo-core checkpoint names no placement. Run the command again with --placement NAME." in line
-    capsys.readouterr()
-    assert main([*words, "--placement", "keel"]) == 2
-    assert "missing tensor 'blocks.0.feed_forward_norm.weight'" not in capsys.readouterr().out
+    fitting = re.search(r"placements have exactly the checkpoint's tensors: ([\w, ]+)\.", line)[1].split(", ")
+    assert "the olmo-core checkpoint names no placement." in line
+    assert line.endswith("Run the command again with --placement NAME.")
+    assert "fusenorm" in fitting
+    assert "keel" not in fitting
+    line = refused(*words, "--placement", "keel")
+    assert "placement: 'keel' does not fit the checkpoint (missing tensor" in line
+    assert f"These placements have exactly the checkpoint's tensors: {', '.join(fitting)}." in line
     assert not (tmp_path / "again").exists()
     assert "holds no ckpt.pt" in refused("convert", str(tmp_path), str(tmp_path / "again"), "--from", "nanogpt")
     line = refused("convert", str(tmp_path / "gone"), str(tmp_path / "again"), "--from", "torchtitan")

@@ -117,3 +117,15 @@ def test_a_pytorch_for_the_cpu_runs_one_trial_per_core(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert running.usual_workers() == running.cores()
+
+
+def test_an_interrupted_trial_is_not_done(tmp_path, capsys):
+    tasks = {name: Task(settings=PretrainSettings(**LONG, output=str(tmp_path / name))) for name in ("a", "b")}
+    progress = running.Progress(tasks, done=0, show=True)
+    progress.ended("a", {"status": "finished", "eval_loss": 2.0})
+    progress.ended("b", {"status": "interrupted", "reason": "stopped by SIGINT"})
+    progress.close()
+    printed = capsys.readouterr()
+    assert progress.count == 1
+    assert "trials done 2/2" not in printed.out + printed.err
+    assert "(100%)" not in printed.out + printed.err
