@@ -35,15 +35,14 @@ _UNDECIDED = (  # where no sentence is decided
 _FRONT_PAGE = """## What learns fastest with which initializer?
 
 The table shows each placement at its best learning rate. "Std" is the weights' initial standard deviation. At width
-48, use an std of about 0.09: the initializer `small_scaled`, or `normal(std=0.0924)` if no branch is scaled. An std of
-0.02 (`scaled`) is 4.5 times too small.
+48, use an std of about 0.09. `small_scaled` has this std and scales branches by depth. `normal(std=0.0924)` scales no
+branch. An std of 0.02 (`scaled`) is 4.5 times too small.
 
 <!-- front-page -->
 <!-- /front-page -->
 
-With a standard deviation of 0.02, one FuseNorm run got stuck. The table shows how fast these models start to learn.
-After 20 tokens per parameter, our shallower models rank the placements differently
-([evidence](results/ours.md#ladder))."""
+With a standard deviation of 0.02, one FuseNorm run got stuck. Our longer runs (20 tokens per parameter, shallower
+models) rank the placements differently ([evidence](results/ours.md#ladder))."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 
 
@@ -67,7 +66,7 @@ Choose which placements (positions of the norms) to compare, then compare them o
 lamina compare --corpus my_texts/ --placements pre_ln,peri_ln,keel,fusenorm --learning-rates 1e-3,3e-3,1e-2
 ```
 
-Use this advice to decide what to compare, not what to ship. The evidence is small. {scale} The papers' models are
+Use this advice to decide what to compare, not what to ship. {scale} The papers' models are
 hundreds to thousands of times larger ([how we judge](evidence/methods.md)). Do not compare losses per byte with losses
 per token."""
 

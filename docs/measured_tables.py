@@ -84,9 +84,9 @@ def alarms_sentence(record: dict[str, Any] | None) -> str:
     counts = record["parts"]["judged"]
     return (
         f"We broke {counts['failures']} watched runs of small models. Lamina named the right cause in "
-        f"{counts['cause']} of them. In {counts['placed']} runs, we broke one part of the model: Lamina named the "
-        f"right part in {counts['place']} of these. In {counts['rose']} runs, the loss rose two or more steps after "
-        f"the fault: in {counts['before']} of these, an alarm came before the rise. In healthy runs, "
+        f"{counts['cause']} runs. In {counts['placed']} runs, we broke one part of the model, and Lamina named the "
+        f"right part in {counts['place']} runs. In {counts['rose']} runs, the loss rose two or more steps after the "
+        f"fault, and an alarm came before the rise in {counts['before']} runs. In healthy runs, "
         f"{counts['alarmed_steps']} of {counts['healthy_steps']:,} steps had an alarm ([evidence](evidence/alarms.md))."
     )
 
@@ -152,7 +152,7 @@ def census_table(record: dict[str, Any] | None, where: str) -> str:
         told = sorted(names, key=lambda name: not name.startswith("**"))  # first those that convert takes
         more = f", and {len(told) - 6} more" if len(told) > 6 else ""
         lines.append(f"| {layout} | {len(names)} | {', '.join(told[:6])}{more} |")
-    alone = f"{len(layouts) - len(shared)} other model types have a unique layout each"
+    alone = f"Each of {len(layouts) - len(shared)} other model types has a unique layout"
     return "\n".join(
         [*lines, "", f"{alone}. Lamina cannot determine the norms' layout in {unknown} model types. {where}"]
     )

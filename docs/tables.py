@@ -83,7 +83,7 @@ def verified_types() -> str:
     """The model types whose wiring is tested against transformers: all that Lamina knows."""
     others = [row.title for row in ARCHITECTURES.values() if row.conversion is None]
     page = "edit-layers.md#convert-from-transformers-and-back"
-    return f"We test the model types that [`lamina convert`]({page}) takes, and {' and '.join(others)}."
+    return f"We test {', '.join(others)} and all model types that [`lamina convert`]({page}) takes."
 
 
 def conversions_table() -> str:
@@ -231,7 +231,7 @@ def front_page_table() -> str:
             "",
             "Losses are in nats per byte on held-out text. Each model has 32 blocks of width 48 (0.9M parameters) and "
             f"trains for 400 steps, with {first['fusenorm']['seeds']} seeds. A bigram table has a loss of "
-            f"{min(bigrams):.2f} to {max(bigrams):.2f}"
+            f"{min(bigrams):.2f} to {max(bigrams):.2f} nats per byte"
             " ([evidence](results/ours.md#front-page)).",
         ]
     )

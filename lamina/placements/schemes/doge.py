@@ -9,7 +9,7 @@ from lamina.placements.registry import placement
     title="Doge",
     equation=("y = w_1 * x + A(LN x)", "x' = w_2 * y + F(LN y)", "w = 1 at the start, learned", "logits = W LN(x_N)"),
     source="transformers' doge (input_residual, post_attention_residual)",
-    advice="The placement has only Doge's norms and scales. Doge's dynamic-mask attention belongs to the backbone.",
+    advice="The placement covers Doge's norms and scales. Doge's dynamic-mask attention belongs to the backbone.",
 )
 def doge(num_layers: int) -> Plan:
     """Each channel of the residual stream has a learned factor in every block."""

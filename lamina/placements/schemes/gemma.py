@@ -20,7 +20,7 @@ def _plan(num_layers: int, qk_norm: HeadNorm) -> Plan:
 
 @placement("gemma2", title="Gemma 2", equation=_EQUATION, source="Gemma 2 (arXiv 2408.00118)", advice=_ADVICE)
 def gemma2(num_layers: int) -> Plan:
-    """Gemma 2 has a norm before and after each module. It multiplies the embedding by sqrt(width)."""
+    """Gemma 2 has a norm before and after each module, and multiplies the embedding by sqrt(width)."""
     return _plan(num_layers, "off")
 
 

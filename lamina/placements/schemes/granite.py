@@ -29,11 +29,11 @@ def granite(num_layers: int, *, multiplier: float = 0.22, out_norm: bool = False
     title="MiniCPM",
     equation=("y = x + c / sqrt(N) A(LN x)", "x' = y + c / sqrt(N) F(LN y)", "logits = W LN(x_N)"),
     source="MiniCPM (arXiv 2404.06395) Table 7 (scale_depth); depth-muP (arXiv 2310.02244)",
-    advice="The paper uses c = 1.4. The paper also uses muP's width scaling and a warm-up-stable-decay schedule.",
+    advice="The paper uses c = 1.4, muP's width scaling and a warm-up-stable-decay schedule.",
 )
 def minicpm(num_layers: int, *, scale_depth: float = 1.4) -> Plan:
-    """MiniCPM is Pre-LN with branches divided by the square root of the depth. So the sum of the branches does not grow
-    with the depth.
+    """MiniCPM is Pre-LN with branches divided by the square root of the depth. The sum of the branches therefore does
+    not grow with the depth.
 
     Args:
         scale_depth: the constant c.

@@ -33,8 +33,8 @@ def keel(
     variant: Literal["keel", "scale", "scale_gain", "scale_gain_norm"] = "keel",
     first_layer: Literal["paper", "post_ln", "pre_ln", "scaled", "keel"] = "paper",
 ) -> Plan:
-    """The outer norm fixes the residual stream's scale. Alpha keeps the gradient from vanishing: the product of the
-    blocks' Jacobians tends to 1.
+    """The outer norm fixes the residual stream's scale. Alpha keeps the gradient from vanishing, because the product
+    of the blocks' Jacobians tends to 1.
 
     Args:
         alpha: the constant on the skip (default: 2 N, the number of sub-layers). The paper does not learn alpha.

@@ -16,12 +16,12 @@ from lamina.placements.registry import placement
     source="LayerNorm Scaling (arXiv 2502.05795) Eq 5",
     initialization="normal",
     advice=(
-        "The paper's learning rate is 1e-3 up to 350M parameters and 5e-4 at 1B, with 10 % warm-up. The authors "
-        "say that the scaled initializer weakens the effect."
+        "The paper uses a learning rate of 1e-3 for up to 350M parameters and 5e-4 for 1B parameters, with 10 % "
+        "warm-up. The authors say that the scaled initializer weakens the effect."
     ),
 )
 def layernorm_scaling(num_layers: int) -> Plan:
-    """A factor shrinks norms' outputs with depth, so deep layers read smaller inputs. The final norm has no factor."""
+    """A factor shrinks norm outputs with depth, so deep layers read smaller inputs. The final norm has no factor."""
     sublayers = [Sublayer(pre_norm=Norm(), pre_scale=index**-0.5) for index in range(1, num_layers + 1)]
     layers = tuple(Layer.of(sublayer) for sublayer in sublayers)
     return Plan(layers=layers, final_norm=Norm())

@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
     source="Mix-LN (arXiv 2412.13795) Sec 3",
     initialization="normal",
     advice=(
-        "The paper's learning rate is 1e-3 up to 350M parameters and 5e-4 from 1B, with 10 % warm-up. At 7B, "
-        "alpha is 0.0625."
+        "The paper uses a learning rate of 1e-3 for up to 350M parameters and 5e-4 from 1B parameters, with 10 % "
+        "warm-up. For 7B parameters, alpha is 0.0625."
     ),
 )
 def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers: int | None = None) -> Plan:
-    """The gradients of Post-LN are large in the deepest layers, and the gradients of Pre-LN are large in the earliest
-    layers. So Mix-LN combines both placements: it begins with Post-LN blocks.
+    """Gradients are large in the deepest layers of Post-LN and in the earliest layers of Pre-LN. Mix-LN therefore
+    combines Post-LN blocks at the bottom with Pre-LN blocks above.
 
     Args:
         alpha: the share of Post-LN layers (default 0.25). Alpha may be a fraction such as "1/3"; Lamina computes

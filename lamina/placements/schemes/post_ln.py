@@ -11,8 +11,8 @@ from lamina.placements.registry import placement
     source="Vaswani et al. 2017 (arXiv 1706.03762); FuseNorm Eq 1-2",
     initialization="normal",
     advice=(
-        "The largest stable learning rate is 3.0e-4 at 64 layers (Keel Table 1), and Mix-LN's authors use 10 % "
-        "warm-up. Deep models get stuck."
+        "The largest stable learning rate is 3.0e-4 at 64 layers (Keel Table 1). Mix-LN's authors use 10 % warm-up. "
+        "Deep Post-LN models get stuck."
     ),
 )
 def post_ln(num_layers: int) -> Plan:

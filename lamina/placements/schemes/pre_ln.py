@@ -12,11 +12,11 @@ from lamina.placements.registry import placement
     initialization="normal",
     advice=(
         "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. The largest stable learning rate is "
-        "7.65e-3 at 64 layers and 4.67e-3 at 512 (Keel Table 1)."
+        "7.65e-3 at 64 layers and 4.67e-3 at 512 layers (Keel Table 1)."
     ),
 )
 def pre_ln(num_layers: int) -> Plan:
-    """The residual stream is never normalized, which keeps an identity path from the loss to every layer."""
+    """The residual stream is never normalized, so an identity path leads from the loss to every layer."""
     sublayer = Sublayer(pre_norm=Norm())
     layer = Layer.of(sublayer)
     return Plan(layers=(layer,) * num_layers, final_norm=Norm())

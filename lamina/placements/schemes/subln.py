@@ -14,9 +14,9 @@ from lamina.placements.registry import placement
         "logits = W LN(x_N)",
     ),
     source="Magneto (arXiv 2210.06423) Sec 3; transformers' bitnet",
-    advice="Magneto scales its initial weights by sqrt(log 2 N). Lamina has no such initializer.",
+    advice="Magneto scales its initial weights by sqrt(log 2 N). Lamina does not have Magneto's initializer.",
 )
 def subln(num_layers: int) -> Plan:
-    """Each module's last projection reads normed channels, so only the projection's weights set its output's scale."""
+    """Each module's last projection reads normed channels, so only this projection sets the scale of the output."""
     sublayer = Sublayer(pre_norm=Norm(), inner_norm=Norm())
     return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())
