@@ -63,7 +63,7 @@ def pretrain(
     bar: bool = True,
     guard: MakeGuard = usual_guard,
 ) -> Json:
-    """Train a model, from scratch or from a checkpoint; see ``lamina.training.run.train``.
+    """Train a model, from scratch or from a checkpoint. See ``lamina.training.run.train``.
 
     ``guard`` is a function that makes the divergence guard. The guard may end the run early.
     """
@@ -196,7 +196,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         return Subset(items, spread(len(items), self.settings.eval_blocks or len(items)))
 
     def _task_measure(self, processes: Processes) -> Callable[[PreTrainedModel], dict[str, float]] | None:
-        """Return the function that scores eval_tasks without affecting the training; None without tasks."""
+        """Return the function that scores eval_tasks without affecting the training, or None without tasks."""
         measure = task_measure(self.settings) if processes.first else None
         if measure is None:
             return None

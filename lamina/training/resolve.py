@@ -64,7 +64,7 @@ class ResolvedRun:
 
     @property
     def scaling(self) -> Scaling | None:
-        """The schemes that scale learning rates and weights with width and depth; None without a scheme."""
+        """The schemes that scale learning rates and weights with width and depth, or None without a scheme."""
         return scaling_of(self.settings)
 
     @property

@@ -357,7 +357,7 @@ class TrainingRun:
         average: the average of the weights. The stage sets this attribute and the attributes below when it builds the
             model.
         step_factors: each parameter's factors, with width or depth scaling.
-        followed: the layers that Lamina found in a transformers model. None for a Lamina model.
+        followed: the layers that Lamina found in a transformers model, or None for a Lamina model.
         items: the training items, for a stage that reads them during training.
     """
 

@@ -263,12 +263,12 @@ class ScalingSettings(Settings, group="width and depth scaling"):
 
     @property
     def reference_width(self) -> int | None:
-        """The hidden size at which width scaling changes nothing; None if unknown."""
+        """The hidden size at which width scaling changes nothing, or None if unknown."""
         return self.base_width
 
     @property
     def reference_depth(self) -> int | None:
-        """The number of blocks at which depth scaling changes nothing; None if unknown."""
+        """The number of blocks at which depth scaling changes nothing, or None if unknown."""
         return self.base_depth
 
     def check(self) -> None:

@@ -46,7 +46,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore this object from a checkpoint's complete run state; ``state["step"]`` is the checkpoint's step."""
+        """Restore this object from a checkpoint's complete run state. ``state["step"]`` is the checkpoint's step."""
         ...
 
 
@@ -91,7 +91,7 @@ class Checkpoints:
 
     @contextmanager
     def save(self, step: int, processes: Processes) -> Iterator[Path]:
-        """Yield a folder for a new checkpoint. At the end, rename the folder to checkpoint-STEP; after an error, delete
+        """Yield a folder for a new checkpoint. At the end, rename the folder to checkpoint-STEP. After an error, delete
         it.
 
         Every process writes its part. The checkpoint gets its name only after all files are hashed and synced to disk.
@@ -196,7 +196,7 @@ def listed_state(path: Path) -> Json | None:
 
 
 def what_is_broken(path: Path) -> str | None:
-    """Describe the first file of a checkpoint that is missing, cut short or altered; None for an intact checkpoint.
+    """Describe the first missing, cut or altered file of a checkpoint. Return None for an intact checkpoint.
 
     A checkpoint whose folder name has the wrong step also counts as broken.
     """

@@ -94,7 +94,7 @@ def known_of(folder: Path) -> Json:
 
 
 def _changed(settings: PretrainSettings, data: Path) -> str:
-    """Return a clause that names the corpus files that changed after the run's last start; "" without such files."""
+    """Return a clause that names the corpus files that changed after the run's last start, or "" without such files."""
     if not data.is_file():
         return ""
     newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(data.stat().st_mtime)]
@@ -112,7 +112,7 @@ class Rollback:
 
     Attributes:
         number: the rollback's number, from 1.
-        step: the step of the restored checkpoint; 0 for the initial weights.
+        step: the step of the restored checkpoint, or 0 for the initial weights.
         diverged_at: the step at which the guard stopped the run.
         skipped: the positions of the first and the last skipped step in the training order.
         ahead: the total number of steps whose data the training order has skipped after ``step``.
@@ -181,8 +181,8 @@ class Rollbacks:
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
         """Add a rollback to ``step``, and write the file of rollbacks before the rollback has any effect.
 
-        ``factor`` multiplies the learning rate. ``skip`` is the number of steps whose data are skipped; None skips all
-        data up to ``diverged_at``.
+        ``factor`` multiplies the learning rate. ``skip`` is the number of steps whose data the run skips. None skips
+        all data up to ``diverged_at``.
         """
         before = ahead(self.skips, step + 1)
         until = diverged_at + ahead(self.skips, diverged_at) if skip is None else step + before + skip
@@ -204,7 +204,7 @@ class Rollbacks:
 
 
 def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
-    """Return a run's settings from config.yaml, completed from the newest checkpoint; None if both are missing.
+    """Return a run's settings from config.yaml and the newest checkpoint, or None if both are missing.
 
     If config.yaml is damaged, Lamina logs a warning and uses the checkpoint's settings. Raises UserError if there is no
     checkpoint. Also raises UserError if config.yaml and checkpoint differ in a setting that is not in ``free``.
@@ -252,7 +252,7 @@ def result_to_keep(folder: Path) -> Json | None:
 
 
 def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
-    """Return whether a run's model is damaged; if so, log a warning. With ``missing``, an absent model is damaged."""
+    """Return whether a run's model is damaged. If so, log a warning. With ``missing``, an absent model is damaged."""
     try:
         if (folder / MODEL).is_dir():
             refuse_damaged(folder / MODEL)

@@ -49,9 +49,9 @@ class ModelCard:
         head: the name of the model's head in ``HEADS``.
         data: facts about the data (name and value), in the order of the card.
         result: the run's result, as in result.json.
-        command: the command line that trains the model again; the card leaves out this machine's folders.
-        base_model: the folder or hub name of the model that the training began with; empty for a new model.
-        measures: the title and format of each measure to print; None prints pretraining's measures.
+        command: the command line that trains the model again. The card leaves out this machine's folders.
+        base_model: the folder or hub name of the model that the training began with, or None for a new model.
+        measures: the title and format of each measure to print. None prints the measures of pretraining.
     """
 
     head: str
@@ -177,7 +177,7 @@ def check_repository(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> bool:
-    """Upload a model's folder to a repository; return whether the upload worked.
+    """Upload a model's folder to a repository. Return whether the upload worked.
 
     If the repository does not exist, Lamina creates a private repository.
 

@@ -1,4 +1,4 @@
-"""Shard a model over processes with FSDP2; write and read its weights and optimizer states by name."""
+"""Shard a model over processes with FSDP2. Write and read its weights and optimizer states by name."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _share_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def sum_partial(model: nn.Module) -> None:
-    """Sum the gradients of norms inside attention heads over the processes that share a norm; call it once per step."""
+    """Sum the gradients of norms inside attention heads over the processes that share a norm. Call it once per step."""
     norms, group = getattr(model, _PARTIAL, ((), None))
     for gradient in [p.grad for norm in norms for p in norm.parameters() if p.grad is not None]:
         torch.distributed.all_reduce(gradient.to_local(), group=group)

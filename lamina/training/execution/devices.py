@@ -44,7 +44,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(card: str) -> float | None:
-    """Return a GPU's dense bf16 FLOP/s by its name, such as "NVIDIA H100 80GB HBM3"; None for an unknown GPU.
+    """Return a GPU's dense bf16 FLOP/s by its name, such as "NVIDIA H100 80GB HBM3", or None for an unknown GPU.
 
     Also returns None for a laptop GPU or a part of a GPU (MIG), which is slower than the full GPU of the same name.
     """
@@ -55,7 +55,7 @@ def peak_flops(card: str) -> float | None:
 
 
 def peak_of(device: str) -> float | None:
-    """Return the dense bf16 FLOP/s of the GPU that this process uses; None for a CPU or an unknown GPU."""
+    """Return the dense bf16 FLOP/s of the GPU that this process uses, or None for a CPU or an unknown GPU."""
     return peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
 
 
@@ -79,7 +79,7 @@ def decided(settings: S) -> S:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return the reason why torch.compile does not work for ``device`` on this machine; None if it works."""
+    """Return the reason why torch.compile does not work for ``device`` on this machine, or None if it works."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"

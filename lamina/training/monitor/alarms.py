@@ -71,12 +71,12 @@ class Alarm:
 
     @property
     def excess(self) -> float:
-        """The value divided by the usual value; infinite if either is not a positive finite number."""
+        """The value divided by the usual value, or infinity if one of them is not a positive finite number."""
         return self.value / self.usual if self.usual > 0 and math.isfinite(self.value) else math.inf
 
     @property
     def distance(self) -> float:
-        """The absolute logarithm of ``excess``; infinite if ``excess`` is not a positive finite number."""
+        """The absolute logarithm of ``excess``, or infinity if ``excess`` is not a positive finite number."""
         return abs(math.log(self.excess)) if 0 < self.excess < math.inf else math.inf
 
     @property
@@ -109,7 +109,7 @@ class Alarms(Rules):
     Attributes:
         told: all alarms and notable batches so far, oldest first.
         marked: the steps with an unusual value, among the steps of the last call of ``see``.
-        news: the first alarm of an event that began in the last call of ``see``, as text; "" without a new event.
+        news: the text of the first alarm of an event that began in the last call of ``see``, or "".
         paths: the known paths of layers in the model.
     """
 
@@ -153,7 +153,7 @@ class Alarms(Rules):
         self._tell(self._followed(math.inf, begun=math.inf))
 
     def _tell(self, alarms: Sequence[Alarm]) -> list[Alarm]:
-        """Write alarms and notable batches; return the alarms."""
+        """Write alarms and notable batches. Return the alarms."""
         alarms = sorted(alarms, key=lambda alarm: alarm.order)
         told = [alarm for alarm in alarms if alarm.rule != NOTABLE]
         last = max((alarm.step for alarm in self.told if alarm.rule != NOTABLE), default=-math.inf)
@@ -288,7 +288,7 @@ def in_words(metric: str) -> str:
 
 
 def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Return an alarm as a sentence without the final period; if known, the sentence has the layer's path."""
+    """Return an alarm as a sentence without the final period. If known, the sentence has the layer's path."""
     name = in_words(alarm.metric)
     others = "the other layers' median" if alarm.layer >= 0 else "the layers' median"
     words = {

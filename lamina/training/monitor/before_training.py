@@ -41,7 +41,7 @@ class BeforeTraining:
 
     Attributes:
         model: the bare model.
-        optimizers: the optimizers; empty if the caller gave none.
+        optimizers: the optimizers. Empty if the caller gave none.
         structure: the model's layers, or None if Lamina did not find any.
         batch: the batch's tensors, by the names of the model's arguments. Empty without a batch.
         trial: the result of one forward and backward pass, or None without a batch or a loss.

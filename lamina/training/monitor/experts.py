@@ -32,7 +32,7 @@ from lamina.training.setting_groups import Balance
 
 
 def find_routers(model: nn.Module) -> dict[int, Any]:
-    """Return the routers by layer (0-based); empty for a dense model.
+    """Return the routers by layer (0-based). Empty for a dense model.
 
     A router is the ``gate`` of a feed-forward. The router has ``num_experts`` and ``top_k``, and returns (logits,
     weights, chosen experts), as in transformers' DeepSeek models.
@@ -70,7 +70,7 @@ class ExpertBalance(TrainerCallback):
     """Counts every expert's tokens over the micro-batches of a step, and keeps the experts balanced.
 
     Args:
-        model: a built Lamina model; a dense model has no routers, so nothing happens.
+        model: a built Lamina model. A dense model has no routers, so nothing happens.
         mode: "auto" (bias if the routers have a correction bias, otherwise loss), "none" (only count), "bias" or
             "loss".
         rate: the bias's step u, or the loss's factor alpha.
@@ -94,7 +94,7 @@ class ExpertBalance(TrainerCallback):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Inside the context, count the routers' choices in the forward pass; recomputed activations do not count."""
+        """Inside the context, count the routers' choices in the forward pass. Recomputed activations do not count."""
         self._watching = True
         try:
             yield
@@ -120,7 +120,7 @@ class ExpertBalance(TrainerCallback):
         return self.rate * torch.stack(losses).sum() if losses else None
 
     def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """End the step; Trainer calls this right after the optimizer's step."""
+        """End the step. Trainer calls this right after the optimizer's step."""
         self.finish_step()
 
     @torch.no_grad()
@@ -163,7 +163,7 @@ def scores(logits: torch.Tensor, router: nn.Module) -> torch.Tensor:
 
 
 def balance_loss(shares: torch.Tensor, chosen: torch.Tensor, sequences: int) -> torch.Tensor:
-    """Compute sum_e f_e P_e, averaged over sequences; 1 if f and P are uniform.
+    """Compute sum_e f_e P_e, averaged over sequences. The result is 1 if f and P are uniform.
 
     Args:
         shares: scores [sequences * tokens, num_experts] that sum to 1 for each token.

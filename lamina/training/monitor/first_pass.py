@@ -49,14 +49,14 @@ class FirstPass:
             rows.
         gradients: the root mean square of each parameter's gradient, by the parameter's id.
         ran: the ids of the modules that were called.
-        offset: by how many tokens the targets are ahead of the input (1: next token). None if the targets are not input
-            tokens.
-        reads: whether the logits for a target depend on the target token or on later tokens. None if unknown.
-        causal: whether logits are independent of later tokens. None if unknown.
+        offset: by how many tokens the targets are ahead of the input (1: next token), or None if the targets are not
+            input tokens.
+        reads: whether the logits for a target depend on the target token or on later tokens, or None if unknown.
+        causal: whether logits are independent of later tokens, or None if unknown.
         stuck: the ids of all-zero matrices whose gradient will stay 0.
         idle: the ids of matrices whose gradient is 0. Empty if all-zero weights may explain such gradients.
         foreign: parameters outside the model on which the loss depends.
-        mixes: whether a row's logits depend on the other rows of the batch. None if unknown.
+        mixes: whether a row's logits depend on the other rows of the batch, or None if unknown.
         by_row: whether identical rows of the batch get different logits.
         leaks: the output that hidden tokens change: "attention", "summary" (a vector for each row), "mean" (the mean of
             a row's tokens), or "" for none.
@@ -70,7 +70,7 @@ class FirstPass:
             are cut.
         teaches: whether the target of kl_div depends on trained weights, and the input on none of these weights.
         entropies: the values of all cross-entropies.
-        targets: the targets of the logits. None if the loss is not a cross-entropy of the model's logits.
+        targets: the targets of the logits, or None if the loss is not a cross-entropy of the model's logits.
         half: whether an operation with a gradient has an output in float16.
     """
 
@@ -249,7 +249,8 @@ def first_pass(
 ) -> FirstPass | None:
     """Run a forward and backward pass, and then restore gradients, random states and buffers.
 
-    Returns None without a loss. ``others`` are trainable tensors outside the model. ``blocks`` are the lists of layers.
+    Returns None without a loss. ``others`` are trainable tensors that the model's parameters() lack. ``blocks`` are
+    lists of layers.
     """
     every = [*model.parameters(), *others]
     seen, calls = _Seen(), _Calls(_first_rows)
@@ -425,7 +426,7 @@ def _stuck(model: nn.Module, loss_of: Callable[[], torch.Tensor | None]) -> froz
 
 
 def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return which labels count, and how many tokens ahead labels are. None if labels are not the row's tokens."""
+    """Return which labels count, and how many tokens ahead labels are, or None if labels are not the row's tokens."""
     length = labels.shape[1]
     if tokens.shape[1] < 4 or not tokens.shape[1] - 2 <= length <= tokens.shape[1]:
         return None

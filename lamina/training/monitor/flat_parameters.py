@@ -58,7 +58,7 @@ class FlatParameters:
         return bool(self._handles or self.zero)
 
     def share(self, parameter: torch.Tensor) -> float | None:
-        """Return the weight of this process's part in a sum over processes. None for a parameter that is not split."""
+        """Return the weight of this process's part in a sum over processes, or None for an unsplit parameter."""
         if isinstance(parameter, ZeroPart):
             return parameter.share
         return self._shares.get(id(stored(parameter)))

@@ -38,7 +38,7 @@ class Followed:
     """A model's layers, or the reason why Lamina could not find them.
 
     Attributes:
-        structure: the model's structure; None if no layers were found.
+        structure: the model's structure, or None if no layers were found.
         whole: whether Lamina verified that the watched tensor is the residual stream. Lamina assigns parameters to
             layers in any case.
         unproved: the layers of further stacks (such as a decoder) whose residual stream Lamina could not verify.

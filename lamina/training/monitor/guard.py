@@ -20,7 +20,7 @@ _NOISES, _CALM = 3.0, 64  # standard deviations of the noise, and the number of 
 
 
 class Diverged(Exception):
-    """Ends the training loop after a divergence; result.json records ``reason``."""
+    """Ends the training loop after a divergence. The file result.json records ``reason``."""
 
     def __init__(self, step: int, reason: str):
         super().__init__(reason)
@@ -137,7 +137,7 @@ class OutlierRule:
     _seen: dict[str, deque[float]] = field(default_factory=dict)
 
     def see(self, name: str, value: float) -> bool:
-        """Add a step's value to the window; return whether the value is an outlier."""
+        """Add a step's value to the window. Return whether the value is an outlier."""
         seen = self._seen.setdefault(name, deque(maxlen=self.window))
         if not math.isfinite(value):
             return True
@@ -187,7 +187,7 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
 
 
 def _means(points: list[Point], steps: int) -> list[Point]:
-    """Return the mean losses of the last two fifths of the run; a difference within their noise becomes 0."""
+    """Return the mean losses of the last two fifths of the run. A difference within their noise becomes 0."""
     last = [p for p in points if p[0] > (1 - WINDOW) * steps]
     before = [p for p in points if (1 - 2 * WINDOW) * steps < p[0] <= (1 - WINDOW) * steps]
     if not last or not before:

@@ -60,8 +60,8 @@ class LoopSigns:
 
     Args:
         norms: the gradient norms, with the followed parameters.
-        structure: the model's structure; None if Lamina found no layers.
-        hooks: whether hooks inside the model run; in a compiled model, they do not run.
+        structure: the model's structure, or None if Lamina found no layers.
+        hooks: whether hooks inside the model run. They do not run in a compiled model.
         note: called with a line for the user.
     """
 

@@ -17,7 +17,7 @@ class Targets:
 
     Attributes:
         classes: the class that the loss asks for at each position of the logits.
-        weights: the factor of each position's cross-entropy; below 0 where the loss makes the class less likely.
+        weights: the factor of each position's cross-entropy. A negative factor makes the class less likely.
     """
 
     classes: torch.Tensor
@@ -29,7 +29,7 @@ class Targets:
 
 
 def targets_of(logits: torch.Tensor, gradient: torch.Tensor) -> Targets | None:
-    """Return the targets, given logits [..., classes] and their gradient. None if the loss is not a cross-entropy.
+    """Return the targets, given logits [..., classes] and their gradient, or None if the loss is not a cross-entropy.
 
     The gradient of a cross-entropy is its weight times (probabilities - one-hot target). So the target's element is as
     large as all other elements together.

@@ -53,7 +53,7 @@ class StepSeries:
         self._norm = torch.as_tensor(norm).detach()
 
     def end_step(self, step: int, *, skipped: bool = False) -> None:
-        """End the step; a step that a loss scaler ``skipped`` has no norm."""
+        """End the step. A step that a loss scaler ``skipped`` has no norm."""
         for name, value in ((LOSS, self._loss), (NORM, None if skipped else self._norm)):
             if value is not None:
                 self._steps[name].append(step)
@@ -102,8 +102,8 @@ class Monitor:
     """Ends the steps of a training, checks the adapter's measurements for alarms, and writes the measurements.
 
     Attributes:
-        records: the writers; None in every process but the first.
-        guard: decides whether the training has diverged; the guard's alarms judge all rows.
+        records: the writers, or None in every process but the first.
+        guard: the divergence guard. Its ``alarms`` judge all rows.
         step: the last step that has ended.
         on_alarm: called in the first process with the first alarm of each event (alarms that belong together).
         series: each step's loss and gradient norm.
@@ -126,7 +126,7 @@ class Monitor:
         self._waiting: list[Row] = []  # the same of what the training code says itself
 
     def _end_step(self, step: int, *, skipped: bool = False) -> None:
-        """End a step, whose loss and norm are in the series; a ``skipped`` step has no norm."""
+        """End a step. Add its loss and norm to ``series`` before this call. A ``skipped`` step has no norm."""
         self.step = step
         self.series.end_step(step, skipped=skipped)
 
@@ -154,7 +154,7 @@ class Monitor:
         return series
 
     def _judge(self, rows: Iterable[Row], rate: float | None = None) -> None:
-        """Check rows for alarms; report an event's first alarm to the log, the trackers and the user."""
+        """Check rows for alarms. Report an event's first alarm to the log, the trackers and the user."""
         told = self.alarms.see(rows, rate)
         if self.records is not None and self.alarms.news:
             logger.log(self.level, "%s%s", self.says, self.alarms.news)

@@ -162,7 +162,7 @@ class GradientNorms:
         self._sent: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def squares(self) -> torch.Tensor:
-        """Compute each group's squared norm in float64, without waiting for the device; call it before clipping."""
+        """Compute each group's squared norm in float64, without waiting for the device. Call it before clipping."""
         return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
 
     def clips(self) -> bool:
@@ -208,7 +208,7 @@ class GradientNorms:
         return sums.index_add_(0, groups, parts * shares)
 
     def anywhere(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether at least one process of a sharded model has at least one of these tensors."""
+        """Return whether some process of a sharded model has one of these tensors."""
         there = any(tensor is not None for tensor in tensors)
         if not (self.sharded and is_initialized()):  # one process may have ended its group before its last record
             return there
@@ -384,7 +384,7 @@ class Samples:
 
     @property
     def _count(self) -> int:
-        """The number of the sample's elements that are weights; the others are moments."""
+        """The number of the sample's elements that are weights. All other elements are moments."""
         return sum(map(len, self._views[: len(self._sizes)]))
 
     def _moments(self, optimizers: Optimizers) -> Iterator[tuple[int, str, torch.Tensor]]:
@@ -449,7 +449,7 @@ class Samples:
 
 
 def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a view of ``size`` evenly spread elements of a tensor; empty for a noncontiguous tensor."""
+    """Return a view of ``size`` evenly spread elements of a tensor. Empty for a noncontiguous tensor."""
     if not tensor.is_contiguous():
         return tensor.new_empty(0)
     stride = max(1, tensor.numel() // size)

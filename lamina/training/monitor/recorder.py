@@ -92,11 +92,11 @@ class MonitoredTrainer(_Trainer):
         return squares
 
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Return the loss scaler of fp16 training; None without a scaler."""
+        """Return the loss scaler of fp16 training, or None without a scaler."""
         return getattr(self.accelerator, "scaler", None)
 
     def count_overflow(self) -> bool:
-        """Return whether the loss scaler skipped the step; count a skipped step as an overflow."""
+        """Return whether the loss scaler skipped the step. Count a skipped step as an overflow."""
         skipped = self.scaler() is not None and bool(self.accelerator.optimizer_step_was_skipped)
         self.overflows += skipped
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
@@ -295,7 +295,7 @@ class RunRecorder(Monitor, TrainerCallback):
         return self.tokens_of(step)
 
     def measured(self, logs: Json) -> Json:
-        """Return further columns of a training record from Trainer's ``logs``; empty in this class."""
+        """Return further columns of a training record from Trainer's ``logs``. This class adds none."""
         return {}
 
     def on_evaluate(

@@ -66,7 +66,7 @@ class Trackers:
         self._own: list[Library] = []
 
     def writer(self) -> Library:
-        """Return TensorBoard's writer into FOLDER/tensorboard; None if TensorBoard is not one of the trackers."""
+        """Return TensorBoard's writer into FOLDER/tensorboard, or None if TensorBoard is not one of the trackers."""
         if self._writer is None and "tensorboard" in self.names:
             from torch.utils.tensorboard import SummaryWriter
 

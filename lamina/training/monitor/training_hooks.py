@@ -135,8 +135,8 @@ class Taken:
     """The result of an optimizer step.
 
     Attributes:
-        loss: the loss that the model or a trainer returned; None if neither returned a loss.
-        norm: the norm of the gradient before clipping; None if the step had no gradient.
+        loss: the loss that the model or a trainer returned, or None if neither returned a loss.
+        norm: the norm of the gradient before clipping, or None if the step had no gradient.
         stepped: whether an optimizer took the step.
         measured: whether Lamina measured the update.
         rate: the largest learning rate of the step, or the current largest learning rate if there was no step.
@@ -580,7 +580,7 @@ class Instruments:
         self._stale = True
 
     def gradient_rows(self) -> list[Row]:
-        """Return the gradients of the steps since the last call as tidy rows; frozen sub-layers have no rows.
+        """Return the gradients of the steps since the last call as tidy rows. Frozen sub-layers have no rows.
 
         A step that a GradScaler skipped because of an infinite gradient has no rows.
         """

@@ -113,7 +113,7 @@ class LoopMonitor(Monitor):
 
     Args:
         instruments: the hooks on the model and its optimizers, which supply the measurements.
-        records: the writer of the records in the first process. None in all other processes.
+        records: the writer of the records in the first process, or None in all other processes.
         step: the last step before this start, or 0 for a new run.
         on_alarm: called in the first process with the first alarm of each event (alarms within 20 steps).
         tokenizer: the tokenizer that decodes recorded batches. With None, Lamina looks for the model's tokenizer.
@@ -372,7 +372,7 @@ class Watch:
     """The context manager that ``lamina.watch`` returns.
 
     Attributes:
-        monitor: the monitor inside the context. None if Lamina can't continue the records (see ``open_monitor``).
+        monitor: the monitor inside the context, or None if Lamina can't continue the records (see ``open_monitor``).
         diverged: the first divergence, or None.
     """
 
@@ -411,7 +411,7 @@ class Watch:
 
     @property
     def diverged(self) -> Diverged | None:
-        """The reason for the divergence and its layer; None if the run did not diverge."""
+        """The reason for the divergence and its layer, or None if the run did not diverge."""
         return None if self.monitor is None else self.monitor.diverged
 
     def __exit__(
@@ -460,7 +460,7 @@ def watch(
         overwrite: replace the records of ``output``.
         step: the number of steps trained before this start.
         on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
-            The alarm has ``step``, ``layer``, ``sublayer``, ``metric`` and ``value``; ``str(alarm)`` is a sentence. An
+            The alarm has ``step``, ``layer``, ``sublayer``, ``metric`` and ``value``. ``str(alarm)`` is a sentence. An
             error in the function ends the training.
         tokenizer: with ``batches=True``, the tokenizer that decodes recorded batches (default: the model's tokenizer).
         settings: see ``WatchSettings``: every, layers, first_layer, attention, batches, on_divergence,
@@ -557,7 +557,7 @@ class WatchCallback:
 
     @property
     def diverged(self) -> Diverged | None:
-        """The reason for the divergence and its layer; None if the run did not diverge."""
+        """The reason for the divergence and its layer, or None if the run did not diverge."""
         return None if self.monitor is None else self.monitor.diverged
 
     def _begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:

@@ -95,7 +95,7 @@ def layer_parts(folder: Path) -> list[Path]:
 
 
 def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | None = None) -> dict[str, list[Any]]:
-    """Read a part's columns; by default, for all metrics and sub-layers. Raises OSError, ValueError, KeyError."""
+    """Read a part's columns. The default is all metrics and sub-layers. Raises OSError, ValueError, KeyError."""
     if part.suffix == ".npz":
         import numpy as np
 
@@ -123,7 +123,7 @@ def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | 
 
 
 def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str | None = None) -> list[Row]:
-    """Read a run's rows by layer; by default, for all metrics and sub-layers.
+    """Read a run's rows by layer. The default is all metrics and sub-layers.
 
     If a part is unreadable, Lamina leaves it out and logs a warning. Raises UserError for a Parquet part if pyarrow is
     not installed.
@@ -230,7 +230,7 @@ class LayersWriter:
         self._begun = self._flushed = time.monotonic()
 
     def last_step(self) -> int:
-        """Return the step of the last row on disk; 0 without rows."""
+        """Return the step of the last row on disk, or 0 without rows."""
         steps = (max(read_part(part)["step"], default=0) for part in reversed(layer_parts(self.folder.parent)))
         return next(steps, 0)
 
@@ -327,7 +327,7 @@ WATCHED = "watched.json"
 
 
 def read_about(folder: Path) -> Json:
-    """Read watched.json; return {} if the file is missing.
+    """Read watched.json. Return {} if the file is missing.
 
     Raises UserError if the file is damaged, or if another version of Lamina wrote the records.
     """

@@ -1,7 +1,7 @@
 """Find this process's part of each parameter, and the end of each step, under DeepSpeed's ZeRO 1 to 3.
 
 ZeRO keeps float32 weights, gradients and the optimizer's moments in flat tensors. Each process has a slice of these
-tensors; stage 3 also splits the model's own parameters. ZeRO's optimizer updates one slice after another with a torch
+tensors. Stage 3 also splits the model's own parameters. ZeRO's optimizer updates one slice after another with a torch
 optimizer, and frees gradients between these updates. So Lamina counts a step only when ZeRO's ``step`` ends.
 """
 
@@ -67,7 +67,7 @@ def is_deepspeeds(model: nn.Module) -> bool:
 
 
 def zero_optimizer(model: object, optimizers: Iterable[object]) -> Zero:
-    """Find ZeRO's optimizer in DeepSpeed's engine or its wrapper. None without ZeRO, or if ZeRO swaps to a disk."""
+    """Find ZeRO's optimizer in DeepSpeed's engine or its wrapper. Return None without ZeRO or if it swaps to a disk."""
     for found in (model, *optimizers):
         while found is not None:
             if hasattr(found, "bit16_groups") or hasattr(found, "fp32_partitioned_groups_flat"):

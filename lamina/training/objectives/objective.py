@@ -88,11 +88,11 @@ class Objective(ABC):
         """
 
     def collate(self, settings: PretrainSettings, splits: Splits) -> Collate | None:
-        """Return the function that joins training items to a batch; None for transformers' default."""
+        """Return the function that joins training items to a batch, or None for transformers' default."""
         return None
 
     def collate_eval(self) -> Collate | None:
-        """Return the function that joins held-out items to a batch; None for transformers' default."""
+        """Return the function that joins held-out items to a batch, or None for transformers' default."""
         return None
 
     @abstractmethod

@@ -29,7 +29,7 @@ from lamina.training.settings import RunSettings
 
 
 def scaling_of(settings: RunSettings) -> Scaling | None:
-    """Return the scaling schemes of the settings; None without a scheme."""
+    """Return the scaling schemes of the settings, or None without a scheme."""
     if settings.width_scaling == settings.depth_scaling == "none":
         return None
     return Scaling(
@@ -196,7 +196,7 @@ def warmup_stable_decay(done: int, *, warmup: int, decay: int, steps: int, low: 
 
     The learning rate falls as 1 - u (linear), 1 - sqrt(u) (1-sqrt) or (1 + cos(pi u)) / 2 (cosine), where u is the
     completed share of the decay. Lamina scales this fall to end at ``low``. MiniCPM (arXiv 2404.06395) named the
-    schedule; 1-sqrt is from Hägele et al. (arXiv 2405.18392).
+    schedule. 1-sqrt is from Hägele et al. (arXiv 2405.18392).
     """
     if done < warmup:
         return done / warmup
