@@ -307,7 +307,7 @@ def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, st
 
 
 class StreamPosition:
-    """The position at which a resumed run continues in a streamed corpus. Checkpoints store it."""
+    """The position at which a resumed run continues in a streamed corpus. Checkpoints store this position."""
 
     def __init__(self, run: TrainingRun):
         self.run = run
@@ -327,8 +327,8 @@ class Branches(TrainerCallback):
     """Trains decay branches: shorter runs that start from the main run (the trunk). Their losses go into metrics.jsonl.
 
     Under the wsd schedule, runs of different length are equal until the decay of the shorter run begins. So a branch
-    starts from the trunk's state at this step. The branch trains on the next blocks while its learning rate decays. The
-    trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
+    starts from the trunk's state when its decay begins. The branch trains on the next blocks while its learning rate
+    decays. The trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
 
     Args:
         run: the trunk. Its training order selects the branches' items.

@@ -44,7 +44,7 @@ SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rms
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run with final settings, plan and backbone. They are equal in every process.
+    """A run with final settings, plan and backbone, which are equal in every process.
 
     Attributes:
         settings: the complete, checked settings. Lamina has replaced ``auto`` in precision and compilation.
@@ -94,7 +94,7 @@ def resolve_run(
     Args:
         processes: the number of processes that share a batch.
         parallel: how the processes share the work, "ddp" or "fsdp2".
-        trained: whether this machine will train the model at this size. If so, Lamina also checks the memory.
+        trained: whether this machine will train the model at this size, so that Lamina also checks the memory.
 
     Raises:
         UserError: for an invalid setting. The message names the field.
@@ -164,10 +164,9 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
     MFU is the FLOPs per second divided by the GPUs' peak.
 
     P is the number of weights in matrix products: the blocks' and the output head's weights. Gains do not count, and
-    the embedding counts only if it is tied to the head. If the model has routed experts, only the weights of the
-    experts that one token uses count. N blocks of width d attend to T tokens. As in PaLM (2204.02311) and nanoGPT,
-    attention counts all T tokens, even with a causal mask or a window. Recomputation by gradient checkpointing does not
-    count.
+    only an embedding that is tied to the head counts. If the model has routed experts, only the weights of the experts
+    that one token uses count. N blocks of width d attend to T tokens. As in PaLM (2204.02311) and nanoGPT, attention
+    counts all T tokens, even with a causal mask or a window. Recomputation by gradient checkpointing does not count.
     """
     config = backbone_of(model.config)
     embedding = model.get_input_embeddings()

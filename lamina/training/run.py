@@ -1,7 +1,7 @@
 """Train one run: read its settings, and write a folder with records, checkpoints, a result and a model.
 
 The stage supplies the model, the data and the Trainer. This module does the work that all kinds of runs (stages) share.
-It locks the folder, finds the checkpoint and writes records. It also determines the run's status and uploads the model.
+This module locks the folder, finds the checkpoint, writes records, decides the run's status and uploads the model.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class TrainingStage(ABC, Generic[S]):
         return {}
 
     def realized(self, run: TrainingRun, steps: int) -> dict[str, PartShare]:
-        """Return each corpus's contribution to the first ``steps`` steps. Empty for a single corpus."""
+        """Return each corpus's contribution to the first ``steps`` steps, or {} for a single corpus."""
         return {}
 
     def full_speed(self, run: TrainingRun) -> float | None:

@@ -109,7 +109,7 @@ class PackingSettings(Settings, group="data"):
 
 
 class StreamSettings(Settings, group="data"):
-    """Whether Lamina reads the text before the run or during it."""
+    """Whether Lamina reads the text before or during the run."""
 
     streaming: bool = setting(
         False, "read, tokenize and pack the corpus during training instead of before (for very large corpora)"

@@ -1,7 +1,7 @@
 """Train a run's first steps, without a folder, records, evaluations or checkpoints.
 
 Jobs use a short run to check a run before it starts. A short run uses the Trainer of the whole run. So batches, losses,
-clipping, precision, accumulation, expert balance, optimizer and learning rates are the same.
+clipping, precision, accumulation, expert balance, optimizer and learning rates equal the whole run's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ShortRun(TrainerCallback):
 
     Args:
         settings: the run's settings. ``auto`` means fp32, without compilation.
-        model: a new model, built as for the run. Lamina moves it to ``device``.
+        model: a new model, built as for the run, which Lamina moves to ``device``.
         train: the blocks to train on.
         device: cpu or cuda.
         step_factors: each parameter's factors, with width or depth scaling.

@@ -46,7 +46,7 @@ class RunTrainer(MonitoredTrainer):
         states: further objects whose states Lamina stores in checkpoints and restores from checkpoints.
         keep_also: a function that decides from an older checkpoint's run state whether to keep the checkpoint.
         rate_factor: the factor on all learning rates after rollbacks.
-        average: the average of the weights. Checkpoints store this average, and evaluations use it.
+        average: the average of the weights, which checkpoints store and evaluations use.
         background: the thread that writes checkpoints, or None if training waits for each checkpoint.
         sharded: whether each process holds a part of the model.
         order: the order of the training examples. With None, Trainer's sampler decides the order.
@@ -226,7 +226,8 @@ class LaminaTrainer(RunTrainer, Trainer):
         collate_eval: the function that joins held-out items to a batch (default: ``data_collator``).
         scores: a function that computes further measures of each held-out item from logits and labels. ``evaluation``
             holds the means by name.
-        measure_tasks: a function that scores the bare model on tasks. The first process calls it at every evaluation.
+        measure_tasks: a function that scores the bare model on tasks. The first process calls this function at every
+            evaluation.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ RUN_STATE = "run_state.json"
 
 
 class Stateful(Protocol):
-    """An object whose state a checkpoint stores. To store further objects, add them to ``TrainingRun.states``."""
+    """An object whose state a checkpoint stores. Add an object to ``TrainingRun.states`` to store its state."""
 
     def state_dict(self) -> Json:
         """Return this object's part of the run state, as JSON values under unique names."""
@@ -91,8 +91,8 @@ class Checkpoints:
 
     @contextmanager
     def save(self, step: int, processes: Processes) -> Iterator[Path]:
-        """Yield a folder for a new checkpoint. At the end, rename the folder to checkpoint-STEP. After an error, delete
-        it.
+        """Yield a folder for a new checkpoint. Rename the folder to checkpoint-STEP at the end, or delete the folder
+        after an error.
 
         Every process writes its part. The checkpoint gets its name only after all files are hashed and synced to disk.
         An error in one process is raised in all processes.

@@ -130,7 +130,7 @@ class Rollback:
 
 @dataclass(kw_only=True)
 class Rollbacks:
-    """All rollbacks of a run. A file in the run's folder lists them, so that a killed run resumes correctly."""
+    """All rollbacks of a run. A file in the run's folder lists the rollbacks, for a killed run to resume from."""
 
     folder: Path
     done: list[Rollback] = field(default_factory=list)
@@ -175,7 +175,7 @@ class Rollbacks:
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
-        """Return whether the checkpoint is still valid. A later rollback to an earlier step makes it invalid."""
+        """Return whether the checkpoint is still valid. A rollback to an earlier step makes a checkpoint invalid."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
@@ -252,7 +252,7 @@ def result_to_keep(folder: Path) -> Json | None:
 
 
 def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
-    """Return whether a run's model is damaged. If so, log a warning. With ``missing``, an absent model is damaged."""
+    """Return whether a run's model is damaged, and log a warning if so. With ``missing``, a missing model counts."""
     try:
         if (folder / MODEL).is_dir():
             refuse_damaged(folder / MODEL)

@@ -51,7 +51,7 @@ class ModelCard:
         result: the run's result, as in result.json.
         command: the command line that trains the model again. The card leaves out this machine's folders.
         base_model: the folder or hub name of the model that the training began with, or None for a new model.
-        measures: the title and format of each measure to print. None prints the measures of pretraining.
+        measures: the title and format of each measure to print (default: pretraining's measures).
     """
 
     head: str
@@ -201,7 +201,7 @@ def push(folder: Path, name: str) -> bool:
 def save_model(
     model: PreTrainedModel, processor: Processor, folder: Path, processes: Processes, card: ModelCard | None = None
 ) -> None:
-    """Write a model with its tokenizer or image processor, completely or not at all. All processes must call it."""
+    """Write a model with its tokenizer or image processor, completely or not at all. All processes must call this."""
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:

@@ -45,10 +45,10 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
     """Shard a model's parameters with FSDP2. Each block is a unit, and all other parameters form one more unit.
 
     The optimizer's weights stay in float32. With ``bf16``, FSDP2 gathers the blocks' matrices in bfloat16 and reduces
-    their gradients in float32. So the result equals the result of autocast in one process. Norms, learned scales and
-    the residual stream stay in float32. The embedding also stays in float32, because the embedding decides the residual
-    stream's dtype. FSDP2 can't shard a scalar, so learned scalars become vectors of one element. Checkpoints and saved
-    models still store scalars.
+    their gradients in float32. So sharded training gives the same result as autocast in one process. Norms, learned
+    scales and the residual stream stay in float32. The embedding also stays in float32, because the embedding decides
+    the residual stream's dtype. FSDP2 can't shard a scalar, so learned scalars become vectors of one element.
+    Checkpoints and saved models still store scalars.
 
     If n = ``processes.tensor`` is above 1, each group of n processes first splits the linear layers' matrices. The
     split follows transformers' plan for tensor parallelism.
@@ -92,7 +92,7 @@ def _share_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def sum_partial(model: nn.Module) -> None:
-    """Sum the gradients of norms inside attention heads over the processes that share a norm. Call it once per step."""
+    """Sum the gradients of norms in attention heads over the processes that share a norm. Call this once per step."""
     norms, group = getattr(model, _PARTIAL, ((), None))
     for gradient in [p.grad for norm in norms for p in norm.parameters() if p.grad is not None]:
         torch.distributed.all_reduce(gradient.to_local(), group=group)
@@ -175,7 +175,7 @@ def is_only_trained(model: nn.Module) -> bool:
 
 
 def set_scalars(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Set a model's sharded scalars, if it has any, to the values in ``model_tensors``."""
+    """Set a model's sharded scalars to the values in ``tensors``, a result of ``model_tensors``."""
     for name in _scalars(model):
         _set_scalar(model.get_parameter(name), tensors[name])
 

@@ -1,9 +1,8 @@
 """Write and read the contents of a checkpoint: a Trainer's state.
 
-A run in one process or with DDP writes the optimizer's state to optimizer/states.safetensors. Such a run writes its
-weights to model.safetensors, which transformers can load. A run with FSDP2 writes one safetensors file per process into
-model/ and optimizer/, with torch.distributed.checkpoint. Any number of processes can read both kinds of checkpoints:
-Lamina finds tensors by name and splits them.
+A run in one process or with DDP writes optimizer/states.safetensors and a model.safetensors that transformers can load.
+A run with FSDP2 writes one safetensors file per process into model/ and optimizer/, with torch.distributed.checkpoint.
+Any number of processes can read both kinds of checkpoints: Lamina finds tensors by name and splits them.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def scale_learning_rate(trainer: Trainer, factor: float) -> None:
 
 
 def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path, step: int) -> None:
-    """If the number of processes changed, seed the random generators. Otherwise, Trainer restores the generators."""
+    """Seed the random generators if the number of processes changed. Otherwise, Trainer restores these generators."""
     name = f"rng_state_{processes.rank}.pth" if processes.size > 1 else "rng_state.pth"
     written = sum(name.startswith("rng_state") for name in listed(checkpoint))
     if written == processes.size and (checkpoint / name).is_file():

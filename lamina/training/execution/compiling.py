@@ -42,7 +42,7 @@ def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step, in allocations of up to 32 MiB (glibc's maximum).
 
     By default, glibc returns the memory of freed activations to the system. The next step allocates the memory again,
-    and the system must zero each page. This takes 3 to 8 % of a step on a CPU. Does nothing without glibc.
+    and the system must zero each page. Zeroing takes 3 to 8 % of a step on a CPU. Does nothing without glibc.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -58,8 +58,8 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor", recomputed: b
     """Compile each Block of ``model`` in place. Return the number of different block structures.
 
     With ``recomputed``, the backward pass recomputes the inputs of matrix products from tensors that stay in memory.
-    These inputs are norms' outputs and gated activations. Recomputing saves a quarter of the activations' memory. It
-    costs a little elementwise work, which takes relatively more time on a GPU.
+    The recomputed inputs are norms' outputs and gated activations. Recomputing saves a quarter of the activations'
+    memory, and costs a little elementwise work. This work takes relatively more time on a GPU.
 
     The parameters keep their names. The first step compiles graphs for the shape of its batch. Run a batch of another
     shape under `parts.uncompiled`.
@@ -85,8 +85,8 @@ def discard(model: nn.Module) -> None:
 
 
 def structure(block: Block) -> tuple:
-    """Return a key for a block's graph. It contains the block's modules, shapes and settings, but no values of weights
-    or scales.
+    """Return a key for a block's graph. The key contains the block's modules, shapes and settings, but no values of
+    weights or scales.
 
     Two blocks with equal keys share a graph.
     """

@@ -79,7 +79,7 @@ def decided(settings: S) -> S:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return the reason why torch.compile does not work for ``device`` on this machine, or None if it works."""
+    """Return why torch.compile does not work for ``device`` on this machine, or None if torch.compile works."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"

@@ -98,9 +98,9 @@ class Alarm:
 class Alarms(Rules):
     """Raises alarms for unusual rows. A series raises a second alarm only after it has returned to its usual range.
 
-    An unusual gradient becomes an alarm if it stays unusual for longer than its limit. It also becomes an alarm if
-    another series, such as the loss, becomes unusual soon after. Otherwise, Lamina records its batch as a notable
-    batch.
+    An unusual gradient becomes an alarm if the gradient stays unusual for more steps than its limit. An unusual
+    gradient also becomes an alarm if another series, such as the loss, becomes unusual soon after. Otherwise, Lamina
+    records the gradient's batch as a notable batch.
 
     Args:
         folder: the run's folder. Two files in the folder get a line for each alarm or notable batch, oldest first. With
@@ -346,8 +346,8 @@ def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
 
 
 def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
-    """Return the first alarm of the last event before the step ``rose``, at which the loss rose. If ``rose`` is None or
-    no event began before it, return the first alarm of the first event.
+    """Return the first alarm of the last event before the step ``rose``, at which the loss rose. Return the first
+    event's first alarm if ``rose`` is None or no event began before step ``rose``.
     """
     groups = events(alarms)
     before = [group for group in groups if rose is not None and group[0].step <= rose]

@@ -92,7 +92,7 @@ class BatchRecords:
     Args:
         folder: the folder of the file, or None in all processes but the first.
         step: the last step before this start, or 0 for a new run.
-        tokenizer: decodes each row's beginning. With None, Lamina uses the model's tokenizer, if it finds one.
+        tokenizer: the tokenizer that decodes each row's beginning (default: the model's tokenizer, if Lamina finds it).
     """
 
     def __init__(
@@ -151,7 +151,7 @@ def hash_of_row(row: torch.Tensor) -> str:
 
 
 def tokenizer_of(model: nn.Module) -> Tokenizer | None:
-    """Return a transformers model's tokenizer from the model's folder or the local cache, or None if both lack it."""
+    """Return a transformers model's tokenizer from the model's folder or the local cache, or None."""
     config = getattr(model, "config", None)
     name = getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None)
     if not name:

@@ -41,9 +41,9 @@ class BeforeTraining:
 
     Attributes:
         model: the bare model.
-        optimizers: the optimizers. Empty if the caller gave none.
+        optimizers: the optimizers (empty if unknown).
         structure: the model's layers, or None if Lamina did not find any.
-        batch: the batch's tensors, by the names of the model's arguments. Empty without a batch.
+        batch: the batch's tensors, by the names of the model's arguments (empty without a batch).
         trial: the result of one forward and backward pass, or None without a batch or a loss.
         scaler: whether a GradScaler scales the loss, or None if unknown.
         half: whether autocast computes in float16.
@@ -79,7 +79,7 @@ class BeforeTraining:
 
     @cached_property
     def unregistered(self) -> dict[str, torch.Tensor]:
-        """Trainable tensors of plain attributes, lists, tuples or dicts, by name. model.parameters() lacks them."""
+        """Trainable tensors that plain attributes, lists, tuples or dicts hide from model.parameters(), by name."""
         found: dict[str, torch.Tensor] = {}
         for path, module in self.model.named_modules():
             for name, value in vars(module).items():
@@ -156,7 +156,7 @@ class BeforeTraining:
 
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the only leaf tensor from which a tensor was computed. Empty if an operation has several inputs."""
+    """Return the only leaf tensor from which a tensor was computed, or [] if an operation has several inputs."""
     node: Output = tensor.grad_fn
     while node is not None and len(of := [x for x, _ in node.next_functions if x is not None]) == 1:
         node = of[0]

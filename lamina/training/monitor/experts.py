@@ -5,9 +5,9 @@ each expert's bias after each optimizer step:
 
     bias_e += rate * sign(mean load - load_e)
 
-The router adds the bias to the scores when it chooses experts. The bias has no gradient. It changes the choice of
-experts, but not the weights of their outputs. With "loss" (DeepSeek-V2, arXiv 2405.04434 Eq 23-25; DeepSeek-V3 Eq
-17-20), each sequence adds:
+The router adds the bias to the scores when it chooses experts. The bias has no gradient, and does not change the
+weights of the chosen experts' outputs. With "loss" (DeepSeek-V2, arXiv 2405.04434 Eq 23-25; DeepSeek-V3 Eq 17-20), each
+sequence adds:
 
     rate * sum_e f_e P_e    f_e = num_experts / (top_k tokens) * (tokens that chose e)    P_e = mean share of e's score
 
@@ -32,7 +32,7 @@ from lamina.training.setting_groups import Balance
 
 
 def find_routers(model: nn.Module) -> dict[int, Any]:
-    """Return the routers by layer (0-based). Empty for a dense model.
+    """Return the routers by layer (0-based). The result is empty for a dense model.
 
     A router is the ``gate`` of a feed-forward. The router has ``num_experts`` and ``top_k``, and returns (logits,
     weights, chosen experts), as in transformers' DeepSeek models.
@@ -120,7 +120,7 @@ class ExpertBalance(TrainerCallback):
         return self.rate * torch.stack(losses).sum() if losses else None
 
     def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """End the step. Trainer calls this right after the optimizer's step."""
+        """End the step. Trainer calls this method right after the optimizer's step."""
         self.finish_step()
 
     @torch.no_grad()

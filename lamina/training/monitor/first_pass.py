@@ -45,8 +45,7 @@ class FirstPass:
 
     Attributes:
         loss: the loss's value.
-        logits: the model's logits, or None if the model returns no logits. If the logits are large, only their first
-            rows.
+        logits: the model's logits (only the first rows of large logits), or None if the model returns no logits.
         gradients: the root mean square of each parameter's gradient, by the parameter's id.
         ran: the ids of the modules that were called.
         offset: by how many tokens the targets are ahead of the input (1: next token), or None if the targets are not
@@ -54,20 +53,20 @@ class FirstPass:
         reads: whether the logits for a target depend on the target token or on later tokens, or None if unknown.
         causal: whether logits are independent of later tokens, or None if unknown.
         stuck: the ids of all-zero matrices whose gradient will stay 0.
-        idle: the ids of matrices whose gradient is 0. Empty if all-zero weights may explain such gradients.
+        idle: the ids of matrices whose gradient is 0 (empty if all-zero weights may explain such gradients).
         foreign: parameters outside the model on which the loss depends.
         mixes: whether a row's logits depend on the other rows of the batch, or None if unknown.
         by_row: whether identical rows of the batch get different logits.
         leaks: the output that hidden tokens change: "attention", "summary" (a vector for each row), "mean" (the mean of
             a row's tokens), or "" for none.
-        ordered: whether the first layer's output depends on the order of the tokens. True if unknown.
+        ordered: whether the first layer's output depends on the order of the tokens (true if unknown).
         turns: whether forward computes cosines, as for rotary positions.
         drops: whether dropout is active in evaluation mode.
         skips: the comparison of each layer's output with the layer's input, by the layer's id.
         strange: whether most targets of a causal model differ from the tokens of their row.
         broken: the rows that make the loss NaN or infinite, if the loss of all other rows is finite.
-        calls: the arguments of the first call of each function in ``WATCHED``, by the function's name. Large tensors
-            are cut.
+        calls: the arguments (the first rows of large tensors) of the first call of each function in ``WATCHED``, by
+            name.
         teaches: whether the target of kl_div depends on trained weights, and the input on none of these weights.
         entropies: the values of all cross-entropies.
         targets: the targets of the logits, or None if the loss is not a cross-entropy of the model's logits.
@@ -249,8 +248,7 @@ def first_pass(
 ) -> FirstPass | None:
     """Run a forward and backward pass, and then restore gradients, random states and buffers.
 
-    Returns None without a loss. ``others`` are trainable tensors that the model's parameters() lack. ``blocks`` are
-    lists of layers.
+    Returns None without a loss. ``others`` are tensors that model.parameters() lacks. ``blocks`` are lists of layers.
     """
     every = [*model.parameters(), *others]
     seen, calls = _Seen(), _Calls(_first_rows)
@@ -333,7 +331,7 @@ def _enter(
 
 
 def _broken(batch: object, loss_of: Callable[[object], torch.Tensor | None]) -> list[int]:
-    """Return the rows whose loss is NaN or infinite. Empty unless the loss of all other rows is finite."""
+    """Return the rows whose loss is NaN or infinite, or [] if the loss of all other rows is not finite either."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     sizes = [len(x) for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.ndim][:1]
     every = range(sizes[0] if sizes and 1 < sizes[0] <= _ROWS else 0)
@@ -387,8 +385,8 @@ def _gradients(model: nn.Module, every: Iterable[torch.Tensor]) -> tuple[dict[in
 def _stuck(model: nn.Module, loss_of: Callable[[], torch.Tensor | None]) -> frozenset[int]:
     """Return the all-zero matrices whose gradient stays 0 even after other all-zero matrices have changed.
 
-    A matrix counts only if it gets a gradient once all such matrices are nonzero. Lamina replaces only zeros in these
-    passes, so it can restore the weights exactly.
+    A matrix counts only if the matrix gets a gradient once all such matrices are nonzero. Lamina replaces only zeros in
+    these passes, so Lamina can restore the weights exactly.
     """
     trained = [p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p.grad is not None]
     if any(isinstance(p, DTensor) for p in trained):
@@ -528,7 +526,7 @@ class _Repeats:
         return ""
 
     def ordered(self) -> bool:
-        """Return whether the first layer's output depends on the order of the other tokens. True if unknown."""
+        """Return whether the first layer's output depends on the order of the other tokens (true if unknown)."""
         text = ((at, x) for at, x in self._given.items() if x.ndim == 2 and not x.is_floating_point() and x.max() > 1)
         at, tokens = next(((at, x) for at, x in text if x.shape[1] > 4 and len(x) > 1), (None, None))
         zeros = any(p.ndim > 1 and not bool(p.any()) for layer in self._layers for p in layer.parameters())  # queries

@@ -1,6 +1,6 @@
 """Find the part of each parameter that this process holds under FSDP1 or DeepSpeed's ZeRO.
 
-FSDP1 joins the parameters of a unit into one flat parameter, and each process holds a slice of it. With
+FSDP1 joins the parameters of a unit into one flat parameter. Each process holds a slice of the flat parameter. With
 ``use_orig_params``, a module's parameters are views of the slice, and may be empty. Without ``use_orig_params``, the
 unit has only the flat parameter. For ZeRO, see ``zero``.
 """
@@ -20,15 +20,15 @@ from lamina.training.monitor.zero import ZeroPart, zero_parts
 
 
 class FlatParameters:
-    """The flat parameters of a model. Empty if the model uses neither FSDP1 nor ZeRO.
+    """The flat parameters of a model with FSDP1 or ZeRO. Other models have no flat parameters.
 
     Args:
         zero: ZeRO's optimizer (``zero_optimizer``), if there is one.
 
     Attributes:
-        parts: this process's parts of each module's parameters, by the module's id. Empty with ``use_orig_params``.
+        parts: this process's parts of each module's parameters, by the module's id (empty with ``use_orig_params``).
         zero: this process's part of each parameter under DeepSpeed's ZeRO, by the parameter's id.
-        hidden_by: "FSDP1" or "ZeRO 3" if no process holds whole weights. Otherwise "".
+        hidden_by: "FSDP1" or "ZeRO 3" if no process holds whole weights, otherwise "".
     """
 
     def __init__(self, model: nn.Module, zero: object = None):

@@ -69,8 +69,8 @@ def follow(
     """Find a model's layers by passes over a small part of a batch. Raises no error, so that training always continues.
 
     If the model fails on a part of the batch, Lamina tries the whole batch. The passes run in evaluation mode, and
-    leave gradients and random generators unchanged. Compiled modules run uncompiled in these passes. So torch calls
-    their hooks and compiles nothing for a small batch. The user's own hooks also run.
+    leave gradients and random generators unchanged. Compiled modules run uncompiled in these passes, so torch calls
+    hooks inside the modules and compiles nothing. The user's own hooks also run.
     """
     problem = "" if arguments else "the model was called without arguments"
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()

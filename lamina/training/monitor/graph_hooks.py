@@ -1,11 +1,11 @@
 """Watch the residual stream inside torch.compile, with an operation that stays in the graph.
 
 The compiler inlines the hooks of modules inside a compiled module. So the graph contains a hook's call of
-``lamina::see``, and calls Python with the tensor at every pass. The graph is the same at all steps, recorded or not.
-The call gets the location's number as a tensor, not as a constant. So layers can still share a graph.
+``lamina::see``. This call passes the tensor to Python at every pass. The graph is the same at all steps, recorded or
+not. The call gets the location's number as a tensor, not as a constant, so that layers can still share a graph.
 
-When the compiler chooses among its graphs, it checks the modules' classes but not their hooks. So a module with these
-hooks gets a separate class, an unchanged subclass. Then graphs for other modules do not match a module with hooks.
+The compiler chooses a graph by the modules' classes and ignores the modules' hooks. So a module with these hooks gets a
+separate class, an unchanged subclass. Then graphs for other modules do not match a module with hooks.
 """
 
 from __future__ import annotations

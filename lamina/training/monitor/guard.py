@@ -52,7 +52,7 @@ class DivergenceGuard:
     def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:
         """Check a step's loss. Raises Diverged.
 
-        ``rows`` are the step's measurements. If the loss is not finite, they may locate the layer.
+        ``rows`` are the step's measurements, which may locate a loss that is not finite.
         """
         if not math.isfinite(loss):
             self.alarms.see(rows)
@@ -102,7 +102,7 @@ class DivergenceGuard:
         self._calm = deque(seen.get("calm", []), maxlen=_CALM)
 
     def outcome(self, status: Status) -> Json:
-        """Return the guard's columns of result.json for a run that ended with ``status``. This class adds none."""
+        """Return the guard's columns of result.json for a run that ended with ``status``. This class adds no column."""
         return {}
 
     def first_to_leave(self) -> str:
@@ -160,8 +160,8 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
     """Return a phrase with two losses if the loss is still falling at the end of a run, otherwise None.
 
     The loss is still falling if ``steps`` more steps at the final pace would lower the loss by STILL_FALLING nats. A
-    loss often stays near ``entropy`` for a while or forever. So a loss above ``entropy`` also counts as falling if its
-    final pace is at least UNSLOWED times its mean pace.
+    loss often stays near ``entropy`` for a while or forever. So a loss above ``entropy`` also counts as falling if the
+    final pace is at least UNSLOWED times the mean pace.
 
     ``records`` are the lines of metrics.jsonl. The final pace is the eval loss's fall per step over the last fifth of
     the run, or over up to two fifths if evaluations are rare. Without such evaluations, Lamina compares the training

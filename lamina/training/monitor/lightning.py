@@ -16,7 +16,7 @@ from lamina.training.monitor.guard import Diverged
 from lamina.training.monitor.watch import WatchCallback
 
 Lightning = Any
-"""An object from Lightning. Its package is lightning or pytorch_lightning, so it has no static type here."""
+"""An object from Lightning, without a static type because the package is lightning or pytorch_lightning."""
 
 
 def _callback() -> Lightning:

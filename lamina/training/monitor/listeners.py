@@ -1,4 +1,4 @@
-"""Wrap torch's functions for gradients and process groups, so that they notify Lamina while it watches."""
+"""Wrap torch's functions for gradients and process groups, so that the functions notify Lamina of each call."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _INNER = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
 
 
 Telling: TypeAlias = Callable[[Callable[..., object]], Callable[..., object]]
-"""Wraps a torch function so that listeners are notified before it runs."""
+"""Wraps a torch function to notify listeners before the function runs."""
 _LISTENERS: list[Listener] = []
 _PATCHED = ExitStack()  # while there are listeners
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Patch torch's functions, so that they notify ``listener`` before torch computes or clips gradients.
+    """Patch torch's functions to notify ``listener`` before torch computes or clips gradients.
 
     Several listeners may be active, and may end in any order. When the last listener ends, Lamina restores torch's
     functions.
@@ -171,7 +171,7 @@ def _telling_sharded_clip(inner: Callable[..., object]) -> Callable[..., object]
 
 
 def _telling_end(inner: Callable[..., object]) -> Callable[..., object]:
-    """Notify listeners just before a loop destroys the process group, so that they can still use the group."""
+    """Notify listeners just before a loop destroys the process group. Listeners may still use the group."""
 
     @wraps(inner)
     def destroy_process_group(group: ProcessGroup | None = None) -> object:

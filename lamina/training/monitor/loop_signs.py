@@ -61,7 +61,7 @@ class LoopSigns:
     Args:
         norms: the gradient norms, with the followed parameters.
         structure: the model's structure, or None if Lamina found no layers.
-        hooks: whether hooks inside the model run. They do not run in a compiled model.
+        hooks: whether hooks inside the model run (false for a compiled model).
         note: called with a line for the user.
     """
 
@@ -155,7 +155,7 @@ def named(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
 def kept_square(optimizers: Sequence[torch.optim.Optimizer]) -> torch.Tensor | None:
     """Return the squared norm of the gradients before a backward pass, or None if there are no gradients.
 
-    Only the optimizers' parameters count. Other gradients may stay nonzero, because no step uses them.
+    Only the optimizers' parameters count, because no step uses other gradients.
     """
     parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -49,7 +49,7 @@ class Mistakes(list[Mistake]):
 
 
 def findings(setup: BeforeTraining) -> list[Mistake]:
-    """Return the mistakes that the checks find. Empty if FSDP1 or DeepSpeed hides the weights or gradients.
+    """Return the mistakes that the checks find, or [] if FSDP1 or DeepSpeed hides the weights or gradients.
 
     The function adds each check that raised an exception to ``setup.failed``.
     """

@@ -215,7 +215,7 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find all-zero matrices whose gradient stays 0, because a second all-zero matrix multiplies them."""
+    """Find all-zero matrices that multiply each other, so that both gradients stay 0."""
     stuck = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.stuck]
     if stuck:
         yield Mistake(

@@ -1,4 +1,4 @@
-"""The core of the monitor: it ends a step, checks the step's measurements for alarms and writes them.
+"""The core of the monitor. At the end of a step, it checks the step's measurements for alarms and writes them.
 
 An adapter supplies the measurements. The adapter for a user's loop uses torch's hooks (``watch.LoopMonitor``). The
 adapter for a run of Lamina uses Trainer's callbacks (``recorder.RunRecorder``).
@@ -180,7 +180,7 @@ class Monitor:
         self.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
 
     def flush(self) -> None:
-        """Write all rows so far to disk without judging them, so that a training may resume here.
+        """Write all rows so far to disk without checking for alarms, so that a training may resume here.
 
         All processes must call this method.
         """

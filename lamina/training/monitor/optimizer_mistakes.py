@@ -110,7 +110,7 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _rate_of(groups: Iterable[Mapping[str, Output]], names: Sequence[str] = RATES) -> float:
-    """Return the highest learning rate of groups and their schedules, or infinity if the optimizer chooses it."""
+    """Return the highest learning rate of groups and their schedules, or infinity if a group has no learning rate."""
     rates = [group.get(name, 0.0) for group in groups for name in names]
     return max((math.inf if rate is None else float(rate) for rate in rates), default=0.0)
 

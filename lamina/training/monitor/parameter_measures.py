@@ -162,7 +162,7 @@ class GradientNorms:
         self._sent: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def squares(self) -> torch.Tensor:
-        """Compute each group's squared norm in float64, without waiting for the device. Call it before clipping."""
+        """Compute each group's squared gradient norm before clipping, in float64, without waiting for the device."""
         return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
 
     def clips(self) -> bool:
@@ -322,7 +322,7 @@ class Samples:
     Only ``rows`` waits for the device. A resumed run begins with a new sample, so its first step is not compared.
 
     Attributes:
-        resumed: whether the run has earlier steps. If so, an optimizer without a state has lost its state.
+        resumed: whether the run has earlier steps. In a resumed run, an optimizer without a state has lost its state.
     """
 
     resumed = False
@@ -415,7 +415,7 @@ class Samples:
         return torch.cat(self._views).float()
 
     def rows(self, step: int, *, recorded: bool) -> list[Row]:
-        """Return other code's changes since the last record as tidy rows. Empty if only the optimizers made changes.
+        """Return other code's changes since the last record as tidy rows, or [] if only the optimizers made changes.
 
         All processes of a sharded model must call this method.
         """
@@ -449,7 +449,7 @@ class Samples:
 
 
 def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a view of ``size`` evenly spread elements of a tensor. Empty for a noncontiguous tensor."""
+    """Return a view of ``size`` evenly spread elements of a tensor. The view of a noncontiguous tensor is empty."""
     if not tensor.is_contiguous():
         return tensor.new_empty(0)
     stride = max(1, tensor.numel() // size)
@@ -466,7 +466,7 @@ class UpdateRatios(TrainerCallback):
     |m| and ``second_moment`` |sqrt(v)|, in the gradient's unit. ``unmoved_parameters`` is the number of parameters with
     a gradient and an update of exactly 0. ``without_gradient`` is the number of parameters that ``SilentParameters``
     finds. ``rate_ratio`` is a sub-layer's learning rate divided by the optimizer's median learning rate. Lamina records
-    ``rate_ratio`` only if it is above 1. ``rate_estimate`` is the learning rate that an optimizer estimates itself.
+    a ``rate_ratio`` only above 1. ``rate_estimate`` is the learning rate that an optimizer estimates itself.
 
     At a recorded step, memory holds a copy of the weights from the backward pass to the end of the step. At other
     steps, memory holds only a copy of the sample in ``samples``. Only ``rows`` waits for the device.
@@ -481,8 +481,8 @@ class UpdateRatios(TrainerCallback):
         still: the parameters that got a gradient but did not change, at the last recorded step.
         missing: whether no optimizer contains any parameter in ``still``.
         silent: the parameters that got no gradient, at the last recorded step.
-        resting: the parameters that got a gradient but have a learning rate of 0, at the last recorded step. Empty if
-            no parameter changed.
+        resting: the parameters that got a gradient but have a learning rate of 0, at the last recorded step (empty if
+            no parameter changed).
     """
 
     rate: float | None = None

@@ -103,11 +103,11 @@ class MonitoredTrainer(_Trainer):
         return skipped
 
     def failed_loss(self, loss: torch.Tensor) -> float | None:
-        """Add a micro-batch's loss to the series. Return the loss's mean over processes if it is not finite, otherwise
-        None.
+        """Add a micro-batch's loss to the series. Return the loss's mean over processes if this mean is not finite,
+        otherwise None.
 
-        If reading a value waits for the device, Lamina reads it only at recorded steps. In fp16, the loss scaler skips
-        a step whose loss is not finite.
+        On a GPU, Lamina reads losses only at recorded steps, because reading waits for the device. In fp16, the loss
+        scaler skips a step whose loss is not finite.
         """
         self.series.add_loss(loss)
         late = reading_waits(loss)
@@ -170,12 +170,12 @@ def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
 
 @dataclass(kw_only=True, eq=False)
 class RunRecorder(Monitor, TrainerCallback):
-    """The monitor of Lamina's own runs. Trainer calls it. The recorder also shows progress, and stops the run at
-    Ctrl-C.
+    """The monitor of Lamina's own runs. Trainer calls the recorder. The recorder also shows progress, and stops the run
+    at Ctrl-C.
 
     Attributes:
         tokens_of: a function that returns the number of tokens in the first n steps.
-        realized: a function that returns each corpus's share in the first n steps of a mix. Empty for a single corpus.
+        realized: a function that returns each corpus's share in the first n steps of a mix, or {} for a single corpus.
         full_speed: the tokens per second at the GPUs' peak, or None if the peak is unknown.
         unit: the name for tokens in progress lines.
         trainer: the run's Trainer. Set this attribute before training begins.
@@ -244,7 +244,7 @@ class RunRecorder(Monitor, TrainerCallback):
         self._since = None
 
     def utilization(self, speed: float) -> Json:
-        """Return ``mfu``, the ratio of ``speed`` (tokens per second) to the GPUs' peak. Empty without a known peak."""
+        """Return ``mfu``, the ratio of ``speed`` (tokens per second) to the GPUs' peak, or {} without a known peak."""
         return {} if self.full_speed is None else {"mfu": speed / self.full_speed}
 
     def on_log(self, args: Arguments, state: State, control: Control, logs: Any = None, **kwargs: Any) -> None:
@@ -295,7 +295,7 @@ class RunRecorder(Monitor, TrainerCallback):
         return self.tokens_of(step)
 
     def measured(self, logs: Json) -> Json:
-        """Return further columns of a training record from Trainer's ``logs``. This class adds none."""
+        """Return further columns of a training record from Trainer's ``logs``. This class adds no column."""
         return {}
 
     def on_evaluate(

@@ -259,7 +259,8 @@ class Rules:
     def _estimated(self, step: int, rows: Iterable[Row]) -> bool:
         """Return whether an optimizer's estimate of its learning rate has grown in the last 20 steps.
 
-        Prodigy and D-Adaptation begin with an estimate that is far too low. When it grows, recorded series start again.
+        Prodigy and D-Adaptation begin with an estimate that is far too low. When the estimate grows, recorded series
+        start again.
         """
         value, (highest, grew) = max((row[6] for row in rows if row[5] == "rate_estimate"), default=0.0), self._estimate
         if value > GROWS * highest > 0:
@@ -427,9 +428,8 @@ class Rules:
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Compare sub-layers with sub-layers of the same kind in other layers.
 
-        The comparison of gradients and updates leaves out the first layer, because it differs in most models. A
-        gradient far below the neighboring layers' gradients at the start of a training shows that weights are too
-        small.
+        The comparison of gradients and updates leaves out the first layer, which differs in most models. A gradient far
+        below the neighboring layers' gradients at the start of a training shows that weights are too small.
         """
         for members in self._groups(rows, "weight_norm"):
             usual = statistics.median(row[6] for row in members)

@@ -1,4 +1,4 @@
-"""Run probes during training: they measure the model on a few held-out blocks, and do not affect the training."""
+"""Run probes during training, on a few held-out blocks. Probes do not affect the training."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class SilentParameters:
     modules of suspected parameters run.
 
     Args:
-        structure: the model's layers, or None if Lamina did not find them.
+        structure: the model's layers, or None if Lamina found no layers.
         parameters: the followed parameters.
         groups: the sub-layer of each parameter.
     """

@@ -45,7 +45,7 @@ def first_number(model: nn.Module, path: str) -> int:
     """Return the number in the path of a stage's first layer. Return 0 without a number, or if ``model`` has earlier
     layers.
 
-    A stage has no earlier layers: torchtitan's ModuleDict lacks them, and a list holds None or Identity instead.
+    A stage lacks the earlier layers. In a list, None or Identity takes the place of an earlier layer.
     """
     holder, _, name = path.rpartition(".")
     if not name.isdecimal():

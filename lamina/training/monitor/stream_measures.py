@@ -61,14 +61,14 @@ def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torc
     """Measure the residual stream on one batch, before the first layer (x^0) and after every sub-layer.
 
     ``inputs`` are the arguments of a Lamina model, or only its main input: token ids [batch, tokens] or pixel values
-    [batch, channels, height, width]. The model runs uncompiled, in evaluation mode, without gradients, and in float32
-    (unless it is sharded in bfloat16). Afterward, Lamina restores the model's mode.
+    [batch, channels, height, width]. The model runs uncompiled, in evaluation mode and without gradients. The model
+    runs in float32, unless FSDP2 has sharded it in bfloat16. Afterward, Lamina restores the model's mode.
 
-    The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11). It holds the 100 largest |x| of x^0 and of the
-    stream after every sub-layer, over all tokens and channels. The row with ``index`` 0 is the largest. An element that
-    stays large through several sub-layers counts once for each sub-layer. If the model has several streams, these
-    metrics cover all streams together. ``stream_rms`` has a row for each stream (``index``). ``stream_cosine`` is the
-    mean over pairs of streams.
+    The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11): the 100 largest |x| of x^0 and of the stream
+    after every sub-layer, over all tokens and channels. The row with ``index`` 0 is the largest. An element that stays
+    large through several sub-layers counts once for each sub-layer. If the model has several streams, these metrics
+    cover all streams together. ``stream_rms`` has a row for each stream (``index``). ``stream_cosine`` is the mean over
+    pairs of streams.
     """
     base = body_of(model, "layer monitor")
     points: dict[Spot, Point] = {(-1, "block", 0): Point(base.layers[0], "", "input")}
@@ -204,7 +204,7 @@ class ForwardMeter:
         return []
 
     def take(self) -> PassNumbers:
-        """Return the last pass's measurements and forget them. The call waits for the device."""
+        """Return the last pass's measurements, and clear the meter. The call waits for the device."""
         seen = PassNumbers()
         if self._states:
             values = torch.stack(list(self._states.values())).tolist()

@@ -170,7 +170,7 @@ def equal_units(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def high_dropout(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find dropouts that drop almost all inputs. Such a rate may be the share to keep."""
+    """Find dropouts that drop almost all inputs, perhaps because the rate is the share to keep."""
     found = {}
     for path, module in setup.model.named_modules():
         rates = {name: value for name, value in vars(module).items() if isinstance(value, float) and "drop" in name}

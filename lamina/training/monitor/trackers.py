@@ -19,7 +19,7 @@ from lamina.training.monitor.stream_measures import TOP
 from lamina.training.monitor.writers import Row
 
 Library: TypeAlias = Any
-"""An optional package that may be missing, or an object from it."""
+"""An optional package, or an object from an optional package."""
 
 SECTION = 8  # layers of one section
 STEP = "train/global_step"  # what Trainer's own callbacks draw against
@@ -118,6 +118,6 @@ class Trackers:
 
 
 def tensorboard(trackers: Trackers | None) -> list[TrainerCallback]:
-    """Return Trainer's callback for TensorBoard. It shares its writer with the numbers by layer."""
+    """Return Trainer's callback for TensorBoard, with the writer that also logs the numbers by layer."""
     writer = None if trackers is None else trackers.writer()
     return [] if writer is None else [TensorBoardCallback(writer)]

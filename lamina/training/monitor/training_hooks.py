@@ -452,7 +452,7 @@ class Instruments:
 
     @torch.no_grad()
     def _measure_gradients(self) -> None:
-        """Measure the gradients once per step, when they are complete: before clipping or the optimizer's step."""
+        """Measure complete gradients once per step: before clipping or the optimizer's step."""
         none = all(parameter.grad is None for parameter in self.model.parameters())
         if self._current is not None or (none and not self._flat):  # with FSDP1 another process may have some
             return
@@ -473,7 +473,7 @@ class Instruments:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs
     ) -> tuple[tuple, Kwargs] | None:
-        """Measure the gradients before an optimizer's step. With a closure, measure them after the closure."""
+        """Measure the gradients before an optimizer's step. With a closure, measure after the closure."""
         self._inner[id(optimizer)] += 1
         if self._inner[id(optimizer)] > 1:
             return None
@@ -525,8 +525,8 @@ class Instruments:
     def step_loss(self) -> torch.Tensor | None:
         """Return the step's loss so far, as the mean of the micro-batches' losses or the sum of the loss's parts.
 
-        Losses that the loop differentiated count as parts. A loop may differentiate chunks of the loss and then their
-        sum. Then the chunks do not count again.
+        Losses that the loop differentiated count as parts. If a loop differentiates chunks of the loss and then the
+        chunks' sum, the chunks do not count again.
         """
         shares = not self.losses
         if not (kept := self._differentiated or self._apart if shares else self.losses):

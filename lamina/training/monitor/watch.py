@@ -109,7 +109,7 @@ class WatchedRecords(Writers):
 
 
 class LoopMonitor(Monitor):
-    """The monitor of a user's own training loop. ``lamina.watch`` and the callbacks create it.
+    """The monitor of a user's own training loop. ``lamina.watch`` and the callbacks create this monitor.
 
     Args:
         instruments: the hooks on the model and its optimizers, which supply the measurements.
@@ -246,7 +246,7 @@ class LoopMonitor(Monitor):
             self.instruments.due = self.is_due
 
     def _read(self, due: bool, rate: float | None) -> None:
-        """Read the steps since the last call. If the last step is due, record it. Raises Diverged.
+        """Read the steps since the last call. Record the last step if it is due. Raises Diverged.
 
         ``rate`` is the learning rate of the step that has ended.
         """
@@ -446,10 +446,11 @@ def watch(
     ``start`` watches until the process ends. With ``start``, a step ends when the next forward pass begins. The step's
     loss is the ``loss`` of the model's output, or the tensor on which the loop calls ``backward``.
 
-    ``watch`` works with gradient accumulation, clipping, DDP and FSDP (call it in every process, after you wrap the
-    model). With pipeline parallelism, give each stage its own folder: ``output=f"runs/mine/stage-{stage}"``. `lamina
-    report OUTPUT` draws the records, and `lamina diagnose OUTPUT` explains them. The training stays bit-identical,
-    unless ``skip_outliers`` skips a step. If a compiled model computes in bfloat16, its results differ by rounding.
+    ``watch`` works with gradient accumulation, clipping, DDP and FSDP. Call ``watch`` in every process, after you wrap
+    the model. With pipeline parallelism, give each stage its own folder: ``output=f"runs/mine/stage-{stage}"``. `lamina
+    report OUTPUT` draws the records, and `lamina diagnose OUTPUT` explains the records. The training stays
+    bit-identical, unless ``skip_outliers`` skips a step. If a compiled model computes in bfloat16, its results differ
+    by rounding.
 
     Args:
         model: the model that is trained.

@@ -213,7 +213,7 @@ def _number(part: Path) -> int:
 
 
 class LayersWriter:
-    """Collects rows and writes them in parts, as layers/part-*. A killed run loses only the last part's rows.
+    """Writes rows in parts, as layers/part-*. A killed run loses only the last part's rows.
 
     A part covers 10 seconds or 0.2 % of the time so far, whichever is longer. So a long run has about a thousand parts.
     A part is a Parquet table. Without pyarrow, a part is a NumPy .npz file with an array per column, without pickle.

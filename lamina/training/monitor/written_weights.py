@@ -46,8 +46,7 @@ class WrittenWeights:
         total: the sum of other code's changes at the last step.
         rate: the last known learning rate, or None if no step had a learning rate yet.
         restarts: whether the last step lost its moments in a restart of the optimizer.
-        elsewhere: whether training continues from replaced weights or with a restarted optimizer. If so, all series
-            start again.
+        elsewhere: whether all series start again, because weights were replaced or the optimizer restarted.
         note: the text of this step's note, or "".
     """
 

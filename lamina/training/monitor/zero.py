@@ -20,7 +20,7 @@ from lamina.modeling.parts import patched
 from lamina.training.monitor.held_parts import HeldPart
 
 Zero: TypeAlias = Any
-"""ZeRO's optimizer. It has no static type, because DeepSpeed may be missing."""
+"""ZeRO's optimizer, without a static type because DeepSpeed may be missing."""
 Marked: TypeAlias = Any
 """A parameter with DeepSpeed's marks."""
 
@@ -67,7 +67,7 @@ def is_deepspeeds(model: nn.Module) -> bool:
 
 
 def zero_optimizer(model: object, optimizers: Iterable[object]) -> Zero:
-    """Find ZeRO's optimizer in DeepSpeed's engine or its wrapper. Return None without ZeRO or if it swaps to a disk."""
+    """Find ZeRO's optimizer in DeepSpeed's engine or its wrapper. Return None without ZeRO, or for ZeRO on a disk."""
     for found in (model, *optimizers):
         while found is not None:
             if hasattr(found, "bit16_groups") or hasattr(found, "fp32_partitioned_groups_flat"):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lamina.training.settings import PretrainSettings
 
 Processor: TypeAlias = "PreTrainedTokenizerBase | BaseImageProcessor"
-"""The tokenizer or image processor, which turns raw data into a model's input. Lamina saves it beside the model."""
+"""The tokenizer or image processor. Lamina saves this processor beside the model."""
 Collate: TypeAlias = Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]
 """A function that joins items into a batch."""
 
@@ -44,7 +44,7 @@ class Objective(ABC):
     without: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, settings: PretrainSettings) -> None:
-        """Raise UserError for a setting that has no effect on this objective, or has an invalid value for it."""
+        """Raise UserError for a setting that has no effect on this objective, or has an invalid value."""
         for name in sorted((all_own() - self.own) | self.without):
             if getattr(settings, name) != settings.default(name):
                 users = [other.head for other in objectives() if other.uses(name)]
@@ -104,7 +104,7 @@ class Objective(ABC):
         """Return facts about the data for the model card, by title."""
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return further measures of held-out items: a tensor [batch] for each column. Empty without such measures."""
+        """Return further measures of held-out items, as a tensor [batch] for each column, or {} without measures."""
         return {}
 
     @property

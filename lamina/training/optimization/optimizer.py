@@ -56,8 +56,8 @@ def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
     """Return a matrix's factors for Muon. A matrix outside the blocks gets its factors for AdamW.
 
     The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out/in).
-    Muon's updates have the norm (learning rate) * 0.2 * sqrt(max(out, in)) for any input. So the factor does not depend
-    on assumptions about alignment. It is 1/sqrt(m) if both sides grow by m. The factors for depth are the same as
+    Muon's updates have the norm (learning rate) * 0.2 * sqrt(max(out, in)) for any input. So the factor for width does
+    not depend on assumptions about alignment: 1/sqrt(m) if both sides grow by m. The factors for depth are the same as
     Adam's factors, because both optimizers' updates are independent of the gradient's size.
     """
     if scaled.kind != "hidden" or scaled.weight.layer < 0:
@@ -129,8 +129,8 @@ def parameter_groups(
 ) -> list[Json]:
     """Group the parameters by learning rate and weight decay. Groups with an unscaled learning rate come first.
 
-    Gains, biases and learned scales have no weight decay. ``epsilon`` is Adam's epsilon. If a group has a factor on
-    epsilon, Lamina multiplies the group's epsilon by it.
+    Gains, biases and learned scales have no weight decay. ``epsilon`` is Adam's epsilon. A group's factor on epsilon
+    multiplies ``epsilon``.
     """
     groups: dict[tuple[float, bool, float, float, bool], Json] = {}
     decay = set(decaying(model))
@@ -216,10 +216,11 @@ _STEPS = "steps"
 class WeightAverage(TrainerCallback):
     """A moving average of the weights.
 
-    After the first step, the average equals the weights. Later, it becomes decay * average + (1 - decay) * weights.
+    After the first step, the average equals the weights. Each later step sets the average to decay * average + (1 -
+    decay) * weights.
 
     Args:
-        model: the model before its first step. Lamina copies it.
+        model: the model before its first step, which Lamina copies.
         decay: the factor on the old average at each step, below 1.
     """
 
