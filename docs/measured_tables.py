@@ -69,10 +69,10 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
     names = {"seen": "seen before", "judged": "in this table", "fitted": "of the fit"}
     texts = [f"- **Runs {names.get(name, name)}.** {_alarm_counts(c)}" for name, c in parts if c["failures"]]
     said = [
-        "In all runs of the failures in the next list, Lamina named the right location and cause. If the loss rose, "
-        "the alarm came before the rise:",
+        "For these failures, Lamina named the right location and cause in all runs. If the loss rose, the alarm came "
+        "before the rise:",
         "\n".join(whole),
-        *([f"In these healthy set-ups, some steps raised an alarm: {', '.join(healthy)}."] if healthy else []),
+        *([f"Some steps of healthy set-ups raised an alarm: {', '.join(healthy)}."] if healthy else []),
     ]
     return "\n".join([*lines, *(f"\n{line}" for line in said), "", *texts, "", where])
 
@@ -102,7 +102,10 @@ _WORDS = {  # the record's words, and the page's
     "lost, the count of steps is not": "lost, but not the count of steps",
     "shifted once more": "shifted by one token too many",
     "the same batch again and again": "the same batch comes many times in a row",
-    "as heavy, unclipped": "as large, without clipping",
+    "under a loss many times as heavy, unclipped": "with a much larger loss, without clipping",
+    "LoRA under reentrant": "LoRA with reentrant",
+    "the optimizer's steps make": "steps of the optimizer make",
+    "under float16 autocast with": "in float16 training with",
     "tokens have other numbers, as of another": "token ids come from another",
     "habit-head-first-llama": "a Llama that trains its head first",
 }
@@ -118,16 +121,16 @@ def _alarm_counts(counts: dict[str, Any]) -> str:
     spikes = f" ({counts['in_spikes']} in a real spike of the loss)" if counts.get("in_spikes") else ""
     healthy = (
         f"In healthy runs, {counts['alarmed_steps']} of {counts['healthy_steps']:,} steps had an alarm{spikes}, and "
-        f"{counts['diverged']} of {counts['healthy_runs']} runs counted as diverged. "
+        f"{counts['diverged']} of {counts['healthy_runs']} runs diverged. "
     )
     heard = (
-        f", and in {counts['heard_before']}, Lamina also raised an alarm before the rise"
+        f". In {counts['heard_before']}, Lamina also raised an alarm before the rise"
         if "heard_before" in counts
         else ""
     )
     return (
-        f"{healthy if counts['healthy_runs'] else ''}In {counts['rose']} failures, the loss rose after the second "
-        f"step. In {counts['before']} of these {counts['rose']}, the first anomaly came before the rise{heard}. Lamina "
+        f"{healthy if counts['healthy_runs'] else ''}In {counts['rose']} failures, the loss rose two or more steps "
+        f"after the fault. In {counts['before']} of these, the first anomaly came before the rise{heard}. Lamina "
         f"named the right location in {counts['place']} of {counts['placed']} failures, and the right cause in "
         f"{counts['cause']} of {counts['failures']}. Lamina named a wrong cause in {counts['wrong_cause']} failures, "
         f"and raised no alarm in {counts['failures'] - counts['told']}."

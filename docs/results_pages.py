@@ -7,10 +7,11 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import comparisons
 import pandas as pd
 import verdict_words as said
 from verdict_words import NONE, code, number, plain, table
@@ -29,7 +30,7 @@ from lamina.lab.papers.pages.folder import OURS, StudyFolder, arms, read_folder
 from lamina.lab.papers.pages.lines import arms_title
 from lamina.lab.papers.pages.matplotlib_figures import FIGURES, write
 from lamina.lab.papers.pages.page import plot
-from lamina.lab.papers.pages.study_figures import chosen
+from lamina.lab.papers.pages.study_figures import AT_BEST, LOST, RANGE, SPREAD, chosen
 from lamina.lab.papers.study_catalog import StudyDefinition
 from lamina.reports.records import rows_of
 
@@ -42,15 +43,30 @@ PAPERS = {
 }
 """By a study's ``paper``: the name of its page, the page's title, and the paper's number at arXiv."""
 _FIELD = "field"
+_SCALES = ("cpu", "gpu", "paper")
 _HOW = (
     "**A verdict applies only to models of this size.** The papers' models are hundreds to thousands of times larger. "
     "They train on more than a hundred thousand times as much text. [Methods](../evidence/methods.md) explains each "
-    "verdict and its test. `studies/records` has every number. Each study's section has the command that runs the "
-    "study again. To list the study's trials without training them, add `--dry-run`."
+    "verdict and its test. `studies/records` has every number."
 )
+_READ = (
+    "The headings below are the names of the studies. Each study has these tables and figures:",
+    '- **Comparisons.** "A 1.2 vs B 1.5" compares the means of A and B over the seeds. The difference is A minus B. If '
+    "runs failed, Lamina ranks them last, and shows the median of the paired differences. A claim that our models "
+    "cannot decide shows only one comparison.",
+    '- **p values.** The column "p" shows each test without a correction. The column "p (Holm)" is corrected for the '
+    "number of claims in the study.",
+    "- **Settings.** A run is `finished` if it learned more than token frequencies. Otherwise, the run is `short` if "
+    "its loss was still falling, and `stuck` if not. A learning rate is good if its mean loss is within 0.02 nats of "
+    "the best mean loss.",
+    "- **Figures.** Error bars show the standard deviation over the seeds that trained, and bands show the range over "
+    "the seeds. Marks along the top edge show points at which no seed trained. If a study has several learning rates, "
+    "a figure with another quantity along x shows each setting at its best learning rate.",
+)
+_SAID = (LOST, SPREAD, AT_BEST, RANGE)  # captions that _READ replaces
 WITHIN = 0.02  # nats above the best mean at which a rate still counts as good
 _SWEPT = 3  # rates from which on their interval says something
-_TOLERANCE = f"range of learning rates with a loss within {WITHIN:g} nats of the best, in factors of 2:"
+_TOLERANCE = "range of good learning rates, in factors of 2:"
 _GENERATED = "<!-- Made from studies/records by `make results-docs`. -->"
 
 
@@ -83,23 +99,42 @@ def paper_page(
     rank = {study: (order.index(said.verdict(one)), study) for study, one in whole.items()}
     shown.sort(key=lambda one: (rank.get(one["study"], (0, "")), not said.is_whole(one)))
     rows = [_claim(one) for one in shown]
+    not_ran = [name for name in _SCALES if not any(folder.scale == name for folder in ran)] if ran else []
     return "\n\n".join(
         [
             _GENERATED,
             heading,
             f"{source}{said.counts(own)} {on_scale(ran)}".strip(),
             _HOW,
-            *([table(["claim", "verdict", "what we measured", "in the paper", "details"], rows)] if rows else []),
+            *([table(["claim", "verdict", "what we measured", "details"], rows)] if rows else []),
             "Main claims are in bold. Below a main claim, the table lists the parts of the claim that our models could "
-            "decide. The details list all parts.",
+            "decide. The details list all parts, and the papers' numbers.",
+            *(["## Run a study again", _again(ran[0], not_ran)] if ran else []),
             "## Details",
+            _READ[0],
+            "\n".join(_READ[1:]),
             *(
                 part
                 for study in studies
-                for part in study_section(study, own, folders.get(study.name, {}), figures.get(study.name, {}))
+                for part in study_section(
+                    study, own, folders.get(study.name, {}), figures.get(study.name, {}), not_ran=not_ran
+                )
             ),
         ]
     )
+
+
+def _again(folder: StudyFolder, not_ran: Sequence[str]) -> str:
+    """How to run a study of the page, with a study's name as the example."""
+    command = said.command(folder.name, folder.scale)
+    lines = [
+        f"{command} --dry-run  # lists the trials",
+        f"{command}  # trains the models",
+        f"lamina report runs/studies/{folder.name}-{folder.scale} --figures  # writes SVG and PDF files",
+    ]
+    names = " or ".join(code(f"--scale {name}") for name in not_ran)
+    larger = f"\n\nWe have not run these studies at {names} yet." if names else ""
+    return "```bash\n" + "\n".join(lines) + "\n```" + larger
 
 
 def study_section(
@@ -107,8 +142,12 @@ def study_section(
     verdicts: Sequence[Json],
     folders: Mapping[str, StudyFolder],
     figures: Mapping[str, list[Drawing]],
+    not_ran: Collection[str] = (),
 ) -> list[str]:
-    """Return the parts of a study's section, folded below its heading; ``folders`` and ``figures`` are by scale."""
+    """Return the parts of a study's section, folded below its heading; ``folders`` and ``figures`` are by scale.
+
+    ``not_ran``: the scales at which no study of the page ran.
+    """
     own = [one for one in verdicts if one["study"] == study.name]
     source = "" if study.source == OURS else f" Source: {plain(study.source)}."
     inside, later = [], []
@@ -119,18 +158,13 @@ def study_section(
             inside += _ran(folders[name], here, figures.get(name, []), earlier=earlier)
         elif scale.needs:
             later.append(f"The scale {name} cannot decide this study: {plain(scale.needs)}.")
-        else:
+        elif here or name not in not_ran:
             later.append(f"We have not run this study at `--scale {name}` yet: {code(said.command(study.name, name))}.")
             says = [f"- {said.claimed(one)}" for one in here]
             later += ["\n".join(says)] if says else []
     return [
         f"### {study.name}",
         f"{plain(study.title)}{'' if study.title.endswith('?') else '.'}{source}",
-        *(
-            f"To run this study again: {code(said.command(study.name, name))}."
-            for name in study.scales
-            if name in folders
-        ),
         '<details markdown="1">\n<summary>All numbers and figures</summary>',
         *inside,
         *later,
@@ -141,7 +175,7 @@ def study_section(
 def on_scale(folders: Sequence[StudyFolder]) -> str:
     """Say how small the models are, from their records."""
     sentences = []
-    for scale in ("cpu", "gpu", "paper"):
+    for scale in _SCALES:
         tables = [folder.results for folder in folders if folder.scale == scale]
         parameters = [value for rows in tables for value in rows["parameters"].dropna()]
         tokens = [value for rows in tables for value in rows["tokens"].dropna()]
@@ -163,8 +197,7 @@ def _claim(one: Json) -> list[str]:
     return [
         f"**{says}**" if said.is_whole(one) else says,
         said.verdict(one),
-        said.in_short(one),
-        said.in_paper(one),
+        comparisons.in_short(one),
         f"[{plain(one['claim'])}](#{one['study']})",
     ]
 
@@ -173,16 +206,16 @@ def _ran(
     folder: StudyFolder, verdicts: Sequence[Json], drawings: Sequence[Drawing], *, earlier: bool = False
 ) -> list[str]:
     """Return the parts of a scale with a record. ``earlier``: its trials are not those that the study now asks for."""
-    headings = ["claim", "verdict", "what we measured", "in the paper", "margin and 95 % interval", "p (Holm):"]
-    headings += ["seeds:", "note"]
     now = code(said.command(folder.name, folder.scale))
     old = f"**These trials used an earlier design.** To train trials of the present design, run {now}."
     parts = ["" if folder.scale == "cpu" else f"**At scale {folder.scale}**", old if earlier else ""]
     if verdicts:
-        parts.append(table(headings, [said.row(one) for one in verdicts]))
+        parts += [comparisons.claims(verdicts), comparisons.compared(verdicts), comparisons.noted(verdicts)]
     for drawing in drawings:
-        picture = f"![{plain(drawing.title)}]({FIGURES}/{drawing.name}.svg)"
-        parts += [f"**{plain(drawing.title)}**", picture, plain(drawing.caption)]
+        caption = drawing.caption
+        for above in _SAID:
+            caption = caption.replace(above, "")
+        parts += [f"![{plain(drawing.title)}]({FIGURES}/{drawing.name}.svg)", plain(caption)]
     parts += [*resolution(folder), _arms(folder), _provenance(folder, verdicts)]
     return [part for part in parts if part]
 
@@ -236,17 +269,15 @@ def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
     machine = header.get("machine")
     known = {**header, "machine": machine.get("processor") if isinstance(machine, dict) else machine}
     first: Json = next(iter(verdicts), known)
-    judged = [f"on {plain(first['machine'])}"] if first.get("machine") else []
-    judged += [f"on {plain(first['date'])}"] if first.get("date") else []
-    judged += [f"at revision {plain(first['revision'])}"] if first.get("revision") else []
-    facts = [f"{len(folder.results):,} trials", *([f"judged {' '.join(judged)}"] if judged else [])]
+    facts = [plain(first[name]) for name in ("date", "machine") if first.get(name)]
+    facts += [f"revision {plain(first['revision'])}"] if first.get("revision") else []
     machines = Counter[str]()
     for one in header.get("trained", ()):
         machines[(one.get("gpus") or [one["processor"]])[0]] += one["trials"]
-    trained = [f"{count} on {plain(name)}" for name, count in machines.most_common()]
-    facts += [f"trained {', '.join(trained)}"] if set(machines) - {first.get("machine")} else []
-    pdf = code(f"lamina report runs/studies/{folder.name}-{folder.scale} --figures")
-    return f"{', '.join(facts)}. After you run the study, {pdf} writes its figures as SVG and PDF."
+    trained = " and ".join(f"{count} on {plain(name)}" for name, count in machines.most_common())
+    apart = f" We trained {trained}." if set(machines) - {first.get("machine")} else ""
+    judged = f" ({', '.join(facts)})" if facts else ""
+    return f"{len(folder.results):,} trials{judged}.{apart}"
 
 
 PAIRS = 5

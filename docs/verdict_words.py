@@ -40,44 +40,47 @@ def number(value: object, form: str) -> str:
     return format(value, form).replace("-", "−") if known else NONE
 
 
-_RECORDED = re.compile(rf"^({'|'.join(map(re.escape, IN_WORDS))}): ")
-
-
 def _bigrams(found: re.Match[str]) -> str:
     settings = re.findall(r"(.+?) ([\d.]+) \(([\d.]+)\)(?:, |$)", found[1])
     tables = [table for _, _, table in settings]
     table = " to ".join(dict.fromkeys((min(tables), max(tables))))
     above = ", ".join(f"{name} ({loss})" for name, loss, _ in settings)
-    return f"a bigram table's loss is {table}, and these settings' losses are above it: {above}"
+    return f"the loss is above the loss of a bigram table ({table}) in these settings: {above}"
 
 
 _OLDER = (  # words of older records, and today's words for the same
     (r"^not past the loss of a table of bigrams \(in brackets\): (.*)", _bigrams),
-    (r"^(.+?): (\d+ of \d+) short \(too few steps to tell\)", r"\1: \2 runs are too short to tell"),
-    (
-        r"(\d+ of \d+) stuck \(share that failed: 95 % ",
-        r"\1 runs got stuck (95 % interval of the share that failed: ",
-    ),
-    (r", (\d+ of \d+) short \(too few steps to tell\)", r", \1 runs are too short to tell"),
+    (r"(\d+ of \d+) stuck \(share that failed: 95 % ", r"\1 runs got stuck (95 % interval of the share that failed: "),
+    (r"(\d+ of \d+) short \(too few steps to tell\)", r"\1 runs are too short to tell"),
+    (r"^(.+?): (\d+ of \d+ runs (?:got|are|diverged))", r"in \1, \2"),
     (
         r"^(.+) is not above chance: (\w+) from ([\d.]+ %) \(95 %\), chance ([\d.]+ %)",
-        r"\2 is not above chance (\4) by the lower end of its 95 % interval: \1 (\3)",
+        r"\2 is not clearly above chance (\4). The 95 % interval starts at: \1 (\3)",
     ),
     (
-        r"the policy has not moved: its reward's gain is from (\S+) \(95 %\)",
-        r"its reward has not risen (the 95 % interval of the rise starts at \1)",
+        r"^(.+): the policy has not moved: its reward's gain is from (\S+) \(95 %\)",
+        r"in \1, the reward has not clearly risen (the 95 % interval of the rise starts at \2)",
     ),
     (r"^decided at scale (\w+)", r"this claim needs scale \1"),
     (
-        r"^(seeds were added after) a look: p corrected over (.*?)( and \d+) looks",
-        r"\1 a judgment: p corrected for \2\3 judgments",
+        r"^seeds were added after a look: p corrected over (.*?)( and \d+) looks, (\S+)",
+        r"seeds were added after a judgment, so p is corrected for \1\2 judgments: \3",
     ),
-    (r"correction over (.*?)( and \d+) looks", r"correction for \1\2 judgments"),
-    (r"correction over", "correction for"),
-    (r"^arms were tuned over unequal", "settings were tuned over different"),
+    (
+        r"^'(.+)' only before Holm's correction over (.+): p (\S+), corrected (\S+)",
+        lambda found: (
+            f'the verdict is "{in_words(found[1])}" only before Holm\'s correction for {found[2]}: '
+            f"p is {found[3]} before the correction, and {found[4]} after it"
+        ),
+    ),
+    (r"( and \d+) looks", r"\1 judgments"),
+    (
+        r"^arms were tuned over (?:unequal|different) numbers of rates",
+        "settings were tuned over different numbers of rates",
+    ),
     (
         r"^its rates were chosen by seeds that it tests",
-        "its learning rates were chosen on the seeds that the claim tests",
+        "the learning rates were chosen on the seeds that the test compares",
     ),
     (
         r"^still falling at the end of the warm-up, so tolerates more",
@@ -85,30 +88,37 @@ _OLDER = (  # words of older records, and today's words for the same
     ),
     (r"^no run that has learned", "no run has learned"),
     (r"runs that failed last", "failed runs ranked last"),
-    (r"share 95 % (?=\d)", "95 % interval of this share: "),
-    (r"\(95 % (?=[-\d])", "(95 % interval "),
     (r" (\S+) against (\S+): off by at most (\S+ %)", r" \1, expected \2 (at most \3 off)"),
     (r"(?<=\d)%", " %"),
     (r"\bedr\b", "EDR"),
     (r"^the formula takes branches", "the formula assumes branches"),
     (r"^at the start they are smaller$", "before training, the branches are smaller than the skip"),
+    (r"\bat (?:init|the start)\b", "before training"),
+    (r"\bat end\b", "after training"),
+    (r": (falling|rising) with tau\b", r" (\1, by Kendall's tau)"),
+    (r"^(\d+ runs) here, (\d+) at gate A", r"\1 of this study and \2 of fused-keel-a"),
+    (r"^(\S+) trains at \[(.+)\] rates by seed", r"number of learning rates at which \1 trains, by seed: \2"),
+    (r"^narrow and wide at ", "the narrow and the wide model, by learning rate: "),
+    (r"^best rate ", "best learning rates: "),
+    (r"^in them, ", "in these models, "),
+    (r"^at a KL of", "the comparison is at a KL of"),
 )
 
 
-def _said(text: object) -> str:
-    shown = in_words(text)
+def in_todays_words(text: str) -> str:
+    """Return a record's text in today's words, not escaped."""
     for recorded, said in _OLDER:
-        shown = re.sub(recorded, said, shown)
-    return plain(shown)
+        text = re.sub(recorded, said, text)
+    return text
 
 
-def noted(one: Json) -> str:
-    """Return the notes of a verdict, escaped: a line per note. Notes on several settings' chance share a line."""
+def notes(one: Json) -> list[str]:
+    """Return the notes of a verdict, escaped. Notes on several settings' chance are one note."""
     lines: dict[str, list[str]] = {}
-    for note in map(_said, filter(None, str(one.get("note") or "").split("; "))):
-        start, by_chance, settings = note.partition(" by the lower end of its 95 % interval: ")
+    for note in map(in_todays_words, filter(None, str(one.get("note") or "").split("; "))):
+        start, by_chance, settings = note.partition(". The 95 % interval starts at: ")
         lines.setdefault(start + by_chance, []).append(settings)
-    return ";<br>".join(start + ", ".join(filter(None, settings)) for start, settings in lines.items()) or NONE
+    return [plain(start + ", ".join(filter(None, settings))) for start, settings in lines.items()]
 
 
 def claimed(one: Json) -> str:
@@ -160,50 +170,6 @@ def best(verdicts: Iterable[Json]) -> list[Json]:
 def command(study: str, scale: str) -> str:
     """How to run a study again."""
     return f"lamina study run {study}" + ("" if scale == "cpu" else f" --scale {scale}")
-
-
-def ours(one: Json) -> str:
-    """Say what we found, or how to find it: a line per part, the deciding ones first."""
-    if one["verdict"] == Verdict.NOT_RUN:
-        return code(command(one["study"], one["scale"]))
-    if one["verdict"] == Verdict.NEEDS_SCALE:
-        return noted(one)
-    parts = [_said(part) for part in one.get("parts") or [one.get("ours") or NONE]]
-    return "<br>".join([*_quantity(one), ";<br>".join(parts)])
-
-
-def in_short(one: Json) -> str:
-    """Say what we found in one line: the values that decided, or why they cannot."""
-    if one["verdict"] == Verdict.NEEDS_SCALE:
-        return "some settings did not beat a bigram table" if "bigram" in str(one.get("note")) else noted(one)
-    if one["verdict"] == Verdict.NOT_RUN:
-        return ours(one)
-    parts = one.get("parts") or [one.get("ours") or NONE]
-    first = re.split(r": difference | \(95 %", _RECORDED.sub("", str(parts[0])))[0]
-    more = f" (1 of {len(parts)} comparisons)" if len(parts) > 1 else ""
-    return " ".join([*_quantity(one), _said(first)]) + more
-
-
-def _quantity(one: Json) -> list[str]:
-    return [f"{plain(one['quantity'])}:"] if one.get("quantity") else []
-
-
-def row(one: Json) -> list[str]:
-    """The cells of a verdict on its study's page."""
-    interval = one.get("interval")
-    within = f" [{number(interval[0], '.3g')}, {number(interval[1], '.3g')}]" if interval else ""
-    margin = number(one.get("margin"), ".3g")
-    p = one.get("p_holm", one.get("p"))
-    return [
-        f"{claimed(one)} ({code(one['claim'])})",
-        f"**{verdict(one)}**",
-        ours(one),
-        in_paper(one),
-        margin + (within.replace("[", "&#91;").replace("]", "&#93;") if margin != NONE else ""),
-        number(p, ".2g"),
-        str(one.get("seeds") or NONE),
-        NONE if one["verdict"] in (Verdict.NOT_RUN, Verdict.NEEDS_SCALE) else noted(one),
-    ]
 
 
 def findings(verdicts: Iterable[Json]) -> dict[str, str]:

@@ -65,7 +65,10 @@ def fuse_condition__pre(trials: Trials) -> Finding:
         fuse[0], pre[0], by=0.05, names=("log10 of the condition number, up: fusenorm", "pre_ln")
     )
     return all_of(
-        below_pre, compare_values(gaps[1], gaps[0], lower=False, by=0.05, names=("gap in the deepest third", "in all"))
+        below_pre,
+        compare_values(
+            gaps[1], gaps[0], lower=False, by=0.05, names=("gap in the deepest third of the layers", "in all")
+        ),
     )
 
 

@@ -55,7 +55,7 @@ def fuse_decay__twice(trials: Trials) -> Finding:
     deepest = _deepest(trials)
     post, fuse = (numbers(deepest, arm, "jacobian", path, at="init") for arm in ("post_ln", "fusenorm"))
     ratios = {seed: post[seed] / fuse[seed] for seed in post if seed in fuse}
-    return _within(ratios, 2.0, 0.5, "Post-LN's log of the path over FuseNorm's")
+    return _within(ratios, 2.0, 0.5, "log of Post-LN's path, divided by the log of FuseNorm's path")
 
 
 @claim(
@@ -72,5 +72,8 @@ def fuse_decay__gradient(trials: Trials) -> Finding:
     deepest = _deepest(trials)
     post, fuse = (numbers(deepest, arm, "gradients", gain, at="init") for arm in ("post_ln", "fusenorm"))
     return compare_values(
-        post, fuse, by=0.05, names=("log10 of the first state's gradient over the last's, post_ln", "fusenorm")
+        post,
+        fuse,
+        by=0.05,
+        names=("log10(first state's gradient / last state's gradient): post_ln", "fusenorm"),
     )

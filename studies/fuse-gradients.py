@@ -47,14 +47,20 @@ def fuse_gradients(trials: Trials) -> Finding:
         _values(trials, "fusenorm", low, tilt),
         lower=False,
         by=0.05,
-        names=(f"log10 of deep over shallow at {low:g}, post_ln", "fusenorm"),
+        names=(
+            f"log10(deep layers' gradient / first layers' gradient) at learning rate {low:g}, post_ln",
+            "fusenorm",
+        ),
     )
     even = [
         compare_values(
             _values(trials, "fusenorm", rate, lambda table: abs(tilt(table))),
             _values(trials, "post_ln", rate, lambda table: abs(tilt(table))),
             by=0.05,
-            names=(f"|log10 of deep over shallow| at {rate:g}, fusenorm", "post_ln"),
+            names=(
+                f"|log10(deep layers' gradient / first layers' gradient)| at learning rate {rate:g}, fusenorm",
+                "post_ln",
+            ),
         )
         for rate in rates
     ]
@@ -74,6 +80,8 @@ def fuse_gradients__collapse(trials: Trials) -> Finding:
         fails_to_train(at_high, "post_ln"),
         trains(at_high, "fusenorm"),
         below(
-            _values(trials, "post_ln", high, behind_last), -2.0, name="log10 of Post-LN's median layer over its last"
+            _values(trials, "post_ln", high, behind_last),
+            -2.0,
+            name="log10(median layer's gradient / last layer's gradient), Post-LN",
         ),
     )

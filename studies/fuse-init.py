@@ -52,8 +52,8 @@ def fuse_init__gradients(trials: Trials) -> Finding:
     """Vanished: below a millionth of a healthy gradient; healthy: above a thousandth."""
     plain, scaled = (_gradients(trials, _arm(MIDDLE, start)) for start in ("plain", "scaled"))
     return all_of(
-        below(plain, -6.0, name="log10 of the shallow gradient norm, plain"),
-        above(scaled, -3.0, name="log10 of the shallow gradient norm, scaled"),
+        below(plain, -6.0, name="log10 of the first layers' gradient norm, initializer plain"),
+        above(scaled, -3.0, name="log10 of the first layers' gradient norm, initializer scaled"),
     )
 
 

@@ -30,7 +30,10 @@ def count(trials: Trials, arm: str) -> BySeed:
 def fuse_lr_range(trials: Trials) -> Finding:
     """For every seed at least: the rates are a grid, so the seeds' counts may all be equal and no test applies."""
     pairs = [(measure(trials, "fusenorm"), measure(trials, "post_ln")) for measure in (count, highest)]
-    names = ("seeds for which FuseNorm trains at more rates", "and at a higher one")
+    names = (
+        "seeds for which FuseNorm trains at more learning rates",
+        "seeds for which FuseNorm trains at a higher learning rate",
+    )
     seeds = len(trials.seeds)
     ours = "; ".join(
         f"{arm} trains at {list(count(trials, arm).values())} rates by seed" for arm in ("fusenorm", "post_ln")

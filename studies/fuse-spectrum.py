@@ -36,7 +36,12 @@ def _lower(trials: Trials, value, than: str, what: str) -> Finding:
 )
 def fuse_spectrum(trials: Trials) -> Finding:
     """Flatter at the head: the largest eigenvalue is fewer times the median."""
-    return all_of(*(_lower(trials.tuned(), head, arm, "largest over median") for arm in ("pre_ln", "hybridnorm")))
+    return all_of(
+        *(
+            _lower(trials.tuned(), head, arm, "the largest eigenvalue divided by the median")
+            for arm in ("pre_ln", "hybridnorm")
+        )
+    )
 
 
 @claim(
@@ -45,7 +50,7 @@ def fuse_spectrum(trials: Trials) -> Finding:
     paper="Figure 8 shows curves without numbers",
 )
 def fuse_spectrum__pre(trials: Trials) -> Finding:
-    return _lower(trials.tuned(), head, "pre_ln", "largest over median")
+    return _lower(trials.tuned(), head, "pre_ln", "the largest eigenvalue divided by the median")
 
 
 @claim(
@@ -56,5 +61,7 @@ def fuse_spectrum__pre(trials: Trials) -> Finding:
 def fuse_spectrum__mix(trials: Trials) -> Finding:
     tuned = trials.tuned()
     mix, pre = (numbers(tuned, arm, "spectra", head) for arm in ("mix_ln", "pre_ln"))
-    flatter = compare_values(mix, pre, by=0.05, names=("log10 of largest over median: mix_ln", "pre_ln"))
-    return all_of(flatter, _lower(tuned, tail, "mix_ln", "median over the tail"))
+    flatter = compare_values(
+        mix, pre, by=0.05, names=("log10 of the largest eigenvalue divided by the median: mix_ln", "pre_ln")
+    )
+    return all_of(flatter, _lower(tuned, tail, "mix_ln", "the median eigenvalue divided by a small eigenvalue"))

@@ -93,5 +93,5 @@ def fuse_theorem__uncorrelated(trials: Trials) -> Finding:
     for arm in (SCALED, PLAIN):
         deepest = list(along(trials, "num_layers"))[-1][1]
         ratios = numbers(deepest, arm, "bounds", value, at="init")
-        checks += [above(ratios, 0.95, name="ratio of both sides"), below(ratios, 1.05, name="ratio of both sides")]
+        checks += [above(ratios, 0.95, name="ratio"), below(ratios, 1.05, name="ratio")]
     return all_of(*checks)

@@ -26,5 +26,7 @@ def fuse_width(trials: Trials) -> Finding:
         note = "fewer than 3 seeds" if seeds < 3 else "no border in the sweep: all rates train, or none does"
         return Finding(verdict=Verdict.INCONCLUSIVE, ours=course, seeds=seeds, note=note)
     agree = [narrow[rate] == wide[rate] for rate in narrow]
-    agreement = fraction(agree, at_least=1.0, name="rates at which narrow and wide agree", seeds=seeds)
+    agreement = fraction(
+        agree, at_least=1.0, name="learning rates at which the narrow and the wide model agree", seeds=seeds
+    )
     return agreement.noted(f"narrow and wide at {course}")

@@ -34,4 +34,4 @@ def fuse_ws__transfer(trials: Trials) -> Finding:
         except ValueError:  # no rate trains
             continue
         apart[seed] = abs(math.log2(narrow.rate / wide.rate))
-    return below(apart, 1.0, name="log2 of one best rate over the other, by seed")
+    return below(apart, 1.0, name="|log2(narrow model's best learning rate / wide model's)|")

@@ -53,7 +53,7 @@ def _to_formula(trials: Trials, placement: str, role: str, tolerance: float) -> 
     for log, blocks in _products(trials, placement, role):
         factor = 1 + 1 / (2 * blocks) ** 2 if placement == "keel" else 2.0
         ratios.append(log / (-(blocks - 1) * math.log10(factor)))
-    name = f"{placement}: logarithm over the formula's"
+    name = f"{placement}: logarithm, divided by the formula's logarithm"
     return close(dict(enumerate(ratios)), 1.0, tolerance, name=name, seeds=len(trials.seeds))
 
 

@@ -64,4 +64,6 @@ def mix_angular__mix(trials: Trials) -> Finding:
         return whole
     by_arm = [neighbors(tuned.arm(arm).measure(PROBE)).iloc[:-2] for arm in ("mix_ln", "pre_ln")]
     wider = (by_arm[0] > by_arm[1]).tolist()
-    return all_of(whole, fraction(wider, at_least=0.75, name="layers where Mix-LN turns more", seeds=len(mix)))
+    return all_of(
+        whole, fraction(wider, at_least=0.75, name="layers that change the direction more in Mix-LN", seeds=len(mix))
+    )

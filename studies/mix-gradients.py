@@ -53,5 +53,5 @@ def mix_gradients__ends(trials: Trials) -> Finding:
 )
 def mix_gradients__even(trials: Trials) -> Finding:
     mix, *others = (numbers(trials, arm, PROBE, unevenness, at="init") for arm in ("mix_ln", "pre_ln", "post_ln"))
-    names = [("mix_ln's spread of log10", f"{arm}'s") for arm in ("pre_ln", "post_ln")]
+    names = [("mix_ln's standard deviation of log10", f"{arm}'s") for arm in ("pre_ln", "post_ln")]
     return all_of(*(compare_values(mix, other, by=0.05, names=each) for other, each in zip(others, names, strict=True)))

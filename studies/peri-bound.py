@@ -22,7 +22,7 @@ def ratios(trials: Trials, placement: str, role: str) -> dict[int, list[float]]:
 def never_above(trials: Trials, placement: str) -> Finding:
     by_seed = ratios(trials, placement, f"{STATEMENTS[placement]}_token")
     worst = [value for values in by_seed.values() for value in values]
-    name = f"{placement}: left over right of the worst token {min(worst):.3g} to {max(worst):.3g}, at most 1 in"
+    name = f"{placement}: left side / right side of the worst token {min(worst):.3g} to {max(worst):.3g}, at most 1 in"
     return fraction((value <= 1 + ROUNDING for value in worst), at_least=1.0, name=name, seeds=len(by_seed))
 
 
@@ -47,4 +47,4 @@ def peri_bound(trials: Trials) -> Finding:
 def peri_bound__proportional(trials: Trials) -> Finding:
     by_seed = ratios(trials, "pre_ln", "peri_ln_c1_token")
     worst = {seed: max(values, key=lambda value: abs(value - 1)) for seed, values in by_seed.items()}
-    return close(worst, 1.0, ROUNDING, name="left over right")
+    return close(worst, 1.0, ROUNDING, name="left side / right side")

@@ -42,7 +42,7 @@ def peri_gamma__spikes(trials: Trials) -> Finding:
     counts = [tuned.arm(arm).table.set_index("seed")["gradient_surges"].astype(float).to_dict() for arm in (FIXED, PRE)]
     if not any(counts[0].values()) and not any(counts[1].values()):
         return needs_scale("gpu" if trials.scale == "cpu" else "paper", "no run here has a spike")
-    return compare_values(*counts, by=1.0, names=("gradient spikes a seed: fixed", "Pre-LN"))
+    return compare_values(*counts, by=1.0, names=("gradient spikes per seed: fixed", "Pre-LN"))
 
 
 @claim(

@@ -58,5 +58,9 @@ def peri_gradients__post(trials: Trials) -> Finding:
     part = trials.tuned() if "depth" not in trials.axes else trials.where(depth="shallow")
     ours = numbers(part, "post_ln", "gradients", slope)
     return compare_values(
-        ours, dict.fromkeys(ours, 0.0), lower=False, by=0.05, names=("powers of ten, last over first", "none")
+        ours,
+        dict.fromkeys(ours, 0.0),
+        lower=False,
+        by=0.05,
+        names=("log10(last layers' gradient / first layers' gradient)", "none"),
     )

@@ -29,7 +29,7 @@ def reach(trials: Trials, placement: str) -> dict[int, float]:
 )
 def peri_init(trials: Trials) -> Finding:
     peri, pre = (reach(trials, placement) for placement in ("peri_ln", "pre_ln"))
-    return compare_values(peri, pre, by=0.01, names=("reach of the loss: Peri-LN", "Pre-LN"))
+    return compare_values(peri, pre, by=0.01, names=("range of the loss over initializers: Peri-LN", "Pre-LN"))
 
 
 @claim(
@@ -38,7 +38,7 @@ def peri_init(trials: Trials) -> Finding:
     paper="Table 9: a loss of 3.027 with 10/d, and of 2.902 with 1/(10 d)",
 )
 def peri_init__reach(trials: Trials) -> Finding:
-    return below(reach(trials, "peri_ln"), MOST, name="reach of Peri-LN's loss")
+    return below(reach(trials, "peri_ln"), MOST, name="range of Peri-LN's loss over initializers")
 
 
 @claim(

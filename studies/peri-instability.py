@@ -41,7 +41,7 @@ def peri_instability(trials: Trials) -> Finding:
         if not any(counts[0].values()) and not any(counts[1].values()):
             found.append(needs_scale("gpu" if trials.scale == "cpu" else "paper", "no run here has a spike"))
             continue
-        finding = compare_values(*counts, by=1.0, names=("gradient spikes a seed: Peri-LN", "Pre-LN"))
+        finding = compare_values(*counts, by=1.0, names=("gradient spikes per seed: Peri-LN", "Pre-LN"))
         ends = [diverged(part, placement) for placement in ("peri_ln", "pre_ln")]
         found.append(finding.noted(f"diverged: Peri-LN {ends[0]}, Pre-LN {ends[1]} runs"))
     return all_of(*found)
@@ -51,6 +51,7 @@ def peri_instability(trials: Trials) -> Finding:
     says="At the lowest learning rate, the gradient norm of the last layer is largest in Post-LN, smaller in Pre-LN "
     "and smallest in Peri-LN",
     paper="Figure 5a (400M): largest in Post-LN, smallest in Peri-LN",
+    quantity="log10 of the last layer's gradient norm",
 )
 def peri_instability__final_layer(trials: Trials) -> Finding:
     """At the lowest rate, where each of them trains."""
@@ -60,5 +61,5 @@ def peri_instability__final_layer(trials: Trials) -> Finding:
         stable = part.where(learning_rate=rate)
         norms = {p: numbers(stable, p, "gradients", last_gradient) for p in stable.values("placement")}
         for large, small in (("post_ln", "pre_ln"), ("pre_ln", "peri_ln")):
-            found.append(compare_values(norms[small], norms[large], by=0.05, names=(f"{small}'s", large)))
+            found.append(compare_values(norms[small], norms[large], by=0.05, names=(small, large)))
     return all_of(*found)

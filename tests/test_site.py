@@ -199,11 +199,58 @@ def test_every_verdict_of_the_records_is_on_its_page_and_in_what_diagnose_cites(
     assert not any(recorded.search(line) for line in lines), "the details have the verdicts' words of the pages, too"
 
 
-def test_settings_by_chance_share_a_line_of_notes():
+def test_settings_by_chance_share_a_note():
     words, note = loaded("docs/verdict_words.py"), "{} is not above chance: score from {} % (95 %), chance 25.0 %"
-    said = words.noted({"note": "; ".join(["a run failed", note.format("keel 1x", 14.0), note.format("pre_ln", 9.5)])})
-    by_end = "score is not above chance (25.0 %) by the lower end of its 95 % interval"
-    assert said == f"a run failed;<br>{by_end}: keel 1x (14.0 %), pre_ln (9.5 %)"
+    said = words.notes({"note": "; ".join(["a run failed", note.format("keel 1x", 14.0), note.format("pre_ln", 9.5)])})
+    by_end = "score is not clearly above chance (25.0 %). The 95 % interval starts at"
+    assert said == ["a run failed", f"{by_end}: keel 1x (14.0 %), pre_ln (9.5 %)"]
+
+
+LINES = {
+    "holds: a 1.2 vs b 1.5: difference -0.3 (95 % -0.5 to -0.1, 5 seeds, p < 0.001), claimed at most 0.01": (
+        "loss: a 1.2 vs b 1.5",
+        ("−0.3", "at most 0.01", "−0.5 to −0.1", "5", "&lt; 0.001", "supported"),
+    ),
+    "a vs b, runs that failed last: lower in 5 of 6 pairs, median difference -0.2 (6 seeds, p 0.4)": (
+        "loss, a vs b, failed runs ranked last: lower in 5 of 6 pairs",
+        ("−0.2 (median)", "", "", "6", "0.4", ""),
+    ),
+    "inconclusive: a: 5 of 8 seeds did not train (5 stuck, 3 short), share 95 % 24% to 91%": (
+        "loss, a, seeds that did not train",
+        ("5 of 8 (5 stuck, 3 short)", "", "24 % to 91 %", "", "", "cannot tell"),
+    ),
+    "a's path 0.33 against 1: off by at most 91 %": (
+        "loss, a's path",
+        ("0.33 (at most 91 % off)", "1", "", "", "", ""),
+    ),
+    "a and b: Kendall's tau 0.87 over 6 arms (95 % 0.20 to 1.00, 3 seeds, p 0.38), claimed at least 0.6": (
+        "loss, a and b: Kendall's tau, over 6 settings",
+        ("0.87", "at least 0.6", "0.20 to 1.00", "3", "0.38", ""),
+    ),
+    "blocks below the bound 56 of 56 (claimed: at least 95%)": (
+        "loss, blocks below the bound",
+        ("56 of 56", "at least 95 %", "", "", "", ""),
+    ),
+    "neither a nor b": ("loss, neither a nor b", ("", "", "", "", "", "")),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_a_record_becomes_the_cells_of_a_table(line):
+    found = loaded("docs/comparisons.py").read(line, "loss")
+    assert (found.what, found.cells) == LINES[line]
+
+
+def test_a_claim_shows_the_comparison_that_has_its_margin():
+    comparisons = loaded("docs/comparisons.py")
+    lines = [f"a 1 vs {name}: difference {gap} (95 % -1 to 1, 5 seeds, p 1)" for name, gap in (("b", -0.2), ("c", 0.3))]
+    claim = {"claim": "x", "study": "x", "verdict": "needs scale", "parts": lines, "note": "lost; lost more"}
+    assert comparisons.deciding({**claim, "margin": 0.3}).what == "a 1 vs c"
+    assert comparisons.deciding({**claim, "margin": None}).what == "a 1 vs b"
+    shown = comparisons.compared([{**claim, "margin": 0.3}]).splitlines()
+    assert shown[2:] == ["| `x` | a 1 vs c | 0.3 | −1 to 1 | 5 | 1 | cannot tell at this size |"]
+    notes = comparisons.noted([claim, {**claim, "claim": "x/y", "note": "lost"}])
+    assert notes.splitlines() == ["- `x`, `x/y`: lost", "- `x`: lost more"]
 
 
 @pytest.mark.slow  # every table and figure is made again

@@ -27,6 +27,7 @@ from lamina.lab.papers.judging import (
     ordered,
 )
 from lamina.lab.papers.judging.claims import Claim, judgeable
+from lamina.lab.papers.judging.findings import in_words
 from lamina.lab.papers.judging.rates import at_best_rates
 from lamina.lab.papers.study_catalog import Scale
 
@@ -89,7 +90,10 @@ def test_holms_correction_is_over_all_claims_those_without_a_test_too():
     found = judged(holding(0.01), holding(0.04), holding(None), holding(0.03))
     assert [each.p_holm for each in found] == [pytest.approx(0.04), pytest.approx(0.09), None, pytest.approx(0.09)]
     assert [each.verdict for each in found] == ["holds", "inconclusive", "holds", "inconclusive"]
-    assert found[1].note == "'holds' only before Holm's correction over the study's claims: p 0.04, corrected 0.09"
+    assert found[1].note == (
+        "the verdict is \"supported\" only before Holm's correction for the study's claims: p is 0.04 before the "
+        "correction, and 0.09 after it"
+    )
 
 
 def test_a_claim_that_leaves_the_tests_makes_no_other_hold():
@@ -105,8 +109,10 @@ def test_what_fails_is_corrected_as_what_holds(check):
     assert [each.p_holm for each in found] == [pytest.approx(0.03), pytest.approx(0.08), 1.0]
     word = "holds" if check is holding else "reversed"
     assert [each.verdict for each in found] == [word, "inconclusive", "inconclusive"]
-    assert found[0].note == "seeds were added after a judgment: p corrected over the study's claims and 2 looks, 0.03"
-    assert f"'{word}' only before Holm's correction over the study's claims and 2 looks: p 0.02" in found[1].note
+    over = "the study's claims and 2 judgments"
+    assert found[0].note == f"seeds were added after a judgment, so p is corrected for {over}: 0.03"
+    said = f'the verdict is "{in_words(word)}" only before Holm\'s correction for {over}: p is 0.02 before'
+    assert said in found[1].note
 
 
 def test_a_claim_over_something_not_measured_is_one_line(file):
@@ -206,7 +212,7 @@ def test_both_arms_must_have_learned_more_than_a_table_of_bigrams():
     assert verdict(both(bigram_entropy=float("nan"))).verdict == "holds", "nothing is known of it"
     between = verdict(both(bigram_entropy=2.95))
     assert between.verdict == "needs scale"
-    assert between.note == "a bigram table's loss is 2.950, and these settings' losses are above it: pre_ln (3.013)"
+    assert between.note == "the loss is above the loss of a bigram table (2.950) in these settings: pre_ln (3.013)"
     assert verdict(both(bigram_entropy=2.95), exact=True).verdict == "holds"
 
 
@@ -246,7 +252,7 @@ def test_a_later_stage_is_as_good_as_the_models_that_it_began_with():
         return lower(trials.where(stage="tasks"), "keel", than="pre_ln", column="score_sorting", by=1.0)
 
     found = verdict(whole, check, axes=("placement", "stage"))
-    assert "a bigram table's loss is 2.950" in found.note
+    assert "the loss is above the loss of a bigram table (2.950)" in found.note
     assert "pre_ln (3.013)" in found.note
     assert found.verdict == "needs scale"
 
@@ -259,7 +265,7 @@ def test_both_arms_must_be_above_chance_on_the_tasks(low, word):
     )
     found = verdict(scores, lambda trials: lower(trials, "keel", than="pre_ln", column="score_sorting", by=1.0))
     assert found.verdict == word
-    said = "score_sorting is not above chance (25.0 %) by the lower end of its 95 % interval: keel (24.1 %)"
+    said = "score_sorting is not clearly above chance (25.0 %). The 95 % interval starts at: keel (24.1 %)"
     assert (said in found.note) == (low < 25)
 
 
@@ -267,16 +273,22 @@ def test_both_policies_must_have_moved():
     moved = both(eval_reward=1.0).assign(reward_gain=[0.5, 0.6, 0.4, 0.5, 0.55, 0.45, 0.1, -0.2, 0.2, -0.1, 0.0, 0.1])
     found = verdict(moved)
     assert found.verdict == "needs scale"
-    assert "pre_ln: its reward has not risen" in found.note
+    assert "in pre_ln, the reward has not clearly risen" in found.note
     assert "keel" not in found.note
 
 
 def test_a_rate_that_the_tested_seeds_chose_decides_nothing():
     rows_of = both(tuned_on=True)
     found = verdict(rows_of)
-    assert (found.verdict, found.note) == ("inconclusive", "its rates were chosen on the seeds that the claim tests")
+    assert (found.verdict, found.note) == (
+        "inconclusive",
+        "the learning rates were chosen on the seeds that the test compares",
+    )
     swept = verdict(both(), lambda trials: lower(at_best_rates(trials), "keel", than="pre_ln"))
-    assert (swept.verdict, swept.note) == ("inconclusive", "its rates were chosen on the seeds that the claim tests")
+    assert (swept.verdict, swept.note) == (
+        "inconclusive",
+        "the learning rates were chosen on the seeds that the test compares",
+    )
 
 
 def test_a_best_rate_at_the_sweeps_edge_decides_nothing():
@@ -298,7 +310,7 @@ def test_the_seeds_of_the_sweep_are_left_out_where_five_others_remain():
 
 def test_arms_that_were_tried_at_unequal_numbers_of_rates_are_noted():
     found = verdict(both().assign(rates=lambda table: table["placement"].map({"keel": 7, "pre_ln": 5})))
-    assert (found.verdict, found.note) == ("holds", "arms were tuned over different numbers of rates: 5, 7")
+    assert (found.verdict, found.note) == ("holds", "settings were tuned over different numbers of rates: 5, 7")
 
 
 ARMS = ("one", "two", "three")

@@ -20,7 +20,7 @@ from lamina.core.python_files import guarded, run_file
 from lamina.errors import UserError
 from lamina.evaluation.generated import CHANCES
 from lamina.lab.papers.judging.checks import NOT_TRAINED, TRAINED
-from lamina.lab.papers.judging.findings import MOST, TOO_FEW, Finding, Verdict, inconclusive
+from lamina.lab.papers.judging.findings import MOST, TOO_FEW, Finding, Verdict, in_words, inconclusive
 from lamina.lab.papers.judging.trials import NO_ARM, NotMeasured, Reads, Trials
 
 ENOUGH = 5  # pairs that must remain without the seeds of the sweep
@@ -78,7 +78,7 @@ def limited(
     for why in _badly_tuned(rows, beyond, arms, reads):
         finding = finding.undecided(why) if finding.verdict.decided else finding.noted(why)
     if "rates" in beyond and len(tried := sorted(set(beyond["rates"].dropna().astype(int)))) > 1:
-        finding = finding.noted(f"arms were tuned over different numbers of rates: {', '.join(map(str, tried))}")
+        finding = finding.noted(f"settings were tuned over different numbers of rates: {', '.join(map(str, tried))}")
     return finding
 
 
@@ -103,7 +103,7 @@ def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) ->
         past += loss < bigrams
     if short and not (enough and past):
         table = " to ".join(dict.fromkeys((min(tables), max(tables))))
-        yield f"a bigram table's loss is {table}, and these settings' losses are above it: {', '.join(short)}"
+        yield f"the loss is above the loss of a bigram table ({table}) in these settings: {', '.join(short)}"
 
 
 def _by_chance(rows: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
@@ -117,19 +117,19 @@ def _by_chance(rows: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
         samples = {arm: part[column].dropna().tolist() for arm, part in _each(rows, arms)}
         lows = {arm: t_interval(values)[0] for arm, values in samples.items() if len(values) >= TOO_FEW}
         if low := ", ".join(f"{arm} ({value:.1f} %)" for arm, value in lows.items() if value <= chance):
-            yield f"{column} is not above chance ({chance:.1f} %) by the lower end of its 95 % interval: {low}"
+            yield f"{column} is not clearly above chance ({chance:.1f} %). The 95 % interval starts at: {low}"
 
 
 def _unmoved(rows: Frame, arms: Sequence[str]) -> Iterator[str]:
     for arm, part in _each(rows, arms) if _GAIN in rows else ():
         gains = part[_GAIN].dropna().tolist()
         if len(gains) >= TOO_FEW and (low := t_interval(gains)[0]) <= 0:
-            yield f"{arm}: its reward has not risen (the 95 % interval of the rise starts at {low:.2g})"
+            yield f"in {arm}, the reward has not clearly risen (the 95 % interval of the rise starts at {low:.2g})"
 
 
 def _badly_tuned(rows: Frame, beyond: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
     if reads.chose_rate or ("tuned_on" in rows and rows["tuned_on"].fillna(False).astype(bool).any()):
-        yield "its rates were chosen on the seeds that the claim tests"
+        yield "the learning rates were chosen on the seeds that the test compares"
     if "at_edge" in beyond:
         tuned_rows = beyond[beyond["tuned"].astype(bool) & beyond["status"].isin(TRAINED)]
         if edges := [
@@ -303,15 +303,15 @@ def _find(claim: Claim, trials: Trials) -> Finding:
 
 
 def _judged(claim: Claim, finding: Finding, corrected: Sequence[float], looks: int) -> Judged:
-    over = "the study's claims" + (f" and {looks} looks" if looks > 1 else "")
+    over = "the study's claims" + (f" and {looks} judgments" if looks > 1 else "")
     p, p_holm = (finding.p_not, corrected[1]) if finding.verdict.failed else (finding.p, corrected[0])
     if p is not None and finding.verdict.decided:
         if p_holm >= ALPHA:
-            word = finding.verdict.value
             finding = finding.undecided(
-                f"'{word}' only before Holm's correction over {over}: p {p:.2g}, corrected {p_holm:.2g}"
+                f'the verdict is "{in_words(finding.verdict)}" only before Holm\'s correction for {over}: p is {p:.2g} '
+                f"before the correction, and {p_holm:.2g} after it"
             )
         elif looks > 1:
-            finding = finding.noted(f"seeds were added after a judgment: p corrected over {over}, {p_holm:.2g}")
+            finding = finding.noted(f"seeds were added after a judgment, so p is corrected for {over}: {p_holm:.2g}")
     named: Json = {"claim": claim.name, "says": claim.says, "paper": claim.paper}
     return Judged(**{**vars(finding), "p": p}, **named, p_holm=None if p is None else p_holm)

@@ -23,9 +23,10 @@ ONE_LINE = "none"
 """The value of a figure's ``color`` that joins all arms in one line."""
 _MOST = 6
 _FIELDS = ("kind", "x", "y", "color", "measure")
-_LOST = "Marks along the top edge show points at which no seed trained (diverged or stuck)."
-_SPREAD = "The figure shows the mean and standard deviation over the seeds that trained."
-_RANGE = "The line is the mean over the seeds, and the band is their range."
+LOST = "Marks along the top edge show points at which no seed trained (diverged or stuck)."
+AT_BEST = "The figure shows each setting at its best learning rate."
+SPREAD = "The figure shows the mean and standard deviation over the seeds that trained."
+RANGE = "The line is the mean over the seeds, and the band is their range."
 _TIMES = {"init": "before training", "end": "after training"}
 _AXES = {"start": "first layer", "size": "layers apart"}  # of a probe's table; a study's axis may have the name
 _STATES = "state (0: the embedding)"  # one more than layers, which are counted from 0, too
@@ -138,7 +139,7 @@ def sweep(study: StudyFolder, request: Request) -> Drawing | None:
     rates_tried = rows.groupby([*arm, "seed"], dropna=False)["learning_rate"].transform("nunique")
     rows = rows[rates_tried == rates] if (rates_tried == rates).any() else rows
     table = over_seeds(rows, list(dict.fromkeys([*arm, "learning_rate"])), _value(study, request))
-    return _drawing(study, request, table, "learning_rate", f"{_SPREAD} {_LOST}")
+    return _drawing(study, request, table, "learning_rate", f"{SPREAD} {LOST}")
 
 
 def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
@@ -155,8 +156,8 @@ def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
     if table.empty or x not in table or table["mean"].isna().all() or table[x].nunique() < 2:
         return None
     table = table.drop(columns="learning_rate") if x != "learning_rate" else table
-    rate = " The figure shows each setting at its best learning rate." if study.has_sweep else ""
-    return _drawing(study, request, table, x, f"{_SPREAD}{rate} {_LOST}")
+    rate = f" {AT_BEST}" if study.has_sweep else ""
+    return _drawing(study, request, table, x, f"{SPREAD}{rate} {LOST}")
 
 
 def curves(study: StudyFolder, request: Request) -> Drawing | None:
@@ -181,7 +182,7 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
     return Drawing(
         name=_name(study, "curves", y),
         title=f"{sentence(name)} while training",
-        caption=_RANGE,
+        caption=RANGE,
         x=Axis(title=title_of(x)),
         y=Axis(title=name, log=bool(request.more.get("log")) and bool((table["mean"] > 0).all())),
         panels=facets,
@@ -225,7 +226,7 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
     return Drawing(
         name=_name(study, table, metric, role),
         title=f"{sentence(title_of(metric))} by {'state' if of_states else along}",
-        caption=_RANGE,
+        caption=RANGE,
         x=Axis(title=along),
         y=Axis(title=title_of(metric), log=log and all(y > 0 for p in drawn for s in p.series for y in s.y)),
         panels=tuple(drawn),

@@ -1,0 +1,177 @@
+"""The comparisons behind verdicts, read from the lines of the records, as tables in Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import verdict_words as said
+from verdict_words import NONE, code, table
+
+from lamina.core.json_types import Json
+from lamina.lab.papers.judging.findings import IN_WORDS, Verdict
+
+_VERDICT = re.compile(rf"^({'|'.join(map(re.escape, IN_WORDS))}): ")
+_CLAIMED = re.compile(r"(?:, claimed | \(claimed: )(?P<claimed>[^()]+?)\)?$")
+_TESTED = re.compile(r" \((?:95 % (?P<interval>\S+ to [^,]+), )?(?P<seeds>\d+) seeds?(?:, p (?P<p>[^()]+))?\)$")
+_NUMBER = r"-?(?:\d\S*|inf)"
+_FORMS = tuple(
+    re.compile(form)
+    for form in (  # the longer forms first
+        rf"^(?P<what>.+, failed runs ranked last: .+ pairs), (?P<kind>median) difference (?P<value>{_NUMBER})$",
+        rf"^(?P<what>.+): difference (?P<value>{_NUMBER})$",
+        rf"^(?P<what>.+: Kendall's tau)(?: (?P<value>{_NUMBER})) over (?P<settings>\d+) arms$",
+        r"^(?P<what>.+): (?P<value>\d+ of \d+) seeds (?P<how>did not train|trained) \((?P<kind>.+)\), "
+        r"share 95 % (?P<interval>.+)$",
+        r"^(?P<what>.+ does not train \(.+\)) \((?P<test>Fisher's exact test) [^:]+: p (?P<p>.+)\)$",
+        r"^(?P<what>.+): means (?P<value>\S+) apart, (?P<test>Welch's t test) p (?P<p>\S+)$",
+        rf"^(?P<what>.+) (?P<value>{_NUMBER}), expected (?P<claimed>\S+) \((?P<kind>at most \S+ % off)\)$",
+        r"^(?P<what>.+?):?(?: in)? (?P<value>\d+ of \d+)$",
+        rf"^(?P<what>(?!.* vs ).+?)(?<!,):? (?P<value>{_NUMBER})$",
+    )
+)
+_LABELS = {  # of older records, and today's labels for the same
+    "Post-LN's log of the path over FuseNorm's": "log of Post-LN's path, divided by the log of FuseNorm's path",
+    "log10 of the first state's gradient over the last's, ": "log10(first state's gradient / last state's gradient): ",
+    "|log10 of deep over shallow| at": "|log10(deep layers' gradient / first layers' gradient)| at learning rate",
+    "log10 of deep over shallow at": "log10(deep layers' gradient / first layers' gradient) at learning rate",
+    "log10 of Post-LN's median layer over its last": "log10(median layer's gradient / last layer's gradient), Post-LN",
+    "log10 of the shallow gradient norm,": "log10 of the first layers' gradient norm, initializer",
+    "trains at more rates": "trains at more learning rates",
+    "and at a higher one": "seeds for which FuseNorm trains at a higher learning rate",
+    "largest over median": "the largest eigenvalue divided by the median",
+    "median over the tail": "the median eigenvalue divided by a small eigenvalue",
+    "rates at which narrow and wide agree": "learning rates at which the narrow and the wide model agree",
+    "log2 of one best rate over the other, by seed": "|log2(narrow model's best learning rate / wide model's)|",
+    ": logarithm over the formula's": ": logarithm, divided by the formula's logarithm",
+    "reach of the loss: Peri-LN": "range of the loss over initializers: Peri-LN",
+    "reach of Peri-LN's loss": "range of Peri-LN's loss over initializers",
+    "gradient spikes a seed": "gradient spikes per seed",
+    "left over right of the worst token": "left side / right side of the worst token",
+    "left over right": "left side / right side",
+    "powers of ten, last over first": "log10(last layers' gradient / first layers' gradient)",
+    "layers where Mix-LN turns more": "layers that change the direction more in Mix-LN",
+    "ratio of both sides": "ratio",
+    "spread of log10": "standard deviation of log10",
+}
+_LIST = re.compile(rf"({_NUMBER}), (?:{_NUMBER}, ){{8,}}({_NUMBER})")
+_NOTHING = "not measured"
+_COLUMNS = ("difference or value:", "claimed", "95 % interval", "seeds:", "p:", "verdict")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One line of a record: what is compared, and the cells of ``_COLUMNS``, each escaped; "" for a cell without text.
+
+    Attributes:
+        is_difference: whether ``value`` is the difference of the numbers in ``what``.
+    """
+
+    what: str
+    cells: tuple[str, ...]
+    is_difference: bool
+
+    @property
+    def short(self) -> str:
+        """What is compared, with the value unless it follows from the compared numbers."""
+        return self.what if self.is_difference or not self.cells[0] else f"{self.what}: {self.cells[0]}"
+
+
+def read(line: str, quantity: str = "") -> Comparison:
+    """Read a line of a record; ``quantity``: the measured quantity, of which the line may give values alone."""
+    found, rest = _VERDICT.match(line), _todays(_VERDICT.sub("", line))
+    fields: dict[str, str] = {"verdict": IN_WORDS[found[1]] if found else ""}
+    for pattern in (_CLAIMED, _TESTED):
+        if match := pattern.search(rest):
+            fields |= {name: text for name, text in match.groupdict().items() if text}
+            rest = rest[: match.start()]
+    match = next(filter(None, (form.match(rest) for form in _FORMS)), None)
+    fields |= {name: text for name, text in match.groupdict().items() if text} if match else {"what": rest}
+    more = [f"seeds that {fields['how']}"] if "how" in fields else []
+    more += [f"over {fields['settings']} settings"] if "settings" in fields else []
+    more += [fields["test"]] if "test" in fields else []
+    separator = ": " if " vs " in fields["what"] and ": " not in fields["what"] else ", "
+    what = ", ".join([separator.join(filter(None, [quantity, fields["what"]])), *more])
+    value = _minus(fields.get("value", "")) + (f" ({fields['kind']})" if "kind" in fields else "")
+    cells = (value, _minus(fields.get("claimed", "")), _minus(fields.get("interval", "")), fields.get("seeds", ""))
+    return Comparison(
+        what=said.plain(what),
+        cells=tuple(map(said.plain, (*cells, fields.get("p", ""), fields["verdict"]))),
+        is_difference=bool(match and re.search(r" vs |: .+ pairs$", fields["what"])),
+    )
+
+
+def deciding(one: Json) -> Comparison:
+    """Return the comparison that decided a claim: the comparison with the claim's margin, or else the first."""
+    lines, margin = _lines(one), one.get("margin")
+    shown = [] if margin is None else [line for line in lines if re.search(rf" {re.escape(f'{margin:.3g}')}[ ,]", line)]
+    return read((shown or lines)[0], str(one.get("quantity") or ""))
+
+
+def in_short(one: Json) -> str:
+    """Say what we found in one line: the values that decided, or why they cannot."""
+    if one["verdict"] == Verdict.NOT_RUN:
+        return code(said.command(one["study"], one["scale"]))
+    if one["verdict"] == Verdict.NEEDS_SCALE:
+        return "Some settings did not beat a bigram table" if "bigram" in str(one.get("note")) else _joined(one)
+    more = len(_lines(one)) - 1
+    noun = "comparison" if more == 1 else "comparisons"
+    return deciding(one).short + (f" ({more} more {noun} in the details)" if more else "")
+
+
+def claims(verdicts: Sequence[Json]) -> str:
+    """Return the table of a study's claims."""
+    rows = [
+        [
+            f"{said.claimed(one)} ({code(one['claim'])})",
+            f"**{said.verdict(one)}**",
+            said.in_paper(one),
+            said.number(one.get("p_holm", one.get("p")), ".2g"),
+        ]
+        for one in verdicts
+    ]
+    return table(["claim", "verdict", "in the paper", "p (Holm):"], rows)
+
+
+def compared(verdicts: Sequence[Json]) -> str:
+    """Return the table of the claims' comparisons, or "". A claim that needs larger models has one."""
+    rows = []
+    for one in verdicts:
+        needs_scale, quantity = one["verdict"] == Verdict.NEEDS_SCALE, str(one.get("quantity") or "")
+        lines = [] if one["verdict"] == Verdict.NOT_RUN else _lines(one)
+        listed = [deciding(one)] if needs_scale and lines else [read(line, quantity) for line in lines]
+        for comparison in (each for each in listed if each.what != _NOTHING):
+            own = said.verdict(one) if len(lines) == 1 or needs_scale else comparison.cells[-1]
+            rows.append([code(one["claim"]), comparison.what, *comparison.cells[:-1], own])
+    headings = ["claim", "comparison", *_COLUMNS]
+    used = [at for at in range(len(headings)) if any(row[at] for row in rows)]
+    return table([headings[at] for at in used], [[row[at] or NONE for at in used] for row in rows]) if rows else ""
+
+
+def noted(verdicts: Sequence[Json]) -> str:
+    """Return the notes on verdicts as a list, each note once and with the claims that it is about."""
+    about: dict[str, list[str]] = {}
+    for one in verdicts:
+        for note in said.notes(one) if one["verdict"] != Verdict.NOT_RUN else []:
+            about.setdefault(note, []).append(code(one["claim"]))
+    return "\n".join(f"- {', '.join(names)}: {note}" for note, names in about.items())
+
+
+def _joined(one: Json) -> str:
+    return ";<br>".join(said.notes(one)) or NONE
+
+
+def _todays(line: str) -> str:
+    """Return a line in today's words. A long list shows only its first and last entry."""
+    for recorded, label in _LABELS.items():
+        line = line.replace(recorded, label)
+    return _LIST.sub(r"\1, …, \2", said.in_todays_words(line))
+
+
+def _lines(one: Json) -> list[str]:
+    return [str(line) for line in one.get("parts") or [one.get("ours") or NONE]]
+
+
+def _minus(text: str) -> str:
+    return re.sub(r"(?<!\w)-(?=\d|inf)", "−", text)
