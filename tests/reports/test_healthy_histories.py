@@ -116,6 +116,8 @@ def test_a_rate_that_jumps_in_the_record_is_the_cause(tmp_path):
     assert "weights were as before" not in said
     page = (tmp_path / "trainer_state.json-lamina" / "diagnosis.html").read_text(encoding="utf-8")
     assert "Learning rate too high from step 1" in page
+    assert page.count("Learning rate that the run recorded.") == 1  # not once more among the other series
+    assert "Gradient norm that the run recorded." in page.partition("<summary>Other recorded series")[2]
 
 
 def test_a_restart_after_which_the_loss_stays_a_nat_higher_is_a_rise():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TypeAlias
@@ -21,7 +21,7 @@ from lamina.reports.side_by_side import Place, SideBySide
 from lamina.reports.style import polish, single
 from lamina.training.monitor.alarms import Alarm, describe, events, in_words
 from lamina.training.monitor.batches import beginning_of
-from lamina.training.monitor.writers import LOSS
+from lamina.training.monitor.writers import LOSS, NORM
 
 PAGE = "diagnosis.html"
 Drawn: TypeAlias = tuple[str, str, Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]
@@ -36,14 +36,16 @@ _COLORS = ("#b3261e", "#c98f1e", "#3d6fb4")
 def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
     """Write the page to ``path``; ``source`` is the run."""
     said, html = answer(evidence), loss_chart(evidence)
+    rates = _course(evidence, "learning rate", evidence.rates)
     if rate_jump(evidence) is not None:
-        rates = sorted(evidence.rates)
-        lines = [("learning rate", _COLORS[2], rates, [evidence.rates[step] for step in rates])]
-        html = figure(_drawn(evidence, lines, "learning rate"), "Learning rate that the run recorded.") + html
+        html, rates = rates + html, ""
     if (first := evidence.first) is not None and first.metric != LOSS:
         others = " of the first sub-layer with an anomaly (red), and of the same sub-layer in other layers (gray)"
         caption = f"{sentence(_quantity(first))}{others if first.layer >= 0 else ' of the model'}."
         html += figure(_series_figure(evidence, first), escape(caption))
+    norms = {step: value for step, layer, *_, value in evidence.rows([NORM]) if layer < 0}
+    drawn = first is not None and first.metric == NORM
+    html += details("Other recorded series", ("" if drawn else _course(evidence, "gradient norm", norms)) + rates)
     groups = events(evidence.alarms)
     listed = "".join(
         f"<li>{escape(evidence.in_units(describe(first, evidence.names)))}"
@@ -106,6 +108,15 @@ def loss_chart(evidence: Evidence) -> str:
     marks += " Orange: the first anomaly." * (evidence.first is not None)
     course = _drawn(evidence, [("loss", _COLORS[2], *charts.series(losses))], "loss")
     return figure(course if losses else None, f"Training loss at every recorded step.{marks}")
+
+
+def _course(evidence: Evidence, name: str, values: Mapping[int, float]) -> str:
+    """Draw a recorded series of the model; return "" for a series of fewer than two values."""
+    if len(values) < 2:
+        return ""
+    steps = sorted(values)
+    drawn = _drawn(evidence, [(name, _COLORS[2], steps, [values[step] for step in steps])], name)
+    return figure(drawn, f"{sentence(name)} that the run recorded.")
 
 
 def _paragraphs(texts: Iterable[str]) -> str:
@@ -188,4 +199,5 @@ def _lines(lines: Sequence[Drawn], quantity: str, marks: Sequence[tuple[int, str
     for step, color in marks:
         picture.add_vline(x=step, line={"color": color, "width": 1.2, "dash": "dash"})
     few = max((max(steps) - min(steps) for _, _, steps, _ in lines if len(steps)), default=0) < _FEW
-    return polish(picture.update_xaxes(title=unit, dtick=1 if few else None).update_yaxes(title=quantity), 340)
+    picture.update_xaxes(title=unit, dtick=1 if few else None).update_yaxes(title=quantity, exponentformat="power")
+    return polish(picture, 340)
