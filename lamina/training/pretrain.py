@@ -324,14 +324,15 @@ class StreamPosition:
 
 
 class Branches(TrainerCallback):
-    """Trains decay branches: shorter runs that start from the main run (the trunk). Their losses go into metrics.jsonl.
+    """Trains decay branches: shorter runs that start from the main run (the trunk). The branches' losses go into
+    metrics.jsonl.
 
     Under the wsd schedule, runs of different length are equal until the decay of the shorter run begins. So a branch
     starts from the trunk's state when its decay begins. The branch trains on the next blocks while its learning rate
     decays. The trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
 
     Args:
-        run: the trunk. Its training order selects the branches' items.
+        run: the trunk, whose training order selects the branches' items.
 
     Attributes:
         rows: the records of the finished branches: ``branch_steps``, ``tokens``, ``branch_loss`` and

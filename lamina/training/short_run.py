@@ -1,7 +1,7 @@
 """Train a run's first steps, without a folder, records, evaluations or checkpoints.
 
-Jobs use a short run to check a run before it starts. A short run uses the Trainer of the whole run. So batches, losses,
-clipping, precision, accumulation, expert balance, optimizer and learning rates equal the whole run's.
+Jobs use a short run to check a run before it starts. A short run uses the whole run's Trainer. So batches, losses,
+clipping, precision, accumulation, expert balance, optimizer and learning rates are the same.
 """
 
 from __future__ import annotations

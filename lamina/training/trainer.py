@@ -222,7 +222,7 @@ class LaminaTrainer(RunTrainer, Trainer):
     Args:
         experts: the callback that counts and balances the experts' tokens.
         step_factors: each parameter's factors, with width or depth scaling.
-        second: the items of a second corpus. Every evaluation also measures their mean loss.
+        second: the items of a second corpus. Every evaluation also measures the mean loss of these items.
         collate_eval: the function that joins held-out items to a batch (default: ``data_collator``).
         scores: a function that computes further measures of each held-out item from logits and labels. ``evaluation``
             holds the means by name.

@@ -314,7 +314,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
 def load_optimizer(
     model: nn.Module, optimizer: Any, files: Sequence[Path], rest: Mapping[str, Any], *, alone: bool
 ) -> None:
-    """Load the result of ``optimizer_tensors`` into an optimizer. Raises UserError if its weights are different."""
+    """Load the result of ``optimizer_tensors`` into an optimizer. Raises UserError for different weights."""
     reshard(model)
     names, scalars = _names(model), _scalars(model)
     state: dict[int, Json] = {}

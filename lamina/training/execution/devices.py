@@ -64,8 +64,8 @@ def decided(settings: S) -> S:
 
     Lamina measures no times for this choice, so a run's numbers are reproducible.
 
-    On a GPU that computes in bfloat16, a run uses bf16. There Lamina compiles a run of ``COMPILED_FROM`` or more steps,
-    unless the run uses CUDA graphs. All other runs use fp32 and run uncompiled.
+    On a GPU that computes in bfloat16, a run uses bf16. On such a GPU, Lamina compiles a run of ``COMPILED_FROM`` or
+    more steps, unless the run uses CUDA graphs. All other runs use fp32 and run uncompiled.
     """
     device = device_of(getattr(settings, "device", "auto"))
     fast = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -546,7 +546,7 @@ class _Repeats:
         return True
 
     def target(self) -> Target | None:
-        """Find the argument that contains the targets. Return its name, the positions that count, and the offset."""
+        """Return the name of the argument that contains the targets, the counted positions, and the targets' offset."""
         for at, tokens, classes, counted in self._asked():
             if (found := offset_of(tokens, classes, counted)) is not None:
                 return at, *found

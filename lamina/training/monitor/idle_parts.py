@@ -37,8 +37,8 @@ class IdleParts:
     Attributes:
         runs: for each part, the number of consecutive values at which the part was idle.
         named: the idle parts that a note has named.
-        counts: two counts of expert loads for each layer. The first counts the loads of 0 before a load above 0. The
-            second counts these loads and all loads above 0.
+        counts: for each layer, the number of loads of 0 in ended runs of zeros, and this number plus the number of
+            loads above 0.
         told: for each metric, the number of notes so far.
     """
 

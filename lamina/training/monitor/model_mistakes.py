@@ -226,7 +226,7 @@ def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _gain(module: nn.Module) -> torch.Tensor | None:
-    """Measure a norm's gain. Return None if the module is not a norm, because its output grows with its input."""
+    """Measure a norm's gain. Return None if the module is not a norm: a norm's output does not grow with the input."""
     vectors = [p for p in module.parameters(recurse=False) if p.ndim == 1]
     if not vectors or next(module.children(), None) is not None or hasattr(module, "running_mean"):
         return None  # a pass would change a batch norm's statistics

@@ -1,4 +1,4 @@
-"""The core of the monitor. At the end of a step, it checks the step's measurements for alarms and writes them.
+"""The core of the monitor: end a step, check the step's measurements for alarms, and write the measurements.
 
 An adapter supplies the measurements. The adapter for a user's loop uses torch's hooks (``watch.LoopMonitor``). The
 adapter for a run of Lamina uses Trainer's callbacks (``recorder.RunRecorder``).
@@ -103,9 +103,9 @@ class Monitor:
 
     Attributes:
         records: the writers, or None in every process but the first.
-        guard: the divergence guard. Its ``alarms`` judge all rows.
+        guard: the divergence guard, whose ``alarms`` judge all rows.
         step: the last step that has ended.
-        on_alarm: called in the first process with the first alarm of each event (alarms that belong together).
+        on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
         series: each step's loss and gradient norm.
         last_loss: the loss of the last record.
     """

@@ -176,7 +176,7 @@ def _is_adam(group: Mapping[str, Output]) -> bool:
 
 @checks
 def large_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an Adam whose epsilon is far above the gradients or the learning rate."""
+    """Find an epsilon of Adam that is far above the gradients or the learning rate."""
     groups = [group for _, group in setup.settings if _is_adam(group)]
     epsilon = max((float(group["eps"]) for group in groups), default=0.0)
     seen = setup.trial.gradients if setup.trial is not None else {}

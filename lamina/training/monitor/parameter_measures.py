@@ -185,7 +185,7 @@ class GradientNorms:
         return total, self.summed(norms.double().pow(2), present)
 
     def local_sums(self, tensors: Sequence[torch.Tensor | None], *, power: int = 2) -> torch.Tensor:
-        """Sum |x|**power by group over this process's part of the tensors, one per parameter. None counts as zeros."""
+        """Sum |x|**power by group over this process's parts of the tensors, one per parameter (None counts as 0)."""
         present = [index for index, tensor in enumerate(tensors) if tensor is not None]
         parts = [local_part(tensor) for tensor in tensors if tensor is not None]
         if not parts:
@@ -268,7 +268,7 @@ class FirstFailure:
         self._step, self._squares = self._step + new * step, torch.where(new, squares, self._squares)
 
     def read(self) -> tuple[int, torch.Tensor]:
-        """Return the first step with a norm that is NaN or infinite, and its squares. Step 0 means no such step."""
+        """Return the first step with a norm that is NaN or infinite, and its squares, or step 0 without such a norm."""
         return (0 if self._step is None else int(self._step)), self._squares
 
 
@@ -317,7 +317,7 @@ class Samples:
     limit. ``written_ratio`` is the norm of other code's changes to the weights since the last record, divided by the
     weights' norm. ``moved_ratio`` is the distance that the optimizer moved the weights since the previous such change
     (or the first step), divided by the weights' norm. ``forgotten_share`` is the lost part of an optimizer tensor's
-    norm. The tensor with the largest loss counts, and a missing tensor has lost a share of 1.
+    norm. The tensor with the largest share counts, and a missing tensor has a share of 1.
 
     Only ``rows`` waits for the device. A resumed run begins with a new sample, so its first step is not compared.
 

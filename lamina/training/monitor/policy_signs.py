@@ -52,7 +52,7 @@ class Sign(NamedTuple):
 
 
 def metrics_of(names: Iterable[str]) -> dict[str, str]:
-    """Map the names of logged series to a policy's metrics. Empty for a log without rewards, because other trainers
+    """Map the names of logged series to a policy's metrics. The result is empty without rewards, because other trainers
     also log entropy.
     """
     found = {name: LOGGED[plain] for name in names if (plain := name.removeprefix("train/")) in LOGGED}
@@ -75,7 +75,7 @@ class PolicyCourse:
 
     Attributes:
         last: the step of the last record, or 0 before the first record.
-        begun: the first step of the current period of equal rewards in each group. 0 if rewards differ now.
+        begun: the first step of the current period of equal rewards in each group, or 0 if rewards differ now.
         run: the number of records in the current period of equal rewards.
         records: the number of records before the current period of equal rewards.
         equal: the number of records with equal rewards before the current period.

@@ -148,7 +148,7 @@ def limits() -> Mapping[str, float]:
 
 
 def noise_of(losses: Sequence[float]) -> float:
-    """Estimate the losses' noise (a standard deviation) from successive differences. 0 for fewer than two losses."""
+    """Estimate the losses' noise (a standard deviation) from successive differences. A single loss has a noise of 0."""
     moved = [abs(later - earlier) for earlier, later in pairwise(losses)]
     return 1.4826 * statistics.median(moved) / math.sqrt(2) if moved else 0.0
 

@@ -52,8 +52,8 @@ def installed(report_to: str) -> list[str]:
 class Trackers:
     """Logs rows to TensorBoard, W&B and trackio, from the first row on.
 
-    W&B and trackio log into the open run, such as the run of Trainer's callbacks. If no run is open, Lamina opens a
-    run. The run has the folder's name. Its project is WANDB_PROJECT (default: lamina).
+    W&B and trackio log into the open run, such as the run of Trainer's callbacks. If no run is open, Lamina opens a run
+    with the folder's name in the project WANDB_PROJECT (default: lamina).
 
     Raises:
         UserError: for a tracker that is not installed.

@@ -270,7 +270,7 @@ class Instruments:
         """Attach the hooks inside the context.
 
         Args:
-            judge: a function that decides from the gradient norm whether to skip the step. None skips no step.
+            judge: a function that decides from the gradient norm whether to skip the step, or None to skip no step.
             found: a function that Lamina calls with the batch after each search for the layers.
             untold: a function that Lamina calls if a forward pass begins before the loop has reported the last step.
             left: a function that Lamina calls before the loop destroys the process group.

@@ -115,7 +115,7 @@ class LoopMonitor(Monitor):
         instruments: the hooks on the model and its optimizers, which supply the measurements.
         records: the writer of the records in the first process, or None in all other processes.
         step: the last step before this start, or 0 for a new run.
-        on_alarm: called in the first process with the first alarm of each event (alarms within 20 steps).
+        on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
         tokenizer: the tokenizer that decodes recorded batches. With None, Lamina looks for the model's tokenizer.
     """
 

@@ -1,4 +1,4 @@
-"""The objectives on text: causal and masked prediction. Both use the same tokenizer and blocks of tokens."""
+"""The objectives on text: causal and masked prediction, on the same blocks of tokens."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class TrainOrder(Sampler[list[int]]):
 
     Args:
         blocks: the number of blocks.
-        batch_size: the number of blocks in a micro-batch, over all processes. A multiple of ``size``.
+        batch_size: the number of blocks in a micro-batch, over all processes (a multiple of ``size``).
         gradient_accumulation: the number of micro-batches in a step.
         skips: the data to skip, as pairs (step, ahead). After ``step``, the order has skipped ``ahead`` steps of data
             in total. For each step, the last pair before the step counts.
