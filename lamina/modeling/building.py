@@ -49,20 +49,20 @@ def build(
 
     Args:
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration or its folder,
-            or a model's name on the hub. Lamina does not load the model's weights; `lamina convert` does.
+            or a model's name on the hub. Lamina does not load the weights. To keep the weights, use `lamina convert`.
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
         num_layers: the number of blocks (default: the backbone's number). ``hidden_size``, ``num_heads`` and
             ``vocab_size`` also default to the backbone's sizes.
-        head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification" (default: the first head in
-            the backbone's row of ``ADAPTERS``).
-        num_labels: a classifier's number of classes (default: the backbone's number for images; 1 for sequences, as in
-            a reward model).
+        head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification" (default: the backbone's
+            first head in ``ADAPTERS``).
+        num_labels: a classifier's number of classes. The default is the backbone's number for images, and 1 for
+            sequences, as in a reward model.
         init: an initializer's name or ``"name(std=0.01)"``. "recommended" is the initializer of the paper's main runs.
         profile_ids: the input for an initializer that profiles the model, such as Admin's: token ids [batch, tokens],
             or images for a vision backbone (default: random).
-        scaling: a ``lamina.modeling.scaling.Scaling`` for the initial weights and for the branches' multiplier.
-        adapter: the names of the backbone's modules, as fields of ``lamina.modeling.modeling_lamina.Adapter``:
-            ``{"attention": "attn", "norm": "ln_f"}`` (default: the configuration's ``lamina_adapter``).
+        scaling: a ``lamina.modeling.scaling.Scaling``, which sets factors on the initial weights and on the branches.
+        adapter: a dict from fields of ``lamina.modeling.modeling_lamina.Adapter`` to names of the backbone's modules,
+            such as ``{"attention": "attn", "norm": "ln_f"}`` (default: the configuration's ``lamina_adapter``).
         placement_options: options of this placement, or options that every placement takes.
 
     Returns:
@@ -70,8 +70,8 @@ def build(
         generator, which you can seed with ``torch.manual_seed``.
 
     Raises:
-        UserError: (a ValueError) a name or option is unknown, a size is invalid, the plan has another number of layers,
-            or the head does not fit the backbone.
+        UserError: for an unknown name or option, an invalid size, a plan with another number of layers, or a head that
+            does not fit the backbone. UserError is a ValueError.
     """
     config = resolve_backbone(
         backbone, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=vocab_size
@@ -112,7 +112,7 @@ def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[s
 
 
 def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | None) -> PreTrainedModel:
-    """Return the wired model, with transformers' initial weights. Raises UserError if it cannot be built."""
+    """Return the model with transformers' initial weights. Raises UserError if Lamina cannot build the model."""
     if num_labels is None:
         labels: dict[str, Any] = {"num_labels": 1} if head == "sequence_classification" else {}
     elif not head.endswith("classification"):
@@ -130,22 +130,23 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
         raise UserError(str(error)) from error
     except (AssertionError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
         raise UserError(
-            f"backbone {config.model_type!r}: it cannot be built ({one_line(error)}). Choose another backbone."
+            f"backbone {config.model_type!r}: Lamina cannot build this backbone ({one_line(error)}). Choose another "
+            "backbone."
         ) from error
 
 
 @torch.no_grad()
 def _check_runs(model: PreTrainedModel) -> None:
-    """Raise UserError if a model does not run, or computes other logits with its cache than without.
+    """Raise UserError if a model does not run, or if the cache changes the logits.
 
-    Lamina makes this check for untested backbones and for configurations from files. If their layers pass on more than
-    the residual stream, the built model can fail or lose information at its first token.
+    Lamina makes this check for untested backbones and for configurations from files. Such a backbone's layers may pass
+    on more than the residual stream. Then the built model fails or loses information.
     """
     if model.main_input_name != "input_ids" or any(p.is_meta for p in model.parameters()):
         return
     text_config = backbone_of(model.config)
     ids = torch.arange(1, 5, device=next(model.parameters()).device).remainder(text_config.vocab_size)[None]
-    subject, training = f"backbone {text_config.model_type!r}: with a placement, it", model.training
+    subject, training = f"backbone {text_config.model_type!r}: with a placement, the model", model.training
     try:
         with torch.random.fork_rng(devices=[]):
             runs: Any = model.eval()
@@ -157,7 +158,7 @@ def _check_runs(model: PreTrainedModel) -> None:
                 logits, cached = logits[:, -1], cached[:, -1]
                 if not torch.allclose(logits, cached, rtol=1e-2, atol=1e-2 * float(logits.abs().max())):
                     raise UserError(
-                        f"{subject} gives different logits with and without its cache. Choose another backbone."
+                        f"{subject} gives different logits with and without a cache. Choose another backbone."
                     )
     except UserError:
         raise
@@ -181,7 +182,7 @@ def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan
         return resolve(placement, num_layers, **options)
     if options:
         raise UserError(
-            f"placement: a plan takes no options ({', '.join(options)}). Pass them to lamina.placements.resolve."
+            f"placement: a plan takes no options ({', '.join(options)}). Pass the options to lamina.placements.resolve."
         )
     if placement.num_layers != num_layers:
         raise UserError(
@@ -195,8 +196,8 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
     """Combine plain attention and feed-forward modules into one layer of a plan, a Block.
 
     Args:
-        attention: a module that takes [batch, tokens, hidden_size] and the keyword arguments of the Block's call, and
-            returns a tensor of the same shape, or a tuple that starts with such a tensor.
+        attention: a module whose input is [batch, tokens, hidden_size] and the keyword arguments of the Block's call.
+            The output is a tensor of the same shape, or a tuple that starts with this tensor.
         feed_forward: a module that takes and returns [batch, tokens, hidden_size].
         layer_plan: an entry of ``Plan.layers``.
         hidden_size: the width of the residual stream.

@@ -27,7 +27,7 @@ _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClas
 
 @dataclass(kw_only=True)
 class Loaded:
-    """A model in evaluation mode, with its tokenizer and its run's folder (each None if missing) and notes."""
+    """A model in evaluation mode, with notes. ``tokenizer`` and ``run`` (the run's folder) are None if missing."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -55,8 +55,8 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     """Load a checkpoint.
 
     ``path`` is a folder with config.json or a .gguf file, a run's folder, a .gguf file, or a name on the hub. The
-    weights may be in safetensors, GGUF or .bin files; torch reads .bin files with ``weights_only``, so these files may
-    hold only tensors.
+    weights may be in safetensors, GGUF or .bin files. A .bin file may hold only tensors, because torch reads it with
+    ``weights_only``.
 
     Raises:
         UserError: the path holds no checkpoint, the checkpoint needs custom code, or a weight is NaN or infinite.
@@ -107,8 +107,8 @@ def _located(path: str | Path) -> tuple[str, Path | None, Json]:
             saved = [p for p in saved if (p / "config.json").is_file()]
             if not saved:
                 raise UserError(
-                    f"checkpoint: the run {str(run)!r} has saved no model yet: it holds neither model/ nor "
-                    "checkpoints/. Choose a run that has saved a model."
+                    f"checkpoint: the run {str(run)!r} has no saved model: the folders model/ and checkpoints/ are "
+                    "missing. Choose a run that has saved a model."
                 )
             folder = max(saved, key=lambda p: int(p.name[11:]))
     more: Json = {}
@@ -140,7 +140,7 @@ def _class(config: PreTrainedConfig) -> ModelClass:
 
 
 def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
-    """Return the Auto class for a configuration's model. If the model type has a head, the class adds the head.
+    """Return the Auto class for a configuration's model: a class with a head, if one exists for the model type.
 
     Raises UserError if transformers has no model for the model type.
     """

@@ -88,7 +88,7 @@ class LaminaConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Build the backbone's configuration. Raises ValueError for a plan of another depth."""
+        """Build the backbone's configuration. Raises ValueError if the plan and the backbone have different depths."""
         if self.backbone_config is None:
             self.backbone_config = AutoConfig.for_model("llama")
         elif isinstance(self.backbone_config, dict):
@@ -100,12 +100,14 @@ class LaminaConfig(PreTrainedConfig):
         for name in FLAT:
             if name in kwargs and hasattr(backbone, name) and (value := kwargs.pop(name)) != getattr(backbone, name):
                 raise ValueError(
-                    f"{name}: {value!r}, but backbone_config.{name} is {getattr(backbone, name)!r}. Make them equal."
+                    f"{name}: {value!r}, but backbone_config.{name} is {getattr(backbone, name)!r}. Make the values "
+                    "equal."
                 )
         scale = LogitsStyle.of(backbone).scale
         if (value := kwargs.pop("logit_scale", scale)) != scale:
             raise ValueError(
-                f"logit_scale: {value!r}, but the logits of backbone_config have {scale!r}. Make them equal."
+                f"logit_scale is {value!r}, but backbone_config scales the logits by {scale!r}. Make the two values "
+                "equal."
             )
         # The last hidden state is to be the stream before the final norm, as it is in every other layer.
         backbone.tie_last_hidden_states = False
@@ -120,8 +122,8 @@ class LaminaConfig(PreTrainedConfig):
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         if self.plan is not None and len(self.plan["layers"]) != backbone.num_hidden_layers:
             raise ValueError(
-                f"plan: it has {len(self.plan['layers'])} layers, but the backbone has num_hidden_layers = "
-                f"{backbone.num_hidden_layers}. Make them equal."
+                f"plan: the plan has {len(self.plan['layers'])} layers, but the backbone has num_hidden_layers = "
+                f"{backbone.num_hidden_layers}. Make the numbers equal."
             )
         super().__post_init__(**kwargs)
 
@@ -134,7 +136,7 @@ class LaminaConfig(PreTrainedConfig):
         return kwargs
 
     def __getattr__(self, name: str) -> Any:
-        """Return the backbone's field; Python calls this only for fields that are missing here."""
+        """Return the backbone's field. Python calls this method only for fields that LaminaConfig lacks."""
         backbone = self.__dict__.get("backbone_config")
         if not name.startswith("_") and isinstance(backbone, PreTrainedConfig):
             if name == "logit_scale" and (scale := LogitsStyle.of(backbone).scale) != 1.0:
@@ -144,7 +146,7 @@ class LaminaConfig(PreTrainedConfig):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a field where Lamina reads it: here, or on the backbone's configuration."""
+        """Set a field of LaminaConfig, or of the backbone's configuration if only the backbone has the field."""
         backbone = self.__dict__.get("backbone_config")
         again = name in self.__dict__
         own = name in self.__dict__ or hasattr(type(self), name) or name in _TOKENS or name.startswith("_")

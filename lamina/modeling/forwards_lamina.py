@@ -47,9 +47,9 @@ class _Calls(ast.NodeTransformer):
 def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[str, str]) -> FunctionType:
     """Return a module's forward with added calls of the module's methods, before or after inner modules.
 
-    ``before`` maps an inner module's name to a method for its input, and ``after`` maps it to a method for its output.
-    The new forward keeps the decorators, globals, closure and defaults. Raises ValueError if the forward itself does
-    not call an inner module, or if Lamina cannot read the forward's source.
+    ``before`` maps an inner module's name to a method for the input. ``after`` maps the name to a method for the
+    output. The new forward keeps the decorators, globals, closure and defaults. Raises ValueError if the forward
+    itself does not call an inner module, or if Lamina cannot read the forward's source.
     """
     name = f"{base.__name__}.forward"
     wrappers, forward = list[FunctionType](), base.forward
@@ -74,14 +74,16 @@ def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[
         cells = wrapper.__closure__ or ()
         holds = [cell.cell_contents is vars(wrapper)["__wrapped__"] for cell in cells]
         if not any(holds):
-            raise ValueError(f"{name}: {wrapper.__qualname__} hides the method that it wraps. Use a plain decorator.")
+            raise ValueError(
+                f"{name}: {wrapper.__qualname__} is a decorator that hides the wrapped method. Use a plain decorator."
+            )
         closure = (CellType(made) if held else cell for cell, held in zip(cells, holds, strict=True))
         made = _twin(wrapper, wrapper.__code__, tuple(closure), made)
     return made
 
 
 def _tree(forward: object) -> ast.FunctionDef | None:
-    """Parse the source of a method; None if there is none."""
+    """Parse the source of a method. Return None if the source is not available."""
     try:
         source = inspect.getsource(forward)  # type: ignore[arg-type]  # raises TypeError
         tree = ast.parse(f"class _:\n{source}" if source[:1].isspace() else source).body[0]

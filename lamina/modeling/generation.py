@@ -41,7 +41,7 @@ class Teller(TextStreamer):
 
 
 def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
-    """Return the position of the first stop text at or after ``begin``, or the text's length if there is none."""
+    """Return the position of the first stop text from ``begin`` on. Without a stop text, return the text's length."""
     return min((end for stop in stops if (end := text.find(stop, begin)) >= 0), default=len(text))
 
 
@@ -93,8 +93,8 @@ class Speaker:
         """Raise UserError if the model's tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
             raise UserError(
-                f"chat: the tokenizer of {self.path!r} has no chat template. Choose a model with a template, such "
-                "as a model that `lamina sft` has tuned on conversations, or leave out --chat."
+                f"chat: the tokenizer of {self.path!r} has no chat template. Choose a model with a template, "
+                "such as a chat model trained with `lamina sft`, or leave out --chat."
             )
 
     def answer(self, turns: list[dict[str, str]], tell: Callable[[str], object] | None = None) -> str:
@@ -124,8 +124,8 @@ class Speaker:
         tokens = inputs["input_ids"].shape[1]
         if self.longest is not None and tokens >= self.longest:
             raise UserError(
-                f"prompt: its {tokens} tokens leave no room for another token in the model's context of "
-                f"{self.longest}. Give at most {self.longest - 1} tokens."
+                f"prompt: the prompt's {tokens} tokens fill the model's context of {self.longest}. "
+                f"Give at most {self.longest - 1} tokens."
             )
         pad, room = self.tokenizer.pad_token_id, self.max_new_tokens
         options = self.sampling if teller is None else {**self.sampling, "streamer": teller}
@@ -136,11 +136,11 @@ class Speaker:
             return self.model.generate(**inputs, max_new_tokens=room, pad_token_id=pad, **options)
         except Exception as error:  # whatever the files ask for, transformers has tried it
             raise UserError(
-                f"model {self.path!r}: it loads, but does not run ({one_line(error)}). Choose another model."
+                f"model {self.path!r}: the model loads, but does not run ({one_line(error)}). Choose another model."
             ) from error
 
     def _has_a_last_position(self, longest: int) -> bool:
-        """Return whether positions come from a table (OPT's has two extra rows); rotary embeddings have no end."""
+        """Return whether positions come from a table of limited length. (OPT's table has two extra rows.)"""
         tables = (m for m in self.model.modules() if isinstance(m, torch.nn.Embedding))
         words = self.model.get_input_embeddings()
         return any(longest <= table.num_embeddings <= longest + 2 for table in tables if table is not words)

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Weight(Facts):
-    """A parameter, and facts that an initializer may need. The role "wiring" has no initializer and no weight decay.
+    """A parameter with the facts that initializers use. Parameters of role "wiring" have no initializer and no weight
+    decay.
 
     ``sublayer`` is "attention", "feed_forward", "embedding" or "readout". If the parameter joins several matrices,
     ``rows`` is the number of output channels of each matrix. With ``transposed``, the first axis holds the input
@@ -49,7 +50,9 @@ class Weight(Facts):
 
     @property
     def fan_in(self) -> int:
-        """The number of input channels (of one expert, if the tensor stacks experts); for an embedding, the width."""
+        """The number of input channels, of one expert if the tensor stacks experts. An embedding has its width as
+        fan-in.
+        """
         return self.matrix.shape[-1]
 
     @property
@@ -178,8 +181,8 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     """Set the omega of every sub-layer in one forward pass in training mode.
 
     omega_1 = 1 and omega_{i+1} = sqrt(Var(omega_i x_i) + Var(f_i(x_i))), the variance over all elements of the tensor
-    (Liu et al. 2020, arXiv 2004.08249, Eq 5 with the code's leading 1). Lamina sets omega_i before sub-layer i runs, so
-    x_i is the output of sub-layers that already have their omegas.
+    (Liu et al. 2020, arXiv 2004.08249, Eq 5 with the code's leading 1). Lamina sets omega_i before sub-layer i runs,
+    so x_i already depends on omega_1 to omega_{i-1}.
 
     ``input_ids`` are [batch, tokens], or images [batch, channels, height, width] for a vision backbone. The default is
     8 x 64 tokens drawn uniformly from the vocabulary, or 8 images of noise, from a separate generator. Raises UserError

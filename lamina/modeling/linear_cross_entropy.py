@@ -5,7 +5,7 @@ With the last states H [tokens, hidden_size], the head's weight W [vocab_size, h
     L = 1/n sum_i ( log sum_v exp z_iv  -  z_i,t_i ),     z_i = s W h_i,  or  c tanh(s W h_i / c)
 
 over the n labels that are not -100. The gradient needs only the softmax P of the logits: dL/dz = (P - onehot(t)) / n.
-So the forward pass adds a chunk of tokens to the loss and to both gradients, then frees the chunk's logits. Memory
+So the forward pass adds a chunk's loss and the chunk's gradients of H and W, then frees the chunk's logits. Memory
 holds logits [chunk, vocab_size] instead of several tensors [tokens, vocab_size].
 """
 
@@ -73,18 +73,19 @@ class LinearLoss:
         shift_labels: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor | None:
-        """Return the mean loss in float32, as transformers' ForCausalLMLoss does; None if it does not apply.
+        """Return the mean loss in float32, as transformers' ForCausalLMLoss. Return None to let the model compute the
+        loss.
 
         Args:
             states: [batch, tokens, hidden_size]; the state of token i predicts label i + 1.
-            head: the output head. The model itself computes the loss unless this is a plain nn.Linear without bias,
-                without an adapter, and with a weight that is neither quantized nor sharded.
+            head: the output head. The head must be an nn.Linear without bias and without an adapter, and its weight
+                must be unquantized and unsharded. For any other head, return None.
             labels: [batch, tokens], with -100 for tokens without a label.
             scale: the factor on the logits.
             softcap: the logits' bound c in c tanh(z / c).
             num_items_in_batch: the divisor of the summed losses (default: the number of labels that are not -100).
             shift_labels: labels that are already shifted.
-            more: other arguments of the loss. If there are any, the model itself computes the loss.
+            more: other arguments of the loss. With any other argument, return None.
         """
         if type(head) is not nn.Linear or head.bias is not None or type(head.weight) is not nn.Parameter or more:
             return None

@@ -1,4 +1,4 @@
-"""The models that transformers' Auto classes load: a backbone's modules, connected as a plan says.
+"""The models that transformers' Auto classes load. A plan connects the backbone's modules.
 
 Transformers copies this file beside a checkpoint, together with the configuration's and the wiring's files.
 """
@@ -59,7 +59,7 @@ class Adapter:
         embeddings: the module that computes x^0 from the input, if the model needs more than a look-up by id.
         is_decoder: whether the model is causal and caches keys and values.
         heads: the heads (names in HEADS) that fit the model type, the default head first.
-        roles: a weight's role by its module's attribute name, for names that core/architectures.py lacks.
+        roles: a dict from a module's attribute name to its weight's role, besides the names in core/architectures.py.
         arguments: keyword arguments of the backbone's constructor.
     """
 
@@ -80,7 +80,7 @@ class Adapter:
 
     @property
     def parts(self) -> dict[str, str]:
-        """A dict from each name that a layer's attention or feed-forward may have to the module's path in a Block."""
+        """Map each possible name of the attention and the feed-forward to the module's path in a Block."""
         return {name: f"{half}.module" for half in HALVES for name in getattr(self, half).split("|")}
 
     def halves(self, layer: nn.Module) -> list[str]:
@@ -269,7 +269,7 @@ PARALLEL = ("use_parallel_residual", "parallel_attn")  # fields that say so, in 
 
 
 def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> None:
-    """Raise ValueError if the backbone lacks a part, or if rewiring would lose something that its layers do."""
+    """Raise ValueError if the backbone lacks a part, or if the plan drops a computation of its layers."""
     kind = f"backbone {backbone.config.model_type!r}"
     for name in ("layers", "norm", "embedding_norm", "embeddings"):
         _check_module(backbone, getattr(adapter, name), f"{kind}: {name}")
@@ -289,7 +289,7 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
     for scale in ("residual_multiplier", "scale_depth"):
         if not (scaled or known) and getattr(backbone.config, scale, None) not in (None, 1, 1.0):
             raise ValueError(
-                f"{kind}: its layers scale their branches ({scale}), and this placement would drop the scale. Use a "
+                f"{kind}: the layers scale the branches ({scale}), but the placement would drop the scale. Use a "
                 "placement with an out_scale, such as granite or minicpm."
             )
     norm = type(backbone.get_submodule(adapter.norm))
@@ -299,7 +299,7 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
     parallel = all(layer["feed_forward"].get("read") == "block_input" for layer in plan["layers"])
     beside = len(norms) < 2 or any(getattr(backbone.config, name, False) for name in PARALLEL)
     if beside and not (parallel or known):
-        raise ValueError(f"{kind}: its layers run attention and feed-forward in parallel. Add wiring=parallel.")
+        raise ValueError(f"{kind}: the layers run attention and feed-forward in parallel. Add wiring=parallel.")
     if not known:
         lost = [key for key, one in modules.items() if key not in norms and any(True for _ in one.parameters())]
         logger.warning_once(
@@ -310,7 +310,7 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
 
 
 def _check_module(backbone: nn.Module, path: str | None, subject: str) -> None:
-    """Raise ValueError, beginning with ``subject``, if ``path`` names no module; list the modules there."""
+    """Raise ValueError if ``path`` names no module. The message begins with ``subject`` and lists the modules."""
     module, before = backbone, list[str]()
     for part in path.split(".") if path else ():
         children = dict(module.named_children())
@@ -376,7 +376,7 @@ class LaminaModel(LaminaPreTrainedModel):
         self.backbone.set_input_embeddings(value)
 
     def _check_whole(self) -> None:
-        """Raise ValueError if an engine split layers or channels that belong together. Engines call this first."""
+        """Raise ValueError if a serving engine has split layers or channels that the plan needs together."""
         if not (self._pp_plan or all(isinstance(layer, Block) for layer in self.layers)):
             raise ValueError(
                 "plan: a model cannot be split into pipeline stages if the plan scales or normalizes the embedding, or "
@@ -522,7 +522,7 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
         # Named one by one: Trainer and TRL keep only the columns whose names are in this signature.
         if kwargs.get("output_router_logits"):
             raise ValueError(
-                "output_router_logits: not supported. Leave it out: Lamina adds the router's balance loss itself."
+                "output_router_logits: not supported. Leave it out: Lamina itself adds the router's balance loss."
             )
         loss_kwargs = {k: kwargs.pop(k) for k in ("num_items_in_batch", "shift_labels") if k in kwargs}
         outputs = self.model(
@@ -557,7 +557,7 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
 
 @head("sequence_classification", "AutoModelForSequenceClassification")
 class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWithHead):
-    """A LaminaModel that scores each sequence at the last token (a reward model has num_labels = 1)."""
+    """A LaminaModel that scores each sequence at the last token. A reward model has num_labels = 1."""
 
     def __init__(self, config: LaminaConfig):
         # Not the generic constructor: it would ask AutoModel, which refuses remote code here.

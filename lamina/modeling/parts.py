@@ -27,13 +27,13 @@ def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
     if not isinstance(body, LaminaModel):
         raise UserError(
             f"{user}: {type(model).__name__} is not a Lamina model. Make a Lamina model with lamina.build or lamina "
-            "convert; lamina.probe measures any transformers model."
+            "convert. To measure any transformers model, use lamina.probe."
         )
     return body
 
 
 def sublayers(body: LaminaModel) -> Iterator[tuple[int, str, Residual]]:
-    """Yield each sub-layer with its layer's index (from 0) and its name, in order."""
+    """Yield (layer index from 0, sub-layer's name, sub-layer) for each sub-layer, in order."""
     for index, block in enumerate(body.layers):
         for name in SUBLAYERS:
             yield index, name, getattr(block, name)
@@ -90,7 +90,8 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 def one_sequence_each() -> AbstractContextManager[None]:
     """Inside the context, let transformers treat each row of a batch as one sequence, without a check.
 
-    The check would compare positions that transformers computed itself, and wait for the device.
+    The check would make the CPU wait for the device. It is not needed, because transformers computes these positions
+    itself.
     """
     return patched(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
 

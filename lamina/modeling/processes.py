@@ -1,4 +1,4 @@
-"""The processes of a job: their ranks and devices, the decisions that they take together, and their end."""
+"""Start, coordinate and end the processes of a distributed job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """This process (``rank`` of ``size``), and its communication with the run's other processes.
+    """Process ``rank`` of the run's ``size`` processes, with communication between the processes.
 
     Groups of ``tensor`` processes share each layer's matrices.
 
@@ -47,7 +47,7 @@ class Processes:
 
     @property
     def data_rank(self) -> int:
-        """The index of this process's part of a batch; ``tensor`` neighboring processes share a part."""
+        """The index of this process's part of a batch. A group of ``tensor`` neighboring processes shares a part."""
         return self.rank // self.tensor
 
     @property
@@ -73,7 +73,7 @@ class Processes:
         return bool(flag.item())
 
     def mean(self, value: float) -> float:
-        """Return the mean of a number over all processes, which is finite only if every process's number is finite."""
+        """Return the mean of a number over all processes. The mean is finite only if every number is finite."""
         if self.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64)
@@ -109,7 +109,9 @@ class Processes:
         return cast(T, answer)
 
     def first_per_host(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in one process per host, which may write files, and then in the host's other processes."""
+        """Call ``act`` in one process per host, and then in the host's other processes. The first call may write
+        files.
+        """
         if self.size == 1:
             return act()
         answer, error = _attempt(act) if self.local_rank == 0 else (None, None)
@@ -171,8 +173,8 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def launched() -> tuple[int, int, int, int]:
-    """Return (rank, processes, rank on this host, processes on this host), as torchrun or accelerate launch has set
-    them.
+    """Return (rank, processes, rank on this host, processes on this host) from torchrun's or accelerate launch's
+    variables.
 
     Raises UserError for invalid values.
     """
@@ -192,7 +194,9 @@ def launched() -> tuple[int, int, int, int]:
 
 
 def reported_once(act: Callable[[], T]) -> T:
-    """Call ``act``, which fails in all processes or in none. Only the first process reports the UserError."""
+    """Call ``act`` and return its result. If ``act`` raises UserError in all processes, only the first process reports
+    it.
+    """
     try:
         return act()
     except UserError as error:
@@ -225,8 +229,8 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
         tensor: the number of processes that share each layer's matrices.
 
     Raises:
-        UserError: there are more processes than GPUs, the device allows one process, or the processes cannot connect.
-        OSError: another process ended while this process waited for it; the other process has reported why.
+        UserError: for more processes than GPUs, for several processes on "mps", or if the processes cannot connect.
+        OSError: if another process ended while this process waited. The other process has reported the reason.
     """
     rank, size, local_rank, local_size = launched()
     device, parallel = reported_once(lambda: (device_of(device), parallel_of(parallel)))
@@ -278,7 +282,7 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
 
 
 def _leave() -> None:
-    """Leave the processes' group, if the program has not done so itself."""
+    """Leave the processes' group if the program is still in the group."""
     if distributed.is_initialized():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -288,16 +292,16 @@ def _leave() -> None:
 def _settle() -> None:
     """Wait for gloo's threads to end, or at least to become idle, before the interpreter ends.
 
-    Such a thread releases a collective's tensors a moment after the collective has ended, and needs the interpreter for
-    this. If the interpreter has already ended, the thread aborts the process (exit status -6), and torchrun reports a
-    finished run as failed.
+    A gloo thread needs the interpreter to release a collective's tensors, a moment after the collective. If the
+    interpreter has already ended, the thread aborts the process (exit status -6). Then torchrun reports a finished run
+    as failed.
     """
     gc.collect()  # a process group that nothing keeps waits for its threads itself
     time.sleep(0.2)  # DTensor's caches keep FSDP2's group for good; its threads need a millisecond
 
 
 def parallel_of(parallel: str) -> str:
-    """Resolve "auto" to "ddp", or to "fsdp2" if accelerate launch's configuration asks for it.
+    """Resolve "auto" to "fsdp2" if accelerate launch's configuration asks for FSDP, and to "ddp" otherwise.
 
     Lamina turns accelerate's own sharding off, because Lamina shards the model before Trainer sees it. Raises UserError
     if accelerate's configuration has other plugins.

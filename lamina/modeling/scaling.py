@@ -1,5 +1,5 @@
-"""Width and depth scaling: factors on learning rates, initial weights and Adam's epsilon, so that one learning rate
-suits models of different sizes.
+"""Scale learning rates, initial weights and Adam's epsilon with width and depth. So one learning rate suits all model
+sizes.
 
 Everett et al. 2024 (arXiv 2407.05872): at width n, a weight has the multiplier n^-a, the initial standard deviation
 n^-b and the learning rate n^-c. Lamina folds the multiplier into the other two factors. Adam's steps don't depend on
@@ -36,15 +36,15 @@ KINDS = ("embedding", "hidden", "readout")
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """A scheme for the width and a scheme for the depth, with the sizes at which you chose the learning rate.
+    """A width scheme and a depth scheme, with the base sizes: the sizes at which you tuned the learning rate.
 
     Args:
         width: one of SCHEMES, or "none".
-        base_width: hidden size at which width scaling changes nothing.
-        k_embedding: with width scaling, a further factor on the embedding's learning rate. k_hidden and k_readout are
-            the factors for hidden weights and for the output head.
+        base_width: hidden size for which all width factors are 1.
+        k_embedding: with width scaling, a further factor on the embedding's learning rate. k_hidden is the further
+            factor for hidden weights, and k_readout for the output head.
         depth: one of DEPTH_SCHEMES, or "none".
-        base_depth: number of blocks at which depth scaling changes nothing.
+        base_depth: number of blocks for which all depth factors are 1.
     """
 
     width: str = "none"
@@ -76,13 +76,13 @@ class Scaling:
         if any(options.get(name) != value for name, value in self.placement_options.items()):
             stated = ", ".join(f"{name}={value}" for name, value in self.placement_options.items())
             raise UserError(
-                f"depth_scaling: {self.depth!r}, but the placement does not scale its branches. Give the placement "
+                f"depth_scaling is {self.depth!r}, but the placement does not scale its branches. Give the placement "
                 f"the options {stated}, or set depth_scaling to none."
             )
 
     def exponents(self, kind: Kind) -> tuple[float, float]:
-        """Return the width's exponents for the standard deviation and the learning rate, with the multiplier folded
-        into both.
+        """Return the exponents of the width in the standard deviation and in the learning rate. Each exponent includes
+        the multiplier's exponent.
         """
         if kind == "vector" or self.width == "none":
             return 0.0, 0.0
@@ -91,16 +91,18 @@ class Scaling:
         return multiplier + scheme.std[index], multiplier + scheme.rate[index]
 
     def rate(self, kind: Kind, width: float) -> float:
-        """Return the factor on a weight's learning rate; ``width`` is its fan-in divided by the base model's fan-in."""
+        """Return the width factor on a weight's learning rate, for a model ``width`` times as wide as the base
+        model.
+        """
         constant = 1.0 if kind == "vector" else float(getattr(self, f"k_{kind}"))
         return constant * width ** self.exponents(kind)[1]
 
     def depth_factors(self, weight: Weight) -> tuple[float, float]:
         """Return the factors of depth scaling on a weight's learning rate and on Adam's epsilon (CompleteP, Table 1).
 
-        If a branch has a learned scale, the scale's initial value is divided by m^alpha (m: the depth ratio), so the
-        scale contains the multiplier. In this case, Lamina also multiplies the scale's learning rate by m^-alpha.
-        Adam's epsilon for the scale has no factor m^-alpha, because the scale's gradient grows by m^alpha.
+        A branch's learned scale contains the multiplier: its initial value is divided by m^alpha (m: depth / base
+        depth). So the scale's learning rate has another factor m^-alpha. The scale's epsilon has no factor, because
+        the scale's gradient grows by m^alpha.
         """
         if self.depth == "none" or weight.layer < 0:
             return 1.0, 1.0
@@ -115,8 +117,8 @@ class StepFactors:
     """Factors on a parameter's learning rate and Adam's epsilon. Lamina divides the weight decay by ``width_rate``.
 
     AdamW shrinks a weight by learning rate * decay per step, so a wider model with a lower learning rate would decay
-    less. ``width_rate`` is the part of ``rate`` that depends on the width; the decay does not depend on the depth
-    (CompleteP, Table 1). ``muon`` says whether Muon updates the parameter instead of AdamW.
+    less. ``width_rate`` is the width's factor in ``rate``. The decay does not depend on the depth (CompleteP, Table
+    1). ``muon`` says whether Muon updates the parameter instead of AdamW.
     """
 
     rate: float = 1.0
@@ -129,8 +131,8 @@ class StepFactors:
 class ScaledWeight:
     """A weight, the base model's weight of the same name, and the factors on learning rate and epsilon.
 
-    Under width scaling, the base model is on the meta device. Lamina multiplies the initializer's standard deviation at
-    the base sizes by ``std``.
+    Under width scaling, the base model is on the meta device. The initial standard deviation is ``std`` times the base
+    model's standard deviation.
     """
 
     weight: Weight
@@ -143,14 +145,13 @@ class ScaledWeight:
 def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledWeight]:
     """Yield every parameter of a Lamina model once, with its factors.
 
-    The learning rate of a hidden weight or output head depends on m = hidden size / base width, and the standard
-    deviation depends on the weight's fan-in divided by the base model's fan-in. If a weight's fan-in does not grow with
-    the width, the weight's learning rate and standard deviation stay unchanged. Weights that read MLA's latent are an
-    example. If the model multiplies the embedding by the square root of the width, Lamina divides the embedding's
-    factors by sqrt(m).
+    The learning rate depends on m = hidden size / base width. The standard deviation depends on the weight's fan-in
+    divided by the base model's fan-in. If a weight's fan-in does not grow with the width, the weight's learning rate
+    and standard deviation stay unchanged. Weights that read MLA's latent are an example. If the model multiplies the
+    embedding by the square root of the width, Lamina divides the embedding's factors by sqrt(m).
 
-    Under width scaling, raises UserError if the embeddings are tied, or if the backbone or the placement cannot have
-    the base width. Under depth scaling, raises UserError if the plan lacks the multiplier.
+    Under width scaling, raises UserError for tied embeddings, or if no model of the base width exists. Under depth
+    scaling, raises UserError if the plan lacks the multiplier.
     """
     scaling.check_options(model.config.plan["options"])
     base = base_model(model, scaling)
@@ -195,8 +196,8 @@ def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
         return model
     if outer.tie_word_embeddings:
         raise UserError(
-            "width_scaling: the backbone ties its output head to its embedding, but the two need different "
-            "learning rates. Add --untie-embeddings, or set --width-scaling none."
+            "width_scaling: the backbone ties its output head to its embedding, but head and embedding need "
+            "different learning rates. Add --untie-embeddings, or set --width-scaling none."
         )
     try:
         config = resolve_backbone(backbone_of(outer), hidden_size=scaling.base_width)
@@ -204,7 +205,8 @@ def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
             return type(model)(LaminaConfig(backbone_config=config, plan=outer.plan))
     except ValueError as error:
         raise UserError(
-            f"base_width: {scaling.base_width} cannot be this model's width ({error}). Choose another base_width."
+            f"base_width: Lamina cannot build this model with width {scaling.base_width} ({error}). Choose another "
+            "base_width."
         ) from error
 
 

@@ -25,7 +25,7 @@ class State(NamedTuple):
 
 
 class LaminaWiring(nn.Module, ABC):
-    """The base class of residual paths that learn other weights than norms and scales.
+    """The base class of residual paths with learned weights besides norms and scales.
 
     No initializer draws the weights of a LaminaWiring. The weights have no weight decay, and the module computes in
     float32.
@@ -63,7 +63,9 @@ def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def mixed(matrix: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
-    """Compute sum_i M_ij S_i [..., m, width] of streams [..., n, width]; ``matrix`` [..., n, m] may differ by token."""
+    """Compute sum_i M_ij S_i [..., m, width] of streams S [..., n, width]. ``matrix`` M [..., n, m] may differ by
+    token.
+    """
     with torch.autocast(streams.device.type, enabled=False):  # a stream of float32 stays so
         return matrix.to(streams.dtype).transpose(-1, -2).expand(*streams.shape[:-2], -1, -1) @ streams
 
@@ -123,7 +125,7 @@ class StreamMixer(LaminaWiring):
         return starts | ({"gains": torch.ones(n, self.width)} if self.norms else {})
 
     def normed(self, streams: torch.Tensor, where: str) -> torch.Tensor:
-        """Apply an RMSNorm, in float32, to each stream whose entry of ``norms`` is ``where``."""
+        """Apply a float32 RMSNorm to each stream whose entry in ``norms`` equals ``where``."""
         if where not in self.norms:
             return streams
         parts = []
@@ -154,7 +156,7 @@ class StreamMixer(LaminaWiring):
         return read.to(streams.dtype), logits[-1] if self.mixes else None, write
 
     def _moved(self, logits: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-        """Add the weights that are projected from the normed streams to the static weights."""
+        """Return the static weights plus the weights that a projection computes from the normed streams."""
         flat = self.spec["weights"] == "sigmoid"
         rows = x.flatten(-2) if flat else x
         y = nn.functional.linear(rows, self.held("projection", x)) * inverse_rms(rows, self.eps)  # no normed copy
@@ -167,7 +169,9 @@ class StreamMixer(LaminaWiring):
         return [p + part * scale for p, part, scale in zip(logits, parts, self.held("scale", x), strict=True)]
 
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute Qwen's gated residual: read the mean of gated normed streams, write with 2 sigmoid."""
+        """Compute Qwen's gated residual: read the mean of the gated, normed streams. The write weights are 2 *
+        sigmoid.
+        """
         y = (x * inverse_rms(x, self.eps)).flatten(-2) * self.held("gain", x)
         low = nn.functional.silu(nn.functional.linear(y, self.held("down", x)) / self.n)
         share = torch.sigmoid(nn.functional.linear(low, self.held("up", x)))
@@ -209,10 +213,10 @@ def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[to
 
 
 class StateSources(LaminaWiring):
-    """Computes stream * x + a weighted sum of earlier states, which ``slots`` selects from the memory.
+    """Computes stream * x + a weighted sum of earlier states. ``slots`` are the indices of these states in the memory.
 
     Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6). If queries, keys, values and the stream have
-    separate sums, the stream's sum is the fourth.
+    separate sums, the order of the sums is q, k, v, stream.
     """
 
     def __init__(self, spec: dict, width: int, slots: Sequence[int], eps: float):
@@ -268,8 +272,8 @@ class StateSources(LaminaWiring):
 
 
 class Collapse(nn.Module):
-    """The module that replaces the final norm. Collapse reads one state from the streams, or from the memory and the
-    stream, and normalizes this state.
+    """The module that replaces the final norm. Collapse joins the streams, or the memory and the stream, into one
+    state, and normalizes this state.
     """
 
     def __init__(self, norm: nn.Module, reader: StreamMixer | DepthAttention | StateSources | None):
@@ -293,9 +297,9 @@ class Collapse(nn.Module):
 class BlockState(NamedTuple):
     """Describes how a block changes the residual streams and the memory.
 
-    In the first block, ``streams`` is the number of streams that the block makes of its input; in other blocks,
-    ``streams`` is 0. If ``sources`` is set, the block reads these earlier states instead of the stream. With
-    ``remembers``, the block stores the stream that enters it in the memory, which then has ``slots`` states. With
+    ``streams`` is the number of copies that the first block makes of its input, and 0 in other blocks. If ``sources``
+    is set, the block reads a weighted sum of the stream and earlier states. With ``remembers``, the block stores its
+    input in the memory. ``slots`` is the number of states in the memory at the block's attention. With
     ``remembers_inside``, the block also stores the stream between its sub-layers. ``has_memory`` says whether the plan
     has a memory.
     """

@@ -95,9 +95,9 @@ class LaminaNorm(nn.Module):
 class LaminaRMSNorm(LaminaNorm):
     """Computes x / sqrt(mean(x^2) + eps) * gain over the last axis, bit-identical to LlamaRMSNorm.
 
-    The statistics are in float32, and the gain is learned. A norm with another formula is a separate class, whose name
-    does not end in "RMSNorm". Otherwise, serving engines would compute this formula instead: vLLM replaces all modules
-    of a class, and SGLang replaces all modules whose class name ends in "RMSNorm".
+    The statistics are in float32, and the gain is learned. Serving engines compute this formula for every
+    LaminaRMSNorm (vLLM) or for every class whose name ends in "RMSNorm" (SGLang). So each norm with another formula
+    has a separate class, whose name does not end in "RMSNorm".
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ class LaminaGainlessNorm(LaminaRMSNorm):
 
 
 class LaminaGroupedNorm(LaminaNorm):
-    """A LaminaRMSNorm over each of ``groups`` equal parts of a token's channels, and therefore causal."""
+    """An RMSNorm over each of ``groups`` equal parts of a token's channels. So no token sees a later token."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.to(torch.float32).unflatten(-1, (self.groups, -1))
@@ -233,9 +233,9 @@ class NormedProjections(nn.Module):
 
     The norms are ``q_norm``, ``k_norm``, ``v_norm`` and ``inner_norm``. Each norm is a separate module, and its
     projection stays a linear layer of transformers. Code that wraps, swaps or merges linear layers (LoRA, quantization,
-    serving engines) therefore leaves the norms alone. ``norm_projections`` mixes this class into the module's class;
-    the module's ``forward`` then calls the methods below on the projections' outputs and inputs. With ``ways``,
-    queries, keys and values come from three states, side by side in the last axis of the input.
+    serving engines) therefore leaves the norms alone. ``norm_projections`` mixes this class into the module's class,
+    so the module's ``forward`` calls the methods of NormedProjections. With ``ways``, queries, keys and values read
+    three states, which are concatenated in the input's last axis.
     """
 
     backbone_class: type[nn.Module]
@@ -277,7 +277,7 @@ class NormedProjections(nn.Module):
         return hidden.unflatten(-1, (3, -1))[..., 2, :]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        """Pickle by the backbone's class, because the loading process may not have made the subclass yet."""
+        """Pickle by the backbone's class, because the subclass may not exist yet in the loading process."""
         kind = self.backbone_class, self.normed, self.stacked, self.ways
         return _empty_normed_projections, kind, self.__getstate__()
 
@@ -285,11 +285,11 @@ class NormedProjections(nn.Module):
 def normed_class(
     base: type[nn.Module], normed: tuple[str, ...], stacked: str | None = None, ways: bool = False
 ) -> type[NormedProjections]:
-    """Make a subclass of a backbone's module with norms at ``normed``: "q", "k", "v", or a last projection's name.
+    """Make a subclass of a backbone's module with norms at ``normed``: "q", "k", "v" or the last projection's name.
 
     The subclass has the backbone's forward with two changes: ``self.q_proj(x)`` becomes
     ``self.normed_queries(self.q_proj(x))``, and ``self.o_proj(x)`` becomes ``self.o_proj(self.inner_norm(x))``. Raises
-    ValueError if the backbone's forward does not call the projections itself, or if its source is missing.
+    ValueError if the backbone's forward does not call the projections, or if the forward's source is missing.
     """
     key = (base, normed, stacked, ways)
     if key not in _NORMED_CLASSES:
@@ -321,9 +321,9 @@ T = TypeVar("T", torch.Tensor, float)
 
 
 def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
-    """Return s: a sub-layer's input x ("stream"), the block's input ("block_input") or the sum of the two ("both").
+    """Return the skip's source s: x ("stream"), the block's input ("block_input") or their sum ("both").
 
-    If ``block_input`` is None, x is the block's input, as for the attention, and s is x.
+    The attention's x is the block's input. So the attention has ``block_input`` None, and s is x.
     """
     if block_input is None or skip == "stream":
         return x
@@ -356,8 +356,8 @@ class Residual(nn.Module):
     """A sub-layer as the plan's record states it: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
 
     Constant scales are floats, because a buffer would lose its value on the meta device. Learned scales are Parameters.
-    ``scaled`` names scales that the sub-layer applies even if they are 1, because other layers of the plan have these
-    scales. Layers that differ only in a scale's value therefore share one compiled graph.
+    ``scaled`` names the scales that the sub-layer applies even if the value is 1. So layers that differ only in a
+    scale's value share one compiled graph.
     """
 
     def __init__(
@@ -467,7 +467,7 @@ class Residual(nn.Module):
         return total if self.post_norm is None else self.post_norm(total)
 
     def _normed(self, hidden: torch.Tensor, norm: LaminaNorm) -> torch.Tensor:
-        """Compute A(h). If there are three norms, each normalizes one of the three states [..., 3, hidden_size]."""
+        """Compute A(h). Three norms normalize the three states of ``hidden`` [..., 3, hidden_size] separately."""
         if self.key_norm is None or self.value_norm is None:
             return norm(hidden)
         norms = (norm, self.key_norm, self.value_norm)
@@ -498,7 +498,7 @@ class Residual(nn.Module):
     def register_terms_hook(self, hook: Callable[[Terms], None]) -> RemovableHandle:
         """Call ``hook`` with the terms of every forward pass until the handle is removed.
 
-        Like torch's hooks, ``hook`` runs only while the block runs uncompiled.
+        Like torch's hooks, ``hook`` does not run in compiled blocks.
         """
         handle = RemovableHandle(self._terms_hooks)
         self._terms_hooks[handle.id] = hook
@@ -506,7 +506,9 @@ class Residual(nn.Module):
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """The facts that decide the compiled graph: the skip's source, the coupling, and the applied scales."""
+        """The key of the compiled graph: the skip's source, the coupling, the input, the streams and the applied
+        scales.
+        """
         spec = {} if self.mixer is None else self.mixer.spec
         kinds = {name: len(value) if name in ("read", "write") else value for name, value in spec.items()}
         return self.skip, self.coupling, self.read, str(kinds), *self._applied.values()
@@ -545,9 +547,7 @@ class Block(GradientCheckpointingLayer):
         With n streams, both are [batch, tokens, n, hidden_size]; with a memory, both are a State.
         """
         if len(args) > len(self.arguments):
-            raise TypeError(
-                f"the attention does not accept arguments that the layers receive: {', '.join(self.arguments)}"
-            )
+            raise TypeError(f"the attention accepts only these of the layer's arguments: {', '.join(self.arguments)}")
         kwargs.update(zip(self.arguments, args, strict=False))
         if self._takes_mask:  # a module of the user's own may not know of masks
             kwargs.setdefault("attention_mask", None)
@@ -565,7 +565,7 @@ class Block(GradientCheckpointingLayer):
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """The facts about the block's state that decide the compiled graph: the new streams and the memory's states."""
+        """The block's part of the compiled graph's key: the streams, the memory and the sources."""
         own = self.sources
         read = (
             None
@@ -621,9 +621,9 @@ def norm_projections(
 ) -> None:
     """Put the plan's norms on an attention's queries, keys and values, and ``inner`` before the last projection.
 
-    With ``ways``, the module reads three states, side by side. If one projection computes queries, keys and values,
-    ``stacked`` is its name. Raises ValueError, before any change, if the attention lacks one of the projections, or
-    already has norms on them.
+    With ``ways``, queries, keys and values read three concatenated states. If one projection computes queries, keys
+    and values, ``stacked`` is its name. Raises ValueError, before any change, if the attention lacks a projection, or
+    already has a norm on a projection.
     """
     last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), _LINEAR)), None)
     if inner and (last is None or hasattr(attention, "inner_norm")):
@@ -644,7 +644,7 @@ def norm_projections(
             width = _channels(getattr(module, name))[1] // (3 if stacked else 1)
             dims[part] = int(module.head_dim) if scope == "head" else width
             if width % dims[part]:
-                why = f"has {name!r} of {width} channels, which is not a multiple of the head's {dims[part]}"
+                why = f"has {width} channels in {name!r}, but the head's width {dims[part]} does not divide this number"
         if why:
             option = "v_norm" if part == "v" else "qk_norm"
             raise ValueError(

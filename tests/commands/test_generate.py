@@ -33,7 +33,7 @@ def test_a_prompt_that_fills_the_context_is_refused(tmp_path, refused):
     folder = saved(tmp_path)
     assert main(["generate", folder, "--prompt", "a" * 31, "--max-new-tokens", "1"]) == 0
     said = refused("generate", folder, "--prompt", "a" * 32)
-    assert "prompt: its 32 tokens leave no room for another token in the model's context of 32" in said
+    assert "prompt: the prompt's 32 tokens fill the model's context of 32" in said
 
 
 @pytest.mark.parametrize("kind", [GPT2Config, OPTConfig])

@@ -191,7 +191,7 @@ def test_a_backbone_that_builds_and_then_fails_is_refused():
     config = Gemma4TextConfig(
         **SIZES, head_dim=8, global_head_dim=8, vocab_size=64, vocab_size_per_layer_input=64, num_kv_shared_layers=0
     )
-    with pytest.raises(UserError, match=r"backbone 'gemma4_text': with a placement, it does not run \(TypeError"):
+    with pytest.raises(UserError, match=r"with a placement, the model does not run \(TypeError"):
         lamina.build(config, "pre_ln")
 
 
@@ -220,7 +220,7 @@ def test_a_padding_outside_of_a_smaller_vocabulary_is_dropped():
     smaller = lamina.build(config, "pre_ln", vocab_size=config.vocab_size - 1)
     assert smaller.get_input_embeddings().padding_idx is None
     config.pad_token_id = config.vocab_size
-    with pytest.raises(UserError, match="cannot be built"):
+    with pytest.raises(UserError, match="cannot build this backbone"):
         lamina.build(config, "pre_ln")
 
 

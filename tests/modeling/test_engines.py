@@ -139,7 +139,7 @@ def test_the_factor_on_the_logits_is_where_engines_read_it(name, tmp_path):
     assert torch.equal(again(token_ids()).logits, before)  # not applied twice
     assert again.config.to_dict()["backbone_config"] == model.config.to_dict()["backbone_config"]
     (tmp_path / "config.json").write_text(json.dumps({**written, "logit_scale": 3.0}))
-    with pytest.raises(ValueError, match=r"logit_scale: 3.0, but the logits of backbone_config have"):
+    with pytest.raises(ValueError, match=r"logit_scale is 3.0, but backbone_config scales the logits by"):
         AutoConfig.from_pretrained(tmp_path)
 
 

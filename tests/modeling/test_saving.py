@@ -148,7 +148,7 @@ def test_a_removed_layer_leaves_the_others_their_plan(tmp_path):
 
 
 def test_a_configuration_whose_plan_is_of_another_depth_is_refused():
-    with pytest.raises(ValueError, match=r"plan: it has 3 layers, .* num_hidden_layers = 2"):
+    with pytest.raises(ValueError, match=r"plan: the plan has 3 layers, .* num_hidden_layers = 2"):
         LaminaConfig(backbone_config=llama(2), plan=resolve("keel", 3).to_dict())
 
 

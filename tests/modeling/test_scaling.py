@@ -134,10 +134,10 @@ def test_what_cannot_be_scaled_is_one_line():
     tied = lamina.build(llama_of(32, tie_word_embeddings=True), "pre_ln", init="normal")
     with pytest.raises(UserError, match=r"ties its output head.*--untie-embeddings"):
         list(scaled_weights(tied, Scaling(width="standard", base_width=16)))
-    with pytest.raises(UserError, match="base_width: 15 cannot be"):
+    with pytest.raises(UserError, match="base_width: Lamina cannot build this model with width 15"):
         list(scaled_weights(copy.deepcopy(lamina.build(llama_of(32), "pre_ln")), Scaling(width="mup", base_width=15)))
     grouped = lamina.build(llama_of(32), "group_ln", groups=8)
-    with pytest.raises(UserError, match="base_width: 4 cannot be"):
+    with pytest.raises(UserError, match="base_width: Lamina cannot build this model with width 4"):
         list(scaled_weights(grouped, Scaling(width="standard", base_width=4)))
 
 
@@ -162,7 +162,7 @@ def scalable(placement):
 def test_every_branch_is_divided_where_blocks_only_add_to_the_stream(placement, scheme, alpha):
     options = {"depth_scaling": scheme, "base_depth": 2}
     if not scalable(placement):
-        with pytest.raises(UserError, match=rf"'{placement}'.* just add to .*, but the .* of layer .* sets .* Choose"):
+        with pytest.raises(UserError, match=rf"'{placement}'.* only add to .*, but the .* of layer .* sets .* Choose"):
             resolve(placement, 8, **options)
         return
     plain, divided = resolve(placement, 8).to_dict(), resolve(placement, 8, **options).to_dict()

@@ -169,7 +169,7 @@ def test_a_packages_placements_are_listed_with_the_others(folder, tmp_path_facto
     assert run("placements", "--of", "model", cwd=folder, path=[site]).returncode == 0
     without = run("placements", "--of", "model", cwd=folder)
     assert without.returncode == 2
-    assert "If it is your own norm, import its module first, or install its package." in without.stderr
+    assert "For your own norm, import the norm's module first, or install its package." in without.stderr
     shown = run("placements", "theirs(alpha=0.5)", cwd=folder, path=[site])
     assert "From a package (theirs)" in shown.stdout
     assert "alpha (float; default 1.0)" in shown.stdout

@@ -328,7 +328,7 @@ def test_code_beside_a_checkpoint_is_not_run(tmp_path, refused):
     config = {"model_type": "strange", "auto_map": {"AutoConfig": "code.Config", "AutoModel": "code.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert "its own code" in refused("placements", "--of", tmp_path)
+    assert "code from the checkpoint" in refused("placements", "--of", tmp_path)
     assert not (tmp_path / "ran").exists()
 
 

@@ -57,7 +57,7 @@ def test_a_lamina_checkpoint_and_the_folder_of_its_run(tmp_path):
 
 def test_a_run_without_a_model_says_so(tmp_path):
     (tmp_path / "config.yaml").write_text("{}")
-    with pytest.raises(UserError, match="has saved no model yet"):
+    with pytest.raises(UserError, match="has no saved model"):
         load(tmp_path)
 
 

@@ -1,7 +1,7 @@
 """Convert checkpoints between transformers and Lamina, for the architectures whose placement Lamina knows.
 
-Lamina does not train, guess or drop a tensor. It uses each tensor exactly once, or raises a UserError that names the
-tensor.
+Lamina does not train, guess or drop a tensor. Lamina uses each tensor exactly once, or raises a UserError that names
+the tensor.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Equivalent:
-    """A model type of transformers that computes a placement.
+    """A transformers model type whose layers compute a given placement.
 
     Args:
         placement: the model type's placement, as ``lamina.placements.resolve`` reads it.
-        one_norm: whether both branches read the residual stream through the attention's norm.
+        one_norm: whether the attention and the feed-forward read the residual stream through the attention's norm.
         norms: the position of each norm in Lamina's block, by transformers' name of the norm.
         qk_norm: the norms on queries and keys: "off", "head" or "full" (the full width).
         bias: whether queries, keys and values have biases.
-        pairs: whether the rotary embedding rotates neighboring channels, instead of channels half a head apart.
+        pairs: whether the rotary embedding rotates neighboring channels (GLM) or channels half a head apart (Llama).
         gate_and_up: whether one projection computes the gate and the feed-forward's input.
-        gain_offset: the number that Lamina subtracts from a gain before it stores the gain, see ``Conversion``.
-        scales_branches: whether the configuration has a field for the factor on the branches. If not, Lamina multiplies
-            the weights by this factor.
+        gain_offset: the number that Lamina subtracts from a gain to get the stored weight (see ``Conversion``).
+        scales_branches: whether the configuration has a field for the branches' factor. Without the field, Lamina
+            multiplies the weights by the factor.
         fields: further fields of the configuration, in addition to the sizes.
     """
 
@@ -125,7 +125,7 @@ def conversion_of(model_type: str) -> Conversion:
 
 
 def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> str:
-    """Translate a tensor's name in transformers' model to Lamina's name; ``norms`` are the ``Equivalent``'s norms."""
+    """Translate a tensor's name from transformers to Lamina; ``norms`` is the field of ``Equivalent``."""
     adapter, prefix = adapter_of(theirs.config), f"{theirs.base_model_prefix}."
     if not key.startswith(prefix):
         return key
@@ -137,8 +137,8 @@ def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> 
 
 
 def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: PreTrainedModel) -> None:
-    """Copy each tensor into the tensor of ``target`` with the same name. Raises UserError for a tensor that does not
-    fit, which the message names.
+    """Copy each tensor into the tensor of ``target`` with the same name. Raises UserError that names the first
+    missing, extra or wrongly shaped tensor.
     """
     expected = target.state_dict()
     refuse_tensors("missing", expected.keys() - tensors.keys(), f"is not in the {type(source).__name__}")
@@ -156,13 +156,13 @@ def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: P
 
 
 def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
-    """Add ``offset`` in double precision and round once, so that the sum is exactly the gain that Gemma computes."""
+    """Add ``offset`` in double precision and round once. So the sum equals the gain in Gemma's code exactly."""
     return (gain.double() + offset).to(gain.dtype) if offset else gain
 
 
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Copy buffers that no checkpoint stores, such as rotary frequencies. Casting a model rounds these buffers, but
-    loading it does not.
+    """Copy buffers that no checkpoint stores, such as rotary frequencies. These buffers are rounded when you cast a
+    model, but exact when you load the model.
 
     ``names`` maps the target's names to the source's names.
     """
@@ -182,12 +182,12 @@ def from_transformers(
         dtype: the dtype of weights that Lamina reads from a path; "auto" keeps the checkpoint's dtype.
 
     Returns:
-        A LaminaForCausalLM in evaluation mode that shares no weights with the source. Its logits are equal, except for
-        rounding if ``Conversion.rounds`` says so.
+        A LaminaForCausalLM in evaluation mode that shares no weights with the source. The logits are equal. Model
+        types with ``Conversion.rounds`` differ by rounding.
 
     Raises:
-        UserError: for a model type whose placement is unknown, weights that are not safetensors, or a tensor that is
-            missing or extra, or has another shape.
+        UserError: for a model type without a conversion, for weights in another format than safetensors, or for a
+            missing, extra or wrongly shaped tensor.
     """
     model = load(model_or_path, dtype=dtype) if isinstance(model_or_path, str | Path) else model_or_path
     if isinstance(model.config, LaminaConfig):
@@ -198,8 +198,8 @@ def from_transformers(
     dtype = _dtype_of(model)
     if conversion.rounds and dtype.itemsize < 4:
         logger.warning(
-            f"dtype: {config.model_type!r} {conversion.rounds}: in {_short(dtype)} the logits differ by rounding "
-            "(in float32, only in the last bits)"
+            f"dtype: {config.model_type!r} {conversion.rounds}. In {_short(dtype)}, the logits differ by rounding. "
+            "Convert in float32 for equal logits up to the last bits."
         )
     plan = own_plan(config)
     outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())
@@ -226,11 +226,11 @@ def to_transformers(model_or_path: PreTrainedModel | str | Path) -> PreTrainedMo
     """Convert a Lamina model to a transformers model with the same logits, in evaluation mode.
 
     If the model has the placement of the backbone's own architecture, this function inverts ``from_transformers``. For
-    another placement, Lamina chooses an architecture that computes it. If Lamina multiplies a gain by a factor, float32
-    logits differ by rounding.
+    another placement, Lamina chooses an architecture with the same equations. If Lamina multiplies a gain by a factor,
+    float32 logits differ by rounding.
 
-    Raises UserError, which names the missing part, if transformers has no such model, and in the same cases as
-    ``from_transformers``.
+    Raises UserError if transformers has no equivalent model, and names the missing part. All errors of
+    ``from_transformers`` can occur, too.
     """
     model = load(model_or_path) if isinstance(model_or_path, str | Path) else model_or_path
     if not isinstance(model, LaminaForCausalLM):
@@ -267,9 +267,10 @@ def _has_one_norm(conversion: Conversion, plan: Plan) -> bool:
 
 
 def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> None:
-    """Give both branches of each layer in ``ours`` the same norm. The projections after the norm absorb the difference.
+    """If the two pre-norms of a layer in ``ours`` differ, replace both with a norm of gain 1 and bias 0.
 
-    W (g n + b) + c is (W g) n + (W b + c): a norm's gain g [width] scales columns, its bias b [width] moves the bias c.
+    The projection after a norm takes over the norm's gain g [width] and bias b [width]: W (g n + b) + c = (W g) n + (W
+    b + c).
     """
     for index, block in enumerate(model.model.layers):
         layer_path = f"model.backbone.{adapter_of(backbone_of(model.config)).layers}.{index}"
@@ -303,7 +304,9 @@ def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> N
 
 
 def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
-    """Return the configuration of the equivalent transformers model, and how that model stores its tensors."""
+    """Return the configuration of the equivalent transformers model, and the ``Equivalent`` that describes its
+    tensors.
+    """
     backbone, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     conversion = conversions().get(backbone.model_type)
     if conversion is not None and computed(plan) == computed(own_plan(backbone)):
@@ -380,7 +383,9 @@ def in_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return the model type that computes the plan's equation. Raises UserError if there is none."""
+    """Return the transformers model type with the plan's equations. Raises UserError if no model type has these
+    equations.
+    """
     if config.model_type not in LLAMAS:
         raise UserError(
             f"plan: no model of transformers has this placement ({plan.placement!r}) on the backbone "
@@ -400,7 +405,7 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
     if biased - {"q_proj", "k_proj", "v_proj"} or config.hidden_act != "silu" or any(LogitsStyle.of(config)):
         raise UserError(
             f"plan: no model of transformers has {plan.placement!r} with biases outside queries, keys and values, "
-            "another activation than silu, or scaled logits. Choose a backbone without them."
+            "another activation than silu, or scaled logits. Choose a backbone such as llama."
         )
     inner = _inner_norms(model, plan)
     for model_type, row in EQUIVALENTS.items():
@@ -430,7 +435,7 @@ def _inner_norms(model: LaminaForCausalLM, plan: Plan) -> str:
 
 
 def _folded(plan: Plan) -> Plan:
-    """Return the plan after Lamina moves its constants into the weights, without norms on queries, keys and values."""
+    """Return the plan without constants that fit into weights, and without norms on queries, keys and values."""
 
     def unscaled(sub: Sublayer) -> Sublayer:
         if sub.coupling == "none":
@@ -445,8 +450,8 @@ def _folded(plan: Plan) -> Plan:
 def load(path: str | Path, *, dtype: str | torch.dtype = "auto", head: str = "causal_lm") -> PreTrainedModel:
     """Load a model with a head, from Lamina or transformers, by its folder or its name on the hub.
 
-    Lamina reads only safetensors and runs no remote code. Raises UserError for an invalid field, file or tensor, which
-    the message names. A missing or extra tensor is an error.
+    Lamina reads only safetensors and runs no remote code. Raises UserError that names the invalid field, file or
+    tensor. A missing or extra tensor is an error.
     """
     config = read_config(path)
     auto = getattr(transformers, HEADS[head].auto_class)
@@ -499,7 +504,7 @@ def _check_class(model: PreTrainedModel) -> None:
 
 
 def _check_tied(model: PreTrainedModel) -> None:
-    """Raise UserError if the configuration ties two tensors that differ, since one of them would be lost."""
+    """Raise UserError if the configuration ties the head to the embedding, but the two tensors differ."""
     embedding = model.get_input_embeddings().get_parameter("weight")
     head = model.get_parameter("lm_head.weight")
     if head is not embedding and not torch.equal(head, embedding):
@@ -527,8 +532,8 @@ def _name(model_or_path: object) -> str:
 
 
 class ConversionRecord(TypedDict):
-    """The content of conversion.json; ``model_type`` belongs to the transformers model, ``backbone`` to the Lamina
-    model.
+    """The content of conversion.json. ``model_type`` is the transformers model's type; ``backbone`` is the type of the
+    Lamina model's backbone.
     """
 
     source: str
@@ -607,7 +612,7 @@ def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Pat
 
 
 def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
-    """Save a model, in the dtype ``stored`` if there is one. Return the saved model, loaded again in ``dtype``."""
+    """Save a model, in the dtype ``stored`` unless it is None. Return the saved model, loaded again in ``dtype``."""
     if isinstance(stored, torch.dtype):
         nn.Module.to(model, stored)
     model.save_pretrained(draft)
@@ -630,7 +635,7 @@ def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
 def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple[float, float]:
     """Return the largest absolute difference between two models' logits, and the first model's largest logit.
 
-    The models run on 4 blocks of 64 random tokens (fewer if the context is shorter) from a separate generator.
+    The input is 4 sequences of 64 random tokens from a separate generator. A shorter context shortens the sequences.
     """
     config = backbone_of(first.config)
     length = min(64, getattr(config, "max_position_embeddings", None) or 64)
@@ -649,7 +654,7 @@ def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple
 
 
 def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbone: str) -> float:
-    """Return the largest difference of logits between written and source model. Raises UserError if it is too large."""
+    """Return the largest logit difference between written and source model. Raises UserError above the tolerance."""
     difference, largest = largest_difference(model, again)
     if math.isnan(difference):
         raise UserError(
@@ -666,7 +671,7 @@ def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbon
 
 
 def _stored(source: str, name: str) -> str | None:
-    """Return the path of a file in a folder or in the hub's cache; None if there is none."""
+    """Return the path of a file in a folder or in the hub's cache. Return None if the file is missing."""
     if Path(source).is_file():  # another trainer's checkpoint; transformers would look its name up on the hub
         return None
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}

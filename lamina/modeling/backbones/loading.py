@@ -1,7 +1,7 @@
-"""Load saved models from a path. Only this code loads weights and tokenizers.
+"""Load saved models from a path. Lamina loads all weights through this module.
 
-For any folder, the caller gets the model or a UserError of one line. Weights are safetensors. Lamina unpickles nothing.
-It runs code from a checkpoint's folder only if the caller allows it.
+A loader returns the model, or raises a one-line UserError. Weights are safetensors. Lamina unpickles nothing.
+Lamina runs code from a checkpoint's folder only with ``trust_remote_code``.
 """
 
 from __future__ import annotations
@@ -87,19 +87,19 @@ def read_config(
 ) -> PreTrainedConfig:
     """Read the configuration of a saved model from a folder or the hub, and check the folder.
 
-    Every reader of a model calls this function first. It compares the folder's manifest with the files, and the
-    tensors' formats with the configuration. It rejects a configuration that makes transformers fetch code.
+    Lamina calls this function before it reads any model. The function compares the folder's manifest with the files,
+    and the tensors' formats with the configuration. It rejects a configuration that makes transformers fetch code.
 
     Args:
         path: a folder with config.json, or a name on the hub.
-        field: the user's name for the path ("model", "checkpoint"); every message begins with it.
+        field: the user's name for the path ("model", "checkpoint"). Every message begins with this name.
         trust_remote_code: run the code that the configuration asks for.
         weights: whether the caller will also load the weights; a Lamina model then needs a plan.
         more: further arguments of ``AutoConfig.from_pretrained``.
 
     Raises:
-        UserError: if the folder is damaged, the configuration is missing, the model type is unknown, a field is invalid
-            or asks for code on the hub, or a tensor has a quantized format that the configuration does not declare.
+        UserError: for a damaged folder, a missing configuration, an unknown model type, an invalid field, a field that
+            asks for code on the hub, or a quantized tensor without a quantization_config.
     """
     name, folder = str(path), Path(path)
     source = f"{field} {name!r}: config.json"
@@ -130,8 +130,8 @@ def read_config(
     heads, shared = (getattr(backbone_of(config), f"num_{name}_heads", None) for name in ("attention", "key_value"))
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         raise UserError(
-            f"{source}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}. Set it to a "
-            f"divisor of {heads}."
+            f"{source}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}. "
+            f"Set num_key_value_heads to a divisor of {heads}."
         )
     check_adapter(backbone_of(config), f"{source}: ")
     _check_quantization(getattr(config, "quantization_config", None), source)
@@ -153,12 +153,14 @@ def _check_plan(plan: dict, source: str) -> None:
             PLACEMENTS.names()  # imports the packages
             Plan.from_dict(plan)
         except UserError as error:
-            norm = " If it is your own norm, import its module first, or install its package." * ("kind:" in str(error))
+            norm = " For your own norm, import the norm's module first, or install its package." * (
+                "kind:" in str(error)
+            )
             raise UserError(f"{source}: {one_line(str(error))}{norm}") from None
 
 
 def refuse_scores(config: PreTrainedConfig, source: str) -> None:
-    """Raise UserError, beginning with ``source``, for a model that classifies and cannot continue a text."""
+    """Raise UserError for a classifier, which cannot continue a text. The message begins with ``source``."""
     for name in config.architectures or ():
         if name.endswith("Classification"):
             raise UserError(f"{source} is a {name}, which returns scores. Give a model that generates text.")
@@ -187,7 +189,7 @@ def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]
 
 
 def check_adapter(config: PreTrainedConfig, says: str) -> None:
-    """Raise UserError, beginning with ``says``, if a backbone's ``lamina_adapter`` is invalid."""
+    """Raise UserError for an invalid ``lamina_adapter`` of a backbone. The message begins with ``says``."""
     try:
         roles = adapter_of(config).roles
     except ValueError as error:
@@ -198,7 +200,7 @@ def check_adapter(config: PreTrainedConfig, says: str) -> None:
 
 
 def _check_quantization(requested: object, source: str) -> None:
-    """Raise UserError for an unknown quantization method, which transformers would ignore."""
+    """Raise UserError for an unknown quantization method, because transformers would ignore the method."""
     if requested is None:
         return
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
@@ -222,8 +224,8 @@ def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool
             return
         requested = code.get("AutoConfig") if isinstance(code, Mapping) else code
         raise UserError(
-            f"{source} needs its own code ({one_line(requested)}), which Lamina does not run here. Use `lamina "
-            "generate --trust-remote-code`, or load the model yourself in Python."
+            f"{source} needs code from the checkpoint ({one_line(requested)}), which Lamina does not run here. Use "
+            "`lamina generate --trust-remote-code`, or load the model yourself in Python."
         )
     if not isinstance(model_type, str):
         raise UserError(f"{source}: model_type is {model_type!r}. Give the name of a model type of transformers.")
@@ -237,7 +239,7 @@ def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool
 
 
 def refuse_fetched(data: Mapping[str, object], source: str) -> None:
-    """Raise UserError if config.json or adapter_config.json asks for code at any depth, and name the field."""
+    """Raise UserError that names a field, also a nested field, if it makes transformers fetch code."""
     for path, value in _texts(data):
         if _CHOOSING.search(path) is None:
             continue
@@ -247,7 +249,7 @@ def refuse_fetched(data: Mapping[str, object], source: str) -> None:
             allowed = "eager, batched_mm, grouped_mm" if "experts" in path else "eager, sdpa, flex_attention"
             raise UserError(
                 f"{source}: {one_line(path)}: {one_line(repr(value))} is code on the hub, which Lamina does not run "
-                f"here. Set it to one of {allowed}, or use `lamina generate --trust-remote-code`."
+                f"here. Set this field to one of {allowed}, or use `lamina generate --trust-remote-code`."
             )
     core = data.get("megatron_core")
     if data.get("megatron_config") is not None and core != "megatron.core":  # an adapter's: peft would import it
@@ -299,17 +301,17 @@ def load_weights(
     Args:
         path: a folder with weights, or a name on the hub.
         config: the model's configuration, as ``read_config`` returns it.
-        field: the user's name for the path; every message begins with it.
+        field: the user's name for the path. Every message begins with this name.
         dtype: the dtype of the weights; "auto" keeps the checkpoint's dtype.
-        pickles: if there is no safetensors file, read a .bin file (only its tensors).
-        optional: a function of a tensor's name that says whether the checkpoint may lack the tensor (default: all must
-            be there).
-        extra: whether the checkpoint may have a head that the model lacks. Lamina does not load this head.
+        pickles: without a safetensors file, read the tensors of a .bin file.
+        optional: a function of the model and a tensor's name. It returns whether the checkpoint may lack the tensor
+            (default: no tensor may be missing).
+        extra: whether the checkpoint may have a head that the model lacks. Lamina does not load the additional head.
         more: further arguments of ``from_pretrained``.
 
     Raises:
-        UserError: names the first tensor that is missing, extra, not finite, or does not fit the configuration; the
-            file that cannot be read; or the error of transformers.
+        UserError: names the first tensor that is missing, extra, not finite or wrongly shaped, the unreadable file, or
+            transformers' error.
     """
     name, folder = str(path), Path(path)
     source = f"{field} {name!r}"
@@ -376,8 +378,8 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str,
     width, vocabulary = getattr(text, "hidden_size", 1), getattr(text, "vocab_size", 1)
     if isinstance(width, int) and isinstance(vocabulary, int) and width * vocabulary > max(2 * stored, 2**27):
         raise UserError(
-            f"{source}: config.json asks for an embedding of {vocabulary} tokens and width {width}, which is more "
-            f"than all {stored} stored values. Give the configuration of these weights."
+            f"{source}: config.json asks for an embedding of {vocabulary} tokens and width {width}, but the "
+            f"checkpoint has only {stored} values. Give the configuration of these weights."
         )
     needed = 0
     try:
@@ -408,8 +410,8 @@ def check_finite(model: nn.Module, field: str) -> None:
 def load_tokenizer(
     path: str | Path, config: PreTrainedConfig, field: str, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a model's folder. Raises UserError if there is no tokenizer, or if it has more tokens than
-    the model.
+    """Load the tokenizer in a model's folder. Raises UserError if there is no tokenizer, or if the tokenizer has more
+    tokens than the model.
     """
     name, folder = str(path), Path(path)
     if folder.is_dir():

@@ -42,9 +42,9 @@ def resolve_backbone(
     """Return the backbone's configuration, with the given sizes instead of the backbone's sizes.
 
     ``backbone`` is a preset's name, a transformers configuration, a folder with a configuration, or a model's name on
-    the hub ("HuggingFaceTB/SmolLM2-135M"). Lamina reads only the model's configuration. If ``hidden_size`` changes, the
-    feed-forward keeps its ratio (rounded up to a multiple of 8), and each head keeps its width if this width divides
-    the new ``hidden_size``. Raises UserError for an invalid field, which the message names.
+    the hub ("HuggingFaceTB/SmolLM2-135M"). Lamina reads only the model's configuration. If ``hidden_size`` changes,
+    Lamina scales the feed-forward's width by the same factor, up to a multiple of 8. The number of heads changes so
+    that a head's width stays as close as possible. Raises UserError that names an invalid field.
     """
     if not isinstance(backbone, PreTrainedConfig):
         backbone = text("backbone", backbone)
@@ -66,8 +66,8 @@ def resolve_backbone(
         width = config.hidden_size if hidden_size is None else hidden_size
         if num_heads not in (fitting := _fitting_heads(width)):
             raise UserError(
-                f"num_heads: with {num_heads} heads, a hidden_size of {width} gives each head a width that is no even "
-                f"whole number (allowed: {', '.join(map(str, fitting))})"
+                f"num_heads: with {num_heads} heads, a hidden_size of {width} gives heads of an odd or fractional "
+                f"width (allowed: {', '.join(map(str, fitting))})"
             )
         key_heads = getattr(config, "num_key_value_heads", None)
         changes["num_attention_heads"] = num_heads
@@ -83,8 +83,8 @@ def resolve_backbone(
             whole_number(name, value)
             if not hasattr(config, name):
                 raise UserError(
-                    f"{name}: the backbone {config.model_type!r} reads no tokens, so it has no {name}. Leave {name} "
-                    "out."
+                    f"{name}: the backbone {config.model_type!r} reads no tokens, so the backbone has no {name}. "
+                    f"Leave {name} out."
                 )
             changes[name] = value
     return with_fields(config, changes)
@@ -120,8 +120,8 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
 
 
 def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
-    """Cut a configuration of ``count`` layers to the layers ``kept``: change the number of layers, and shorten lists
-    with one entry per layer.
+    """Reduce a configuration of ``count`` layers to the layers ``kept``. Lamina also shortens lists with an entry per
+    layer.
     """
     if isinstance(config, LaminaConfig) and config.plan is not None:
         config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}
@@ -145,7 +145,9 @@ def _heads(width: int, head_dim: int) -> int:
 
 
 def _fitting_heads(width: int) -> list[int]:
-    """Return the head counts that give heads an even width, for rotary embeddings. Raises UserError if none do."""
+    """Return the head counts that give an even head width, for rotary embeddings. Raises UserError for an odd
+    ``width``.
+    """
     fitting = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
     if not fitting:
         raise UserError(f"hidden_size: {width} cannot be divided into heads of an even width. Give an even number.")

@@ -29,7 +29,7 @@ _VALUE_HEAD = "v_head."  # TRL's, beside a language model
 
 
 class Stored(NamedTuple):
-    """A tensor as a file's header describes it; ``dtype`` is a name of safetensors, such as F32."""
+    """A tensor's shape and dtype from a file's header. ``dtype`` is a safetensors name, such as F32."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,8 +39,8 @@ Tensors = dict[str, Stored]
 
 
 def read_json(path: Path, source: str) -> dict[str, object]:
-    """Read the object in a JSON file. Raises UserError, whose message begins with ``source``, if the file holds no
-    object.
+    """Read a JSON file that holds an object. Raises UserError for any other content; the message begins with
+    ``source``.
     """
     if path.stat().st_size > _LARGEST_JSON:
         raise UserError(
@@ -67,8 +67,8 @@ def kind_of(value: object) -> str:
 def stored_tensors(path: Path, field: str, *, pickles: bool = False) -> Tensors | None:
     """Check the headers of a folder's safetensors files, and return each tensor's shape and dtype by name.
 
-    Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError for a file that is
-    missing, incomplete, altered or outside the folder, which the message names.
+    Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError that names a missing,
+    incomplete or altered file, or a file outside the folder.
     """
     source = f"{field} {str(path)!r}:"
     if (path / WEIGHTS).is_file():
@@ -79,7 +79,9 @@ def stored_tensors(path: Path, field: str, *, pickles: bool = False) -> Tensors 
     if others and pickles:
         return None
     content = f"has its weights in {others[0]}" if others else "has no weights"
-    raise UserError(f"{field}: {str(path)!r} {content}, and Lamina unpickles nothing. Give a folder with {WEIGHTS}.")
+    raise UserError(
+        f"{field}: {str(path)!r} {content}, and Lamina reads only safetensors. Give a folder with {WEIGHTS}."
+    )
 
 
 def _indexed(path: Path, source: str) -> Tensors:
@@ -94,13 +96,13 @@ def _indexed(path: Path, source: str) -> Tensors:
                 "Give the original files."
             )
         if not (path / file).is_file():
-            raise UserError(f"{source} {file} is missing, but {INDEX} names it. Give the complete folder.")
+            raise UserError(f"{source} {file} is missing, but {INDEX} lists this file. Give the complete folder.")
         header = _header(path / file, source)
         lacking = sorted(k for k, v in places.items() if v == file and k not in header)
         if lacking:
             raise UserError(
-                f"{source} {file} has no tensor {one_line(repr(lacking[0]))}, but {INDEX} lists it there. Give the "
-                "original files."
+                f"{source} {file} has no tensor {one_line(repr(lacking[0]))}, but {INDEX} lists the tensor there. "
+                "Give the original files."
             )
         shapes |= header
     return shapes
@@ -135,8 +137,8 @@ def refuse_foreign_dtypes(stored: Mapping[str, Stored], config: PreTrainedConfig
     for name, tensor in stored.items():
         if tensor.dtype not in (*_FLOATS, *_WHOLE):
             raise UserError(
-                f"{source} tensor {one_line(repr(name))} is {tensor.dtype}, and config.json has no "
-                "quantization_config for it. Give the checkpoint with its quantization_config, or in bf16."
+                f"{source} tensor {one_line(repr(name))} is {tensor.dtype}, but config.json has no "
+                "quantization_config. Add the quantization_config, or give the checkpoint in bf16."
             )
 
 
@@ -148,7 +150,8 @@ def is_quantized(config: PreTrainedConfig) -> bool:
 def refuse_foreign(
     model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: Iterable[str], source: str
 ) -> None:
-    """Raise UserError for a stored tensor that the loaded model does not use, or uses with a dtype of another kind.
+    """Raise UserError for a stored tensor that the loaded model does not use, or for integers where the model has
+    floats.
 
     Three kinds of unused tensors are allowed: heads of the same model type, buffers that older versions stored, and
     tensors that transformers ignores.
@@ -167,7 +170,8 @@ def refuse_foreign(
     if left:
         others = _tensors_of_heads(model)
         why = (
-            f"does not belong to the model type {model.config.model_type!r}. Remove it, or give the right configuration"
+            f"does not belong to the model type {model.config.model_type!r}. Remove the tensor, or give the right "
+            "configuration"
         )
         refuse_tensors(f"{source}: extra", [key for key in left if key not in others], why)
     tensors: Mapping[str, torch.Tensor] = model.state_dict()
@@ -241,7 +245,9 @@ _TORCH = {
 
 
 def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], source: str) -> None:
-    """Raise UserError if tensors belong to more layers than the configuration has, which the model would lose."""
+    """Raise UserError if the weights have more layers than the configuration, because the model would lose these
+    layers.
+    """
 
     def kind(key: str) -> str:
         return ".".join("#" if part.isdigit() else part for part in key.split("."))
