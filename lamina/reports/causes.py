@@ -10,16 +10,16 @@ import math
 import statistics
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
-from lamina.training.monitor.alarms import EVENT, FOLLOWS, Alarm, first_before, place_of
-from lamina.training.monitor.rules import GRADIENTS, calibration, noise_of
+from lamina.reports.signs import Signs
+from lamina.training.monitor.alarms import EVENT, FOLLOWS, Alarm
+from lamina.training.monitor.rules import calibration, noise_of
 
 NOT_KNOWN = "not known"
 VIEWS = ("loss", "norm", "layers")
@@ -36,7 +36,6 @@ AFTER = "after"  # not a sign: whether the record ends too early for later signs
 START = 3  # alarms within so many steps are at once; an alarm within the first so many is at the start
 GROWN = 1.3  # a learning rate has grown if it is so many times the rate of one of the two records before
 JUMPED = 3.0  # a rate has jumped if it is so many times the record before's: no schedule does that in mid-run
-HARD = ("not_finite", "dead", "written", "unmoved")  # the alarms of these rules are the failure itself
 NOISES, NATS = 4.0, 0.1  # a loss has moved if it differs by so many noises and so many nats
 TEMPER = 2.0  # divides the log-likelihood of correlated signs
 ALONE = ("first", "telling", "where", "rate", "half", "jump")  # signs that are independent, so not divided
@@ -77,6 +76,7 @@ class Cause:
         proofs: signs that prove this cause, because they measure the cause itself.
         in_half: the name of the cause that has the same signs if the model computes in float16.
         needs: the metric that a run must record before Lamina names this cause.
+        shown: the signs of what this cause does. In Lamina's own records, Lamina names the cause only with one of them.
     """
 
     name: str
@@ -89,6 +89,7 @@ class Cause:
     proofs: tuple[str, ...] = ()
     in_half: str = ""
     needs: str = ""
+    shown: tuple[str, ...] = ()
 
 
 CAUSES = {
@@ -165,6 +166,7 @@ CAUSES = {
         ),
         Cause(
             name="attention logits",
+            shown=("then logit attention_logit: yes", "then rise attention_logit: yes", "then rise size: yes"),
             finding="attention saturated from step {step}",
             meaning="Attention attends to single tokens, so its softmax saturates and its gradient vanishes.",
             check=(
@@ -207,6 +209,7 @@ CAUSES = {
         ),
         Cause(
             name="dead layer",
+            shown=("then dead gradient: yes",),
             finding="a layer without a gradient from step {step}",
             meaning="The sub-layer is disconnected from the loss, or all its units are inactive.",
             check="run one forward pass with a hook on {where}, to see whether its input or its output is zero",
@@ -218,6 +221,7 @@ CAUSES = {
         ),
         Cause(
             name="not trained",
+            shown=("then unmoved update_norm: yes",),
             finding="weights that do not move from step {step}",
             meaning="These weights get a gradient but do not move, so most likely no optimizer has them.",
             check="check whether the ids of all model.parameters() are in optimizer.param_groups, and print "
@@ -263,6 +267,7 @@ CAUSES = {
         ),
         Cause(
             name="weight decay",
+            shown=("then fall size: yes",),
             finding="weight decay too strong, visible from step {step}",
             meaning="Weights or gains shrink at each step, because weight decay outweighs the gradient.",
             check="continue from a checkpoint for 50 steps with weight_decay 0 for {where}: the norm of {where} should "
@@ -275,6 +280,7 @@ CAUSES = {
         ),
         Cause(
             name="embedding rows",
+            shown=("then rise row_norm_abs_max: yes",),
             finding="an embedding row growing from step {step}",
             meaning="Only one token's vector grows.",
             check="print the longest rows of the embedding with their tokens, at two checkpoints",
@@ -362,72 +368,6 @@ CAUSES = {
 
 OF_POLICIES = ("equal rewards", "policy drift", "entropy collapse", "completions cut")
 """Causes that a log of a policy's training can show without records by layer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Signs:
-    """The signs of a cause in a run's records.
-
-    Attributes:
-        alarms: the alarms, oldest first; within a step, the alarm that explains most comes first.
-        rose: the first step at which the loss had risen; None if it never rose.
-        losses: the training loss by step.
-        rates: the learning rate by step.
-        half: whether the model computes in float16; None if unknown.
-        clock: the number of the record at each step, if there are gaps between records. Lamina then counts records, not
-            steps.
-        view: the kind of record that another tool made (``VIEWS``); empty for Lamina's records.
-    """
-
-    alarms: tuple[Alarm, ...]
-    rose: int | None
-    losses: Mapping[int, float] = field(default_factory=dict)
-    rates: Mapping[int, float] = field(default_factory=dict)
-    half: bool | None = False
-    clock: Mapping[int, int] = field(default_factory=dict)
-    view: str = ""
-
-    def holds(self, metric: str) -> bool:
-        """Return whether the records can contain a metric."""
-        return True
-
-    @cached_property
-    def counted(self) -> Signs:
-        """The same signs, with the number of the record in place of each step."""
-        if not self.clock:
-            return self
-        steps = sorted(self.clock)
-        numbers = {step: bisect_right(steps, step) for step in {*steps, *self.losses, *self.rates}}
-        return replace(
-            self,
-            alarms=tuple(replace(alarm, step=bisect_right(steps, alarm.step)) for alarm in self.alarms),
-            rose=None if self.rose is None else bisect_right(steps, self.rose),
-            losses={numbers[step]: loss for step, loss in self.losses.items()},
-            rates={numbers[step]: rate for step, rate in self.rates.items()},
-            clock={},
-        )
-
-    @cached_property
-    def first(self) -> Alarm | None:
-        """The alarm that explains most (``first_before``).
-
-        If an alarm of a rule in ``HARD`` (such as ``not_finite``) follows soon, Lamina takes this alarm instead of a
-        risen gradient.
-        """
-        of = self.counted
-        first = first_before(of.alarms, of.rose)
-        if first is not None and first.metric in GRADIENTS and first.rule == "rise":
-            soon = range(first.step, first.step + FOLLOWS + 1)
-            first = next((alarm for alarm in of.alarms if alarm.step in soon and alarm.rule in HARD), first)
-        return None if first is None else self.alarms[of.alarms.index(first)]
-
-    @cached_property
-    def place(self) -> Alarm | None:
-        """The alarm that names the location of the fault (``place_of``)."""
-        if self.first is None:
-            return None
-        of = self.counted
-        return self.alarms[of.alarms.index(place_of(of.alarms, of.alarms[self.alarms.index(self.first)]))]
 
 
 _FAMILIES = {
@@ -633,7 +573,7 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
         cause: part
         for cause, part in odds.items()
         if (cause in proved if proved else cause == NOT_KNOWN or not seen & {*CAUSES[cause].unlike})
-        and (cause == NOT_KNOWN or not (needed := CAUSES[cause].needs) or signs.holds(needed))
+        and (cause == NOT_KNOWN or _may_be(CAUSES[cause], seen, signs))
     }
     total = sum(possible.values())
     (best, share), *runners_up = ((cause, part / total if total else 1.0) for cause, part in possible.items())
@@ -644,6 +584,12 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
         return pair if signs.half else pair[::-1]
     second = [(cause, part) for cause, part in runners_up if cause != NOT_KNOWN and part >= SECOND]
     return [(best, share), *second[:1]]
+
+
+def _may_be(cause: Cause, seen: Set[str], signs: Signs) -> bool:
+    """Return whether the record could show a cause, and does show it if it is Lamina's own."""
+    recorded = not cause.needs or signs.holds(cause.needs)
+    return recorded and (bool(signs.view) or not cause.shown or bool(seen & {*cause.shown}))
 
 
 def open_changes(cause: Cause, settings: Json) -> list[str]:

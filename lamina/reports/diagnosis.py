@@ -29,12 +29,12 @@ from lamina.reports.causes import (
     OF_POLICIES,
     START,
     Cause,
-    Signs,
     causes_of,
     open_changes,
     rate_jump,
 )
 from lamina.reports.loss_course import BEFORE, back_at, loss_rise, restarts, spikes_of
+from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import EVENT, NOTABLE, Alarm, describe, place_in_words, read_alarms, says_where
 from lamina.training.monitor.batches import beginning_of, read_batches
 from lamina.training.monitor.rules import noise_of
@@ -100,8 +100,12 @@ class Evidence(Signs):
 
     @property
     def lead(self) -> int | None:
-        """The number of steps from the first alarm to the rise of the loss."""
-        return None if self.rose is None or self.first is None else self.rose - self.first.step
+        """The number of steps from the first alarm to the rise of the loss; None if a spike that passed made the loss
+        rise.
+        """
+        if self.rose is None or self.first is None or (self.passed_spike and self.rose < self.first.step):
+            return None
+        return self.rose - self.first.step
 
 
 def _no_records(folder: Path) -> UserError:
@@ -158,6 +162,7 @@ def gather(folder: Path) -> Evidence:
         unit="record" if history and not history.get("clock") else "step",
         losses=losses,
         rates=rates,
+        norms={row[0]: row[6] for row in every if row[5] == NORM},
         alarms=tuple(alarm for alarm in told if alarm.rule != NOTABLE),
         notable=tuple(alarm for alarm in told if alarm.rule == NOTABLE),
         rose=rose,
@@ -280,6 +285,8 @@ def _answer(evidence: Evidence) -> Answer:
         return Answer(cause=[], evidence=[*course, finding, *_rows(evidence)], changes=changes)
     causes, where = causes_of(evidence), describe(first, evidence.names)
     texts = [course[0], f"The first anomaly is at {where}."]
+    if (spike := evidence.passed_spike) is not None:
+        texts[1] = f"A spike passed (step {spike.step}). The first anomaly after the spike is at {where}."
     location, everywhere = evidence.place or first, _everywhere(evidence, first)
     inside = location.layer >= 0 or location.role != "all"
     if _place(location) != _place(first) and says_where(location) and inside and not everywhere:

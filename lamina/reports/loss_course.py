@@ -92,6 +92,21 @@ def back_at(losses: Mapping[int, float], rose: int) -> int | None:
     return next((steps[number] for number in low if max(values[number : number + AFTER]) <= ceiling), None)
 
 
+def calm_steps(values: Mapping[int, float], begin: int, between: range, *, times: float = 1.0) -> set[int]:
+    """Return the steps ``between`` at which a series is back at its usual level of before the step ``begin``.
+
+    Lamina compares the median of 3 values ``between`` with the median of the 16 values before ``begin``. It may be
+    ``times`` as large, and larger by the noise. With too few values, no step counts as back.
+    """
+    before = [values[step] for step in sorted(values) if step < begin][-BEFORE:]
+    if len(before) < BEFORE // 2 or not all(map(math.isfinite, before)):
+        return set()
+    usual, noise = statistics.median(before), _NOISES * noise_of(before) / math.sqrt(AFTER)
+    steps = [step for step in sorted(values) if step in between]
+    threes = zip(steps, steps[1:], steps[2:], strict=False)
+    return {three[-1] for three in threes if sorted(map(values.get, three))[1] <= max(times * usual, usual + noise)}
+
+
 def wander_of(losses: Sequence[float]) -> float:
     """Return how far slowly moving or averaged losses usually drift from their trend within 16 records.
 

@@ -15,9 +15,10 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs import seals
 from lamina.jobs.files import read_result
-from lamina.reports.causes import CAUSES, Learned, Signs, causes_of, open_changes, signature
+from lamina.reports.causes import CAUSES, Learned, causes_of, open_changes, signature
 from lamina.reports.diagnosis import gather
 from lamina.reports.loss_course import loss_rise
+from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import Alarm
 
 

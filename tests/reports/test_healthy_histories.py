@@ -9,11 +9,12 @@ import pytest
 from spread import rotated
 
 import lamina
-from lamina.reports.causes import Learned, Signs
+from lamina.reports.causes import Learned
 from lamina.reports.diagnosis import gather
 from lamina.reports.histories import import_history, read_history
 from lamina.reports.histories.importing import judge
 from lamina.reports.loss_course import loss_rise
+from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import Alarm, Alarms
 
 RECORDS = 300

@@ -51,9 +51,11 @@ def noise(count, spread=0.3):
 
 BY_HEART = [0.7, 0.43, 0.36, 0.34, 0.32, 0.32, 0.34, 0.34, 0.37, 0.42, 0.48, 0.63]  # a healthy Llama's embedding
 FROM_ZERO = [0.0, 0.0006, 0.0026, 0.008, 0.016, 0.047, 0.08, 0.19, 0.31, 0.42, 0.51, 0.58, 0.61]  # Gemma 2's last norm
+ROWS = [*[0.195] * 6, 0.2, 0.21, 0.29, 0.35, 0.42, 0.45, 0.47]  # of a healthy GPT-2's embedding
 GROWN = [0.06 * 1.5**record for record in range(16)]  # to 26, as with Muon's usual rates
 WHOLE, EVERY_20TH = {"layer": -1, "sublayer": "block"}, {"every": 20}
 LARGEST, LOGIT, GAIN = ({"metric": name} for name in ("hidden_abs_max", "attention_logit", "gain_mean"))
+MEAN_ROW = {**WHOLE, "role": "embedding", "metric": "row_norm_mean"}
 VARIANCE, HEAD = {"metric": "hidden_variance"}, {**WHOLE, "role": "readout", "metric": "row_norm_abs_max"}
 READOUT = {**WHOLE, **EVERY_20TH, "role": "readout", "metric": "weight_norm"}
 KEPT, FIRST = {**WHOLE, "metric": "kept_gradient"}, {**WHOLE, "metric": "step_loss", "vocabulary": 256}
@@ -71,6 +73,9 @@ COURSES = {  # of one series each: its values, what else is so, and (step, rule)
     "the end of float16, in another type": ([10.0, 2e4], LARGEST, []),
     "gains that shrink": ([0.9 * 0.7**at for at in range(1, 14)], GAIN | EVERY_20TH, [(120, "fall")]),
     "gains that shrink a little": ([0.9 * 0.98**at for at in range(1, 14)], GAIN | EVERY_20TH, []),
+    "rows that grew and then shrink": ([*ROWS, 0.22, 0.18], MEAN_ROW | EVERY_20TH, [(20 * len(ROWS) + 20, "fall")]),
+    "rows that grew and stay": ([*ROWS, 0.46, 0.45, 0.44], MEAN_ROW | EVERY_20TH, []),
+    "rows that fall as often as they rise": ([0.3, 0.45] * 12, MEAN_ROW | EVERY_20TH, []),
     "a small variance that doubles": ([1e-4 * 2.0**at for at in range(1, 12)], VARIANCE | EVERY_20TH, []),
     "a large variance that doubles": ([3.0 * 2.0**at for at in range(1, 12)], VARIANCE | EVERY_20TH, [(200, "rise")]),
     "weights that start at zero": (FROM_ZERO, READOUT, []),

@@ -30,12 +30,13 @@ import pyarrow.parquet as pq
 from scipy.stats import chi2
 
 from benchmarks.common import settings_of_machine, write_record
-from lamina.reports.causes import NOT_KNOWN, Learned, Signs, causes_of, signature
+from lamina.reports.causes import NOT_KNOWN, Learned, causes_of, signature
 from lamina.reports.loss_course import loss_rise
+from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import NOTABLE, Alarm, Alarms
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import GRADIENTS, LIMITS, calibration
-from lamina.training.monitor.writers import LOSS
+from lamina.training.monitor.writers import LOSS, NORM
 from tools.calibration.alarm_runs import COLUMNS, DRAWN, FRESH, HELD_EVERY, KINDS, OTHER, SEEN, SETUPS, path_of, wanted
 
 NATS, STAYS = 0.15, 3
@@ -120,13 +121,13 @@ class Recorded:
         alarms.close()
         return alarms
 
-    @cached_property
-    def losses(self) -> dict[int, float]:
-        return {row[0]: row[6] for _, _, rows in self.calls for row in rows if row[5] == LOSS}
+    def by_step(self, metric: str) -> dict[int, float]:
+        """A metric of the whole model."""
+        return {row[0]: row[6] for _, _, rows in self.calls for row in rows if row[5] == metric}
 
     @cached_property
-    def rates(self) -> dict[int, float]:
-        return {row[0]: row[6] for _, _, rows in self.calls for row in rows if row[5] == "learning_rate"}
+    def losses(self) -> dict[int, float]:
+        return self.by_step(LOSS)
 
     def signs(self, alarms: Alarms) -> Signs:
         """What the diagnosis gets of it."""
@@ -135,7 +136,8 @@ class Recorded:
             alarms=tuple(alarm for alarm in told if alarm.rule != NOTABLE),
             rose=loss_rise(self.losses, told),
             losses=self.losses,
-            rates=self.rates,
+            rates=self.by_step("learning_rate"),
+            norms=self.by_step(NORM),
             half=bool(self.about["watched"]["half"]) or any(half for _, half, _ in self.calls),
         )
 

@@ -25,10 +25,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lamina.reports.causes import HISTORIES, NOT_KNOWN, VIEWS, Learned, Signs, causes_of, signature
+from lamina.reports.causes import HISTORIES, NOT_KNOWN, VIEWS, Learned, causes_of, signature
 from lamina.reports.causes import LEAST as LEAST_TOLD
 from lamina.reports.histories.importing import History, judge
 from lamina.reports.loss_course import loss_rise
+from lamina.reports.signs import Signs
 from lamina.training.monitor.writers import LOSS, NORM
 from tools.calibration.alarm_runs import KINDS
 from tools.calibration.alarms import Recorded
@@ -85,6 +86,7 @@ def derived(run: Recorded) -> Iterator[Derived]:
             rose=loss_rise(history.values(LOSS), alarms, history.values(RATE)),
             losses=history.values(LOSS),
             rates=history.values(RATE),
+            norms=history.values(NORM),
             half=None,
             clock={step: at for at, step in enumerate(history.steps, start=1)},
             view=view,

@@ -252,6 +252,22 @@ def is_hard(alarm: Alarm) -> bool:
     return alarm.rule in HARD or alarm.metric in ("rate_ratio", "label_match", RATE)
 
 
+def outlasts_spikes(alarm: Alarm) -> bool:
+    """Return whether no spike of the loss or gradient can cause an alarm once the spike has passed: a hard alarm, a
+    value that is not finite, or weights or moments that shrink.
+    """
+    return is_hard(alarm) or alarm.rule == "not_finite" or (alarm.rule == "fall" and alarm.metric != LOSS)
+
+
+def is_spike(alarms: Sequence[Alarm]) -> bool:
+    """Return whether alarms show only a spike: unusual gradients, or a risen loss with unusual hidden states."""
+    rose = any(alarm.metric == LOSS and alarm.rule == "rise" for alarm in alarms)
+    of_loss = [alarm for alarm in alarms if alarm.metric not in GRADIENTS]
+    return not any(map(outlasts_spikes, alarms)) and all(
+        rose and (alarm.metric == LOSS or alarm.metric.startswith("hidden")) for alarm in of_loss
+    )
+
+
 def _key(alarm: Alarm) -> Key:
     return alarm.rule, (alarm.layer, alarm.sublayer, alarm.role, alarm.metric)
 

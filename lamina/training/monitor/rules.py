@@ -347,7 +347,8 @@ class Rules:
         for rule, sign in (("rise", 1.0), ("fall", -1.0)):
             if not (past.rises if rule == "rise" else past.falls) or len(recent) < past.fewest:
                 continue
-            usual, score = _leaving(scaled, recent, sign, gaps if past.fewest == RECORDS else 0.0)
+            shrinks = rule == "fall" and metric in _OF_WEIGHTS
+            usual, score = _leaving(scaled, recent, sign, gaps if past.fewest == RECORDS else 0.0, shrinks)
             score /= max(1.0, (step - last) / INTERVAL) * (2.0 if self._chance and metric.startswith("hidden") else 1.0)
             if score and rule == "rise" and value <= self._calm(row, past):
                 score = 0.0
@@ -661,15 +662,18 @@ def _earlier_peak(recent: Sequence[float]) -> float:
     return peaks[0] if peaks else max(recent)
 
 
-def _leaving(value: float, recent: Sequence[float], sign: float, gaps: float) -> tuple[float, float]:
+def _leaving(value: float, recent: Sequence[float], sign: float, gaps: float, shrinks: bool) -> tuple[float, float]:
     """Return the usual value, and the score of ``value``: |log(value / usual)|, or 0 within the noise.
 
     The usual value is the past median or the trend, whichever is nearer to ``value``. The trend extends the last two
     values by ``gaps`` times their distance in time. ``gaps`` is 0 for metrics of every step. Such metrics have a trend
     only while their past is short, because gradients change manyfold at the start of a training. This trend extends the
-    medians of both halves of the past.
+    medians of both halves of the past. With ``shrinks``, the value is of weights that may have grown: the past median
+    is at least the median of the latest 4 values, and only earlier falls count as noise.
     """
     usual, half = statistics.median(recent), len(recent) // 2
+    if shrinks:
+        usual = max(usual, statistics.median(list(recent)[-RECORDS:]))
     last, before, steps = recent[-1], recent[-2], gaps
     young = not gaps and len(recent) < WINDOW
     if young:
@@ -686,4 +690,6 @@ def _leaving(value: float, recent: Sequence[float], sign: float, gaps: float) ->
     logs = [math.log(max(x, 1e-30)) for x in recent]
     middle = statistics.median(logs)
     spread = 1.4826 * statistics.median(abs(x - middle) for x in logs)
+    if shrinks:
+        spread = statistics.fmean(max(0.0, earlier - later) for earlier, later in pairwise(logs))
     return usual, distance if distance > DEVIATIONS * spread else 0.0

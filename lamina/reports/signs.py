@@ -1,0 +1,126 @@
+"""The signs of a failure in a run's records, and which of its alarms explains most."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from lamina.reports.loss_course import calm_steps
+from lamina.training.monitor.alarms import (
+    FOLLOWS,
+    Alarm,
+    events,
+    first_before,
+    is_spike,
+    outlasts_spikes,
+    place_of,
+)
+from lamina.training.monitor.rules import GRADIENTS
+
+HARD = ("not_finite", "dead", "written", "unmoved")  # the alarms of these rules are the failure itself
+TWICE = 2.0  # a gradient is back from a spike if its norm is at most so many times its norm before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signs:
+    """The signs of a cause in a run's records.
+
+    Attributes:
+        alarms: the alarms, oldest first; within a step, the alarm that explains most comes first.
+        rose: the first step at which the loss had risen; None if it never rose.
+        losses: the training loss by step.
+        rates: the learning rate by step.
+        norms: the norm of the whole model's gradient by step.
+        half: whether the model computes in float16; None if unknown.
+        clock: the number of the record at each step, if there are gaps between records. Lamina then counts records, not
+            steps.
+        view: the kind of record that another tool made (``VIEWS``); empty for Lamina's records.
+    """
+
+    alarms: tuple[Alarm, ...]
+    rose: int | None
+    losses: Mapping[int, float] = field(default_factory=dict)
+    rates: Mapping[int, float] = field(default_factory=dict)
+    norms: Mapping[int, float] = field(default_factory=dict)
+    half: bool | None = False
+    clock: Mapping[int, int] = field(default_factory=dict)
+    view: str = ""
+
+    def holds(self, metric: str) -> bool:
+        """Return whether the records can contain a metric."""
+        return True
+
+    @cached_property
+    def counted(self) -> Signs:
+        """The same signs, with the number of the record in place of each step."""
+        if not self.clock:
+            return self
+        steps = sorted(self.clock)
+        numbers = {step: bisect_right(steps, step) for step in {*steps, *self.losses, *self.rates, *self.norms}}
+        return replace(
+            self,
+            alarms=tuple(replace(alarm, step=bisect_right(steps, alarm.step)) for alarm in self.alarms),
+            rose=None if self.rose is None else bisect_right(steps, self.rose),
+            losses={numbers[step]: loss for step, loss in self.losses.items()},
+            rates={numbers[step]: rate for step, rate in self.rates.items()},
+            norms={numbers[step]: norm for step, norm in self.norms.items()},
+            clock={},
+        )
+
+    @cached_property
+    def first(self) -> Alarm | None:
+        """The alarm that explains most (``first_before``).
+
+        Instead of a spike that passed, Lamina takes the first alarm of the next event that is no such spike. Instead of
+        a risen gradient, Lamina takes an alarm of a rule in ``HARD`` (such as ``not_finite``) that follows soon.
+        """
+        of = self.counted
+        first = first_before(of.alarms, of.rose)
+        if first is None:
+            return None
+        first = next((group[0] for group in of.lasting if group[-1].step >= first.step), first)
+        if first.metric in GRADIENTS and first.rule == "rise":
+            soon = range(first.step, first.step + FOLLOWS + 1)
+            first = next((alarm for alarm in of.alarms if alarm.step in soon and alarm.rule in HARD), first)
+        return self.alarms[of.alarms.index(first)]
+
+    @property
+    def passed_spike(self) -> Alarm | None:
+        """The first alarm of a spike that passed before the first anomaly (``first``); None without such a spike."""
+        before = first_before(self.counted.alarms, self.counted.rose)
+        alarm = None if before is None else self.alarms[self.counted.alarms.index(before)]
+        passed = alarm is not None and self.first is not None and self.first.step > alarm.step + FOLLOWS
+        return alarm if passed else None
+
+    @property
+    def lasting(self) -> list[list[Alarm]]:
+        """The events of the alarms (``events``) without the spikes that passed.
+
+        An alarm for which no passed spike can be the reason (``outlasts_spikes``) begins an event of its own.
+        """
+        groups: list[list[Alarm]] = []
+        for group in events(self.alarms):
+            at = next((number for number, alarm in enumerate(group) if outlasts_spikes(alarm)), 0)
+            groups += (group[:at], group[at:]) if self._passed(group[:at], group[at].step) else (group,)
+        ends = [*(group[0].step for group in groups[1:]), max(self.losses, default=0) + 1]
+        return [group for group, end in zip(groups, ends, strict=True) if not self._passed(group, end)]
+
+    def _passed(self, alarms: Sequence[Alarm], end: int) -> bool:
+        """Return whether the alarms are a spike's, after which the loss and the gradient came back before ``end``."""
+        if not alarms or not is_spike(alarms):
+            return False
+        begin, between = alarms[0].step, range(alarms[-1].step + 1, end)
+        calm = calm_steps(self.losses, begin, between)
+        if self.norms or any(alarm.metric in GRADIENTS for alarm in alarms):
+            calm &= calm_steps(self.norms, begin, between, times=TWICE)
+        return bool(calm)
+
+    @cached_property
+    def place(self) -> Alarm | None:
+        """The alarm that names the location of the fault (``place_of``)."""
+        if self.first is None:
+            return None
+        of = self.counted
+        return self.alarms[of.alarms.index(place_of(of.alarms, of.alarms[self.alarms.index(self.first)]))]
