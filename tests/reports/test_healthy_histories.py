@@ -118,7 +118,12 @@ def test_a_rate_that_jumps_in_the_record_is_the_cause(tmp_path):
     page = (tmp_path / "trainer_state.json-lamina" / "diagnosis.html").read_text(encoding="utf-8")
     assert "Learning rate too high from step 1" in page
     assert page.count("Learning rate that the run recorded.") == 1  # not once more among the other series
-    assert "Gradient norm that the run recorded." in page.partition("<summary>Other recorded series")[2]
+    path.write_text(json.dumps({"log_history": [{**line, "learning_rate": 1e-4, "grad_norm": 1.0} for line in log]}))
+    lamina.diagnose(path)
+    page = (tmp_path / "trainer_state.json-lamina" / "diagnosis.html").read_text(encoding="utf-8")
+    other = page.partition("<summary>Other recorded series")[2]
+    assert "Gradient norm that the run recorded." in other
+    assert "Learning rate that the run recorded." in other
 
 
 def test_a_restart_after_which_the_loss_stays_a_nat_higher_is_a_rise():
