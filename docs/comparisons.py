@@ -19,7 +19,7 @@ _NUMBER = r"-?(?:\d\S*|inf)"
 _FORMS = tuple(
     re.compile(form)
     for form in (  # the longer forms first
-        rf"^(?P<what>.+, failed runs ranked last: .+ pairs), (?P<kind>median) difference (?P<value>{_NUMBER})$",
+        rf"^(?P<what>.+ is lower in .+ pairs), (?P<kind>median) difference (?P<value>{_NUMBER})$",
         rf"^(?P<what>.+): difference (?P<value>{_NUMBER})$",
         rf"^(?P<what>.+: Kendall's tau)(?: (?P<value>{_NUMBER})) over (?P<settings>\d+) arms$",
         r"^(?P<what>.+): (?P<value>\d+ of \d+) seeds (?P<how>did not train|trained) \((?P<kind>.+)\), "
@@ -166,7 +166,8 @@ def _todays(line: str) -> str:
     """Return a line in today's words. A long list shows only its first and last entry."""
     for recorded, label in _LABELS.items():
         line = line.replace(recorded, label)
-    return _LIST.sub(r"\1, …, \2", said.in_todays_words(line))
+    line = _LIST.sub(r"\1, …, \2", said.in_todays_words(line))
+    return re.sub(r"^(.+?) vs (.+), failed runs ranked last: lower in", r"\1 vs \2: \1 is lower in", line)
 
 
 def _lines(one: Json) -> list[str]:

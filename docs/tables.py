@@ -106,9 +106,10 @@ def placements_speed(name: str) -> str:
     speeds, memory = ([row[column] for row in rows] for column in ("speed_ratio", "memory_ratio"))
     s = record["settings"]
     return (
-        f"{len(rows)} of {len(names())} placements train at {min(speeds):.2f} to {max(speeds):.2f} times the speed of "
-        f"transformers' Llama, and take {min(memory):.2f} to {max(memory):.2f} times this Llama's memory (eager, "
-        f"{s['num_hidden_layers']} layers of width {s['hidden_size']}). {_where(name)}"
+        f"We compared {len(rows)} of {len(names())} placements with transformers' Llama (eager, "
+        f"{s['num_hidden_layers']} layers of width {s['hidden_size']}). The placements train at {min(speeds):.2f} to "
+        f"{max(speeds):.2f} times the Llama's speed, and take {min(memory):.2f} to {max(memory):.2f} times its memory. "
+        f"{_where(name)}"
     )
 
 
@@ -154,7 +155,7 @@ def depth_speed(name: str) -> str:
     compiled = []
     for case in record["compiling"]:
         shallow, deep = case["runs"][0]
-        compiled.append(f"{case['compile_ratio']:.2f} times as long with `{deep['placement']}`")
+        compiled.append(f"{case['compile_ratio']:.2f} times as long (`{deep['placement']}`)")
         fewest, most = shallow["num_layers"], deep["num_layers"]
     trained = [
         f"{row['num_layers']} blocks with `{row['placement']}` ({row['parameters'] / 1e9:.1f}B parameters, "
@@ -162,8 +163,8 @@ def depth_speed(name: str) -> str:
         for row in record["training"]
     ]
     return (
-        f"Compared with compiling {fewest} layers, compiling {most:,} layers takes {' and '.join(compiled)}. "
-        f"On a CPU, we trained {' and '.join(trained)}. {_where(name)}"
+        f"{most:,} layers take {' or '.join(compiled)} to compile as {fewest} layers. On a CPU, we trained "
+        f"{' and '.join(trained)}. {_where(name)}"
     )
 
 

@@ -4,8 +4,8 @@ from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(
-    says="On a second text, FuseNorm's loss is below Pre-LN's after 400 steps, with an initializer that suits the "
-    "width",
+    says="On a second text, FuseNorm has a lower loss than Pre-LN after 400 steps, with an initializer that suits "
+    "the width",
     quantity="loss in nats per byte",
 )
 def front_page_second(trials: Trials) -> Finding:
@@ -13,7 +13,8 @@ def front_page_second(trials: Trials) -> Finding:
 
 
 @claim(
-    says="On a second text, Keel's loss is below Pre-LN's after 400 steps, with an initializer that suits the width",
+    says="On a second text, Keel has a lower loss than Pre-LN after 400 steps, with an initializer that suits the "
+    "width",
     quantity="loss in nats per byte",
 )
 def front_page_second__keel(trials: Trials) -> Finding:
@@ -21,7 +22,8 @@ def front_page_second__keel(trials: Trials) -> Finding:
 
 
 @claim(
-    says="On a second text, Mix-LN's loss is below Pre-LN's after 400 steps, with an initializer that suits the width",
+    says="On a second text, Mix-LN has a lower loss than Pre-LN after 400 steps, with an initializer that suits the "
+    "width",
     quantity="loss in nats per byte",
 )
 def front_page_second__mix_ln(trials: Trials) -> Finding:
@@ -29,7 +31,8 @@ def front_page_second__mix_ln(trials: Trials) -> Finding:
 
 
 @claim(
-    says="On a second text, Peri-LN's loss is below Pre-LN's after 400 steps, with an initializer that suits the width",
+    says="On a second text, Peri-LN has a lower loss than Pre-LN after 400 steps, with an initializer that suits the "
+    "width",
     quantity="loss in nats per byte",
 )
 def front_page_second__peri_ln(trials: Trials) -> Finding:

@@ -4,8 +4,8 @@ from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(
-    says="FuseNorm's loss is below Pre-LN's after 400 steps, with an initializer that suits the width and does not "
-    "scale branches by depth",
+    says="FuseNorm has a lower loss than Pre-LN after 400 steps, with an initializer that suits the width and does "
+    "not scale branches by depth",
     quantity="loss in nats per byte",
 )
 def front_page_unscaled(trials: Trials) -> Finding:
@@ -13,8 +13,8 @@ def front_page_unscaled(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Keel's loss is below Pre-LN's after 400 steps, with an initializer that suits the width and does not scale "
-    "branches by depth",
+    says="Keel has a lower loss than Pre-LN after 400 steps, with an initializer that suits the width and does not "
+    "scale branches by depth",
     quantity="loss in nats per byte",
 )
 def front_page_unscaled__keel(trials: Trials) -> Finding:
@@ -22,8 +22,8 @@ def front_page_unscaled__keel(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Mix-LN's loss is below Pre-LN's after 400 steps, with an initializer that suits the width and does not scale "
-    "branches by depth",
+    says="Mix-LN has a lower loss than Pre-LN after 400 steps, with an initializer that suits the width and does not "
+    "scale branches by depth",
     quantity="loss in nats per byte",
 )
 def front_page_unscaled__mix_ln(trials: Trials) -> Finding:
@@ -31,8 +31,8 @@ def front_page_unscaled__mix_ln(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Peri-LN's loss is below Pre-LN's after 400 steps, with an initializer that suits the width and does not "
-    "scale branches by depth",
+    says="Peri-LN has a lower loss than Pre-LN after 400 steps, with an initializer that suits the width and does "
+    "not scale branches by depth",
     quantity="loss in nats per byte",
 )
 def front_page_unscaled__peri_ln(trials: Trials) -> Finding:

@@ -4,7 +4,7 @@ from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(
-    says="FuseNorm's loss is below Pre-LN's after 400 steps, with an initializer that suits the width",
+    says="FuseNorm has a lower loss than Pre-LN after 400 steps, with an initializer that suits the width",
     quantity="loss in nats per byte",
 )
 def front_page(trials: Trials) -> Finding:
@@ -12,7 +12,7 @@ def front_page(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Keel's loss is below Pre-LN's after 400 steps, with an initializer that suits the width",
+    says="Keel has a lower loss than Pre-LN after 400 steps, with an initializer that suits the width",
     quantity="loss in nats per byte",
 )
 def front_page__keel(trials: Trials) -> Finding:
@@ -20,7 +20,7 @@ def front_page__keel(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Mix-LN's loss is below Pre-LN's after 400 steps, with an initializer that suits the width",
+    says="Mix-LN has a lower loss than Pre-LN after 400 steps, with an initializer that suits the width",
     quantity="loss in nats per byte",
 )
 def front_page__mix_ln(trials: Trials) -> Finding:
@@ -28,7 +28,7 @@ def front_page__mix_ln(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Peri-LN's loss is below Pre-LN's after 400 steps, with an initializer that suits the width",
+    says="Peri-LN has a lower loss than Pre-LN after 400 steps, with an initializer that suits the width",
     quantity="loss in nats per byte",
 )
 def front_page__peri_ln(trials: Trials) -> Finding:

@@ -5,8 +5,8 @@ from lamina.lab.papers.judging.curves import at_rate_of
 
 
 @claim(
-    says="With 128 blocks, FuseNorm's loss is below Mix-LN's, and Mix-LN's is below Pre-LN's. Post-LN and HybridNorm "
-    "do not train at Pre-LN's learning rate",
+    says="With 128 blocks, FuseNorm has a lower loss than Mix-LN, and Mix-LN has a lower loss than Pre-LN. Post-LN "
+    "and HybridNorm do not train at Pre-LN's learning rate",
     paper="WikiText perplexity (6.5B): FuseNorm 10.4, Mix-LN 11.4, Pre-LN 11.9. Post-LN and HybridNorm failed",
 )
 def fuse_128(trials: Trials) -> Finding:
@@ -14,13 +14,16 @@ def fuse_128(trials: Trials) -> Finding:
 
 
 @claim(
-    says="With 128 blocks, FuseNorm's loss is below Mix-LN's, and Mix-LN's is below Pre-LN's",
+    says="With 128 blocks, FuseNorm has a lower loss than Mix-LN, and Mix-LN has a lower loss than Pre-LN",
     paper="WikiText perplexity: FuseNorm 10.4, Mix-LN 11.4, Pre-LN 11.9",
 )
 def fuse_128__order(trials: Trials) -> Finding:
     return ordered(trials.tuned(), ["fusenorm", "mix_ln", "pre_ln"])
 
 
-@claim(says="With 128 blocks, Post-LN and HybridNorm do not train at Pre-LN's learning rate", paper='Both "failed"')
+@claim(
+    says="With 128 blocks, Post-LN and HybridNorm do not train at Pre-LN's learning rate",
+    paper='Post-LN and HybridNorm "failed"',
+)
 def fuse_128__failures(trials: Trials) -> Finding:
     return all_of(*(fails_to_train(at_rate_of(trials, arm, "pre_ln"), arm) for arm in ("post_ln", "hybridnorm")))

@@ -42,8 +42,8 @@ def _smallest(trials: Trials, value, what: str) -> Finding:
 
 
 @claim(
-    says="FuseNorm's up-projections have lower condition numbers than Pre-LN's, HybridNorm's and Mix-LN's, also in the "
-    "deeper layers",
+    says="FuseNorm's up-projections have lower condition numbers than the up-projections of Pre-LN, HybridNorm and "
+    "Mix-LN, also in the deeper layers",
     paper="Figure 10 shows curves without numbers",
 )
 def fuse_condition(trials: Trials) -> Finding:
@@ -52,8 +52,8 @@ def fuse_condition(trials: Trials) -> Finding:
 
 
 @claim(
-    says="FuseNorm's up-projections have lower condition numbers than Pre-LN's, and the difference is larger in the "
-    "deeper layers",
+    says="FuseNorm's up-projections have lower condition numbers than the up-projections of Pre-LN, and the "
+    "difference is larger in the deeper layers",
     paper="Figure 10 shows curves without numbers",
 )
 def fuse_condition__pre(trials: Trials) -> Finding:

@@ -30,8 +30,8 @@ def _within(values: BySeed, expected: float, tolerance: float, name: str) -> Fin
 
 
 @claim(
-    says="Along L blocks of skips and norms (no branches), the gradient shrinks by a factor of sigma^(2L) in Post-LN "
-    "and of sigma^L in FuseNorm (sigma is the standard deviation of a norm's input)",
+    says="Along L blocks without branches, the gradient shrinks by a factor of sigma^(2L) in Post-LN and by a factor "
+    "of sigma^L in FuseNorm. Here sigma is the standard deviation of a norm's input",
     paper="Eq 10: exponents 2 and 1",
 )
 def fuse_decay(trials: Trials) -> Finding:
@@ -46,8 +46,7 @@ def fuse_decay(trials: Trials) -> Finding:
 
 
 @claim(
-    says="The gradient shrinks as much along L blocks of Post-LN as along 2 L blocks of FuseNorm (skips and norms "
-    "only)",
+    says="Without branches, the gradient shrinks as much along L blocks of Post-LN as along 2 L blocks of FuseNorm",
     paper="Eq 11: with sigma 1.1 and 50 layers, a factor of 1.1^50 = 117",
 )
 def fuse_decay__twice(trials: Trials) -> Finding:

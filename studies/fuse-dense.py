@@ -5,8 +5,8 @@ from lamina.lab.papers.judging.curves import at_stage, split
 
 
 @claim(
-    says="FuseNorm's loss is below Pre-LN's at every dense size",
-    paper="WikiText perplexity, Pre-LN to FuseNorm: 22.5 to 20.6 (740M), 17.4 to 15.7 (1.3B), 12.5 to 11.8 (5B)",
+    says="FuseNorm has a lower loss than Pre-LN at every dense size",
+    paper="WikiText perplexity, Pre-LN and FuseNorm: 22.5 and 20.6 (740M), 17.4 and 15.7 (1.3B), 12.5 and 11.8 (5B)",
 )
 def fuse_dense(trials: Trials) -> Finding:
     sizes = split(at_stage(trials.tuned(), "pretrain"), "size")
@@ -14,9 +14,9 @@ def fuse_dense(trials: Trials) -> Finding:
 
 
 @claim(
-    says="FuseNorm's mean accuracy over six tasks is above Pre-LN's",
-    paper="Pre-LN to FuseNorm: 49.8 to 50.8 (740M), 55.8 to 58.0 (1.3B), 64.1 to 66.6 (5B). FuseNorm is not better on "
-    "every task",
+    says="FuseNorm has a higher mean accuracy over six tasks than Pre-LN",
+    paper="Mean accuracy, Pre-LN and FuseNorm: 49.8 and 50.8 (740M), 55.8 and 58.0 (1.3B), 64.1 and 66.6 (5B). "
+    "FuseNorm is not better on every task",
 )
 def fuse_dense__tasks(trials: Trials) -> Finding:
     sizes = split(at_stage(trials.tuned(), "tasks"), "size")

@@ -15,7 +15,7 @@ def losses(trials: Trials, arm: str) -> dict[float, BySeed]:
 
 @claim(
     says="At one learning rate, FuseNorm's loss falls as the depth grows to 16 times the smallest depth",
-    paper="Figure 14: 32, 64, 128, 256 and 512 layers of width 384 at 2e-4. It prints no number",
+    paper="Figure 14: 32, 64, 128, 256 and 512 layers of width 384 at 2e-4. The figure prints no number",
 )
 def fuse_depth(trials: Trials) -> Finding:
     """Monotone in all seeds' order on average, and the deepest beats the next: the end of the curve is the claim."""
@@ -38,7 +38,7 @@ def fuse_depth__trains(trials: Trials) -> Finding:
 
 
 @claim(
-    says="More depth lowers FuseNorm's loss by more than Pre-LN's",
+    says="More depth lowers the loss of FuseNorm more than the loss of Pre-LN",
     paper='FuseNorm "avoids the depth degradation commonly observed in deep PreNorm models" (no number)',
 )
 def fuse_depth__pre(trials: Trials) -> Finding:

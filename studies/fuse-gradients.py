@@ -36,8 +36,8 @@ def _rates(trials: Trials) -> list[float]:
 
 
 @claim(
-    says="At every learning rate, FuseNorm's feed-forward gradients differ less between layers than Post-LN's. At the "
-    "lowest learning rate, Post-LN's shrink more toward the first layers",
+    says="At every learning rate, the feed-forward gradients differ less between layers in FuseNorm than in Post-LN. "
+    "At the lowest learning rate, the gradients shrink more toward the first layers in Post-LN than in FuseNorm",
     paper="Figure 7 shows curves without numbers",
 )
 def fuse_gradients(trials: Trials) -> Finding:
@@ -68,9 +68,9 @@ def fuse_gradients(trials: Trials) -> Finding:
 
 
 @claim(
-    says="At the highest learning rate, FuseNorm trains, but Post-LN does not. Post-LN's gradients are almost zero in "
-    "all layers but the last",
-    paper="Figure 7, left and middle",
+    says="At the highest learning rate, FuseNorm trains, but Post-LN does not. In Post-LN, the gradients are almost "
+    "zero in all layers but the last",
+    paper="Figure 7 (left and middle) shows curves without numbers",
 )
 def fuse_gradients__collapse(trials: Trials) -> Finding:
     """Near zero: the median layer's gradient is below a hundredth of the last layer's."""

@@ -24,7 +24,7 @@ def _gradients(trials: Trials, arm: dict[str, object]) -> dict[int, float]:
 
 @claim(
     says="With the plain initializer, FuseNorm trains with 12 blocks and collapses with 24 and 48 blocks. With the "
-    "scaled initializer, it trains with all three depths",
+    "scaled initializer, FuseNorm trains with all three depths",
     paper="Figure 2: a collapse at 24 layers with the plain initializer, and stable training at 48 layers with the "
     "scaled initializer",
 )
@@ -36,8 +36,8 @@ def fuse_init(trials: Trials) -> Finding:
 
 @claim(
     says="With 48 blocks, FuseNorm collapses with the plain initializer and trains with the scaled initializer",
-    paper="Figure 2: with 48 layers, the training is stable with the scaled initializer. With the plain initializer, "
-    "it collapses with 24 layers",
+    paper="Figure 2: stable training at 48 layers with the scaled initializer, and a collapse at 24 layers with the "
+    "plain initializer",
 )
 def fuse_init__deepest(trials: Trials) -> Finding:
     return all_of(fails_to_train(trials, _arm("48 blocks", "plain")), trains(trials, _arm("48 blocks", "scaled")))

@@ -24,7 +24,7 @@ def count(trials: Trials, arm: str) -> BySeed:
 
 
 @claim(
-    says="FuseNorm trains at more of the learning rates than Post-LN, and at higher learning rates",
+    says="FuseNorm trains at more learning rates than Post-LN, and at higher learning rates",
     paper="740M: FuseNorm trains stably at all three learning rates, and Post-LN collapses above 8e-5",
 )
 def fuse_lr_range(trials: Trials) -> Finding:

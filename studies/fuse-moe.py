@@ -4,9 +4,9 @@ from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(
-    says="In a mixture of experts, FuseNorm's loss is below Pre-LN's",
-    paper="From Pre-LN to FuseNorm (16B parameters, 2.4B of them active): WikiText perplexity 12.0 to 11.4, mean "
-    "accuracy 65.1 to 66.3",
+    says="In a mixture of experts, FuseNorm has a lower loss than Pre-LN",
+    paper="Pre-LN and FuseNorm (16B parameters, 2.4B active): WikiText perplexity 12.0 and 11.4, mean accuracy 65.1 "
+    "and 66.3",
 )
 def fuse_moe(trials: Trials) -> Finding:
     return lower(trials.tuned(), "fusenorm", than="pre_ln")

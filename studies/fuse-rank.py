@@ -22,8 +22,8 @@ def _above(trials: Trials, metric: str, other: str, arm: str = "fusenorm") -> Fi
 
 
 @claim(
-    says="FuseNorm's feed-forward activations use more directions (hard rank, effective dimension ratio EDR) than "
-    "Pre-LN's",
+    says="The feed-forward activations use more directions in FuseNorm than in Pre-LN, by hard rank and by effective "
+    "dimension ratio (EDR)",
     paper="Hard rank 0.23 (FuseNorm) and 0.09 (Pre-LN), EDR 30.7 and 13.0",
 )
 def fuse_rank(trials: Trials) -> Finding:
@@ -31,8 +31,8 @@ def fuse_rank(trials: Trials) -> Finding:
 
 
 @claim(
-    says="By hard rank, FuseNorm's feed-forward activations use more directions than HybridNorm's, and HybridNorm's "
-    "use more than Pre-LN's",
+    says="By hard rank, the feed-forward activations use more directions in FuseNorm than in HybridNorm, and more in "
+    "HybridNorm than in Pre-LN",
     paper="FuseNorm 0.23, HybridNorm 0.19, Pre-LN 0.09",
 )
 def fuse_rank__hybrid(trials: Trials) -> Finding:
@@ -41,7 +41,7 @@ def fuse_rank__hybrid(trials: Trials) -> Finding:
 
 
 @claim(
-    says="By soft rank, FuseNorm's feed-forward activations use more directions than Pre-LN's",
+    says="By soft rank, the feed-forward activations use more directions in FuseNorm than in Pre-LN",
     paper="FuseNorm: 0.53, which equals the highest value",
 )
 def fuse_rank__soft(trials: Trials) -> Finding:

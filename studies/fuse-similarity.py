@@ -31,7 +31,7 @@ def straightness(table: Frame) -> float:
 
 @claim(
     says="In Pre-LN, the cosine similarity between two blocks stays above 0.5 at every distance. At the largest "
-    "distance, FuseNorm's cosine similarity is lower than Pre-LN's",
+    "distance, the cosine similarity is lower in FuseNorm than in Pre-LN",
     paper="At the largest distance: above 0.5 (Pre-LN) and about 0.25 (FuseNorm)",
 )
 def fuse_similarity(trials: Trials) -> Finding:
@@ -56,8 +56,8 @@ def fuse_similarity__quarter(trials: Trials) -> Finding:
 
 
 @claim(
-    says="From neighboring to distant blocks, the cosine similarity falls further in FuseNorm than in Pre-LN, and "
-    "along an almost straight line",
+    says="As the distance between two blocks grows, their cosine similarity falls more in FuseNorm than in Pre-LN. "
+    "In FuseNorm, the fall is almost a straight line",
     paper='FuseNorm has a "near-linear decay", and Pre-LN a "flat curve"',
     quantity="cosine similarity",
 )

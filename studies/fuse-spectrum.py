@@ -30,8 +30,8 @@ def _lower(trials: Trials, value, than: str, what: str) -> Finding:
 
 
 @claim(
-    says="The largest eigenvalue of the embedding, divided by the median eigenvalue, is smaller with FuseNorm than "
-    "with Pre-LN and HybridNorm",
+    says="The embedding's largest eigenvalue, divided by the median eigenvalue, is smaller with FuseNorm than with "
+    "Pre-LN and HybridNorm",
     paper="Figure 8 shows curves without numbers",
 )
 def fuse_spectrum(trials: Trials) -> Finding:
@@ -45,8 +45,8 @@ def fuse_spectrum(trials: Trials) -> Finding:
 
 
 @claim(
-    says="The largest eigenvalue of the embedding, divided by the median eigenvalue, is smaller with FuseNorm than "
-    "with Pre-LN",
+    says="The embedding's largest eigenvalue, divided by the median eigenvalue, is smaller with FuseNorm than with "
+    "Pre-LN",
     paper="Figure 8 shows curves without numbers",
 )
 def fuse_spectrum__pre(trials: Trials) -> Finding:
@@ -54,7 +54,7 @@ def fuse_spectrum__pre(trials: Trials) -> Finding:
 
 
 @claim(
-    says="The embedding's largest eigenvalue is closer to the median with Mix-LN than with Pre-LN, but the smallest "
+    says="The embedding's largest eigenvalue is closer to the median with Mix-LN than with Pre-LN. The smallest "
     "eigenvalues are farther from the median with Mix-LN than with FuseNorm",
     paper='Figure 8: Mix-LN "suffers from a rapid decay in the tail spectrum"',
 )

@@ -34,7 +34,7 @@ def identity_slope(table: Frame, over: str) -> float:
 
 @claim(
     says="With the scaled initializer, the variance of FuseNorm's branches is proportional to 1 / L in models of L "
-    "blocks. With the plain initializer, it is not",
+    "blocks. With the plain initializer, this variance is not proportional to 1 / L",
     paper="Eq 13 and 21: Var(F) = O(1 / L)",
     quantity="exponent of L",
 )
@@ -47,8 +47,8 @@ def fuse_theorem(trials: Trials) -> Finding:
 
 
 @claim(
-    says="In deep layers, the Jacobian of a Pre-LN block is close to the identity: the distance falls as 1 / sigma_l "
-    "and as 1 / sqrt(l) in layer l",
+    says="In deep layers of Pre-LN, the Jacobian of a block is close to the identity. In layer l, the distance to "
+    "the identity falls as 1 / sigma_l and as 1 / sqrt(l)",
     paper="Eq 9: exponents -1 and -1/2",
 )
 def fuse_theorem__identity(trials: Trials) -> Finding:

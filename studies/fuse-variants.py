@@ -26,7 +26,7 @@ def fuse_variants(trials: Trials) -> Finding:
 
 
 @claim(
-    says="FuseNorm's loss is below every other placement's",
+    says="FuseNorm has a lower loss than every other placement",
     paper="WikiText perplexity 11.8 (FuseNorm), and 12.2 or more (the others)",
 )
 def fuse_variants__best(trials: Trials) -> Finding:

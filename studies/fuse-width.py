@@ -12,7 +12,7 @@ def trains_at(trials: Trials, width: str) -> dict[float, bool]:
 
 @claim(
     says="The narrow and the wide model fail at the same learning rates, and train at the same learning rates",
-    paper="Figure 4: widths 640 and 2560, 64 layers. It prints no learning rate",
+    paper="Figure 4: widths 640 and 2560, 64 layers. The figure prints no learning rate",
 )
 def fuse_width(trials: Trials) -> Finding:
     """At all rates. A sweep where all train or all fail shows nothing."""

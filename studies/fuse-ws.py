@@ -17,8 +17,7 @@ def fuse_ws(trials: Trials) -> Finding:
 
 
 @claim(
-    says="With width scaling, the best learning rates of the narrow and of the wide model differ by at most a factor "
-    "of 2",
+    says="With width scaling, the best learning rates of the narrow and the wide model differ by at most a factor of 2",
     paper="The 5B model uses the narrow model's best learning rate, 2.4e-4",
 )
 def fuse_ws__transfer(trials: Trials) -> Finding:

@@ -13,7 +13,7 @@ def _gain(trials: Trials, worse: str, better: str) -> dict[int, float]:
 
 
 @claim(
-    says="A width-aware initializer lowers Pre-LN's loss by more than replacing Pre-LN by FuseNorm does afterwards",
+    says="A width-aware initializer lowers Pre-LN's loss more than a later change from Pre-LN to FuseNorm",
     one_learned=True,
 )
 def initializers(trials: Trials) -> Finding:
@@ -33,8 +33,8 @@ def initializers__each(trials: Trials) -> Finding:
 
 
 @claim(
-    says="FuseNorm's (or Peri-LN's) loss is below Pre-LN's with the plain initializer, and above Pre-LN's with the "
-    "width-aware initializer",
+    says="With the plain initializer, FuseNorm or Peri-LN has a lower loss than Pre-LN. With the width-aware "
+    "initializer, the same placement has a higher loss than Pre-LN",
     one_learned=True,
 )
 def initializers__sign(trials: Trials) -> Finding:

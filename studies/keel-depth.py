@@ -17,7 +17,7 @@ THOUSAND = 500  # blocks: 1,000 sub-layers
 
 
 @claim(
-    says="The deeper the model, the further Keel's loss is below Pre-LN's",
+    says="As the depth grows, Keel's loss falls further below Pre-LN's loss",
     paper="GSM-8K, Keel and Pre-LN: 43.8 and 38.1 at 512 layers, 58.6 and 49.8 at 1,024 layers",
 )
 def keel_depth(trials: Trials) -> Finding:
@@ -29,7 +29,7 @@ def keel_depth(trials: Trials) -> Finding:
     )
 
 
-@claim(says="In the deepest model, Keel's loss is below Pre-LN's")
+@claim(says="In the deepest model, Keel has a lower loss than Pre-LN")
 def keel_depth__deepest(trials: Trials) -> Finding:
     return lower(trials.tuned().where(num_layers=max(_depths(trials))), "keel", than="pre_ln")
 

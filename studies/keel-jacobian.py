@@ -12,8 +12,8 @@ PROBE = "jacobian(tokens=8, total=false)"
 
 
 @claim(
-    says="Before training, the residual path's Jacobian is 1 in Keel (within 5 %) and 2^(-L/2) in Post-LN (its "
-    "logarithm within 20 %)",
+    says="Before training, the Jacobian of the residual path is 1 in Keel (within 5 %). In Post-LN with L "
+    "sub-layers, the Jacobian is 2^(-L/2) (its logarithm within 20 %)",
     paper="(1 + 1/L^2)^(-L/2) in Keel, which tends to 1, and 2^(-L/2) in Post-LN",
 )
 def keel_jacobian(trials: Trials) -> Finding:

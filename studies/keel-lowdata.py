@@ -4,7 +4,7 @@ from lamina.lab.papers.judging import Finding, Trials, claim, compare_values, no
 
 
 @claim(
-    says="The difference between Keel's and Pre-LN's loss is smaller with the least data than with the most data",
+    says="The difference between the losses of Keel and Pre-LN is smaller with the least data than with the most data",
     paper="The paper expects no benefit with little data (10B and 40B tokens)",
 )
 def keel_lowdata(trials: Trials) -> Finding:
@@ -14,7 +14,7 @@ def keel_lowdata(trials: Trials) -> Finding:
     return compare_values(gains[budgets[0]], gains[budgets[-1]], by=0.01, names=names)
 
 
-@claim(says="With the least data, Pre-LN's loss is at most 0.01 nats above Keel's")
+@claim(says="With the least data, Pre-LN's loss is at most 0.01 nats above Keel's loss")
 def keel_lowdata__vanishes(trials: Trials) -> Finding:
     least = trials.tuned().where(steps=_budgets(trials)[0])
     return no_worse(least, "pre_ln", than="keel")

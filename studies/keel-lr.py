@@ -24,7 +24,7 @@ def keel_lr(trials: Trials) -> Finding:
     return finding.noted("a best rate lies at the sweep's edge") if ours.at_edge or other.at_edge else finding
 
 
-@claim(says="With each placement at its best learning rate, Keel's loss is below Pre-LN's")
+@claim(says="With each placement at its best learning rate, Keel has a lower loss than Pre-LN")
 def keel_lr__best(trials: Trials) -> Finding:
     arms = [_at(arm, optimum(trials, arm).trained) for arm in ("keel", "pre_ln")]
     return lower(trials, arms[0], than=arms[1])

@@ -10,7 +10,7 @@ TABLE = "64 layers: Post-LN 3.0e-4, DeepNorm 3.5e-4, HybridNorm 4.9e-4, Mix-LN 8
 
 
 @claim(
-    says="Keel trains at higher learning rates than Pre-LN, and Pre-LN trains at higher learning rates than Mix-LN, "
+    says="Keel trains at higher learning rates than Pre-LN. Pre-LN trains at higher learning rates than Mix-LN, "
     "HybridNorm, DeepNorm and Post-LN",
     paper=TABLE,
     quantity="highest learning rate",

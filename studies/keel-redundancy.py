@@ -8,7 +8,7 @@ LEAST = 0.1  # of Pre-LN's harm: 0.01 was a third of it; changed after the trial
 
 
 @claim(
-    says="If one layer of the deeper half is removed, Keel's loss rises more than Pre-LN's, on average",
+    says="On average, Keel's loss rises more than Pre-LN's loss if one layer of the deeper half is removed",
     paper="Deep layers matter more in Keel than in Pre-LN (perplexity on C4)",
     quantity="rise of the loss in nats",
 )
@@ -18,7 +18,7 @@ def keel_redundancy(trials: Trials) -> Finding:
 
 
 @claim(
-    says="If each layer is removed in turn, the deeper half causes a larger share of the total rise in loss in Keel "
+    says="If each layer is removed in turn, the deeper half has a larger share of the total rise in loss in Keel "
     "than in Pre-LN",
     quantity="share of the deeper half",
 )

@@ -28,7 +28,7 @@ def keel_tasks(trials: Trials) -> Finding:
     )
 
 
-@claim(says="Keel's mean accuracy over all tasks is above Pre-LN's")
+@claim(says="Keel has a higher mean accuracy over all tasks than Pre-LN")
 def keel_tasks__mean(trials: Trials) -> Finding:
     if "budget" in trials.axes:
         return better_at_equal_loss(trials, KEEL, than=PRE, longer=at_other_budgets(trials, PRE), stage="tasks")

@@ -10,7 +10,7 @@ LEAST = 0.005  # nats per doubling of the depth that count
 
 
 @claim(
-    says="With equally many parameters, Keel's loss minus Pre-LN's falls as the depth grows",
+    says="With equally many parameters, Keel's loss minus Pre-LN's loss falls as the depth grows",
     paper="From 16 to 32 blocks (400M parameters, one seed), the difference is +.022, +.009, +.002, -.003 and -.007",
 )
 def keel_turn(trials: Trials) -> Finding:
@@ -18,7 +18,7 @@ def keel_turn(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Keel's loss is above Pre-LN's with 4 blocks, and below Pre-LN's with 32 blocks",
+    says="Keel has a higher loss than Pre-LN with 4 blocks, and a lower loss than Pre-LN with 32 blocks",
     paper="The difference is +.022 with 16 blocks and -.007 with 32 blocks",
 )
 def keel_turn__sign(trials: Trials) -> Finding:
@@ -26,12 +26,12 @@ def keel_turn__sign(trials: Trials) -> Finding:
     return all_of(lower(shallow, "pre_ln", than="keel"), lower(deep, "keel", than="pre_ln"))
 
 
-@claim(says="With equally many parameters, Peri-LN's loss minus Pre-LN's falls as the depth grows")
+@claim(says="With equally many parameters, Peri-LN's loss minus Pre-LN's loss falls as the depth grows")
 def keel_turn__peri_ln(trials: Trials) -> Finding:
     return _falls(trials, "peri_ln")
 
 
-@claim(says="With equally many parameters, FuseNorm's loss minus Pre-LN's falls as the depth grows")
+@claim(says="With equally many parameters, FuseNorm's loss minus Pre-LN's loss falls as the depth grows")
 def keel_turn__fusenorm(trials: Trials) -> Finding:
     return _falls(trials, "fusenorm")
 

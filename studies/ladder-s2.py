@@ -4,7 +4,7 @@ from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(
-    says="FuseNorm's loss is below Pre-LN's at 1.08M parameters and 20 tokens per parameter",
+    says="FuseNorm has a lower loss than Pre-LN at 1.08M parameters and 20 tokens per parameter",
     quantity="loss in nats per token",
 )
 def ladder_s2(trials: Trials) -> Finding:
@@ -12,7 +12,7 @@ def ladder_s2(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Keel's loss is below Pre-LN's at 1.08M parameters and 20 tokens per parameter",
+    says="Keel has a lower loss than Pre-LN at 1.08M parameters and 20 tokens per parameter",
     quantity="loss in nats per token",
 )
 def ladder_s2__keel(trials: Trials) -> Finding:
@@ -20,7 +20,7 @@ def ladder_s2__keel(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Peri-LN's loss is below Pre-LN's at 1.08M parameters and 20 tokens per parameter",
+    says="Peri-LN has a lower loss than Pre-LN at 1.08M parameters and 20 tokens per parameter",
     quantity="loss in nats per token",
 )
 def ladder_s2__peri_ln(trials: Trials) -> Finding:

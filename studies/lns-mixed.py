@@ -6,8 +6,8 @@ ARMS = ("layernorm_scaling", "pre_ln")
 
 
 @claim(
-    says="LayerNorm Scaling's loss is below Pre-LN's with the plain initializer, and above Pre-LN's with the scaled "
-    "initializer. So the initializers explain why the papers disagree",
+    says="LayerNorm Scaling has a lower loss than Pre-LN with the plain initializer, and a higher loss with the "
+    "scaled initializer. So the initializers explain why the papers disagree",
     paper="LayerNorm Scaling and Pre-LN: C4 perplexity 20.35 and 21.92 (250M, plain), WikiText perplexity 13.6 and "
     "12.5 (5B, scaled)",
 )
@@ -16,7 +16,7 @@ def lns_mixed(trials: Trials) -> Finding:
 
 
 @claim(
-    says="With the plain initializer, LayerNorm Scaling's loss is below Pre-LN's",
+    says="With the plain initializer, LayerNorm Scaling has a lower loss than Pre-LN",
     paper="C4 perplexity (250M): LayerNorm Scaling 20.35, Pre-LN 21.92",
 )
 def lns_mixed__plain(trials: Trials) -> Finding:
@@ -24,7 +24,7 @@ def lns_mixed__plain(trials: Trials) -> Finding:
 
 
 @claim(
-    says="With the scaled initializer, LayerNorm Scaling's loss is above Pre-LN's",
+    says="With the scaled initializer, LayerNorm Scaling has a higher loss than Pre-LN",
     paper="WikiText perplexity (5B): LayerNorm Scaling 13.6, Pre-LN 12.5",
 )
 def lns_mixed__scaled(trials: Trials) -> Finding:
@@ -32,7 +32,7 @@ def lns_mixed__scaled(trials: Trials) -> Finding:
 
 
 @claim(
-    says="With the plain initializer, LayerNorm Scaling's loss and Pre-LN's differ by at most 0.02 nats",
+    says="With the plain initializer, the losses of LayerNorm Scaling and Pre-LN differ by at most 0.02 nats",
     paper="LayerNorm Scaling did not help (nanochat's log)",
 )
 def lns_mixed__level(trials: Trials) -> Finding:

@@ -4,7 +4,7 @@ from lamina.lab.papers.judging import Finding, Trials, claim, lower, needs_scale
 
 
 @claim(
-    says="At 7B parameters, Mix-LN with 6.25 % of its layers as Post-LN has a lower loss than Pre-LN",
+    says="At 7B parameters, Mix-LN has a lower loss than Pre-LN (6.25 % of Mix-LN's layers are Post-LN)",
     paper="Figure 4 shows the evaluation perplexity over 13,000 steps without numbers",
 )
 def mix_7b(trials: Trials) -> Finding:

@@ -9,8 +9,8 @@ PRE, SIXTH, QUARTER, THIRD, HALF, POST = (
 
 
 @claim(
-    says="The loss is lowest with about 25 % of the layers as Post-LN, and rises with a smaller and with a larger "
-    "share",
+    says="The loss is lowest if about 25 % of the layers are Post-LN. The loss rises with a smaller and with a "
+    "larger share",
     paper="Perplexity 18.65, 18.34, 18.18, 18.41, 18.55, 18.86 and 1434 with 0, 16.7, 25, 33, 41.7, 50 and 100 % "
     "Post-LN layers",
 )
@@ -20,7 +20,7 @@ def mix_alpha(trials: Trials) -> Finding:
 
 
 @claim(
-    says="A quarter of the layers as Post-LN gives a lower loss than a sixth or a third",
+    says="The loss is lower with a quarter of the layers as Post-LN than with a sixth or a third of the layers",
     paper="Perplexity 18.18 with a quarter, 18.34 with a sixth, 18.41 with a third",
 )
 def mix_alpha__quarter(trials: Trials) -> Finding:
@@ -28,7 +28,7 @@ def mix_alpha__quarter(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Half of the layers as Post-LN give a higher loss than none",
+    says="The loss is higher with half of the layers as Post-LN than with no Post-LN layer",
     paper="Perplexity 18.86 with half of the layers, 18.65 with none (the paper's text says the opposite)",
 )
 def mix_alpha__half(trials: Trials) -> Finding:

@@ -22,7 +22,8 @@ def _halves(trials: Trials, arm: str, *, deep_is_lower: bool) -> Finding:
 
 
 @claim(
-    says="Deep layers change the hidden states' direction least in Pre-LN, and early layers change it least in Post-LN",
+    says="In Pre-LN, the deep layers change the hidden states' direction least. In Post-LN, the early layers change "
+    "the direction least",
     paper="Figures 3a, 3b and 5 are heat maps without numbers",
     quantity="angle, 0.5 is a right angle",
 )
@@ -50,7 +51,8 @@ def mix_angular__post(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Mix-LN's layers change the hidden states' direction more than Pre-LN's layers, except for the last two",
+    says="Mix-LN's layers change the hidden states' direction more than Pre-LN's layers, except for the last two "
+    "layers",
     paper='Figure 5: Mix-LN has "consistently ... larger distances ... except for the final two layers"',
 )
 def mix_angular__mix(trials: Trials) -> Finding:

@@ -21,9 +21,10 @@ def _halves(trials: Trials, arm: str, *, deep_is_lower: bool) -> Finding:
 
 
 @claim(
-    says="Removing a layer raises the loss less if the layer is deep in Pre-LN, or early in Post-LN",
-    paper="Figures 3c and 3d (130M, ARC-e): Post-LN's layers 0 to 7 hardly matter, nor do most of Pre-LN's layers "
-    "after the first",
+    says="In Pre-LN, removing a deep layer raises the loss less than removing an early layer. In Post-LN, removing "
+    "an early layer raises the loss less than removing a deep layer",
+    paper="Figures 3c and 3d (130M, ARC-e): layers 0 to 7 of Post-LN hardly matter, and most layers of Pre-LN "
+    "after the first layer hardly matter",
     quantity="rise of the loss in nats",
 )
 def mix_drop(trials: Trials) -> Finding:
@@ -32,7 +33,7 @@ def mix_drop(trials: Trials) -> Finding:
 
 
 @claim(
-    says="In Pre-LN, the loss rises less without a deep layer than without an early layer",
+    says="In Pre-LN, removing a deep layer raises the loss less than removing an early layer",
     paper="Figures 2d and 3d",
     quantity="rise of the loss in nats",
 )
@@ -41,7 +42,7 @@ def mix_drop__pre(trials: Trials) -> Finding:
 
 
 @claim(
-    says="In Post-LN, the loss rises less without an early layer than without a deep layer",
+    says="In Post-LN, removing an early layer raises the loss less than removing a deep layer",
     paper="Figures 2c and 3c",
     quantity="rise of the loss in nats",
 )
@@ -50,7 +51,7 @@ def mix_drop__post(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Without a deep layer, Mix-LN's loss rises more than Pre-LN's",
+    says="Removing a deep layer raises the loss more in Mix-LN than in Pre-LN",
     paper="Figure 6b, 130M",
     quantity="rise of the loss in nats",
 )

@@ -30,7 +30,8 @@ def mix_init__pre(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Scaled Embed, added to Scaled Initialization, raises the loss of Pre-LN and of Mix-LN",
+    says="Scaled Initialization with Scaled Embed gives a higher loss than Scaled Initialization alone, with Pre-LN "
+    "and with Mix-LN",
     paper="Perplexity rises from 30.63 to 31.28 (Pre-LN) and from 29.77 to 31.19 (Mix-LN)",
     quantity="loss",
 )
@@ -40,7 +41,7 @@ def mix_init__embed(trials: Trials) -> Finding:
 
 
 @claim(
-    says="With each of the three initializers, Mix-LN's loss is below Pre-LN's",
+    says="With each of the three initializers, Mix-LN has a lower loss than Pre-LN",
     paper="Perplexity, Mix-LN and Pre-LN: 29.95 and 32.18, 29.77 and 30.63, 31.19 and 31.28",
 )
 def mix_init__mix(trials: Trials) -> Finding:

@@ -16,7 +16,7 @@ def mix_others(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Mix-LN's loss is below Group-LN's, Sandwich-LN's, Pre-LN's and Admin's",
+    says="Mix-LN has a lower loss than Group-LN, Sandwich-LN, Pre-LN and Admin",
     paper="Perplexity 22.33 (Mix-LN), and 23.10 or more (the others)",
 )
 def mix_others__best(trials: Trials) -> Finding:
@@ -24,7 +24,7 @@ def mix_others__best(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Group-LN's and Sandwich-LN's losses are slightly below Pre-LN's, and Admin's is above Pre-LN's",
+    says="Group-LN and Sandwich-LN have slightly lower losses than Pre-LN, and Admin has a higher loss than Pre-LN",
     paper="Perplexity: Group-LN 23.10, Sandwich-LN 23.26, Pre-LN 23.39, Admin 24.82",
 )
 def mix_others__around_pre(trials: Trials) -> Finding:

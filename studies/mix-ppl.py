@@ -7,7 +7,7 @@ PRE, MIX, POST, DEEP = ({"scheme": name} for name in ("pre_ln", "mix_ln", "post_
 
 
 @claim(
-    says="Mix-LN's loss is below Pre-LN's, and Pre-LN's is below DeepNorm's and Post-LN's",
+    says="Mix-LN has a lower loss than Pre-LN, and Pre-LN has a lower loss than DeepNorm and Post-LN",
     paper="Perplexity of Mix-LN, Pre-LN, DeepNorm and Post-LN: 21.39, 21.92, 22.77 and 1409 (250M), 33.12, 34.77, "
     "34.87 and 35.18 (71M)",
 )
@@ -17,8 +17,8 @@ def mix_ppl(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Mix-LN's loss is below Pre-LN's",
-    paper="Mix-LN's perplexity is below Pre-LN's by 1.65 (71M), 0.71, 0.53 and 0.47 (1B)",
+    says="Mix-LN has a lower loss than Pre-LN",
+    paper="Mix-LN's perplexity is lower by 1.65 (71M), 0.71 (130M), 0.53 (250M) and 0.47 (1B)",
 )
 def mix_ppl__below_pre(trials: Trials) -> Finding:
     return all_of(*(lower(size, MIX, than=PRE) for size in split(trials.tuned(), "size")))
@@ -26,7 +26,8 @@ def mix_ppl__below_pre(trials: Trials) -> Finding:
 
 @claim(
     says="Post-LN with 24 layers or more does not train at the learning rate that suits Pre-LN",
-    paper="Perplexity of Post-LN 1409 (250M) and 1412 (1B), of DeepNorm 1411 (1B). Both train at 71M and 130M",
+    paper="Perplexity: Post-LN 1409 (250M) and 1412 (1B), DeepNorm 1411 (1B). Post-LN and DeepNorm train at 71M and "
+    "130M",
 )
 def mix_ppl__post_fails(trials: Trials) -> Finding:
     if "size" not in trials.axes:

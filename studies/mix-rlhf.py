@@ -19,7 +19,7 @@ MIX, PRE = ({"placement": placement, "budget": "1x"} for placement in ("mix_ln",
 
 
 @claim(
-    says="After RLHF, Mix-LN's reward is above Pre-LN's at equal KL",
+    says="After RLHF, Mix-LN has a higher reward than Pre-LN at equal KL",
     paper="Reward after equally many steps (1B): Mix-LN 1.32, Pre-LN 0.75",
 )
 def mix_rlhf(trials: Trials) -> Finding:
@@ -27,14 +27,14 @@ def mix_rlhf(trials: Trials) -> Finding:
 
 
 @claim(
-    says="After equally many steps of RLHF, Mix-LN's reward is above Pre-LN's",
+    says="After equally many steps of RLHF, Mix-LN has a higher reward than Pre-LN",
     paper="Reward (1B): Mix-LN 1.32, Pre-LN 0.75",
 )
 def mix_rlhf__final(trials: Trials) -> Finding:
     return higher(trials.tuned().where(stage="rlhf"), MIX, than=PRE, column="eval_reward", by=0.02)
 
 
-@claim(says="If a program computes the reward, Mix-LN's reward is also above Pre-LN's at equal KL")
+@claim(says="If a program computes the reward, Mix-LN also has a higher reward than Pre-LN at equal KL")
 def mix_rlhf__verifiable(trials: Trials) -> Finding:
     return at_equal_kl_and_loss(trials, "verifiable")
 

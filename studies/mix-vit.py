@@ -4,7 +4,7 @@ from lamina.lab.papers.judging import Finding, Trials, claim, equivalent, higher
 
 
 @claim(
-    says="In ViT-Small, Mix-LN's accuracy is above Pre-LN's",
+    says="In ViT-Small, Mix-LN has a higher accuracy than Pre-LN",
     paper="Accuracy: Pre-LN 75.99, Mix-LN 76.40",
     quantity="accuracy",
 )

@@ -24,8 +24,8 @@ def deep_angle(table: Frame) -> float:
 
 
 @claim(
-    says="After training, Pre-LN's layers change the hidden states' direction less than Peri-LN's layers, so they are "
-    "more redundant",
+    says="After training, Pre-LN's layers change the hidden states' direction less than Peri-LN's layers. So "
+    "Pre-LN's layers are more redundant",
     paper="Figure 9a (400M): Pre-LN is clearly the most redundant",
 )
 def peri_angular(trials: Trials) -> Finding:
@@ -34,8 +34,8 @@ def peri_angular(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Before training, Pre-LN's and Peri-LN's layers change the hidden states' direction by the same angle, within "
-    "0.05 (0.5 is a right angle). Post-LN's angle is smaller",
+    says="Before training, the layers of Pre-LN and Peri-LN change the hidden states' direction by the same angle, "
+    "within 0.05 (0.5 is a right angle). In Post-LN, the angle is smaller",
     paper="Figure 39a: Pre-LN and Peri-LN are very similar, and Post-LN's angles are smaller",
     quantity="angle",
 )
@@ -48,8 +48,8 @@ def peri_angular__init(trials: Trials) -> Finding:
 
 
 @claim(
-    says="If the output norms' gains stay at 1, the last third of Peri-LN's layers changes the hidden states' "
-    "direction less than with learned gains",
+    says="The last third of Peri-LN's layers changes the hidden states' direction less with output gains fixed at 1 "
+    "than with learned gains",
     paper="Figure 39d: the deep layers change the direction less",
 )
 def peri_angular__fixed(trials: Trials) -> Finding:

@@ -25,8 +25,7 @@ def fewer(trials: Trials, a: str, b: str) -> Finding:
 
 
 @claim(
-    says="At a high learning rate and with a warm-up of 10 % of the steps, fewer runs fail among long runs than among "
-    "short runs",
+    says="At a high learning rate and with a warm-up of 10 % of the steps, long runs fail less often than short runs",
     paper="At a learning rate of 5e-3, runs diverge with 8B and 16B tokens, but not with 30B",
 )
 def peri_budget(trials: Trials) -> Finding:

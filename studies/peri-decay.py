@@ -39,8 +39,8 @@ def fall(trials: Trials, placement: str) -> dict[int, float]:
 
 
 @claim(
-    says="The stronger the weight decay, the smaller the variance of Pre-LN's last hidden state. The strongest weight "
-    "decay lowers Pre-LN's variance by a larger factor than Peri-LN's",
+    says="The variance of Pre-LN's last hidden state falls as the weight decay rises. The strongest weight decay "
+    "lowers this variance by a larger factor in Pre-LN than in Peri-LN",
     paper="Figure 10a (400M): the variance is much lower in Pre-LN, and only slightly lower in Peri-LN",
 )
 def peri_decay(trials: Trials) -> Finding:
@@ -56,7 +56,7 @@ def peri_decay(trials: Trials) -> Finding:
 
 
 @claim(
-    says="With every weight decay, Peri-LN's loss is below Pre-LN's",
+    says="With every weight decay, Peri-LN has a lower loss than Pre-LN",
     paper="Table 7: Peri-LN is better with 0, 0.0033, 0.033 and 0.33 (its numbers are not in the text)",
 )
 def peri_decay__gap(trials: Trials) -> Finding:

@@ -8,7 +8,7 @@ WITH, WITHOUT = {"scheme": "with"}, {"scheme": "without"}
 
 @claim(
     says="A norm after the embedding lowers Peri-LN's loss",
-    paper="Figures 20 to 22 (400M, 1.5B, 3.2B): a slightly lower loss. They print no numbers",
+    paper="Figures 20 to 22 (400M, 1.5B, 3.2B): a slightly lower loss. The figures print no numbers",
 )
 def peri_embed(trials: Trials) -> Finding:
     return all_of(*(lower(part, WITH, than=WITHOUT) for part in split(trials.tuned(), "size")))

@@ -21,7 +21,7 @@ PRE, FIXED, LEARNED = ({"scheme": name} for name in ("pre", "fixed", "learned"))
 
 
 @claim(
-    says="If the output norms' gains stay at 1, Peri-LN's loss is below Pre-LN's. Learned gains give a lower loss than "
+    says="With output gains fixed at 1, Peri-LN has a lower loss than Pre-LN. Learned gains give a lower loss than "
     "fixed gains, or the same loss within 0.02 nats",
     paper="Figure 8 (400M, 1.5B): Peri-LN with fixed gains is better than Pre-LN, and learned gains are slightly "
     "better than fixed gains",
@@ -33,7 +33,7 @@ def peri_gamma(trials: Trials) -> Finding:
 
 
 @claim(
-    says="If the output norms' gains stay at 1, Peri-LN has fewer gradient spikes than Pre-LN",
+    says="With output gains fixed at 1, Peri-LN has fewer gradient spikes than Pre-LN",
     paper="Figure 8: fixed gains suppress the spikes",
 )
 def peri_gamma__spikes(trials: Trials) -> Finding:
@@ -46,8 +46,8 @@ def peri_gamma__spikes(trials: Trials) -> Finding:
 
 
 @claim(
-    says="During training, the output norms' gains (1 at first) become different between layers (standard deviation "
-    "above 0.01), and rise or fall with depth",
+    says="During training, the output norms' gains (1 at first) rise or fall with depth. Their standard deviation "
+    "between layers exceeds 0.01",
     paper="Figure 9b: the gains are near 1 early in training, and then change gradually with depth",
 )
 def peri_gamma__depth(trials: Trials) -> Finding:

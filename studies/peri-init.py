@@ -24,7 +24,8 @@ def reach(trials: Trials, placement: str) -> dict[int, float]:
 
 
 @claim(
-    says="If the initial variance of the weights goes from 1/(10 d) to 10/d, Peri-LN's loss changes less than Pre-LN's",
+    says="If the initial variance of the weights goes from 1/(10 d) to 10/d, Peri-LN's loss changes less than "
+    "Pre-LN's loss",
     paper="Table 9: losses from 2.90 to 3.03 (Peri-LN) and from 2.97 to 4.53 (Pre-LN)",
 )
 def peri_init(trials: Trials) -> Finding:

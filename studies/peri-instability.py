@@ -32,7 +32,7 @@ def last_gradient(table: Frame) -> float:
 
 @claim(
     says="Over all seeds and learning rates, Peri-LN has fewer gradient spikes than Pre-LN",
-    paper="Figures 3 to 5: many spikes in Pre-LN, and few in Peri-LN. They print no counts",
+    paper="Figures 3 to 5: many spikes in Pre-LN, and few in Peri-LN. The figures print no counts",
 )
 def peri_instability(trials: Trials) -> Finding:
     found = []

@@ -23,16 +23,16 @@ def at_every_rate(trials: Trials) -> Finding:
 
 
 @claim(
-    says="At every learning rate, Peri-LN's loss is below Pre-LN's, or less than 0.01 nats above",
-    paper="Figure 3a (400M to 3.2B, 1e-4 to 5e-3): Peri-LN's loss is below Pre-LN's at every learning rate",
+    says="At every learning rate, Peri-LN's loss is lower than Pre-LN's loss, or at most 0.01 nats higher",
+    paper="Figure 3a (400M to 3.2B, 1e-4 to 5e-3): Peri-LN has a lower loss than Pre-LN at every learning rate",
 )
 def peri_lr(trials: Trials) -> Finding:
     return at_every_rate(trials if "setup" not in trials.axes else trials.where(setup="as it is"))
 
 
 @claim(
-    says="With shorter texts, a longer warm-up or another number of tokens, Peri-LN's loss at every learning rate is "
-    "also below Pre-LN's, or less than 0.01 nats above",
+    says="With shorter texts, a longer warm-up or another number of tokens, Peri-LN's loss is also lower than "
+    "Pre-LN's loss, or at most 0.01 nats higher, at every learning rate",
     paper="Figures 16 to 18: 8B, 16B and 30B tokens, texts of 2048 tokens, a warm-up of 30 % of the steps",
 )
 def peri_lr__setups(trials: Trials) -> Finding:
@@ -43,7 +43,7 @@ def peri_lr__setups(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Post-LN's best learning rate is lower than Pre-LN's",
+    says="Post-LN's best learning rate is lower than Pre-LN's best learning rate",
     paper="Figure 12: Post-LN's learning rates are far below 2e-3, the best learning rate of Pre-LN and Peri-LN at "
     "every size",
 )

@@ -4,7 +4,7 @@ from lamina.lab.papers.judging import Finding, Trials, claim, equivalent
 
 
 @claim(
-    says="LayerNorm in place of RMSNorm changes Peri-LN's loss by less than 0.02 nats",
+    says="Peri-LN's loss changes by less than 0.02 nats if LayerNorm replaces RMSNorm",
     paper="Figure 19 (400M): no notable difference",
 )
 def peri_norm(trials: Trials) -> Finding:

@@ -7,8 +7,8 @@ COMPARABLE = 0.05  # nats
 
 
 @claim(
-    says="Peri-LN's loss and the loss of OLMo 2's placement differ by less than 0.05 nats",
-    paper="Figures 32 to 34 (400M, 1.5B, 3.2B): the losses are similar. They print no numbers",
+    says="The losses of Peri-LN and of OLMo 2's placement differ by less than 0.05 nats",
+    paper="Figures 32 to 34 (400M, 1.5B, 3.2B): the losses are similar. The figures print no numbers",
 )
 def peri_olmo2(trials: Trials) -> Finding:
     parts = split(trials.tuned(), "size")
@@ -16,7 +16,7 @@ def peri_olmo2(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Peri-LN's loss is slightly below the loss of OLMo 2's placement",
+    says="Peri-LN has a slightly lower loss than OLMo 2's placement",
     paper="Figures 32 and 33: slightly lower at 400M and 1.5B, but not at 3.2B",
 )
 def peri_olmo2__better(trials: Trials) -> Finding:

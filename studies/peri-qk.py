@@ -6,7 +6,7 @@ PERI, QK = {"scheme": "peri"}, {"scheme": "qk"}
 
 
 @claim(
-    says="With QK-norm, Peri-LN's loss is lower than without it, or the same within 0.02 nats",
+    says="QK-norm lowers Peri-LN's loss, or changes the loss by less than 0.02 nats",
     paper="QK-norm lowers the loss from 2.722 to 2.711 (1.5B, one seed)",
 )
 def peri_qk(trials: Trials) -> Finding:

@@ -10,7 +10,7 @@ HALF = 0.5
 
 
 @claim(
-    says="Peri-LN's loss is below Pre-LN's, and Pre-LN's is below Post-LN's",
+    says="Peri-LN has a lower loss than Pre-LN, and Pre-LN has a lower loss than Post-LN",
     paper="Table 1, C4 loss of Peri-LN and Pre-LN: 3.34 and 3.43 (400M), 3.18 and 3.29 (1.5B), 3.11 and 3.20 (3.2B). "
     "Post-LN: 7.46, 5.38 and 4.43",
 )
@@ -58,7 +58,7 @@ def half_the_spread(trials: Trials) -> Finding:
 
 @claim(
     says="No seed of Peri-LN diverges, but some seeds of Pre-LN diverge",
-    paper="Diverged seeds, of 5 at 400M, 1.5B and 3.2B: 0, 0, 0 (Peri-LN), 2, 0, 3 (Pre-LN), 0, 1, 0 (Post-LN)",
+    paper="Diverged seeds of 5 at 400M, 1.5B and 3.2B: 0, 0 and 0 (Peri-LN), 2, 0 and 3 (Pre-LN), 0, 1 and 0 (Post-LN)",
 )
 def peri_scores__diverged(trials: Trials) -> Finding:
     tuned = at_stage(trials.tuned(), "pretrain")
@@ -74,7 +74,7 @@ def peri_scores__diverged(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Peri-LN's average score over five tasks is above Pre-LN's, and Pre-LN's is above Post-LN's",
+    says="Peri-LN has a higher average score over five tasks than Pre-LN, and Pre-LN has a higher score than Post-LN",
     paper="Peri-LN, Pre-LN and Post-LN: 51.57, 49.69 and 42.45 (400M), 56.55, 53.71 and 45.49 (1.5B), 58.56, 56.69 and "
     "46.45 (3.2B)",
 )

@@ -7,7 +7,8 @@ PERI, PRE, POST = ({"placement": name, "budget": "1x"} for name in ("peri_ln", "
 
 
 @claim(
-    says="After instruction tuning on LIMA, Peri-LN's average score is above Pre-LN's, and Pre-LN's is above Post-LN's",
+    says="After instruction tuning on LIMA, Peri-LN has a higher average score than Pre-LN, and Pre-LN has a higher "
+    "score than Post-LN",
     paper="Peri-LN, Pre-LN and Post-LN: 51.96, 49.96 and 46.44 (400M), 56.94, 53.89 and 48.95 (1.5B), 59.02, 57.08 and "
     "49.33 (3.2B)",
 )
@@ -16,7 +17,7 @@ def peri_sft(trials: Trials) -> Finding:
 
 
 @claim(
-    says="After instruction tuning, Peri-LN's average score is above Pre-LN's",
+    says="After instruction tuning, Peri-LN has a higher average score than Pre-LN",
     paper="Peri-LN and Pre-LN: 51.96 and 49.96 (400M), 56.94 and 53.89 (1.5B), 59.02 and 57.08 (3.2B)",
 )
 def peri_sft__above_pre(trials: Trials) -> Finding:

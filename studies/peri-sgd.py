@@ -12,8 +12,8 @@ def best(trials: Trials, placement: str, optimizer: str) -> dict[int, float]:
 
 
 @claim(
-    says="With SGD, Peri-LN's loss is below Pre-LN's, each at its best learning rate",
-    paper="Figure 35 (400M; 1e-3, 3e-3, 5e-3): Peri-LN's loss is below Pre-LN's at every learning rate",
+    says="With SGD, Peri-LN has a lower loss than Pre-LN if both placements train at their best learning rates",
+    paper="Figure 35 (400M; 1e-3, 3e-3, 5e-3): Peri-LN has a lower loss than Pre-LN at every learning rate",
 )
 def peri_sgd(trials: Trials) -> Finding:
     arms = [best(trials, placement, "sgd") for placement in ("peri_ln", "pre_ln")]

@@ -4,8 +4,8 @@ from lamina.lab.papers.judging import Finding, Trials, all_of, claim, fraction, 
 
 
 @claim(
-    says="A sandwich (norms before and after each sub-layer) has no loss spike if its output gains start at 1/sqrt(N), "
-    "and a lower loss than if they start at 1",
+    says="A sandwich (norms before and after each sub-layer) whose output gains start at 1/sqrt(N) has no loss "
+    "spike. Its loss is lower than with output gains that start at 1",
     paper='"zero loss spikes" in 17T tokens (400B)',
 )
 def sandwich_scaled(trials: Trials) -> Finding:
@@ -13,8 +13,8 @@ def sandwich_scaled(trials: Trials) -> Finding:
 
 
 @claim(
-    says="A sandwich whose output gains start at 1/sqrt(N) has no loss spike in any seed, at any learning rate of the "
-    "sweep at which it trains",
+    says="A sandwich whose output gains start at 1/sqrt(N) has no loss spike in any seed, at any learning rate at "
+    "which it trains",
     paper="No loss spike",
 )
 def sandwich_scaled__spikes(trials: Trials) -> Finding:
@@ -29,8 +29,8 @@ def sandwich_scaled__pre_ln(trials: Trials) -> Finding:
 
 
 @claim(
-    says="A sandwich whose output gains start at 1/sqrt(N) has a lower loss than Peri-LN, whose gains start at 1 and "
-    "whose embedding has a norm",
+    says="A sandwich whose output gains start at 1/sqrt(N) has a lower loss than Peri-LN. In Peri-LN, the gains "
+    "start at 1, and the embedding has a norm",
 )
 def sandwich_scaled__peri_ln(trials: Trials) -> Finding:
     return lower(trials.tuned(), "scaled", than="peri_ln")

@@ -5,7 +5,7 @@ from lamina.lab.papers.judging import Finding, Trials, all_of, any_of, claim, lo
 FUSED = ("fused keel, root of N", "fused keel, N", "fused keel, 2 N")
 
 
-@claim(says="With one of three alphas, Keel with FuseNorm's skip has a lower loss than FuseNorm and than Keel")
+@claim(says="Keel with FuseNorm's skip and one of three alphas has a lower loss than FuseNorm and than Keel")
 def seeds_add(trials: Trials) -> Finding:
     return any_of(*(_beats(trials, arm, "fusenorm", "keel") for arm in FUSED))
 

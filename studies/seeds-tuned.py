@@ -8,8 +8,7 @@ SEEDS = ("fusenorm", "keel", "mix_ln", "peri_ln")
 
 
 @claim(
-    says="One placement has the lowest loss: FuseNorm, Keel, Mix-LN or Peri-LN has a lower loss than the other three "
-    "and than Pre-LN",
+    says="One of FuseNorm, Keel, Mix-LN and Peri-LN has a lower loss than the other three and than Pre-LN",
 )
 def seeds_tuned(trials: Trials) -> Finding:
     tuned = trials.tuned()
@@ -23,23 +22,26 @@ def seeds_tuned(trials: Trials) -> Finding:
 
 
 @claim(
-    says="FuseNorm's loss is below Pre-LN's",
+    says="FuseNorm has a lower loss than Pre-LN",
     paper="WikiText perplexity, FuseNorm and Pre-LN: 20.6 and 22.5, 15.7 and 17.4, 11.8 and 12.5",
 )
 def seeds_tuned__fusenorm(trials: Trials) -> Finding:
     return lower(trials.tuned(), "fusenorm", than="pre_ln")
 
 
-@claim(says="Keel's loss is below Pre-LN's", paper="At 512 layers, Keel's average score is 3.2 points above Pre-LN's")
+@claim(
+    says="Keel has a lower loss than Pre-LN",
+    paper="At 512 layers, the average score of Keel is 3.2 points above the score of Pre-LN",
+)
 def seeds_tuned__keel(trials: Trials) -> Finding:
     return lower(trials.tuned(), "keel", than="pre_ln")
 
 
-@claim(says="Mix-LN's loss is below Pre-LN's", paper="C4 perplexity (250M): Mix-LN 21.39, Pre-LN 21.92")
+@claim(says="Mix-LN has a lower loss than Pre-LN", paper="C4 perplexity (250M): Mix-LN 21.39, Pre-LN 21.92")
 def seeds_tuned__mix_ln(trials: Trials) -> Finding:
     return lower(trials.tuned(), "mix_ln", than="pre_ln")
 
 
-@claim(says="Peri-LN's loss is below Pre-LN's", paper="Loss (400M): Peri-LN 2.91, Pre-LN 3.01")
+@claim(says="Peri-LN has a lower loss than Pre-LN", paper="Loss (400M): Peri-LN 2.91, Pre-LN 3.01")
 def seeds_tuned__peri_ln(trials: Trials) -> Finding:
     return lower(trials.tuned(), "peri_ln", than="pre_ln")
