@@ -28,10 +28,10 @@ class Candidate:
     Attributes:
         name: the name in the records; no two candidates have the same name.
         path: the model's path or hub name, for the loader.
-        arm: the label of the model's row in the table, such as a checkpoint's name or the setting that a study varies.
+        arm: the label of the model's row in the table: a checkpoint's name, or a study's varied setting.
         seed: the seed of the model's run, if known.
-        status: the status of the model's run. If the status is neither finished nor short, Lamina counts the model but
-            does not evaluate it.
+        status: the status of the model's run. Lamina does not evaluate diverged, stuck, failed or interrupted runs. The
+            table counts these runs.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Candidate:
         return ""
 
     def state(self) -> str:
-        """Return a hash that changes with the checkpoint's files; for a model on the hub, a hash of its name."""
+        """Return a hash of the checkpoint's files, or of the model's name on the hub."""
         folder = model_folder(self.path)
         if (folder / MANIFEST).is_file():
             return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:16]
@@ -66,11 +66,11 @@ def stamp(paths: Iterable[Path], about: str = "") -> str:
 
 
 Expand = Callable[[str], Sequence[Candidate] | None]
-"""Returns the candidates in a folder of several runs; returns None for a folder of another kind."""
+"""A function from a path to the candidates in a study's folder. It returns None if the path is not a study's folder."""
 
 
 def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
-    """List one candidate per checkpoint, in the user's order; a study's folder stands for all its runs.
+    """List one candidate per checkpoint, in the user's order. A study's folder gives one candidate per run.
 
     Raises UserError if no candidate is left to evaluate.
     """
@@ -110,8 +110,8 @@ def _single(path: str) -> Candidate:
 def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
     """Return a checkpoint's configuration without loading the weights.
 
-    Raises UserError if weights or tokenizer are missing, or if the tokenizer has more tokens than the model. A
-    perplexity needs no special tokens.
+    Raises UserError if weights or tokenizer are missing, or if the tokenizer has more tokens than the model. If you
+    request no tasks, special tokens may exceed the model's vocabulary.
     """
     with renamed_setting("checkpoint", "models"):
         folder = str(model_folder(path))
@@ -129,7 +129,7 @@ def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
             if not settings.task_list():
                 return config
             fix = f"Tasks need the token {tokenizer.eos_token}. Leave out --tasks, or choose another model."
-        raise UserError(f"tokenizer: it has {max(ids) + 1} tokens, but the model {path!r} has {size}. {fix}")
+        raise UserError(f"tokenizer: the tokenizer has {max(ids) + 1} tokens, but the model {path!r} has {size}. {fix}")
     return config
 
 
@@ -137,7 +137,7 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
     """Load a causal language model in evaluation mode, and its tokenizer.
 
     Raises:
-        UserError: the path holds no checkpoint, or the model does not predict next tokens or has no tokenizer.
+        UserError: the path holds no checkpoint, the model is not a causal language model, or the tokenizer is missing.
     """
     with renamed_setting("checkpoint", "models"):
         loaded = load(str(model_folder(path)), dtype=settings.dtype, device=device)

@@ -49,7 +49,7 @@ class Passages:
 
 @cache
 def passages(*, held_out: bool) -> Passages:
-    """Return the sentences that `lamina pretrain` holds out of the corpus by default, or all other sentences."""
+    """Return the corpus's held-out sentences or training sentences, as `lamina pretrain` divides them by default."""
     corpus = EmbeddedCorpus()
     chars = piece_chars(count_chars(corpus))
     book, books = "", {title: list[str]() for title in BOOKS}
@@ -63,12 +63,12 @@ def passages(*, held_out: bool) -> Passages:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of at least four lower-case letters. Names are therefore left out."""
+    """Return the words of at least four lower-case letters, which excludes names."""
     return re.findall(r"(?<![\w'-])[a-z]{4,}(?![\w'-])", text)
 
 
 def _sentences(line: str) -> Iterable[str]:
-    """Yield the sentences of useful length. Dialog and abbreviations may cut a sentence short."""
+    """Yield the sentences of 40 to 160 characters. Lamina may cut a sentence at an abbreviation."""
     for sentence in re.split(r"(?<=[a-z][.!?])\s+(?=[A-Z])", line):
         text = " ".join(sentence.split())
         if SHORTEST <= len(text) <= LONGEST and text.isascii():
@@ -163,7 +163,7 @@ def contains(rng: random.Random, source: Passages) -> Item:
 
 @_task("book", "Book")
 def book(rng: random.Random, source: Passages) -> Item:
-    """Ask which book a sentence is from; all books are equally frequent (knowledge, as in ARC)."""
+    """Ask which book a sentence is from. All books are equally frequent. The task tests knowledge, as ARC does."""
     right = rng.choice(list(source.books))
     sentence = rng.choice(source.books[right])
     wrong = rng.sample([title for title in BOOKS if title != right], CHOICES - 1)
@@ -215,10 +215,10 @@ _FORMAT = "generated-1"
 
 
 def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]:
-    """Draw different items of a task. The seed decides which items.
+    """Draw random items of a task, without repetition. The same seed gives the same items.
 
-    With ``held_out``, draw items of the test part, from text that `lamina pretrain` also holds out. No question of the
-    training part is in the test part.
+    If ``held_out`` is true, Lamina draws test items from the text that `lamina pretrain` holds out. Otherwise Lamina
+    draws training items. The training items repeat no question of the test items.
     """
     source = passages(held_out=held_out)
     rng = random.Random(f"{task}|{held_out}|{seed}")
@@ -236,9 +236,9 @@ def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]
 def write(folder: Path, *, train: int = TRAIN, test: int = TEST, path: Path | None = None) -> None:
     """Write NAME/train.jsonl, NAME/test.jsonl and NAME.yaml for every task.
 
-    A row has the fields ``question``, ``choices`` and ``answer`` (an index), and the fields ``instruction``, ``input``
-    and ``output`` for fine-tuning. If you will move the folder, give its future ``path`` for the task files (default:
-    the present path).
+    A row has the fields ``question``, ``choices`` and ``answer`` (an index). For fine-tuning, the row also has the
+    fields ``instruction``, ``input`` and ``output``. The task files contain the folder's path. If you will move the
+    folder, pass the new ``path``.
     """
     metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     for task in NAMES:

@@ -39,7 +39,8 @@ class Runner:
 
     Attributes:
         model: a causal language model, on its device.
-        batch_size: sequences per forward pass. "auto" means as many as fit on a GPU, and 8 without a GPU.
+        batch_size: sequences per forward pass. "auto" is 8 on a CPU, and the largest number that fits in a GPU's
+            memory.
         limit: items per task; None for all.
         seed: the seed of the few-shot examples.
         chat_template: whether Lamina puts questions into the tokenizer's chat template.
@@ -82,7 +83,7 @@ class Runner:
     def _shared(self, answer: Callable[[list[T]], list[A]], requests: list[T]) -> list[A]:
         """Answer this process's share of the requests, and return the answers of all processes in order.
 
-        Lamina shares the requests, because the harness would give each process other few-shot examples.
+        Lamina divides the requests, because the harness would give each process different few-shot examples.
         """
         rank, size = self.processes.rank, self.processes.size
         mine = self.processes.together(lambda: answer(requests[rank::size]) if requests[rank::size] else [])
@@ -92,7 +93,7 @@ class Runner:
         return [answers[index] for index in range(len(requests))]
 
     def run(self, built: TaskDict, num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
-        """Score the model on tasks; return the harness's results, and notes.
+        """Score the model on tasks. Return the harness's results and notes for the user.
 
         Raises:
             UserError: an answer is longer than the model's context, or the harness can't score the task.
@@ -129,12 +130,12 @@ class Runner:
         zero = sorted(str(name) for name, shots in results.get("n-shot", {}).items() if shots == 0)
         if num_fewshot and zero:
             notes.append(
-                f"{', '.join(zero)}: the task's file sets 0 examples, so Lamina does not use {num_fewshot} examples"
+                f"{', '.join(zero)}: the task's file sets 0 examples, so Lamina ignores --num-fewshot {num_fewshot}"
             )
         return results, notes
 
     def _prepare(self, built: TaskDict, num_fewshot: int | None) -> None:
-        """Prepare the tasks as ``simple_evaluate`` does, but without its `pip list` and its queries to the hub."""
+        """Prepare the tasks like the harness's ``simple_evaluate``, but do not run `pip list` or query the hub."""
         from lm_eval.utils import set_torch_seed
 
         for task in built["tasks"].values():
@@ -157,18 +158,18 @@ class Runner:
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, TemplateError):
-            return f"its template can't be filled in: {one_line(error)}"
+            return f"the task's template can't be filled in: {one_line(error)}"
         if isinstance(error, AssertionError) and not str(error):
             return (
                 f"an answer is empty, or longer than the model's context of {self._longest} tokens. Leave the task "
                 "out, or train with a larger --sequence-length"
             )
-        return f"the harness can't score it: {one_line(error)}"
+        return f"lm-evaluation-harness can't score the task: {one_line(error)}"
 
 
 @contextlib.contextmanager
 def without_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Turn off the key-value cache inside the context. Plain passes need no cache, and ``generate`` makes a cache."""
+    """Turn off the key-value cache inside the context. ``generate`` still makes its own cache."""
     configs = [model.config, model.config.get_text_config()]
     before = [getattr(config, "use_cache", None) for config in configs]
     for config in configs:
@@ -182,7 +183,7 @@ def without_cache(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_harness(bar: bool = False) -> Iterator[list[str]]:
-    """Suppress the harness's output inside the context; yield its warnings. ``bar`` keeps its progress bars."""
+    """Suppress the harness's output, except progress bars with ``bar``, inside the context. Yield its warnings."""
     logger, handler = logging.getLogger("lm_eval"), logging.Handler(logging.WARNING)
     warnings: list[str] = []
     handler.emit = lambda record: warnings.append(record.getMessage())

@@ -75,8 +75,9 @@ def evaluate(
 ) -> Json:
     """Evaluate models, write the folder ``settings.output``, and return the content of result.json.
 
-    ``settings`` is a whole record, or the user's values by name. With ``resume``, Lamina computes only the scores that
-    the folder lacks. ``expand`` finds the runs in a study's folder; by default, each path is one checkpoint.
+    ``settings`` is an EvalSettings, or a mapping of settings' names to values. With ``resume``, Lamina computes only
+    the scores that the folder lacks. ``expand`` finds the runs in a study's folder. The default treats each path as one
+    checkpoint.
 
     Raises:
         UserError: a setting is invalid, a task is unknown, data or a checkpoint can't be read, or the folder is in use.
@@ -109,7 +110,7 @@ def evaluate(
 
 
 def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
-    """Return the table's columns and the tasks that they need; the tasks are None if only a perplexity is measured.
+    """Return the table's columns and their tasks. The tasks are None if you request only a perplexity.
 
     Raises UserError for an unknown task or a missing corpus.
     """
@@ -131,7 +132,7 @@ def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
 
 
 def check_generation(options: Json, writes: bool) -> None:
-    """Raise UserError for an unknown argument of ``generate``, or for any argument if no task generates text."""
+    """Raise UserError for an unknown argument of ``generate``, or if no task generates text."""
     arguments = {*GenerationConfig().to_dict(), "max_gen_toks", "until"}
     for name in options:
         if name not in arguments:
@@ -284,7 +285,7 @@ class Evaluation:
             measured = measure(int(settings.batch_size))
         note = (
             f"{measured.tokens:,} tokens, {measured.words:,} words, {measured.bytes:,} bytes in "
-            f"{measured.documents:,} documents; a window of {window} tokens, moved by {stride}"
+            f"{measured.documents:,} documents; a window of {window} tokens, a stride of {stride} tokens"
         )
         scores = [
             Score(task=PERPLEXITY, metric=name, value=value, items=measured.documents, higher_is_better=False)
@@ -296,7 +297,7 @@ class Evaluation:
         return documents_of(str(self.settings.corpus), self.settings.text_field, self.settings.limit)
 
     def _state(self, candidate: Candidate, unit: str) -> list[str]:
-        """Return hashes of everything that decides a score: the weights, and the files of the text or the tasks."""
+        """Return two hashes: one of the weights, and one of the files that hold the text or the tasks' data."""
         if unit == PERPLEXITY:
             corpus = Corpus.parse(str(self.settings.corpus), self.settings.text_field)
             return [candidate.state(), stamp(corpus.changed_since(0.0))]
@@ -398,12 +399,12 @@ def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, in
         raise UserError(f"window: {window} is longer than the model's context. Choose at most {longest}.")
     stride = settings.stride or max(1, window // 2)
     if stride > window:
-        raise UserError(f"stride: {stride} skips tokens. Choose at most the window, {window}.")
+        raise UserError(f"stride: {stride} skips tokens. Choose at most {window}, the window's length.")
     return window, stride
 
 
 def _file_name(name: str) -> str:
-    """Make a unique file name of letters, digits and a few marks. If this changes the name, the name gets a hash."""
+    """Make a unique file name of letters, digits and ``@._-``. Add a hash if the name had other characters."""
     plain = re.sub(r"[^A-Za-z0-9@._-]+", "-", name).strip("-.")[-80:]
     return plain if plain == name else f"{plain or 'model'}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
@@ -420,8 +421,8 @@ class TaskMeasure:
 
     Attributes:
         settings: the settings by which the harness queries the model.
-        columns: the columns, one for each number that Lamina records.
-        tasks: the tasks that the columns need.
+        columns: one column for each number that Lamina records.
+        tasks: the columns' tasks.
     """
 
     settings: EvalSettings
@@ -443,7 +444,7 @@ class TaskMeasure:
         return TaskMeasure(settings=settings, columns=tuple(columns), tasks=tasks)
 
     def scores(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
-        """Return the columns' scores by ``TASK`` or ``TASK:METRIC``. Shares are from 0 to 1.
+        """Return the columns' scores by ``TASK`` or ``TASK:METRIC``. An accuracy is from 0 to 1, not in percent.
 
         The caller must save and restore the training's random state, because the harness seeds the random generators.
         """

@@ -22,24 +22,25 @@ from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.names import RESULT
 
 POWER = 0.8
-"""The probability that the test detects a difference as large as ``Paired.smallest``."""
+"""The probability that the test detects the difference ``Paired.smallest``."""
 CHOICES = ("acc", "acc_norm")
 """The metrics of tasks with choices. For these metrics, the score of guessing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """The difference between a model and the first model on the items of a column; shares from 0 to 1.
+    """The difference between two models' scores on the same items. Scores are from 0 to 1, not in percent.
 
     Attributes:
         low: the lower end of the difference's 95 % interval (Student's t interval over the items' differences).
         high: the upper end of the difference's 95 % interval.
         won: the number of items that only this model has right; None if items are not scored right or wrong.
         lost: the number of items that only the first model has right; None if items are not scored right or wrong.
-        p: the two-sided p value of McNemar's exact test if items are right or wrong, otherwise of the paired t test.
+        p: the two-sided p value. The test is McNemar's exact test if items are right or wrong, otherwise a paired t
+            test.
         p_holm: ``p`` adjusted by Holm's method over the model's columns.
-        smallest: the smallest difference that the test would detect in four of five cases, given the number of items
-            and how often the two models disagree.
+        smallest: the smallest difference that the test detects with a probability of 80 %. The value depends on the
+            number of items and on the variance of the items' differences.
     """
 
     model: str
@@ -66,7 +67,7 @@ def chance(items: Frame, metric: str) -> float | None:
 
 
 def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
-    """Set each score's ``chance``: the share of items that guessing gets right (for a group, over all items)."""
+    """Set each score's ``chance``: the share of items that guessing gets right. A group pools its tasks' items."""
     scored = []
     for score in scores:
         task_items = items[items["task"] == score.task]
@@ -99,7 +100,7 @@ def refuse_other_items(one: Frame, other: Frame, names: tuple[str, str], column:
 
 
 def paired(first: Frame, other: Frame) -> Json:
-    """Compare two models' numbers on the same items, in the same order; return the numbers of a Paired."""
+    """Compare two models' scores on the same items, in the same order. Return values for ``Paired``."""
     from scipy.special import bdtr, ndtri, stdtr, stdtrit
 
     differences = (other - first).tolist()
@@ -128,9 +129,9 @@ def compared(
     numbers: dict[tuple[str, Wanted], Score],
     items: dict[tuple[str, str], Frame],
 ) -> list[Paired]:
-    """Compare each model with the first model, on every column of shares that both models have.
+    """Compare each model with the first model, on every column with scores from 0 to 1.
 
-    ``items`` holds a table of items for each model and unit. Raises UserError if two tables have different items.
+    ``items`` maps (model, ``Wanted.unit``) to a table of items. Raises UserError if two tables have different items.
     """
     evaluated = [candidate for candidate in candidates if not candidate.left_out]
     rows: list[Paired] = []
@@ -169,7 +170,7 @@ class Earlier:
 
 
 def earlier(paths: Sequence[str]) -> Earlier:
-    """Read finished evaluations. Raises UserError for a folder of another kind, or for a folder without a result."""
+    """Read finished evaluations. Raises UserError for a folder without a finished evaluation."""
     if len(paths) < 2 and not (paths and len(_result(paths[0])["models"]) > 1):
         raise UserError("compare: only one model. Give the folders of at least two evaluations.")
     evaluations = Earlier(candidates=[], columns=[], records={}, folders={})

@@ -31,12 +31,12 @@ class Perplexity:
     Attributes:
         nll: the negative log-likelihood of the whole text, in nats.
         tokens: the number of tokens; Lamina scores each token once.
-        words: the number of words by lm-evaluation-harness's rule: the parts between stretches of white space. If a
-            text begins or ends with white space, the rule counts the empty string there as a word.
+        words: the number of words, as lm-evaluation-harness counts them by splitting at white space. White space at the
+            text's beginning or end therefore adds a word.
         bytes: the number of UTF-8 bytes.
         documents: the number of texts; Lamina scores each text separately.
-        notes: a line if the model's vocabulary lacks the token that precedes each text. Lamina then neither scores each
-            text's first token nor counts its bytes.
+        notes: notes for the user. If the model's vocabulary lacks the beginning-of-text token, Lamina does not score
+            each text's first token. Lamina then leaves this token's bytes out of ``bytes``.
     """
 
     nll: float
@@ -58,15 +58,15 @@ class Perplexity:
 
 
 Window: TypeAlias = tuple[list[int], list[int]]
-"""The tokens that the model reads at once, and the tokens that it must predict at the last positions."""
+"""The tokens that the model reads at once, and the target tokens at the window's last positions."""
 
 
 def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterator[Window]:
     """Cut a document into windows that score every token once; the first window begins with ``prefix``.
 
-    The first window scores ``window`` tokens. Each further window scores the next ``stride`` tokens, and reads at least
-    the ``window - stride`` tokens before them as context. With ``stride == window``, windows share almost no context,
-    as in lm-evaluation-harness's rolling log-likelihood.
+    The first window scores ``window`` tokens. Each further window scores the next ``stride`` tokens. Its context is at
+    least ``window - stride`` earlier tokens. With ``stride == window``, windows share almost no context, as in
+    lm-evaluation-harness's rolling log-likelihood.
     """
     ids = [prefix, *tokens]
     done = 0
@@ -98,8 +98,8 @@ def perplexity(
         window: tokens that the model reads at once.
         stride: tokens by which the window moves.
         batch_size: windows per forward pass.
-        share: the number of windows that each process takes in turn; give the same number in all processes (default: a
-            batch).
+        share: the number of windows that each process takes in turn (default: ``batch_size``). The number must be the
+            same in all processes.
         processes: the processes that share the text. The number of processes does not change the loss.
         progress: called with the number of newly scored tokens.
 
@@ -143,7 +143,9 @@ def _first(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: li
     """Return the token that precedes each text; None, with notes, if the model's vocabulary lacks this token."""
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(prefix, int):
-        raise UserError("tokenizer: it has no beginning-of-text or end-of-text token. Choose another tokenizer.")
+        raise UserError(
+            "tokenizer: the tokenizer has no beginning-of-text or end-of-text token. Choose another tokenizer."
+        )
     first = known(prefix, getattr(model.config.get_text_config(), "vocab_size", None), "corpus", notes)
     if first is None:
         notes.append("corpus: Lamina does not score the first token of each text")
@@ -153,9 +155,9 @@ def _first(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: li
 def _tokens(
     text: str, tokenizer: PreTrainedTokenizerBase, encoder: TextEncoder, first: int | None
 ) -> tuple[int, list[int], int]:
-    """Return the token before the scored tokens, the scored tokens, and the text's bytes that are not scored.
+    """Return the token before the scored tokens, the scored tokens, and the number of unscored bytes.
 
-    If ``first`` is None, the text's first token is the token before the scored tokens.
+    If ``first`` is None, the text's first token precedes the scored tokens, and Lamina does not score it.
     """
     if first is not None:
         return first, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], 0
@@ -184,6 +186,6 @@ def documents_of(corpus: str, text_field: str, limit: int | None) -> Iterator[st
     """Return the texts of a corpus, at most ``limit``. Raises UserError if the corpus can't be read."""
     parsed = Corpus.parse(corpus, text_field)
     if len(parsed.parts) > 1:
-        raise UserError(f"corpus: {corpus!r} is a mix. Evaluate each text separately.")
+        raise UserError(f"corpus: {corpus!r} is a mix of corpora. Evaluate each corpus separately.")
     every = (document.text for part in parsed.parts for document in part.corpus.documents())
     return islice(every, limit)

@@ -1,4 +1,4 @@
-"""A model's scores on tasks and on single items, and tables in the form that the papers print."""
+"""A model's scores on tasks and on single items, and tables of several models' scores."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def scores_of(results: Json) -> list[Score]:
 
 
 def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
-    """Restore scores from ``to_rows``, also after a round trip through JSON."""
+    """Convert the rows of ``to_rows`` back to scores. The rows may come from a JSON file."""
     names = {entry.name for entry in fields(Score)}
     return [
         Score(**{name: value for name, value in row.items() if name in names} | {"value": float(str(row["value"]))})  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def to_rows(scores: Sequence[Score]) -> list[Json]:
 
 
 def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
-    """Return the score that a column prints; None if ``scores`` lacks it.
+    """Return the score that a column prints; None if ``scores`` has no such score.
 
     For a group without a score, return the mean over the group's tasks.
     """
@@ -119,23 +119,23 @@ def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
 
 
 def is_of(task: str, name: str) -> bool:
-    """Return whether a score's name in a record's ``tasks`` belongs to this task."""
+    """Return whether a score's name, such as ``TASK`` or ``TASK:METRIC``, belongs to this task."""
     return name == task or name.startswith(f"{task}:")
 
 
 def lower_is_better(name: str) -> bool:
-    """Return whether lower values are better for a score, given the score's name in a record's ``tasks``."""
+    """Return whether lower values are better for a score with the name ``TASK:METRIC``."""
     return name.partition(":")[2].endswith(("perplexity", "bits_per_byte", "loss"))
 
 
 def item_table(samples: Mapping[str, Sequence[Json]]) -> pd.DataFrame:
     """Make a table with one row per item.
 
-    Columns: ``doc_id`` is the item's number in the data, and ``doc_hash`` is a hash of its content. An item has one row
-        per ``filter`` of answers. ``log_likelihoods`` are in nats, for each choice, or for the single continuation or
-        text. ``greedy`` says whether each choice or continuation is the likeliest. ``answer`` is the text that the
-        model wrote, if the task generates text. ``metrics`` is JSON with the item's value of each metric. The other
-        columns are ``task`` and ``target``.
+    Columns: ``doc_id`` is the item's number in the data, and ``doc_hash`` is a hash of its content. If a task has
+        several ``filter`` values, an item has one row per filter. ``log_likelihoods`` are in nats. A task with choices
+        has one value per choice, and other tasks have one value. ``greedy`` says whether each choice or continuation is
+        the likeliest. ``answer`` is the text that the model wrote, if the task generates text. ``metrics`` is JSON with
+        the item's value of each metric. The other columns are ``task`` and ``target``.
     """
     return pd.DataFrame(
         [_row(task, sample) for task, listed in samples.items() for sample in listed],
@@ -174,7 +174,7 @@ class ScoreLine:
         means: for each column, the mean over the line's runs (in percent for shares); NaN if no run has a score.
         stds: the sample standard deviations over the runs; NaN for fewer than two.
         runs: the number of evaluated runs.
-        left_out: the number of runs that Lamina did not evaluate, by reason: ``{"diverged": 2}``.
+        left_out: the reasons why Lamina did not evaluate runs, with the number of runs: ``{"diverged": 2}``.
     """
 
     arm: str
@@ -185,7 +185,7 @@ class ScoreLine:
 
     @property
     def label(self) -> str:
-        """The line's name, with the number of left-out runs by reason."""
+        """The line's name, such as ``keel (2 of 5 runs diverged)``. Runs without a score are in parentheses."""
         total = self.runs + sum(self.left_out.values())
         reasons = ", ".join(f"{count} of {total} runs {reason}" for reason, count in sorted(self.left_out.items()))
         return f"{self.arm} ({reasons})" if reasons else self.arm
@@ -200,12 +200,12 @@ class ScoreLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreTable:
-    """A table of scores. If several columns are shares, the last column is their average.
+    """A table of scores. If several columns are in percent, Lamina adds a last column with their average.
 
     Attributes:
         best: for each column, the lines with the best number. Lamina compares the numbers as they are printed.
-        chance: for each column, the score of guessing in percent; NaN without choices.
-        shares: for each column, whether the numbers are shares. Lamina prints shares in percent.
+        chance: for each column, the score of random guessing in percent; NaN for a task without choices.
+        shares: for each column, whether Lamina prints the numbers in percent.
     """
 
     headings: tuple[str, ...]
@@ -257,7 +257,7 @@ class ScoreTable:
 def table(
     columns: Sequence[Wanted], candidates: Sequence[Candidate], numbers: Mapping[tuple[str, Wanted], Score]
 ) -> ScoreTable:
-    """Make the table of scores; ``numbers`` holds the scores by candidate's name and column."""
+    """Make the table of scores. ``numbers`` maps (candidate's name, column) to the score."""
     scores = [next((score for (_, c), score in numbers.items() if c == column), None) for column in columns]
     shares = [score is not None and score.metric in SHARES for score in scores]
     higher = [score is None or score.higher_is_better is not False for score in scores]

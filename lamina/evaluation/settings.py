@@ -91,7 +91,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         None, "examples before each question (default: the number that the paper or the task uses)", at_least(0)
     )
     compare: bool = setting(
-        False, "compare earlier evaluations item by item (MODEL is an evaluation's folder)", decides=False
+        False, "compare earlier evaluations item by item (give evaluations' folders as MODEL)", decides=False
     )
     limit: int | None = setting(
         None, "maximum number of items per task, and of documents of the corpus (default: all)", at_least(1)
@@ -134,7 +134,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         if not self.chat_template:
             self.refuse_unused("system", allowed="with --chat-template")
         if self.window is not None and self.stride is not None and self.stride > self.window:
-            raise UserError(f"stride: {self.stride} skips tokens. Choose at most the window, {self.window}.")
+            raise UserError(f"stride: {self.stride} skips tokens. Choose at most {self.window}, the window's length.")
 
     def check_names(self) -> None:
         """Raise UserError for a missing corpus or tokenizer."""
@@ -156,7 +156,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
             )
         if self.compare and (self.task_list() or self.corpus is not None):
             raise UserError(
-                "compare: the earlier evaluations decide the tasks and the text. Leave out --tasks and --corpus."
+                "compare: the tasks and the text come from the earlier evaluations. Leave out --tasks and --corpus."
             )
         if not self.compare and not self.task_list() and self.corpus is None:
             raise UserError("tasks: none given. Give --tasks with tasks or a set, --corpus for a perplexity, or both.")

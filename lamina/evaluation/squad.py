@@ -74,7 +74,7 @@ def f1_scores(model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: l
 
 @torch.no_grad()
 def answer(model: nn.Module, tokenizer: PreTrainedTokenizerBase, question: Question) -> str:
-    """Return the part of the context, of at most 30 tokens, with the largest sum of start logit and end logit.
+    """Return the answer: the span of at most 30 tokens in the context with the largest start logit plus end logit.
 
     The model reads a long context in windows of 384 tokens; neighboring windows share 128 tokens.
     """

@@ -1,7 +1,8 @@
 """The tasks of lm-evaluation-harness and of a user's files, with data from the hub or a folder.
 
 The harness's TaskManager reads and builds the tasks. A user's task file can contain code (templates, functions,
-classes, metrics). So Lamina builds a user's task only with ``run_code``. Otherwise, it reads the file as data.
+classes, metrics). Lamina builds a user's task only if ``run_code`` is true. If ``run_code`` is false, Lamina reads the
+file as data.
 """
 
 # pyright: reportMissingImports=false
@@ -51,12 +52,12 @@ class Tasks:
     """The tasks that Lamina can run: the harness's tasks, the generated tasks, and tasks in a user's folders.
 
     Attributes:
-        added: the harness's manager of the generated and the user's tasks, which override the harness's tasks of the
-            same name.
+        added: the TaskManager of the generated tasks and the user's tasks. These tasks override the harness's tasks of
+            the same name.
         folders: the user's folders of task files.
         data: the folder of the tasks' data in files ``NAME/CONFIG/SPLIT.jsonl`` (or .arrow, .parquet). NAME is the
-            dataset's name on the hub. CONFIG is ``default`` if there are no configurations. If None, Lamina reads the
-            hub.
+            dataset's name on the hub. CONFIG is ``default`` if there are no configurations. If ``data`` is None, Lamina
+            reads the hub.
         run_code: whether Lamina may run the user's task files, and code that a model writes.
     """
 
@@ -92,7 +93,7 @@ class Tasks:
     def require(self, names: Iterable[str], *, source: str, others: Sequence[str] = ()) -> None:
         """Raise UserError for an unknown task, group or tag; the message suggests the nearest name.
 
-        ``source`` describes the user's files in the message, and ``others`` are further allowed names.
+        The message describes the user's files by ``source``, and lists ``others`` as further allowed names.
         """
         for name in names:
             if self.entry(name) is not None:
@@ -104,7 +105,7 @@ class Tasks:
             raise UserError(f"tasks: unknown task {shortened(repr(name), 200)}{near} (allowed: {allowed})")
 
     def _refuse_unreadable(self) -> None:
-        """Raise UserError for a user's file that is not a mapping in YAML. The harness would silently skip the file."""
+        """Raise UserError for a user's file that is not a mapping in YAML. The harness skips such files silently."""
         for path in sorted(path for folder in self.folders for path in folder.rglob("*.yaml")):
             try:
                 if not isinstance(yaml.compose(path.read_bytes()), yaml.MappingNode):
@@ -118,7 +119,7 @@ class Tasks:
         return sorted(entry.tags) if entry is not None and entry.yaml_path is None else None
 
     def build(self, name: str) -> TaskDict:
-        """Load the tasks and groups that a name stands for, and their data.
+        """Load a task, or all tasks of a group or tag, with the tasks' data.
 
         Raises:
             UserError: a task would run code without ``run_code``, or Lamina can't read or can't reach the task's data.
@@ -139,7 +140,7 @@ class Tasks:
                 raise UserError(self._reason(name, error, reachable)) from error
 
     def _manager(self, entries: dict[str, Entry], folder: Path) -> TaskManager:
-        """Return a manager of these entries. New task files in ``folder`` make the tasks read ``self.data``."""
+        """Return a TaskManager of ``entries``. If ``self.data`` is set, write task files to ``folder`` that read it."""
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_defaults=False)
@@ -166,20 +167,22 @@ class Tasks:
             waiting += sorted(entry.tags) if entry.yaml_path is None else _members((entry.cfg or {}).get("task"))
 
     def _refuse_code(self, entries: dict[str, Entry]) -> None:
-        """Raise UserError for a user's task file, and for a task that runs what a model writes."""
+        """Raise UserError for a user's task file, and for a task that runs the code in a model's answers."""
         for task, entry in entries.items():
             path = entry.yaml_path
             if path is not None and any(path.is_relative_to(folder) for folder in self.folders):
                 raise UserError(
-                    f"tasks: {task!r} is in {str(path)!r}, and Lamina executes a task file's code, with your rights. "
+                    f"tasks: {task!r} is in {str(path)!r}. A task file can run any code on this machine. "
                     "Add --run-code if you trust the file."
                 )
             if (entry.cfg or {}).get("unsafe_code"):
-                raise UserError(f"tasks: {task!r} runs the code that a model writes. Add --run-code to allow it.")
+                raise UserError(
+                    f"tasks: {task!r} runs the code that a model writes. Add --run-code to allow this code."
+                )
 
     def _reason(self, name: str, error: BaseException, reachable: bool) -> str:
         if isinstance(error, TemplateError):
-            return f"tasks: {name!r}: its template can't be filled in: {one_line(error)}"
+            return f"tasks: {name!r}: the task's template can't be filled in: {one_line(error)}"
         entry = self.entry(name)
         where = (entry.cfg or {}).get("dataset_path") if entry is not None else None
         if isinstance(error, _CODE_ERRORS) or (self.data is None and where not in READERS.values() and reachable):
@@ -207,10 +210,10 @@ def _members(listed: object) -> list[str]:
 
 
 def local_fields(config: Json, task: str, data: Path) -> Json:
-    """Return the fields that make a task read its data from the folder; empty if the task already reads files.
+    """Return the task fields that point to data in the folder. The result is empty if the task already reads files.
 
     If the folder lacks a split, the split's field is None, so that the harness uses another split. Raises UserError if
-    the dataset is missing, or lacks a split on which the task can be scored. The message suggests the nearest name.
+    the dataset, or both its validation split and its test split, are missing. The message suggests the nearest name.
     """
     name = config.get("dataset_path")
     if not isinstance(name, str) or name in READERS.values():

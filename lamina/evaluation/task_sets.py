@@ -30,7 +30,7 @@ class Wanted:
 
     @property
     def unit(self) -> str:
-        """The name of the harness's run for a column, such as ``hellaswag@5``; several columns may share a run."""
+        """The task with its number of examples, such as ``hellaswag@5``. Lamina runs the harness once per unit."""
         return self.task if self.num_fewshot is None else f"{self.task}@{self.num_fewshot}"
 
     @property
@@ -80,7 +80,7 @@ SETS: dict[str, TaskSet] = {
             Wanted(task="openbookqa", num_fewshot=5, metric="acc", heading="OBQA"),
             Wanted(task="winogrande", num_fewshot=5, metric="acc", heading="Winogrande"),
         ),
-        source="Mix-LN, Table 2 (five examples, as in OwLore's script, which the paper follows)",
+        source="Mix-LN, Table 2 (five examples, as in OwLore's script, the paper's basis)",
     ),
     "keel": TaskSet(
         columns=(

@@ -289,7 +289,7 @@ def test_what_a_model_or_text_lacks_is_said_before_the_folder_is_touched(model, 
     ("vocab_size", "spoil", "says"),
     [
         (257, without_readout, "Lamina drew random weights for tensors that the checkpoint lacks: lm_head.weight"),
-        (200, unspoiled, r"tokenizer: it has 257 tokens, but the model .* has 200"),
+        (200, unspoiled, r"tokenizer: the tokenizer has 257 tokens, but the model .* has 200"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(text, tmp_path, vocab_size, spoil, says):

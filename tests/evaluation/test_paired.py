@@ -174,7 +174,7 @@ def test_two_models_and_then_their_folders(model, data_dir, tmp_path, capsys, re
         ([*map(str, folders)], "have different items of quiz"),
         ([str(model), str(folders[0])], "holds no evaluation"),
         ([str(folders[0])], "compare: only one model"),
-        ([*map(str, folders), "--tasks", "quiz"], "the earlier evaluations decide the tasks"),
+        ([*map(str, folders), "--tasks", "quiz"], "the tasks and the text come from the earlier evaluations"),
     ):
         assert about in refused("eval", "--compare", *wrong, "--output", str(tmp_path / "none"))
         assert not (tmp_path / "none").exists()
