@@ -45,8 +45,8 @@ class Proxy:
     """The model that Lamina trains in place of the planned run, and its settings.
 
     ``settings`` are the planned settings, except for the width, the heads and the blocks per step. ``scaling`` is the
-    planned run's scaling. For a narrower model, ``scaling`` is the standard parametrization with the planned width as
-    the base width.
+    planned run's scaling of learning rates and weights. If the planned run has no width scaling, a narrower model uses
+    the standard parametrization, with the planned width as the base width.
     """
 
     settings: PretrainSettings
@@ -58,12 +58,12 @@ class Proxy:
 
     @property
     def init(self) -> str:
-        """The initializer from the settings. If they name none, Lamina uses the placement's initializer."""
+        """The settings' initializer, or the placement's recommended initializer if the settings name none."""
         return recommended(self.plan) if self.settings.init == "recommended" else self.settings.init
 
     @property
     def note(self) -> str:
-        """A phrase about the differences from the planned run; "" without differences."""
+        """A phrase that names the differences between the trained model and the planned run ("" if equal)."""
         parts = []
         if self.hidden_size != self.planned_hidden_size:
             parts.append(
@@ -77,11 +77,10 @@ class Proxy:
 
 
 def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
-    """Reduce the planned run until ``steps`` steps cost at most ``flops``: fewer blocks per step, then a narrower
-    model.
+    """Reduce the planned run until ``steps`` steps cost at most ``flops`` FLOPs.
 
-    Lamina never reduces the depth, and a step keeps at least 256 tokens. Lamina halves the width, down to 64, while the
-    backbone allows the smaller width.
+    Lamina first reduces the blocks per step, then the width, but never the depth. A step keeps at least 256 tokens.
+    Lamina may halve the width several times, but never below 64 or below a width that the backbone allows.
     """
     config = backbone_config(planned, vocab_size)
     plan = plan_of(planned, config.num_hidden_layers)
@@ -156,14 +155,14 @@ def take_snapshot(
 
     ``unigram`` [sequences] is the loss of a constant prediction on each sequence, in nats per token.
 
-    Rows with sublayer "block" describe hidden states: layer l for x^{l+1}, and -1 for x^0. The metrics of hidden states
-    are the state's statistics and three others. ``token_similarity`` is the mean cosine over all pairs of tokens.
-    ``state_gradient_norm`` is the norm of the loss's gradient with respect to the state. ``jacobian_gain`` is the root
-    mean square gain of the Jacobian J from the state to x^N: the Frobenius norm of J divided by the root of its number
-    of rows. Lamina estimates ``jacobian_gain`` with one random vector v as |J^T v| / |v|. The rows of a sub-layer are
-    ``branch_variance`` (the variance of the module's output), ``added_variance`` (the variance of the sum's branch
-    term, after an output norm), ``skip_variance`` (the variance of the scaled skip), and ``gradient_norm`` (the norm of
-    the gradient of its weights).
+    Rows with sublayer "block" describe hidden states. A row with layer l describes the layer's output x^{l+1}, and a
+    row with layer -1 describes the embedding x^0. Each state has its statistics and three further metrics.
+    ``token_similarity`` is the mean cosine over all pairs of tokens. ``state_gradient_norm`` is the norm of the loss's
+    gradient with respect to the state. ``jacobian_gain`` is ||J||_F / sqrt(rows of J), where J is the Jacobian from the
+    state to x^N. Lamina estimates ``jacobian_gain`` as |J^T v| / |v| with one random vector v. Each sub-layer has four
+    metrics. ``branch_variance`` is the variance of the module's output. ``added_variance`` is the variance of the sum's
+    branch term, after an output norm. ``skip_variance`` is the variance of the scaled skip. ``gradient_norm`` is the
+    norm of the weights' gradient.
     """
     base = body_of(model)
     model.zero_grad()
@@ -196,7 +195,7 @@ def take_snapshot(
 
 
 def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return each sequence's cross-entropy, and the mean prediction's loss minus this cross-entropy, in nats."""
+    """Return each sequence's cross-entropy, and the mean prediction's loss minus the mean cross-entropy, in nats."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
@@ -279,7 +278,7 @@ class BurnIn:
         return sum(self.learning_rates[:step]) / whole
 
     def step_at(self, share: float) -> int:
-        """Return the first step at which the sum of the learning rates reaches ``share`` of the whole run's sum."""
+        """Return the first step by which the run has spent ``share`` of its summed learning rates."""
         steps = self.planned.steps
         target = share * rates_until(self.planned, steps) * (1.0 - 1e-9)
         return min(steps, bisect_left(range(steps), target, key=lambda step: rates_until(self.planned, step)))
@@ -288,7 +287,8 @@ class BurnIn:
 def rates_until(settings: PretrainSettings, step: int) -> float:
     """Return the sum of the planned learning rates over the first ``step`` steps, in units of the peak.
 
-    The function uses a closed form (for the cosine, Dirichlet's kernel), because a run may have billions of steps.
+    The sum of the cosine schedule has a closed form (Dirichlet's kernel), so that a run of billions of steps costs no
+    time.
     """
     warmup = in_steps(settings.warmup, settings.steps)
     rising = min(step, warmup)
@@ -341,8 +341,8 @@ class BurningIn:
     def train(self, stops: Iterator[int]) -> None:
         """Train up to each step that ``stops`` yields, and measure the model at this step.
 
-        The training ends after the last step of ``stops``, or when a loss or gradient is not finite. Lamina asks
-        ``stops`` for the next step only after the measurement.
+        The training ends after the last step of ``stops``, or when a loss or gradient is not finite. Lamina asks for
+        a stop after the preceding measurement, so ``stops`` can depend on the measurements.
         """
         target = next(stops, None)
 

@@ -87,17 +87,16 @@ class Preflight:
 
 
 def ffn_share(shot: Snapshot) -> float:
-    """Sum this ratio over all layers: the variance that the feed-forward adds, divided by the variance of its skip.
+    """Return the sum over layers of the feed-forward branch's variance divided by its skip's variance.
 
-    FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers, so that this sum has order 1 at any depth.
+    FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers. The sum is then of order 1 at any depth.
     """
     added, skip = shot.series("added_variance", "feed_forward"), shot.series("skip_variance", "feed_forward")
     return sum(added[layer] / skip[layer] if skip[layer] > 0 else math.inf for layer in added)
 
 
 class PlanProgress:
-    """Show a progress bar over the steps of all plans (or a line every few seconds), and a line for each plan that
-    ends.
+    """Show the progress over the steps of all plans, and print a line when a plan ends.
 
     A plan can take more than the requested steps, so the total number of steps grows.
     """
@@ -113,7 +112,7 @@ class PlanProgress:
         self._write()
 
     def tick(self) -> None:
-        """Count a step of the plan that is running."""
+        """Count one step of the current plan."""
         self.done += 1
         self.lines.total = max(self.lines.total, self.done + (self.plans - self.count - 1) * self.steps, self.done + 1)
         self._write()
@@ -139,7 +138,7 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
     """Measure and judge every planned run of the settings, without writing files.
 
     Raises:
-        UserError: for invalid settings, a corpus that cannot be read.
+        UserError: for invalid settings, or for a corpus that cannot be read.
     """
     runs = settings.runs()
     for run in runs:
@@ -164,7 +163,7 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
 
 
 def other_settings(run: PretrainSettings, init: str, divisor: int) -> Iterator[tuple[str, PretrainSettings]]:
-    """Yield the flags and settings of runs with the initializer SUITS, a lower learning rate, or both."""
+    """Yield variants of the run, with their flags: another initializer, a lower learning rate, and both changes."""
     rate = float(f"{run.learning_rate / divisor:.1g}")
     for changed in ({"init": SUITS}, {"learning_rate": rate}, {"init": SUITS, "learning_rate": rate}):
         if changed.get("init") != init:
@@ -181,8 +180,7 @@ def best_of(
     device: str = "cpu",
     tick: Callable[[], object] = lambda: None,
 ) -> str:
-    """Return the flags and the verdict of the first run with the verdict "fine", or else of the run with the best
-    verdict.
+    """Return the flags and the verdict of the best run. Stop at the first run with the verdict "fine".
 
     Returns "" if no run has a better verdict than ``verdict``.
     """
@@ -209,8 +207,8 @@ def burn_in_of(
     """Train a planned run's first steps, and measure the model halfway, at the end, and after each further quarter.
 
     The burn-in takes the requested steps, or the warm-up plus half the requested steps if this sum is larger. While
-    ``is_undecided`` is true, Lamina adds further quarters, but at most three times the requested steps and 60 % of the
-    run.
+    ``is_undecided`` returns true, Lamina adds a quarter of the requested steps. The burn-in never exceeds three times
+    the requested steps or 60 % of the run.
     """
     steps, warmup = burn_in_steps(settings, run)
     flops = FLOPS[device] if settings.flops is None else settings.flops
@@ -238,15 +236,15 @@ def burn_in_of(
 def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
     """Return the number of steps of the burn-in, and the number of its warm-up steps.
 
-    The warm-up takes at most twice the requested steps. If the warm-up were too short, a placement that needs a long
-    warm-up would get a bad verdict.
+    The warm-up takes at most twice the requested steps. Some placements need a long warm-up, and a short warm-up would
+    give these placements a bad verdict.
     """
     warmup = min(in_steps(run.warmup, run.steps), 2 * settings.burn_in)
     return min(max(settings.burn_in, warmup + settings.burn_in // 2), run.steps), warmup
 
 
 def is_open(numbers: Features) -> bool:
-    """Return whether the verdict so far is "risky" or "undecided", so that further steps may change it."""
+    """Return whether the verdict so far is "risky" or "undecided". Further steps may change such a verdict."""
     return verdict_of(numbers, calibration()) in ("risky", "undecided")
 
 
@@ -267,7 +265,7 @@ def preflight(
     """Judge planned runs, write the output folder if there is one, and return a row per run.
 
     Raises:
-        UserError: for invalid settings, a corpus that can't be read, an output folder in use.
+        UserError: for invalid settings, a corpus that can't be read, or an output folder in use.
         OSError: the disk is full.
     """
     complete = settings if isinstance(settings, PreflightSettings) else PreflightSettings.from_dict(settings)

@@ -32,11 +32,12 @@ PREFLIGHT = JobRow(
     about=(
         "Check a run before you start it. Lamina trains its first steps at full depth, measures the layers, and\n"
         "reports whether the run will train, why, and what to change. If an early layer hardly affects the output,\n"
-        f"or a loss is not finite, it also tries the initializer {SUITS} and a lower learning rate. The verdicts:\n\n"
+        f"or a loss is not finite, Lamina also tries the initializer {SUITS} and a lower learning rate.\n"
+        "The verdicts:\n\n"
         "  fine, risky      the model learned in these steps\n"
         '  undecided        too few steps to tell; the line "change" gives a number of steps that should be enough\n'
         "  will not train   we do not expect the model to learn\n\n"
-        'The exit code is 0. With --strict it is 1 if any verdict is "will not train".'
+        'The exit code is 0. With --strict, the exit code is 1 if any verdict is "will not train".'
     ),
     examples="""
   lamina preflight --placement keel --num-layers 48 --learning-rate 5e-3
@@ -48,8 +49,8 @@ PREFLIGHT = JobRow(
     run=preflight,
     returns=(
         "Returns one row per planned run: the verdict, the reason, what to change, and the measured numbers "
-        "(docs/evidence/preflight.md). With ``output``, the function also writes a folder: preflight.csv, "
-        "layers.parquet, preflight.json (from which `lamina report` makes the page) and report.html."
+        "(docs/evidence/preflight.md). With ``output``, the function also writes a folder with preflight.csv, "
+        "layers.parquet, preflight.json and report.html. `lamina report` makes the page from preflight.json."
     ),
     outcome="pd.DataFrame",
     resumes="",

@@ -66,7 +66,7 @@ class PreflightSettings(
     )
     flops: float | None = setting(
         None,
-        "maximum FLOPs per check (default: 1e12 on a CPU, 1e14 on a GPU); if a check needs more, Lamina measures a "
+        "maximum FLOPs per check (default: 1e12 on a CPU, 1e14 on a GPU). If a check needs more, Lamina measures a "
         "narrower model of the same depth on fewer blocks of text",
         above(0.0),
     )
@@ -77,7 +77,9 @@ class PreflightSettings(
         super().check()
         for run in self.runs():
             if run.steps == 1 and in_steps(run.warmup, run.steps):
-                raise UserError("steps: 1 is all warm-up, at a learning rate of 0. Give 2 or more, or --warmup 0.")
+                raise UserError(
+                    "steps: a run of 1 step has only warm-up, at a learning rate of 0. Give 2 or more, or --warmup 0."
+                )
 
     def runs(self) -> list[PretrainSettings]:
         """Return the settings of the planned runs. Raises UserError if a run has an invalid value."""

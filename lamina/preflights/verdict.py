@@ -1,7 +1,7 @@
 """Judge a run by its burn-in (the run's first steps).
 
 The rules' coefficients are data (calibration.json), fitted by tools/calibration/preflight_calibration.py on real runs.
-The rules use no names of placements, initializers or backbones.
+The rules use only measured numbers, and no placement's, initializer's or backbone's name.
 """
 
 from __future__ import annotations
@@ -112,16 +112,16 @@ def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
 
 
 def learns(numbers: Features, fitted: Json) -> bool:
-    """Return whether the model uses its input and its held-out loss is clearly below a constant prediction's loss.
+    """Return whether the model uses its input, and its held-out loss is clearly below the unigram loss.
 
-    "Clearly below" means below by a fitted margin plus two standard errors.
+    The difference must exceed a fitted margin plus two standard errors.
     """
     clear = numbers.excess + CLEAR * numbers.excess_error < -fitted["evidence"]["margin"]
     return bool(numbers.finite) and clear and numbers.context > fitted["collapse"]["context"]
 
 
 def chance(numbers: Features, fitted: Json) -> float:
-    """Return the probability that the run trains (0 for a collapsed model), by the logistic rule on progress."""
+    """Estimate the probability that the run trains, by logistic regression on ``progress``. Collapsed models get 0."""
     if not numbers.finite or collapsed(numbers, fitted):
         return 0.0
     rule = fitted["progress"]
@@ -138,7 +138,7 @@ def collapsed(numbers: Features, fitted: Json) -> bool:
 
 
 def progress(numbers: Features) -> dict[str, float]:
-    """Return the inputs of the logistic rule, which predicts whether the run trains."""
+    """Return the inputs of the logistic regression that estimates whether the run trains."""
     return {
         "context": math.log10(max(numbers.context, LEAST_CONTEXT)),
         "excess": min(max(numbers.excess, -1.0), 1.0),
@@ -149,17 +149,16 @@ def progress(numbers: Features) -> dict[str, float]:
 
 
 def projected(numbers: Features) -> float:
-    """Estimate the excess at the run's end, if the loss falls half as fast per unit of summed learning rate."""
+    """Estimate the loss above the unigram loss at the run's end. The estimate assumes half the burn-in's pace."""
     return numbers.excess - 0.5 * max(numbers.pace, 0.0) * max(1.0 - numbers.spent, 0.0)
 
 
 def deciding_share(numbers: Features, fitted: Json) -> float:
-    """Return the share of the planned run's summed learning rates at which we can tell whether the run learns.
+    """Return the share of the run's summed learning rates after which we can tell whether the run learns.
 
-    If the loss is still far above a constant prediction's loss, Lamina extrapolates the pace of the burn-in's second
-    half, until the loss is clearly below a constant prediction's loss. Lamina multiplies this share by a fitted factor,
-    because the fall of the loss slows down. If the loss is near a constant prediction's loss, the result is a fitted
-    multiple of the share that the burn-in has spent. The result is at most 1, which means the whole run.
+    If the loss is still far above the unigram loss, Lamina extrapolates the pace of the burn-in's second half to a loss
+    clearly below the unigram loss. A fitted factor allows for a slower pace later. If the loss is near the unigram
+    loss, the result is a fitted multiple of the burn-in's share. The result is at most 1, which means the whole run.
     """
     rule = fitted["deciding"]
     if not learns_frequencies(numbers):
@@ -169,7 +168,7 @@ def deciding_share(numbers: Features, fitted: Json) -> float:
 
 
 def learns_frequencies(numbers: Features) -> bool:
-    """Return whether the loss is far above a constant prediction's loss: the model still learns token frequencies."""
+    """Return whether the model still learns token frequencies: its loss is far above the unigram loss."""
     return numbers.excess > FALLING
 
 
@@ -181,9 +180,9 @@ FP16_LITTLE = 2.0
 class PreflightVerdict:
     """A verdict, its reason, and what to change.
 
-    ``chance`` is the fitted probability that the run gets clearly below the loss of a constant prediction.
-    ``deciding_steps`` is the number of burn-in steps that should show whether an undecided run trains (0 for other
-    verdicts).
+    ``chance`` is the estimated probability that the run's loss becomes clearly lower than the unigram loss. If the
+    verdict is "undecided", a burn-in of ``deciding_steps`` steps should show whether the run trains. For other
+    verdicts, ``deciding_steps`` is 0.
     """
 
     verdict: VerdictWord
@@ -196,8 +195,8 @@ class PreflightVerdict:
 def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerdict:
     """Return the verdict in words.
 
-    ``better`` is a phrase with flags that improve the run's verdict, and with the improved verdict. Lamina reads
-    ``better`` only if the run is ``disconnected`` or its loss was not finite.
+    ``better`` names flags that improve the verdict, and the improved verdict. Lamina uses ``better`` only if the run is
+    ``disconnected`` or has a loss that is not finite.
     """
     fitted = calibration()
     sure, kind, deciding = chance(numbers, fitted), verdict_of(numbers, fitted), 0
@@ -230,8 +229,8 @@ def _collapse(numbers: Features, burn_in: BurnIn) -> str:
     return (
         f"after {len(burn_in.losses)} steps, the model ignores its input and predicts token frequencies. A change at "
         f"{_place(numbers.jacobian_layer)} reaches the last layer with a gain of {10**numbers.jacobian:.0e}, and the "
-        "gradient fades as much on its way back. At the last layer, all tokens have nearly the same hidden state (mean "
-        f"cosine {numbers.similarity:.3f})"
+        "backward pass shrinks the gradient equally. At the last layer, all tokens have nearly the same hidden state "
+        f"(mean cosine {numbers.similarity:.3f})"
     )
 
 
@@ -244,26 +243,25 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) 
     taken = len(burn_in.losses)
     after = f"after {taken} of {burn_in.planned.steps}"
     gain, layer_text = 10**numbers.jacobian, _place(numbers.jacobian_layer)
-    weak = f"; the gain from {layer_text} to the last layer is down to {gain:.1e}" if disconnected(numbers) else ""
+    weak = f"; the gain from {layer_text} to the last layer is only {gain:.1e}" if disconnected(numbers) else ""
     if kind == "fine":
         return (
-            f"after {taken} steps {constant}, the input improves the predictions by {numbers.context:.2f} nats, "
-            f"and every layer affects the output: the smallest gain to the last layer is {gain:.2g}, from "
-            f"{layer_text}"
+            f"after {taken} steps {constant}, and the input improves the predictions by {numbers.context:.2f} nats. "
+            f"Every layer affects the output: the smallest gain to the last layer is {gain:.2g}, from {layer_text}"
         )
     if kind == "risky":
         return (
-            f"{after} steps {constant}, but the estimated chance of getting clearly below a constant prediction is "
-            f"only {100 * sure:.0f} %{weak}"
+            f"{after} steps {constant}, but the run has an estimated chance of only {100 * sure:.0f} % to end clearly "
+            f"below this loss{weak}"
         )
     if kind == "undecided":
         return (
-            f"these steps cannot decide: {after} steps {constant}, and the input improves the predictions by {worth}, "
-            f"so we cannot tell yet whether the run gets below a constant prediction{weak}"
+            f"these steps cannot decide: {after} steps {constant}, and the input improves the predictions by {worth}. "
+            f"We cannot tell yet whether the run gets below a constant prediction's loss{weak}"
         )
     return (
-        f"{after} steps the input improves the predictions by only {worth}, and {constant}{weak}: the estimated "
-        f"chance of getting clearly below a constant prediction is {100 * sure:.0f} %"
+        f"{after} steps the input improves the predictions by only {worth}, and {constant}{weak}. The run has an "
+        f"estimated chance of {100 * sure:.0f} % to end clearly below a constant prediction's loss"
     )
 
 
@@ -271,22 +269,22 @@ def _longer(numbers: Features, burn_in: BurnIn, deciding: int, better: str) -> s
     by = f"by step {deciding}" if deciding < burn_in.planned.steps else "only toward the end or not at all"
     if learns_frequencies(numbers):
         estimate = (
-            "at the pace of these steps, which usually slows, the loss gets clearly below a constant prediction's "
+            "at the pace of these steps (the pace usually slows), the loss gets clearly below a constant prediction's "
             f"loss {by}"
         )
     else:
         times = calibration()["deciding"]["times"]
         estimate = (
-            "the loss is close to a constant prediction's loss; of the runs that fell below it, four in five did so "
-            f"within {times:g} times the sum of learning rates so far, {by}"
+            "the loss is close to a constant prediction's loss. In the calibration, 80 % of the runs that got below "
+            f"that loss did so within {times:g} times the sum of learning rates so far, {by}"
         )
     if deciding >= burn_in.planned.steps:
-        return f"only the whole run can decide: {estimate}; or {_faster(numbers, burn_in, better)}"
+        return f"only the whole run can decide: {estimate}. Alternatives: {_faster(numbers, burn_in, better)}"
     return f"measure more steps, with --burn-in {deciding}: {estimate}"
 
 
 def disconnected(numbers: Features) -> bool:
-    """Return whether the smallest gain to the last layer is so small that you should change the settings first."""
+    """Return whether an early layer hardly affects the last layer: the smallest gain is below 0.1."""
     return numbers.jacobian < WEAK
 
 
@@ -294,7 +292,10 @@ def _reconnect(burn_in: BurnIn, better: str) -> str:
     # each norm on a sub-layer's sum divides the gradient by the sum's standard deviation
     sublayers = [sub for layer in burn_in.proxy.plan.layers for sub in (layer.attention, layer.feed_forward)]
     norms = sum(sub.post_norm is not None for sub in sublayers)
-    fewer = f"a placement with fewer norms on the skip path ({norms} of {len(sublayers)} sub-layers here) or "
+    fewer = (
+        f"a placement with fewer norms on the skip path (here, {norms} of {len(sublayers)} sub-layers have such a "
+        "norm) or "
+    )
     helpless = f"a lower learning rate and the initializer {SUITS} did not help"
     return better or f"{fewer if norms else ''}fewer layers ({helpless})"
 

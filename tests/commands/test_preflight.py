@@ -180,7 +180,9 @@ def test_a_lower_learning_rate_is_advised_only_if_it_helps(corpus):
 def test_nothing_is_advised_that_does_not_help(corpus):
     plan = {**DEEP, "corpus": str(corpus), "num_layers": 12, "init": "small_scaled", "learning_rates": 0.3}
     (found,) = lamina.preflight(**plan, bar=False).to_dict("records")
-    assert found["change"].startswith("a placement with fewer norms on the skip path (24 of 24 sub-layers here)")
+    assert found["change"].startswith(
+        "a placement with fewer norms on the skip path (here, 24 of 24 sub-layers have such a norm)"
+    )
     assert "--" not in found["change"]
 
 

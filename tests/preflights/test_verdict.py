@@ -75,7 +75,7 @@ def test_a_layer_that_is_cut_off_is_named_with_its_gain():
     assert (verdict.verdict, verdict.chance) == ("will not train", 0.0)
     assert all(words in verdict.reason for words in ("the embedding", "1e-14", "mean cosine 1.000"))
     assert verdict.change.startswith(
-        "a placement with fewer norms on the skip path (64 of 64 sub-layers here) or fewer"
+        "a placement with fewer norms on the skip path (here, 64 of 64 sub-layers have such a norm) or fewer"
     )
     assert judge(COLLAPSED, case("pre_ln")).change.startswith("fewer layers")
     assert judge(COLLAPSED, case(), "--init small_scaled").change == "--init small_scaled"
@@ -137,7 +137,7 @@ def test_a_run_that_learns_with_a_small_chance_is_risky():
     )
     assert chance(numbers, fitted) < fitted["bands"][1]
     assert verdict_of(numbers, fitted) == "risky"
-    assert "clearly below a constant prediction is only" in judge(numbers, case("pre_ln")).reason
+    assert "but the run has an estimated chance of only" in judge(numbers, case("pre_ln")).reason
 
 
 def test_a_loss_that_is_not_finite_will_not_train():
