@@ -164,12 +164,12 @@ def preflight(
 ) -> pd.DataFrame:
     """Check a run before you start it. Lamina trains its first steps at full depth, measures the layers, and reports
     whether the run will train, why, and what to change. If an early layer hardly affects the output, or a loss is
-    not finite, it also tries the initializer small_scaled and a lower learning rate.
+    not finite, Lamina also tries the initializer small_scaled and a lower learning rate.
 
     The keywords are the settings of `lamina preflight`. Returns one row per planned run: the verdict, the reason,
     what to change, and the measured numbers (docs/evidence/preflight.md). With ``output``, the function also
-    writes a folder: preflight.csv, layers.parquet, preflight.json (from which `lamina report` makes the page) and
-    report.html.
+    writes a folder with preflight.csv, layers.parquet, preflight.json and report.html. `lamina report` makes the
+    page from preflight.json.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
@@ -872,7 +872,7 @@ def probe_folder(
 ) -> RunResult:
     """Measure what each layer of a checkpoint does: one table and one figure per probe, and OUTPUT/report.html.
 
-    The keywords are the settings of `lamina probe`. Returns the content of result.json; OUTPUT/NAME.parquet is
+    The keywords are the settings of `lamina probe`. Returns the content of result.json. OUTPUT/NAME.parquet is
     the table of the probe NAME. ``lamina.probe`` returns only the tables and writes nothing.
 
     Raises:

@@ -24,15 +24,16 @@ WHOSE = {
 
 @probe
 class AngularDistance(DirectionsProbe):
-    """The angle d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi between two states of the stream, averaged over sequences.
+    """The angle d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi between two hidden states, averaged over sequences.
 
     Lamina averages the angles, and does not take the angle of the mean (Gromov et al. 2024; Mix-LN Eq 8, Fig 5). x^l is
-    the stream before layer l, so d(l, l + n) is the change that the layers l ... l + n - 1 make. x^N is the stream
-    after the last layer, before the final norm. The value is in [0, 1]: 0 is the same direction, and 1/2 is a right
-    angle.
+    the residual stream before layer l. d(l, l + n) therefore measures the change that layers l to l + n - 1 make. x^N
+    is the residual stream after the last layer, before the final norm. The value is in [0, 1]: 0 is the same direction,
+    and 1/2 is a right angle.
 
     Each pair of states has a row with ``start`` = l, ``size`` = n and the metric ``angular_distance``. Each size also
-    has a row ``best_start``: the first l with the smallest distance, where the block of layers to drop begins.
+    has a row ``best_start``. Its value is the first layer of the block with the smallest distance, the best block to
+    drop.
 
     Notes: transformers returns the last hidden state after the final norm. In Post-LN, each layer returns a norm's
     output. Lamina measures HybridNorm's stream before the norm, and adds a note to the page. Some papers count states
@@ -40,12 +41,12 @@ class AngularDistance(DirectionsProbe):
 
     Args:
         tokens: "last" (Gromov et al.) is each sequence's last real token. If an encoder's tokenizer ends a text with a
-            separator, the separator is the last token. "all" (Mix-LN Eq 8, over 256K tokens) means every token. "first"
-            is the first token, the class token of most encoders and vision models. The default is "last" for text, and
-            "all" for images and during training, where sequences are few.
-        tokens_per_batch: for tokens="all", how many tokens of each batch Lamina keeps until the last layer has run. By
-            default, Lamina keeps all tokens of your own text, or as many tokens of a corpus as fit in a quarter of the
-            model's memory. If Lamina keeps only a part of the tokens, the page has a note.
+            separator, the separator is the last token. "all" means every token, as in Mix-LN Eq 8. "first" is the first
+            token, which is the class token of most encoders and vision models. The default is "last" for text. For
+            images and during training, the default is "all".
+        tokens_per_batch: for tokens="all", the number of each batch's tokens that Lamina keeps until the last layer has
+            run. By default, Lamina keeps all tokens of your own text, or as many tokens of a corpus as fit in a quarter
+            of the model's memory. If Lamina keeps only a part of the tokens, the page has a note.
     """
 
     name = "angular_distance"
@@ -83,8 +84,8 @@ class AngularDistance(DirectionsProbe):
                 scaled_rows(distances),
                 "Angular distance, scaled for each block size",
                 "Angular distance d(l, l + n) between the hidden states before and after the n layers that start at "
-                "layer l. As in Mix-LN's Figure 5, the colors of each row span its 1st to 99th percentile, so the "
-                "lightest block of a row has the smallest angle.",
+                "layer l. As in Mix-LN's Figure 5, each row has its own color scale. The lightest block of a row has "
+                "the smallest angle.",
             ),
             (
                 distances,
@@ -118,7 +119,7 @@ class AngularDistance(DirectionsProbe):
 
 
 def best_blocks(frame: Frame) -> pd.DataFrame:
-    """Return a row ``best_start`` per block size: the start of the block with the smallest distance that is not NaN."""
+    """Return a row ``best_start`` per block size: the first layer of the block with the smallest distance."""
     rows = []
     for size, group in frame.groupby("size"):
         measured = group.dropna(subset="value")
@@ -138,16 +139,16 @@ def scaled_rows(distances: Frame) -> pd.DataFrame:
 
 
 def _early_or_deep(turns: np.ndarray) -> list[str]:
-    """Say whether early or deep layers rotate the residual stream less. Medians are safe from extreme end layers."""
+    """Say whether early or deep layers rotate the residual stream less. Medians limit the effect of extreme layers."""
     if len(turns) < 4 or not np.isfinite(turns).all():
         return []
     half = len(turns) // 2
     early, deep = float(np.median(turns[:half])), float(np.median(turns[-half:]))
     numbers = f"the median angle is {deep:.3f} in the deeper half of the layers and {early:.3f} in the earlier half"
     if max(early, deep) < 1.2 * min(early, deep):
-        return [f"The early layers change the residual stream's direction about as much as the deep layers: {numbers}."]
+        return [f"Early and deep layers change the residual stream's direction by similar angles: {numbers}."]
     similar = "deep" if deep < early else "early"
     return [
-        f"The {similar} layers are more similar: {numbers} (Mix-LN finds this for deep layers in Pre-LN models "
-        "and for early layers in Post-LN models)."
+        f"The {similar} layers change the residual stream's direction less: {numbers}. Mix-LN finds small angles for "
+        "deep layers in Pre-LN models, and for early layers in Post-LN models."
     ]

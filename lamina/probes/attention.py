@@ -29,18 +29,18 @@ _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 
 @probe
 class Attention(Probe):
-    """Statistics of the inputs and outputs of each softmax over keys.
+    """Statistics of each attention softmax's inputs and outputs.
 
     Lamina finds a softmax by its operation, not by a module's name. Rows with role "head" describe one head
-    (``index``). Rows with role "all" hold the mean over the heads; for max_logit, they hold the largest value. Metrics:
+    (``index``). Rows with role "all" hold the mean over the heads, or the largest value for max_logit. Metrics:
 
     - entropy: -sum_k a_k ln a_k of the attention weights, in nats, averaged over queries.
-    - entropy_share: the entropy divided by ln(number of keys that the query may see, after causal mask, sliding window
-      and padding), averaged over the queries that see at least two keys; 1 is uniform attention.
+    - entropy_share: the entropy divided by ln(number of visible keys), averaged over the queries with at least two
+      visible keys. 1 is uniform attention. The causal mask, a sliding window and padding hide keys.
     - max_logit: the softmax's largest input over the whole sample, after the scale, a soft-cap and a position bias.
-      Only keys that the query may see count. This metric has no standard error.
+      Hidden keys do not count. max_logit has no standard error.
     - first_token_share: the weight on the sequence's first token, averaged over queries (the attention sink). A causal
-      model's first query gives the first token a weight of 1. A first token outside the window has weight 0.
+      model's first query gives the first token a weight of 1. A first token outside a sliding window has weight 0.
 
     Lamina averages over a sequence's queries, then over sequences. The standard error is over sequences. Heads that
     share keys (GQA) count separately. Attention runs in plain operations, so that Lamina can read the softmax. Memory
@@ -56,7 +56,8 @@ class Attention(Probe):
     over_steps = ("entropy_share", "max_logit", "first_token_share")
 
     def __init__(self, sequences: int | None = None):
-        """Set the number of ``sequences`` to measure (0: all; default: all of your own text, 16 of a corpus).
+        """Set the number of ``sequences`` to measure (0: all). The default is all of your own text, or 16 sequences of
+        a corpus.
 
         Raises UserError unless ``sequences`` is a whole number from 0.
         """
@@ -137,7 +138,7 @@ class Attention(Probe):
         )
         yield (
             heat_map(heads, "layer", "index", "value", title="Entropy of each head", **axes),
-            "Each head's entropy divided by its maximum: 0 means one key, 1 means all keys equally.",
+            "Each head's entropy divided by its maximum. 0 means attention to one key, and 1 means equal weights.",
         )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
@@ -153,13 +154,14 @@ class Attention(Probe):
         if first.notna().any():
             sinks = int((first > 0.5).sum())
             yield (
-                f"The first token gets {first.mean():.0%} of the attention on average, most in layer {first.idxmax()} "
-                f"({first.max():.0%}); it gets more than half in {sinks} of {len(first)} layers."
+                f"The first token gets {first.mean():.0%} of the attention on average, and most in layer "
+                f"{first.idxmax()} ({first.max():.0%}). The first token gets more than half in {sinks} of "
+                f"{len(first)} layers."
             )
         if top is not None:
             yield (
-                f"The largest attention logit is {logit.max():.3g} (layer {top['layer']}, head {top['index']}); the "
-                f"median over layers is {logit.median():.3g}."
+                f"The largest attention logit is {logit.max():.3g} (layer {top['layer']}, head {top['index']}). The "
+                f"median of the layers' largest logits is {logit.median():.3g}."
             )
 
 
@@ -211,7 +213,7 @@ def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tup
 
 @contextmanager
 def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
-    """In one forward pass, call ``see(layer, input, output)`` for each layer's softmax over the last axis."""
+    """Inside the context, call ``see(layer, input, output)`` whenever a layer runs a softmax over the last axis."""
 
     class SoftmaxMode(TorchDispatchMode):
         def __torch_dispatch__(

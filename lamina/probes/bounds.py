@@ -33,9 +33,9 @@ from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Poin
 _TOLD = 0.5  # the largest standard error with which an exponent says something
 _STATEMENTS = {
     "peri_ln_c1": "Peri-LN Prop C.1: no norm after the last down-projection",
-    "peri_ln_c2": "Peri-LN Prop C.2: a norm on its output",
-    "peri_ln_c3": "Peri-LN Prop C.3: a norm on the sum",
-    "peri_ln_c2_c3": "Peri-LN Prop C.2 and C.3: norms on its output and on the sum",
+    "peri_ln_c2": "Peri-LN Prop C.2: a norm on the last down-projection's output",
+    "peri_ln_c3": "Peri-LN Prop C.3: a norm on the last sum",
+    "peri_ln_c2_c3": "Peri-LN Prop C.2 and C.3: norms on the last down-projection's output and on the last sum",
     "fusenorm_eq_9": "FuseNorm Eq 9: ||J - I|| against c / sigma",
     "fusenorm_eq_19": "FuseNorm Eq 19 as the paper approximates it",
     "fusenorm_eq_19_chain": "FuseNorm Eq 16-18, a true bound",
@@ -56,10 +56,10 @@ class Sides:
 
 
 def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[Sides]:
-    """Return both sides of FuseNorm's Eq 13 and 21 (Var(F), constant / L) and Eq 20 (Var(Z), Var(skip) + Var(F)).
+    """Return both sides of FuseNorm's Eq 13, 20 and 21.
 
-    L is the number of blocks. Lamina takes the variance over each token's channels, and averages it over the tokens of
-    a sequence.
+    The sides are Var(F) and constant / L for Eq 13 and 21, and Var(Z) and Var(skip) + Var(F) for Eq 20. L is the number
+    of blocks. A variance is over a token's channels, averaged over the tokens of a sequence.
     """
     points: dict[Hashable, Point] = {}
     for index, sublayer in enumerate(block.site.sublayers):
@@ -92,11 +92,11 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
     """Return both sides of FuseNorm's Eq 19, with the paper's approximate bound and with the chain rule's bound.
 
     The blocks must have FuseNorm's structure: a norm on both sums, and a feed-forward skip that carries the block's
-    input. Lamina uses the true gains, which the paper sets to 1. The right side of role fusenorm_eq_19 is not a strict
-    bound: sigma is the mean over tokens, and the feed-forward's Jacobian is ||W_2 W_1||, as if the activation were the
-    identity (W_1 is the up-projection; Lamina leaves out the gate). The right side of role fusenorm_eq_19_chain is a
-    true bound: sigma is the smallest sigma over tokens, and Lamina measures the feed-forward's Jacobian. For both
-    roles, ||W_O J_A|| is the measured spectral norm of the attention's Jacobian.
+    input. Lamina uses the norms' measured gains, which the paper sets to 1. For both roles, ||W_O J_A|| is the measured
+    spectral norm of the attention's Jacobian. Role fusenorm_eq_19 is the paper's approximation: sigma is the mean over
+    tokens, and ||W_2 W_1|| replaces the feed-forward's Jacobian. W_1 is the up-projection, without the gate. Role
+    fusenorm_eq_19_chain has a valid bound: sigma is the smallest value over tokens, and Lamina measures the
+    feed-forward's Jacobian.
     """
     attention, feed_forward = block.site.sublayers
     norms = [norm for norm in (post_norm(block, 0), post_norm(block, 1)) if norm is not None]
@@ -171,7 +171,7 @@ def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
 
 
 def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
-    """Return the up-projection. If there is also a gate, the gate's output enters the nonlinearity."""
+    """Return the up-projection and not the gate, whose output is the nonlinearity's input."""
     modules = [module for _, module in feed_forward.up]
     if len(modules) == 1 or feed_forward.pre is None:
         return modules[-1]
@@ -202,11 +202,11 @@ def _factor(point: Point) -> float | torch.Tensor:
 
 @probe
 class Bounds(ShortProbe):
-    """Both sides of the papers' inequalities, measured on this model, and the ratio of the two sides.
+    """Both sides of the papers' inequalities, measured on this model, and the ratio of left to right side.
 
     Each inequality has its own role, with the metrics ``left``, ``right`` and ``ratio``. Values are means over
-    ``sequences`` texts of ``tokens`` tokens (0: all; default: all of your own text, 1 text of 32 tokens from a corpus),
-    with their standard error.
+    ``sequences`` texts of ``tokens`` tokens (0: all), with their standard error. The default is all of your own text,
+    or 1 text of 32 tokens from a corpus.
 
     Peri-LN's Proposition 3.1 bounds the gradient of the last feed-forward (sublayer feed_forward of the last layer):
 
@@ -215,27 +215,28 @@ class Bounds(ShortProbe):
     - peri_ln_c3: a norm on the sum multiplies the bound by 2 max|gamma| sqrt(D) / ||x + a||.
     - peri_ln_c2_c3: both norms follow the down-projection.
 
-    ``left`` is ||dL/dW_2||_F, and ``right`` is the sum over tokens of ||dL/do|| ||h||, times the factor of each norm.
-    The paper's equations are for one entry of the gradient, and for a toy model whose logits are the layer's output.
-    Lamina measures the gradient of the whole matrix with the model's own loss (see ``last_layer_sides``). The roles
-    that end in _token describe the token with the largest ratio. For a single token, the ratio is at most 1. Without a
-    norm (peri_ln_c1), this ratio is 1.
+    ``left`` is ||dL/dW_2||_F. ``right`` is sum over tokens ||dL/do|| ||h||, times each norm's factor above. Here, h and
+    a are the input and output of the down-projection W_2, x is the skip, and o is the layer's output. The paper bounds
+    one entry of the gradient in a toy model whose logits are the layer's output. Lamina measures the whole matrix's
+    gradient with the model's own loss (see ``last_layer_sides``). The roles that end in _token describe the token with
+    the largest ratio. A single token's ratio is at most 1, and is exactly 1 for peri_ln_c1.
 
     FuseNorm's Theorem 1 has these roles at each layer:
 
     - fusenorm_eq_9: for blocks without a norm on the sums. ``left`` is ||J - I||_2, and ``right`` is c / sigma_l.
-      sigma_l is the standard deviation of x^l, and Lamina chooses c so that the geometric mean of the ratios is 1. In
-      layer -1, ``left`` is an exponent, the slope of log ||J - I|| over log sigma_l (-1 in the paper).
-    - fusenorm_eq_9_depth: only in layer -1. ``left`` is the slope of log ||J - I|| over log(l + 1), which is -1/2 in
-      the paper if the variance grows linearly.
+      sigma_l is the standard deviation of x^l, and Lamina chooses c so that the geometric mean of the ratios is 1. The
+      rows of layer -1 compare exponents: ``left`` is the slope of log ||J - I|| over log sigma_l, and ``right`` is the
+      paper's slope, -1.
+    - fusenorm_eq_9_depth: only in layer -1. ``left`` is the slope of log ||J - I|| over log(l + 1). ``right`` is the
+      paper's slope for a linearly growing variance, -1/2.
     - fusenorm_eq_21: for each sub-layer. ``left`` is Var(F), and ``right`` is c / L, where L is the number of blocks
       and c the option ``constant``. The paper states only the order, so the ratio L Var(F) / c must not grow with L.
       Layer -1 holds the mean over the layers.
     - fusenorm_eq_20: for each sub-layer with a norm on its sum Z. ``left`` is Var(Z), and ``right`` is Var(skip) +
       Var(F). The sides are equal if skip and branch are uncorrelated.
     - fusenorm_eq_19: for blocks with FuseNorm's structure (see ``jacobian_sides``). The right side is the paper's
-      approximation, with an identity activation and the mean sigma, so the ratio can exceed 1.
-    - fusenorm_eq_19_chain: for the same blocks, but with the chain rule's bound, so the ratio is at most 1.
+      approximation, so the ratio can exceed 1.
+    - fusenorm_eq_19_chain: for the same blocks. The right side is the chain rule's bound, so the ratio is at most 1.
     """
 
     name = "bounds"
@@ -309,7 +310,7 @@ class Bounds(ShortProbe):
         self._add_all(measured)
 
     def _branches(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> list[Sides]:
-        """Return both sides of FuseNorm's Eq 13 and 21, even for layers that return more than the residual stream."""
+        """Return both sides of FuseNorm's Eq 13 and 21. The layers may return several streams or earlier states."""
         sublayers = [(site.index, part) for site in context.structure.layers for part in site.sublayers]
         found: dict[int, torch.Tensor] = {}
         points = {at: part.contribution for at, (_, part) in enumerate(sublayers)}
@@ -374,7 +375,7 @@ class Bounds(ShortProbe):
             yield from chart(part, title, "side", caption, color="side", log_y=True)
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Yield one line per inequality: its two sides, or the range of their ratio over the layers."""
+        """Yield one sentence per inequality, with both sides or with the ratio's range over the layers."""
         indexed = frame.set_index(["role", "metric", "layer", "sublayer"])
         values, errors = indexed.value, indexed.standard_error
         layers = frame[frame.role == "fusenorm_eq_9"].layer.max() + 1
@@ -385,13 +386,13 @@ class Bounds(ShortProbe):
                 left, right = values[role, "left", *sublayer_key], values[role, "right", *sublayer_key]
                 yield (
                     f"{_STATEMENTS[str(role)]}: the gradient norm of the last down-projection is {left:.3g}, and the "
-                    f"bound is {right:.3g} (ratio {left / right:.3g}; for single tokens at most "
+                    f"bound is {right:.3g} (ratio {left / right:.3g}, and for a single token at most "
                     f"{values[f'{role}_token', 'ratio', *sublayer_key]:.3g})."
                 )
             elif role in _STATEMENTS and len(ratios):
                 yield (
-                    f"{_STATEMENTS[str(role)]}: the ratio of left to right side has the median {ratios.median():.3g} "
-                    f"over the layers, and goes from {ratios.min():.3g} to {ratios.max():.3g}."
+                    f"{_STATEMENTS[str(role)]}: the ratio of left to right side goes from {ratios.min():.3g} to "
+                    f"{ratios.max():.3g} over the layers, with the median {ratios.median():.3g}."
                 )
         for role, bound in (("fusenorm_eq_9", "sigma_l"), ("fusenorm_eq_9_depth", "(l + 1)")):
             if (role, "left", -1, "model") in values.index:
@@ -403,7 +404,7 @@ class Bounds(ShortProbe):
                 else:
                     yield (
                         f"{layers} layers are too few to tell how ||J - I|| scales with {bound} (the exponent is "
-                        f"{slope:.2g} ± {error:.2g}; in the paper it is {expected:g})."
+                        f"{slope:.2g} ± {error:.2g}; the paper's exponent is {expected:g})."
                     )
 
 
@@ -455,9 +456,9 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
         left    ||dL/dW||_F = ||sum_t h_t (x) dL/da_t||_F
         right   sum_t ||h_t|| ||dL/do_t|| * product over the norms after W of 2 max|gamma| sqrt(D) / ||their input_t||
 
-    Peri-LN's equations 21 and 37 have the number 2 instead of ||dL/do_t||. If o are the logits, 2 bounds ||softmax(o) -
-    y||, but a real model has a final norm and a head after o. Equation 11 is an equality: without a norm, both sides of
-    each token are equal.
+    Peri-LN's equations 21 and 37 replace ||dL/do_t|| by 2, a bound of ||softmax(o) - y|| if o are the logits. A real
+    model has a final norm and a head after o, so Lamina measures ||dL/do_t||. Without a norm after W, a single token's
+    sides are equal (Peri-LN's equation 11).
     """
     down_path, down = last.feed_forward.down
     points: dict[str, Point] = {

@@ -29,27 +29,30 @@ class DepthMixing(ShortProbe):
     """The depth-mixing matrix: how much skips and norms stretch each branch's output on its way to a later layer.
 
     In Attention Residuals (arXiv 2603.15031) Sec 6.2, the matrix M holds the weights of the branches' outputs in a
-    layer's input. If a norm lies between the output and the layer, this weight is a matrix, and M holds the matrix's
-    stretch. Lamina makes every branch's output a leaf of the graph, so only skips, their scales and norms carry
-    gradient. The stretch of J = dx^l / d(branch) is ||J||_F / sqrt(tokens * channels), the root mean square over random
-    directions. Lamina computes it by automatic differentiation, so the probe works for any skip.
+    layer's input. If a norm lies between a branch's output and a later layer, the weight is a Jacobian J. M then holds
+    the stretch of J. Lamina detaches every branch's output from the branch's input. Gradients therefore flow only
+    through skips, scales and norms. The stretch of J = dx^l / d(branch) is ||J||_F / sqrt(tokens * channels), the root
+    mean square over random directions. Automatic differentiation gives the stretch for any skip.
 
     In each row, ``layer`` is the state l (N: after the last layer). ``index`` is the number of the branch's sub-layer
-    in the model, counted from 0; for x^0 it is -1. Metrics:
+    in the model, counted from 0. The embedding x^0 has index -1. Metrics:
 
-    - mixing: the stretch from the module's output (after its output norm), including a factor on the branch. Mixing is
-      1 everywhere in Pre-LN. Mixing is 0 if the output reaches the layer only through other branches (FuseNorm's
-      attention).
-    - composite_gain (index -1): the stretch from x^l to x^N, which is 1 in Pre-LN. mHC takes the worst row of this
-      gain, but Lamina takes the average over the rows.
+    - mixing: the stretch from a sub-layer's output to state l. The stretch includes a factor on the branch, but not an
+      output norm. Mixing is 1 everywhere in Pre-LN. Mixing is 0 if the output reaches state l only through other
+      branches, as in FuseNorm's attention.
+    - composite_gain (index -1): the stretch from x^l to x^N, which is 1 in Pre-LN. mHC reports the worst row, but
+      Lamina averages over the rows.
 
-    If blocks return several streams or earlier states, mixing describes the state that a layer reads from them
-    (``layer`` = N: the final norm's input). With several streams, composite_gain is the stretch of all streams
-    together. With earlier states, composite_gain is the stretch from the residual stream to the final norm's input.
+    If blocks return several streams or earlier states, mixing describes the combined state that layer l reads.
+    ``layer`` = N is then the final norm's input. If a model has several streams, composite_gain treats all streams as
+    one long vector. If layers read earlier states, composite_gain is the stretch from the residual stream to the final
+    norm's input.
 
     Args:
-        sequences: number of sequences to measure (0: all; default: all of your own text, 1 of a corpus).
-        tokens: number of tokens of each sequence (0: all; default: all of your own text, 32 of a corpus).
+        sequences: number of sequences to measure (0: all). The default is all of your own text, or 1 sequence of a
+            corpus.
+        tokens: number of tokens to measure of each sequence (0: all). The default is all of your own text, or 32 tokens
+            of a corpus.
     """
 
     name = "depth_mixing"
@@ -115,7 +118,7 @@ class DepthMixing(ShortProbe):
             yield f"The branches of sub-layers {ranges(nowhere)} reach the last state only through later branches."
 
     def _measure(self, context: Context, inputs: dict[str, torch.Tensor]) -> dict[tuple[int, int], float]:
-        """Return the stretch from sub-layer to state by (state, sub-layer), and to the last state by (state, -1)."""
+        """Return the stretches by (state, sub-layer). Keys (state, -1) are for a state's stretch to the last state."""
         leaves: dict[int, torch.Tensor] = {}
         states: dict[int, torch.Tensor] = {}
         points: dict[tuple[str, int], Point] = {("state", i): point for i, point in context.structure.states().items()}
@@ -157,10 +160,10 @@ class DepthMixing(ShortProbe):
 
 
 def _stretches(states: list[torch.Tensor], sources: list[torch.Tensor]) -> list[list[float]]:
-    """Return ||d state / d source||_F / sqrt(size) for each source, of each state.
+    """Return, for each state, ||d state / d source||_F / sqrt(state's size) for each source.
 
-    Lamina estimates the norm from products with random directions. One backward pass computes all products, because the
-    calls of operations take most of a small model's time.
+    Lamina estimates the norm from products with random directions. One batched backward pass computes all products,
+    which saves time on small models.
     """
     directions = []
     for number, state in enumerate(states):

@@ -27,13 +27,13 @@ class Gains(Probe):
 
     The column ``role`` is the norm's position (pre_norm, out_norm, post_norm, inner_norm, embedding_norm, final_norm),
     or the name of a scale's parameter, such as Lamina's skip_scale and pre_scale or LayerScale's lambda. A scale is a
-    parameter with one value, or one value per channel, that is neither a norm's parameter nor a bias. ``index`` counts
-    parameters of the same role in a sub-layer (q, k and v norms). ``path`` is the module's path. The embedding's norm
-    and the final norm have layer -1 and sublayer "model".
+    parameter with one value, or one value per channel, that is neither a norm's parameter nor a bias. If a sub-layer
+    has several parameters of the same role, such as query and key norms, ``index`` numbers them from 0. ``path`` is the
+    module's path. The embedding's norm and the final norm have layer -1 and sublayer "model".
 
     The metrics are over the vector's elements in float64: gain_mean, gain_std (population), gain_rms, gain_min,
-    gain_max. The metrics describe the gain that the norm applies. Gemma, for example, stores this gain minus 1. Norms
-    without a gain have no rows. The probe reads no text, so there is no standard error.
+    gain_max. The metrics describe the gain that the norm applies. A stored value may differ: Gemma stores the gain
+    minus 1. Norms without a gain have no rows. The probe reads no text, so the values have no standard error.
     """
 
     name = "gains"
@@ -61,7 +61,7 @@ class Gains(Probe):
         layers = frame[frame["layer"] >= 0]
         number = np.where(layers["index"] > 0, " " + (layers["index"] + 1).astype(str), "")
         layers = layers.assign(norm=layers["sublayer"] + ", " + layers["role"] + number)
-        caption = "The mean or the largest element of each norm's effective gain, and of each learned scale."
+        caption = "Mean or largest element of each norm's effective gain and of each learned scale."
         for metric, title in (("gain_mean", "Mean gain by depth"), ("gain_max", "Largest gain by depth")):
             yield from chart(layers[layers["metric"] == metric], title, metric.replace("_", " "), caption, color="norm")
 
@@ -108,7 +108,7 @@ def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]
 
 
 def _sublayer_of(site: LayerSite, path: str) -> str:
-    """Return the sub-layer whose modules share most of the path; "block" if they share only the layer's path."""
+    """Return the sub-layer whose modules share the longest path prefix with ``path``; "block" for other paths."""
     parts = path.split(".")
     best, kind = len(site.path.split(".")), "block"
     for sublayer in site.sublayers:

@@ -34,24 +34,24 @@ class Gradients(Probe):
     Lamina computes one gradient at the model's present weights. Lamina sums the batches' gradients, weighted by the
     number of predicted tokens, and does not clip the sum.
 
-    - ``gradient_norm``: the L2 norm of the gradient. A row covers the parameters of one role in a sub-layer. The roles
-      are query, ..., pre_norm, ...; for an unknown module name, the role is the path in the sub-layer. Role ``all``
-      covers a whole sub-layer, or a whole layer (sublayer ``block``). Outside the layers (layer -1, sublayer
-      ``model``), the roles are embedding, readout and final_norm. At layer -1, role ``all`` covers the whole model and
-      equals torch.nn.utils.get_total_norm.
+    - ``gradient_norm``: the L2 norm of the gradient. A row covers the parameters of one role in a sub-layer. Examples
+      of roles are query and pre_norm. If Lamina does not know a module's name, the role is the module's path in the
+      sub-layer. Role ``all`` covers a whole sub-layer, or a whole layer (sublayer ``block``). Outside the layers (layer
+      -1, sublayer ``model``), the roles are embedding, readout and final_norm. At layer -1, role ``all`` covers the
+      whole model and equals torch.nn.utils.get_total_norm.
     - ``gradient_variance``: the variance of the gradient's elements, mean of squares minus square of the mean (Peri-LN
       Fig 7).
-    - sublayer ``block``, role ``state``: both metrics of the gradient with respect to x^l, the stream before layer l (l
-      = N: after the last layer, before the final norm), over all tokens of all batches. The gradient of a state falls
-      with the number of tokens, because the loss is a mean over tokens. Compare only layers of one model, or models on
-      the same text. Several streams count jointly.
-    - ``spike_score`` (layer -1, role loss or grad_norm): if the model belongs to a run, the share of logged values that
-      are at least 7 standard deviations above the mean of the previous 1,000 values (OLMo 2's measure, see ``spikes``).
+    - sublayer ``block``, role ``state``: both metrics of the gradient with respect to x^l, over all tokens of all
+      batches. x^l is the residual stream before layer l, and x^N is the residual stream before the final norm. A
+      state's gradient falls with the number of tokens, because the loss is a mean over tokens. Compare only layers of
+      one model, or models on the same text. Several streams count as one long vector.
+    - ``spike_score`` (layer -1, role loss or grad_norm): for the model of a run, OLMo 2's share of outliers among the
+      logged values (see ``spikes``). An outlier is at least 7 standard deviations above the mean of the previous 1,000
+      values.
 
-    Notes: if two layers share a parameter (ALBERT), or a parameter has two uses (tied embeddings), the parameter has
-    one gradient, the sum over the uses. Lamina shows this gradient at the first location, and the page has a note. The
-    norm on a finite text is larger than the norm on infinitely many tokens: it falls with more text, until the noise
-    averages out.
+    Notes: a parameter may have several uses, such as shared layers (ALBERT) or tied embeddings. Lamina sums the
+    gradients of all uses, shows the sum at the first use, and adds a note to the page. Noise makes the gradient norm
+    larger on a short text, and the norm falls with more text until the noise averages out.
     """
 
     name = "gradients"
@@ -63,7 +63,8 @@ class Gradients(Probe):
     over_steps = ("gradient_norm", "gradient_variance")
 
     def __init__(self, sequences: int | None = None):
-        """Set the number of ``sequences`` for the loss (0: all; default: all of your own text, 16 of a corpus).
+        """Set the number of ``sequences`` for the loss (0: all). The default is all of your own text, or 16 sequences
+        of a corpus.
 
         Raises UserError unless ``sequences`` is a whole number from 0.
         """
@@ -90,7 +91,7 @@ class Gradients(Probe):
         weight = getattr(context.structure.head, "weight", None)
         if weight is not None and weight is getattr(context.structure.embedding, "weight", None):
             context.notes.append(
-                "The output head is tied to the embedding, so both share one gradient, shown at the embedding."
+                "The output head is tied to the embedding. Lamina shows the shared gradient at the embedding."
             )
         groups: dict[tuple[int, str, str], _Moments] = {}
         with fresh_gradients(parameters.values()), torch.enable_grad():
@@ -199,9 +200,10 @@ class _Moments:
 
 
 def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Fill the parameters' gradients with the mean loss's gradients, except for a factor, which is returned.
+    """Fill the parameters' gradients up to a common factor. Multiply by the returned factor for the mean loss's
+    gradient.
 
-    The factor is 1 if every sequence has as many predicted tokens as the first.
+    The factor is 1 if all sequences have equally many predicted tokens.
     """
 
     def see(index: int, state: torch.Tensor) -> None:
@@ -239,13 +241,14 @@ def _along_depth(label: str, norms: Frame, what: str) -> list[str]:
 
 
 def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
-    """Map each parameter name of ``model`` to its (layer, sublayer, role). A shared parameter comes once.
+    """Map each parameter name of ``model`` to its (layer, sublayer, role). The mapping holds a shared parameter only
+    once.
 
     Parameters outside the layers have layer -1 and sublayer "model". Parameters in a layer but in none of its
-    sub-layers have sublayer "block". A role comes from the table of weights' names (query, ..., feed_forward_out;
-    ``query_bias`` for a bias), or is the norm's position (pre_norm, out_norm, post_norm, inner_norm), or otherwise the
-    parameter's path in the sub-layer. A parameter that several layers share belongs to the first layer. A readout tied
-    to the embedding belongs to the embedding.
+    sub-layers have sublayer "block". The role of a known weight is a name such as query or feed_forward_out, and its
+    bias has the role ``query_bias``. The role of a norm's parameter is pre_norm, out_norm, post_norm or inner_norm. Any
+    other role is the parameter's path in the sub-layer. A parameter that several layers share belongs to the first
+    layer. An output head tied to the embedding belongs to the embedding.
     """
     owners = _owners(structure)
     by_name: dict[str, Place] = {}
@@ -276,7 +279,7 @@ def shared_layers(structure: Structure) -> list[int]:
 
 
 def _owners(structure: Structure) -> dict[int, tuple[Place, str]]:
-    """Return each module's (layer, sublayer, role) and its path inside the sub-layer. Only norms have a role here."""
+    """Return each module's (layer, sublayer, role) and path inside the sub-layer. Projections have the role ""."""
     owners: dict[int, tuple[Place, str]] = {}
 
     def own(root: nn.Module, place: Place, prefix: str = "") -> None:

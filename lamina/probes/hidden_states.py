@@ -36,7 +36,7 @@ _STATE = {"sublayer": "block", "role": "state", "index": 0}
 
 @probe
 class HiddenStates(Probe):
-    """Statistics of the stream x^l before each layer l and after the last layer (state N, before the final norm).
+    """Statistics of the residual stream x^l before each layer l, and of the state x^N after the last layer.
 
     Rows with role "state" (layer = l, sublayer "block") describe the state x^l over the whole sample:
 
@@ -49,31 +49,33 @@ class HiddenStates(Probe):
       sequences.
     - median: the exact median |x| of a sequence (the lower of two middle values), averaged over sequences.
     - max_to_median: the largest |x| of a sequence divided by its median, averaged over sequences. If a norm on the
-      stream bounds |x|, only max_to_median is informative.
+      residual stream bounds |x|, use max_to_median to find outliers.
     - massive_count: the number of massive activations in a sequence, averaged over sequences. An activation is massive
       if |x| > 100 and |x| is at least 1000 times the sequence's median (Sun et al. 2024).
-    - massive_activation: the largest value, with its sign, at each channel and position with a massive activation (the
-      20 largest of a state). massive_sequences is the number of sequences in which this activation is massive.
-    - headroom_factor: 65504 / abs_max. headroom_bits is its base-2 logarithm; below 0, FP16 overflows.
+    - massive_activation: the largest value, with its sign, at a channel and position with massive activations. A state
+      has at most 20 such rows. massive_sequences is the number of sequences with a massive activation at this channel
+      and position.
+    - headroom_factor: 65504 / abs_max. headroom_bits is the base-2 logarithm of headroom_factor. FP16 overflows if
+      headroom_bits is below 0.
     - top100_max, top100_min: the largest and the smallest of the 100 largest |x| of the sample (Peri-LN Fig 11).
 
-    Rows with role "contribution" describe the tensor that a sub-layer adds, after its out_norm. Rows with role "after"
-    describe the stream after the addition and a post_norm. Rows of both roles have variance, mean, abs_mean and
-    abs_max, and ``index`` counts sub-layers of the same kind in a layer.
+    Rows with role "contribution" describe the tensor that a sub-layer adds to the residual stream. Rows with role
+    "after" describe the residual stream after the addition and any post_norm. Rows of both roles have variance, mean,
+    abs_mean and abs_max, and ``index`` counts sub-layers of the same kind in a layer.
 
     Rows with a norm's role describe the norm's input. sigma is the standard deviation over the channels (Mix-LN Eq
     5-7), and rms is an RMSNorm's divisor, both averaged over tokens. ``index`` counts norms of the same role in the
     sub-layer.
 
     If a model has several streams, a state is the streams' mean. Rows with role "streams" then compare the streams:
-    stream_cosine is the mean cosine of two streams at a token (at 1, the streams have collapsed into one), and
+    stream_cosine is the mean cosine of two streams at a token, and is 1 if all streams have the same direction.
     stream_rms is the rms of stream number ``index``.
 
-    The rows growth_linear_r2 and growth_exponential_r2 (layer -1, sublayer "model") hold the R^2 of a straight line:
-    the first through the states' variance, the second through the logarithm of the variance.
+    The row growth_linear_r2 (layer -1, sublayer "model") holds the R^2 of a line through the states' variances. The row
+    growth_exponential_r2 holds the R^2 of a line through the variances' logarithms.
 
-    Padding does not count. Note: transformers' hidden_states[-1] is after the final norm, but state N is before this
-    norm.
+    Padding does not count. Note: transformers' hidden_states[-1] is after the final norm, but state N is before the
+    final norm.
     """
 
     name = "hidden_states"
@@ -195,7 +197,7 @@ class HiddenStates(Probe):
         yield from chart(
             states[states["metric"].isin(["variance", "token_variance"])],
             *("Variance of the hidden states", "variance"),
-            "Variance of x^l over all elements, and the variance within each token, averaged. State 0 is the "
+            "Variance of x^l over all elements, and the mean of the variances within each token. State 0 is the "
             "embedding, and the last state is after the last layer and before the final norm.",
             **by_state,
         )
@@ -245,16 +247,13 @@ class HiddenStates(Probe):
             by_layer = sigma.groupby("layer")["value"].mean()
             yield (
                 f"The standard deviation at the pre-norms' inputs goes from {by_layer.iloc[0]:.3g} in layer "
-                f"{by_layer.index[0]} to {by_layer.iloc[-1]:.3g} in layer {by_layer.index[-1]}; a norm's Jacobian "
-                "scales with the inverse of this deviation."
+                f"{by_layer.index[0]} to {by_layer.iloc[-1]:.3g} in layer {by_layer.index[-1]}. A norm's Jacobian "
+                "scales with the inverse of this standard deviation."
             )
 
 
 def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Add the ``stream_figures`` of streams [sequences, tokens, n, width] to a ratio.
-
-    A single stream [sequences, tokens, width] adds nothing.
-    """
+    """Add the ``stream_figures`` of streams [sequences, tokens, n, width] to a ratio. Ignore a single stream."""
     if streams.ndim < 4:
         return
     values = stream_figures(streams.detach().double())
@@ -324,8 +323,8 @@ class Moments:
 
 def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Moments:
     """Return the moments of all tokens, including padding. ``abs_mean`` and ``abs_max`` need ``magnitude`` (|x|).
-    Lamina sums in float32. If E[x^2] - E[x]^2 would lose digits (a mean far above the deviation), or a square
-    overflows, Lamina computes the token's moments again in float64.
+    Lamina sums in float32. Lamina computes a token's moments again in float64 if E[x^2] - E[x]^2 would lose digits, or
+    if a square overflows.
     """
     x = tokens.x
     channels = x.shape[-1]
@@ -347,8 +346,7 @@ def medians(tokens: TokenStates, magnitude: torch.Tensor) -> torch.Tensor:
     """Return the exact median of ``magnitude`` in each sequence in float64. If there are two middle values, the median
     is the lower value, as in torch.median.
 
-    The function selects without sorting. On the CPU, the function reorders the values of each sequence in ``magnitude``
-    in place.
+    On the CPU, the function reorders each sequence's values in ``magnitude`` in place.
     """
     each = list(magnitude)
     if tokens.valid is not None:
@@ -374,7 +372,7 @@ def _lower_median(values: np.ndarray) -> float:
 def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
     """Return the ``count`` largest |x| of each sequence in descending order, [sequences, count].
 
-    Only the ``count`` tokens with the largest peaks can hold these values, so Lamina searches only these tokens.
+    Lamina searches only the ``count`` tokens with the largest peaks, because other tokens cannot hold these values.
     """
     tokens = abs_max.topk(min(count, abs_max.shape[1]), dim=1).indices
     rows = x.gather(1, tokens.unsqueeze(-1).expand(-1, -1, x.shape[-1])).abs().flatten(1)
@@ -382,7 +380,7 @@ def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class Totals:
-    """Averages over a sample's tokens, standard errors over its sequences, and the largest |x|."""
+    """A sample's averages over tokens, their standard errors over sequences, and the largest |x|."""
 
     def __init__(self, *, magnitudes: bool = True):
         self.magnitudes = magnitudes
@@ -414,9 +412,7 @@ class Totals:
             self.abs_max = torch.maximum(self.abs_max, moments.abs_max.max().cpu())
 
     def average(self, name: str) -> tuple[float, float]:
-        """Return the mean over tokens (for variance, over all elements; for abs_max, the largest value), and the
-        standard error.
-        """
+        """Return the value of a metric over all tokens, and its standard error over sequences (NaN for abs_max)."""
         if name == "abs_max":
             return float(self.abs_max), math.nan
         if name == "variance":  # the tokens' mean variance and the variance of their means
@@ -430,9 +426,7 @@ class Totals:
         return float(self.sums[index]) / max(self.tokens, 1), float(self.samples.standard_error[index])
 
     def relative_error(self) -> float:
-        """Return the variance's standard error over sequences, divided by its mean; infinite for fewer than two
-        sequences.
-        """
+        """Return the relative standard error of the variance over sequences; infinite for fewer than two sequences."""
         mean = float(self.samples.mean[_VARIANCE]) if self.samples.count else 0.0
         error = float(self.samples.standard_error[_VARIANCE]) if self.samples.count else math.inf
         return error / mean if mean > 0 else 0.0 if error == 0 else math.inf
@@ -540,9 +534,9 @@ def growth(variance: Frame, linear: float, exponential: float) -> str:
         return text + "."
     fits = f"(R^2 {linear:.2f} linear, {exponential:.2f} exponential)"
     if max(linear, exponential) < FITS:
-        return text + f"; over depth it follows neither a line nor an exponential {fits}."
+        return text + f". Neither a linear nor an exponential curve fits {fits}."
     kind = "linear" if linear >= exponential else "exponential"
-    return text + f"; over depth it is closer to {kind} {fits}."
+    return text + f". The better fit is {kind} {fits}."
 
 
 def headroom(peak: Frame) -> str:

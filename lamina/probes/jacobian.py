@@ -46,41 +46,44 @@ class JacobianProbe(ShortProbe):
     """Spectral norms of the blocks' Jacobians dx^(l+1)/dx^l, at real states.
 
     The Jacobian covers all tokens of a short sequence jointly, including attention: [tokens * channels, tokens *
-    channels]. So the spectral norm is the stretch in the worst direction, and it grows a little with the number of
-    tokens. Lamina finds the spectral norm by Lanczos bidiagonalization with products from automatic differentiation.
-    Spectral norms are means over the sequences, with their standard error. The backward pass stretches a gradient by
-    the same norms, because J and J^T have the same singular values.
+    channels]. The spectral norm is the stretch in the worst direction, and grows a little with the number of tokens.
+    Lamina finds the spectral norm by Lanczos bidiagonalization with products from automatic differentiation. Spectral
+    norms are means over the sequences, with their standard error. The backward pass stretches a gradient by the same
+    norms, because J and J^T have the same singular values.
 
     Rows of a layer (sublayer "block") have these roles:
 
-    - jacobian: ``norm`` is ||J_l||_2. ``log10_product`` is log10 of the product of the norms of layers 0 ... l, an
-      upper bound of the gain from x^0 to x^(l+1). ``typical`` is the root mean square stretch of four random
-      directions, ||J_l||_F / sqrt(tokens * channels). ``iterations`` and ``residual`` show how the iteration for the
-      norm ended.
+    - jacobian: ``norm`` is ||J_l||_2. ``log10_product`` is log10 of the product of these norms over layers 0 to l. The
+      product is an upper bound of the gain from x^0 to x^(l+1). ``typical`` is the root mean square stretch of four
+      random directions, ||J_l||_F / sqrt(tokens * channels). ``iterations`` and ``residual`` show whether the iteration
+      for the norm converged.
     - identity: the same metrics for J_l - I, so that ``norm`` is the distance to the identity (FuseNorm Eq 9). A single
-      token of small norm, often the first, can make this spectral norm large while the typical stretch is near 0.
-    - residual_path: J_l with gradients only through the skips and their norms, not through attention and feed-forward.
-      ``norm`` is the geometric mean over tokens of each token's spectral norm, because this path does not mix tokens.
-    - keel: ``formula`` is the residual path's norm by Keel Eq 14-19, from gains and scales alone. At gain 1 the value
-      is alpha / sqrt(alpha^2 + 1) per sub-layer, and 2^(-1/2) in Post-LN. The equations are for norms on the sum;
-      without such norms, the value is the scale of the skips.
-    - fusenorm: ``formula`` is the product of gain / sigma over the norms on the path (FuseNorm Eq 10, 11, 16; the paper
-      sets the gain to 1). sigma is each token's standard deviation at the norm's input, and the value is the geometric
-      mean over tokens.
+      token of small norm, often the first token, can make ``norm`` large although ``typical`` is near 0.
+    - residual_path: J_l with gradients only through the skips and the norms on them, not through attention and
+      feed-forward. The residual path does not mix tokens, so ``norm`` is the geometric mean of the tokens' spectral
+      norms.
+    - keel: ``formula`` is the residual path's norm by Keel Eq 14-19, from gains and scales alone. With gains of 1, the
+      value is alpha / sqrt(alpha^2 + 1) per sub-layer, and 2^(-1/2) in Post-LN. The equations assume norms on the sums.
+      For placements without norms on the sums, the value is the scale of the skips.
+    - fusenorm: ``formula`` is the product of gain / sigma over the norms on the residual path (FuseNorm Eq 10, 11, 16,
+      where the gain is 1). sigma is a token's standard deviation at the norm's input. ``formula`` is the geometric mean
+      over tokens.
 
     If a model has several streams, a layer's rows treat all streams jointly, and have no ``formula``. The weights that
     read, mix and write the residual streams are part of the residual path. Two further roles describe the streams:
 
     - stream: ``norm`` is ||dS_i^(l+1)/dS_i^l||_2 of the stream number ``index``.
-    - collapsed: ``norm`` is the norm for the streams' mean, if all streams change equally.
+    - collapsed: ``norm`` is the spectral norm from an equal change of all streams to the change of the streams' mean.
 
     Rows of a sub-layer with role post_norm have ``sigma``, the divisor of the norm on the sum, averaged over tokens.
     Rows of the model (layer -1) have each role's ``log10_product`` over all layers. The role jacobian also has
-    ``log10_total``, log10 of the true norm ||dx^N/dx^0||_2, which is at most the product.
+    ``log10_total``, which is log10 ||dx^N/dx^0||_2 of the whole model. ``log10_total`` is at most ``log10_product``.
 
     Args:
-        sequences: number of sequences to measure (0: all; default: all of your own text, 1 of a corpus).
-        tokens: number of tokens of each sequence (0: all; default: all of your own text, 32 of a corpus).
+        sequences: number of sequences to measure (0: all). The default is all of your own text, or 1 sequence of a
+            corpus.
+        tokens: number of tokens to measure of each sequence (0: all). The default is all of your own text, or 32 tokens
+            of a corpus.
         tolerance: relative error of a spectral norm at which the iteration stops.
         iterations: largest number of matrix-vector products for a spectral norm.
         total: whether to also find the spectral norm of the product of all blocks' Jacobians.
@@ -131,11 +134,11 @@ class JacobianProbe(ShortProbe):
             self._measure(context, inputs, f"Jacobians of {batch + 1}/{len(self.inputs)}")
         sequences, tokens = self.measured(context)
         length = f" of {tokens / sequences:g} tokens each" if tokens else ""
-        context.notes.append(f"Jacobians: Lamina measured {sequences} sequences{length}, all tokens jointly.")
+        context.notes.append(f"Jacobians: Lamina measured {sequences} sequences{length}. A Jacobian covers all tokens.")
         if self._unfinished:
             context.notes.append(
                 f"Jacobians: {self._unfinished} spectral norms had not converged to {self.options['tolerance']:g} "
-                f"after {self.options['iterations']} products, so they are lower bounds (see the metric residual)."
+                f"after {self.options['iterations']} products, so these are lower bounds (see the metric residual)."
             )
         rows = []
         for (layer, sublayer, role, index, metric, _), values in self._values.items():
@@ -212,7 +215,7 @@ class JacobianProbe(ShortProbe):
         return norms
 
     def _measured_sigmas(self, block: LayerCall, wirings: Sequence[Wiring]) -> torch.Tensor:
-        """Return the residual path's factor, [sequences], from the sigmas at its norms' inputs."""
+        """Return the residual path's ``formula``, [sequences], from the measured sigmas at its norms' inputs."""
         sublayers = enumerate(block.site.sublayers)
         norms = {i: norm for i, sublayer in sublayers for norm in sublayer.norms if norm.role == "post_norm"}
         with torch.no_grad():
@@ -254,9 +257,9 @@ class JacobianProbe(ShortProbe):
         )
         yield from chart(
             products,
-            *("Products from the first layer on", "log10 of the product"),
-            "Products of these norms over the layers so far. The products bound how much a gradient can grow or "
-            "shrink in the backward pass.",
+            *("Products over layers 0 to l", "log10 of the product"),
+            "Product over layers 0 to l. For whole blocks, the product is an upper bound of a gradient's growth in the "
+            "backward pass.",
             color="which",
         )
 
@@ -271,7 +274,7 @@ class JacobianProbe(ShortProbe):
         product = model["jacobian", "log10_product"]
         yield (
             f"The blocks' Jacobians have spectral norms from {norm.min():.3g} (layer {norm.idxmin()}) to "
-            f"{norm.max():.3g} (layer {norm.idxmax()}); their product over {num_layers} layers is {_power(product)}."
+            f"{norm.max():.3g} (layer {norm.idxmax()}). The product over {num_layers} layers is {_power(product)}."
         )
         if ("jacobian", "log10_total") in model:
             total = model["jacobian", "log10_total"]
@@ -284,8 +287,8 @@ class JacobianProbe(ShortProbe):
         typical = frame[(frame.role == "identity") & (frame.metric == "typical")].value
         yield (
             f"In the worst direction, the median distance to the identity is {first.median():.3g} in the first quarter "
-            f"of the layers and {last.median():.3g} in the last quarter. In a typical direction, the two medians are "
-            f"{typical.iloc[:quarter].median():.3g} and {typical.iloc[-quarter:].median():.3g}. "
+            f"of the layers and {last.median():.3g} in the last quarter. In a typical direction, the medians are "
+            f"{typical.iloc[:quarter].median():.3g} (first) and {typical.iloc[-quarter:].median():.3g} (last). "
             "A layer with a distance near 0 passes its input on unchanged."
         )
         if ("residual_path", "log10_product") not in model:
@@ -293,19 +296,18 @@ class JacobianProbe(ShortProbe):
         path = model["residual_path", "log10_product"]
         if ("keel", "log10_product") not in model:
             mean = model.get(("collapsed", "log10_product"), math.nan)
-            more = f", and for the streams' mean it is {_power(mean)}" if math.isfinite(mean) else ""
+            more = f", and the product for the streams' mean is {_power(mean)}" if math.isfinite(mean) else ""
             yield f"Along the residual path alone, the product is {_power(path)}{more}."
             return
         keel, fuse = (model[role, "log10_product"] for role in ("keel", "fusenorm"))
         yield (
-            f"Along the residual path alone, the product is {_power(path)}; the formula with the measured sigma "
-            f"gives {_power(fuse)}, and the formula with only gains and scales (Keel Eq 14-19) gives "
-            f"{_power(keel)}."
+            f"Along the residual path alone, the product is {_power(path)}. FuseNorm's formula with the measured sigma "
+            f"gives {_power(fuse)}. Keel's formula with only gains and scales (Eq 14-19) gives {_power(keel)}."
         )
 
 
 def _of_stream(block: LayerCall, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a block as a function from one stream to the same stream after the block. The other streams are fixed."""
+    """Return a function from one stream before the block to the same stream after it. The other streams stay fixed."""
 
     def function(z: torch.Tensor) -> torch.Tensor:
         streams = [z if i == index else x for i, x in enumerate(block.stream.unbind(-2))]
@@ -315,18 +317,18 @@ def _of_stream(block: LayerCall, index: int) -> Callable[[torch.Tensor], torch.T
 
 
 def _power(exponent: float) -> str:
-    """Format 10 to an exponent, which may be 0 but not -0."""
+    """Format a power of 10 by its exponent. An exponent of -0 becomes 0."""
     return f"10^{round(exponent, 2) + 0.0:.2f}"
 
 
 def log10_total_norm(
     blocks: Sequence[LayerCall], *, tolerance: float, iterations: int
 ) -> tuple[torch.Tensor, SpectralNorm]:
-    """Return log10 ||dx^N/dx^0||_2 [sequences] for all blocks together, and the iteration's last state.
+    """Return log10 ||dx^N/dx^0||_2 [sequences] for all blocks together, and the spectral norm's search result.
 
     Lamina keeps the graph of every block for one short input, as a training step does. A thousand blocks can shrink a
-    vector below the smallest float. So Lamina divides each block by its effect on a random vector, and adds the
-    logarithms.
+    vector below the smallest float. Lamina therefore divides each block's output by the block's gain on a random
+    vector, and adds the gains' logarithms.
     """
     jacobians = [Jacobian(block, block.stream) for block in blocks]
     start = start_vector(blocks[0].stream)

@@ -55,24 +55,24 @@ _PRECISION = 0.05  # likewise
 
 @probe
 class LayerDrop(Probe):
-    """The harm of dropping each layer, or each stretch of ``block`` consecutive layers; positive numbers are harm.
+    """How much worse a model is without each layer, or without ``block`` consecutive layers. Positive values are harm.
 
-    Mix-LN Fig 2, 3 and 6b, Keel's dPPL of each layer, and Gromov et al. 2024 (consecutive layers) measure this harm.
-    All other layers stay unchanged, with their scales (LayerNorm Scaling's l, Keel's alpha). If a placement treats the
-    first layer differently, dropping the first layer also drops this special treatment.
+    Sources are Mix-LN Fig 2, 3 and 6b, Keel's dPPL of each layer, and, for consecutive layers, Gromov et al. 2024. All
+    other layers keep their weights and their scales, such as LayerNorm Scaling's 1 / sqrt(l) or Keel's alpha. If a
+    placement treats the first layer differently, dropping the first layer also drops this special treatment.
 
     Each row is one measurement. ``layer`` is the first dropped layer, and ``size`` is the number of dropped layers:
 
-    - ``meaning``: with "remove", a dropped layer returns its input. With "branch", a dropped layer's sub-layers add
-      zero, but its skips, their scales and its post-norms stay. "remove" and "branch" give the same result if no norm
-      is on the stream (Pre-LN, Peri-LN). With several streams, "remove" returns all streams unchanged, and "branch"
-      still mixes the streams.
+    - ``meaning``: with "remove", a dropped layer returns its input. With "branch", the sub-layers of a dropped layer
+      add zero, but skips, skip scales and post-norms stay. "remove" and "branch" give the same result in placements
+      without norms on the residual stream, such as Pre-LN. With several streams, "remove" returns all streams
+      unchanged, and "branch" still mixes the streams.
     - ``loss_increase``: the increase of the loss in nats per predicted token.
     - ``perplexity_increase``: exp(loss) without the layer minus exp(loss) of the whole model. The standard errors of
-      both increases are over the sequences' paired differences.
+      loss_increase and perplexity_increase come from the sequences' paired differences.
     - ``accuracy_drop``: for a task of lm-eval, the whole model's value minus the value without the layer. The standard
-      error treats both values as independent, so it is usually too large.
-    - ``score_drop``: the same difference for your own score, with the sign that makes harm positive.
+      error assumes independent values, and is therefore usually too large.
+    - ``score_drop``: the same difference for your own score. A positive value means a worse score.
     - ``angular_distance`` (meaning ""): d(l, l + size) on the same text, as in the probe angular_distance.
     - layer -1, size 0: the ``loss``, ``perplexity``, ``accuracy`` or ``score`` of the whole model.
 
@@ -81,18 +81,19 @@ class LayerDrop(Probe):
         meaning: how to drop a layer: "remove", "branch", or "all" for both (default).
         metric: loss, perplexity or "all" (default).
         task: a task of lm-evaluation-harness instead of the loss (pip install lm-eval).
-        include_path: a folder with the task's YAML file, which can hold code and therefore needs run_code.
-        run_code: whether task files in include_path, and code that the model writes, may run.
+        include_path: a folder with the task's YAML file. The file can hold code, so set run_code.
+        run_code: whether Lamina may run code in task files and code that the model writes.
         task_metric: the metric of the task (default: acc).
         limit: maximum number of the task's documents, or of the file's questions.
         squad: a file in SQuAD v1.1's format. If you give ``squad``, the F1 of the model's question-answering head
             replaces the loss.
         score: your own measure instead of the loss (Python only): a function from the model to a number.
         higher_is_better: whether a higher score is better.
-        standard_error: Lamina adds text until each layer's standard error is at most this share of the loss increase or
-            of 0.1 nats, whichever is larger (0: use all text; default: 0 for your own text, 0.05 for a corpus).
-        sequences: largest number of sequences for the loss (0: all; default: all of your own text, 4 of a corpus). A
-            sequence costs half a forward pass per layer.
+        standard_error: target for the relative standard error of each loss increase. Lamina adds text until every layer
+            reaches the target. An increase below 0.1 nats counts as 0.1 nats. 0 means to use all text. The default is 0
+            for your own text, and 0.05 for a corpus.
+        sequences: largest number of sequences for the loss (0: all). The default is all of your own text, or 4
+            sequences of a corpus. For each layer, a sequence costs half a forward pass.
     """
 
     name = "layer_drop"
@@ -120,7 +121,7 @@ class LayerDrop(Probe):
         if score is not None and not callable(score):
             raise UserError(f"score: {score!r} is not a function. In Python, give a function of the model.")
         if sum(each is not None for each in (score, task, squad)) > 1:
-            raise UserError("score, squad and task exclude one another. Give one of them.")
+            raise UserError("score, squad and task are alternatives. Give only one of these options.")
         self.block = whole_number("block", block)
         self._wants_all = one_of("meaning", meaning, (*MEANINGS, "all")) == "all"
         self.meanings = MEANINGS if self._wants_all else (meaning,)
@@ -336,7 +337,7 @@ def _agreement(frame: Frame, harm: Frame) -> list[str]:
         return [f"The angular distance agrees that {_which(turned, size)} matters least ({rank})."]
     return [
         f"By angular distance, {_which(turned, size)} matters least, but removing {_which(missed, size)} harms least "
-        f"({rank}). Believe the measured harm, because the angle only predicts it."
+        f"({rank}). Trust the measured harm, because the angle is only a prediction."
     ]
 
 
@@ -352,14 +353,14 @@ def loss_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float
 
 
 def perplexity(losses: Sequence[float]) -> tuple[float, float]:
-    """Return exp(mean loss), and its first-order error."""
+    """Return exp(mean loss), and the first-order estimate of its standard error."""
     value, error = mean_loss(losses)
     estimate = _exp(value)
     return estimate, estimate * error
 
 
 def perplexity_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return exp(mean of other) - exp(mean of whole), and its first-order error for paired sequences."""
+    """Return exp(mean of other) - exp(mean of whole), and the first-order standard error for paired sequences."""
     a, b = np.asarray(whole), np.asarray(other)
     first, second = _exp(a.mean()), _exp(b.mean())
     return second - first, _error(second * (b - b.mean()) - first * (a - a.mean()))
@@ -375,15 +376,15 @@ def _error(values: np.ndarray) -> float:
 
 
 class _Unchanged(Exception):
-    """Raised if layers without their branches return their input, so that the pass can stop."""
+    """Stop the forward pass, because the layers without their branches return their input unchanged."""
 
 
 class PassesWithoutLayers(ExitStack):
     """A context manager that runs forward passes of one batch without some layers.
 
-    The context keeps only one state, so call it in ascending order of the first omitted layer l. A pass computes only
-    the layers after the omitted layers; the earlier layers return the stored x^l. On average, this costs half of a
-    whole pass. If a model changes the residual stream between two layers, Lamina runs whole passes.
+    Omit the layers in ascending order, because the context stores only the input x^l of the first omitted layer.
+    Earlier layers return the stored x^l, and Lamina computes only the later layers. On average, such a pass costs half
+    of a whole pass. For models that change the residual stream between two layers, Lamina runs whole passes.
     """
 
     def __init__(self, context: Context, run: Callable[[], torch.Tensor]):
@@ -498,9 +499,7 @@ class PassesWithoutLayers(ExitStack):
 
 
 class HarnessTask:
-    """A task of lm-eval. Raises UserError if lm-eval is not installed, for an unknown task, or for a task file without
-    run_code.
-    """
+    """A task of lm-eval. Raises UserError without lm-eval, for an unknown task, or a task file without run_code."""
 
     def __init__(
         self,
@@ -512,7 +511,7 @@ class HarnessTask:
         limit: int | None = None,
     ):
         if include_path is not None and not Path(include_path).is_dir():
-            raise UserError(f"include_path: {include_path!r} is not a folder. Give a folder with task YAML.")
+            raise UserError(f"include_path: {include_path!r} is not a folder. Give a folder with YAML task files.")
         if limit is not None:
             whole_number("limit", limit)
         self.name, self.metric, self.limit, self.run_code, self.higher_is_better = name, metric, limit, run_code, True
@@ -526,11 +525,9 @@ class HarnessTask:
             raise UserError(f"task: {reason}") from None
 
     def measure(self, context: Context) -> tuple[float, float]:
-        """Return the metric's value and standard error (NaN if there is none) for the model in its present state."""
+        """Evaluate the model as it is now. Return the metric's value and standard error (NaN if unknown)."""
         if context.tokenizer is None:
-            raise UserError(
-                f"task: {self.name!r} is text, but the checkpoint has no tokenizer. Name a tokenizer with --tokenizer."
-            )
+            raise UserError(f"task: {self.name!r} needs a tokenizer. Name a tokenizer with --tokenizer.")
         assert isinstance(context.model, PreTrainedModel)
         rows = len(context.batches[0]["input_ids"])
         options = {"batch_size": rows, "limit": self.limit, "run_code": self.run_code}
@@ -568,11 +565,11 @@ class SquadFile:
 
 @contextmanager
 def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> Iterator[None]:
-    """Leave ``layers`` (indices) out of every forward pass of the model inside the context; nothing else changes.
+    """Skip the layers with the indices ``layers`` in every forward pass inside the context.
 
-    With ``remove``, a layer returns its input. With ``branch``, a layer's sub-layers add zero, but its skips, their
-    scales and its post-norms stay (for Pre-LN, both give the same result). The model still computes the layer, so a
-    cache of keys and values stays complete. If several layers share a module, only the calls of the removed layers
+    With ``remove``, a layer returns its input. With ``branch``, the layer's sub-layers add zero, but skips, skip scales
+    and post-norms stay. For Pre-LN, ``remove`` and ``branch`` give the same result. The model still computes the layer,
+    so a cache of keys and values stays complete. If several layers share a module, only the calls of the removed layers
     change.
     """
     roots = context.roots
@@ -595,7 +592,7 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
 
 
 def _contributions(site: LayerSite) -> dict[int, Point]:
-    """Return the points of a layer's contributions. Raises UserError if its sub-layers were not found."""
+    """Return the points of a layer's contributions. Raises UserError for a layer without known sub-layers."""
     if not site.sublayers:
         raise UserError(
             f"meaning: 'branch' needs the sub-layers of layer {site.index}, but Lamina did not find them. Set "

@@ -31,28 +31,28 @@ Inputs = Mapping[str, torch.Tensor]
 
 @probe
 class LayerUse(Probe):
-    """How a model uses its layers: DepthBench's three scores, on single sequences.
+    """How a model uses its layers: DepthBench's three scores.
 
     Rows have the role "block":
 
-    - causal_score: ||u - u'|| / ||u||, where u = x^(l+1) - x^l is the update of a later layer l (``index``), and u' is
-      the same update if the model skips layer ``layer`` (as ``remove`` of layer_drop does). The norms are L2 norms over
-      a token's channels, and the score is the mean over tokens.
-    - permutation_score: |L' - L| / L, where L is the loss, and L' is the loss if Lamina exchanges layer ``layer`` and
-      the next layer. Each layer keeps its weights, norms, scales and kind. A mask that depends on a layer's position
-      stays at its position.
-    - linear_loss_increase: L' - L in nats per token, where L' is the loss if the best linear map of the layer's input
-      replaces the layer's output (least squares, without an intercept; several streams count as one long vector).
-      Lamina fits the map on the second half of the sequences, until there are 4 tokens per channel, and measures L' on
-      the first half.
+    - causal_score: ||u - u'|| / ||u||, averaged over tokens. u = x^(l+1) - x^l is the update of a later layer l
+      (``index``). u' is the same update if the model skips layer ``layer``, like layer_drop with meaning "remove". The
+      norms are over a token's channels.
+    - permutation_score: |L' - L| / L. L is the loss, and L' is the loss if Lamina exchanges layer ``layer`` and the
+      next layer. Weights, norms, scales and kind move with a layer. A mask for a certain position in the stack does not
+      move.
+    - linear_loss_increase: L' - L in nats per token. L' is the loss if a linear map of the layer's input replaces the
+      layer. Lamina fits the map by least squares, without an intercept, on the second half of the sequences, up to 4
+      tokens per channel. Lamina measures L' on the first half. Several streams count as one long vector.
 
-    Standard errors are over sequences. If the layers also return earlier states, u is the update of the stream alone.
-    If the model has several streams, u is the update of their mean. Layers that read earlier states, or share weights,
-    have no permutation_score.
+    Standard errors are over sequences. If the layers also return earlier states, u is the update of the residual stream
+    alone. If the model has several streams, u is the update of the streams' mean. Models whose layers share weights or
+    read earlier states have no permutation_score.
 
     Args:
         metric: one of the three scores, or "all" (default).
-        sequences: number of sequences to measure (0: all; default: all of your own text, 4 of a corpus).
+        sequences: number of sequences to measure (0: all). The default is all of your own text, or 4 sequences of a
+            corpus.
     """
 
     name = "layer_use"
@@ -153,7 +153,7 @@ def _losses(context: Context, sequences: Sequence[Inputs]) -> torch.Tensor:
 
 
 def causal_scores(context: Context, sequences: Sequence[Inputs]) -> dict[tuple[int, int], list[torch.Tensor]]:
-    """Return ||u_l - u_l'|| / ||u_l|| by (skipped layer, later layer l), averaged over each sequence's tokens."""
+    """Return each sequence's causal scores by (skipped layer, later layer), averaged over the sequence's tokens."""
     layers, scores = context.structure.num_layers, {}
     for number, inputs in enumerate(sequences):
         whole = _updates(context, inputs)
@@ -181,9 +181,7 @@ def _updates(context: Context, inputs: Inputs) -> list[torch.Tensor]:
 
 
 def exchanges(context: Context) -> Iterator[AbstractContextManager]:
-    """Yield contexts in which a layer and the next layer are exchanged. Raises UserError if no layers can be
-    exchanged.
-    """
+    """Yield contexts that exchange a layer and the next layer. Raises UserError if the layers share weights."""
     sites = context.structure.layers
     if context.structure.has_memory or shared_layers(context.structure):
         raise UserError("permutation_score: the layers share weights, or read earlier states. Choose another metric.")
@@ -212,7 +210,7 @@ def _exchanged(context: Context, first: LayerSite, second: LayerSite) -> Iterato
 def linear_maps(context: Context, sequences: Sequence[Inputs]) -> Iterator[AbstractContextManager]:
     """Yield contexts in which a linear map replaces a layer. Lamina fits the map on the second half of the sequences.
 
-    Raises UserError if there are no more tokens than channels.
+    Raises UserError unless the sequences have more tokens than the layer has channels.
     """
     kept: dict[str, torch.Tensor] = {}
 

@@ -32,23 +32,23 @@ _TRIED = 8  # tokens on which the tail is compared with the model itself
 
 @probe
 class LogitLens(Probe):
-    """The predictions that the model would make from each state x^l, if this state replaced the last state.
+    """The predictions from each hidden state x^l, as if x^l were the model's last state.
 
-    In a model with a final norm, the predictions are W_U FinalNorm(x^l); in other models, W_U x^l. Lamina also applies
-    everything else that the model does after the layers, such as the transformation in BERT's head, a scale, or a
-    soft-cap. State l is the stream before layer l, and state N gives the model's own predictions. Rows have role
-    "state", sublayer "block" and layer = l. Lamina averages metrics over the predicted tokens of a sequence, then over
-    sequences, with a standard error:
+    The logits are W_U FinalNorm(x^l), or W_U x^l for models without a final norm. Lamina also applies all other
+    operations after the layers, such as the transformation in BERT's head, a scale, or a soft-cap. State l is the
+    residual stream before layer l. State N gives the model's own predictions. Rows have role "state", sublayer "block"
+    and layer = l. Lamina averages metrics over the predicted tokens of a sequence, then over sequences, with a standard
+    error:
 
     - cross_entropy: the cross-entropy of the true token, in nats. A causal model predicts the next token at all
-      positions except the last. A masked model predicts the masked tokens: 15 % of the positions, the same in each
-      sequence.
+      positions except the last. A masked model predicts the masked tokens, at 15 % of the positions. The positions are
+      the same in each sequence.
     - kl_to_final: KL(p_N || p_l) in nats, where p_N is the model's own distribution; 0 at state N.
     - top1_agreement: the share of positions at which state l and the model predict the same token.
 
-    Note: if a state has another basis than the last state (Post-LN's early states, tied embeddings), its predictions
-        can be worse than uniform guessing. The row "uniform_cross_entropy" (layer -1, sublayer "model") holds the loss
-        of uniform guessing, ln(vocabulary size).
+    Note: an early state's predictions can be worse than uniform guessing, because its basis differs from the last
+        state's basis (in Post-LN, or with tied embeddings). The row "uniform_cross_entropy" (layer -1, sublayer
+        "model") holds the loss of uniform guessing, ln(vocabulary size).
     """
 
     name = "logit_lens"
@@ -62,8 +62,9 @@ class LogitLens(Probe):
     needs = frozenset({"tokens"})
 
     def __init__(self, tokens: int | None = None):
-        """Set the approximate number of predicted ``tokens`` to measure, in whole sequences (0: all; default: all of
-        your own text, 1,024 of a corpus).
+        """Set the number of predicted ``tokens`` to measure (0: all), rounded up to whole sequences.
+
+        The default is all of your own text, or 1,024 tokens of a corpus.
 
         Raises UserError unless ``tokens`` is a whole number from 0.
         """
@@ -190,8 +191,8 @@ class LogitLens(Probe):
             yield "The model is no better than uniform guessing, so this probe shows little."
         elif len(worse):
             yield (
-                f"States {ranges(worse)} give worse predictions than uniform guessing, perhaps because they have "
-                "another basis than the last state."
+                f"States {ranges(worse)} give worse predictions than uniform guessing, perhaps because the basis "
+                "of these states differs from the last state's basis."
             )
 
 
@@ -199,7 +200,7 @@ def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) ->
     """Sum METRICS over tokens. ``logits`` and the model's own logits ``final`` are [tokens, vocabulary]; ``targets`` is
     [tokens].
 
-    KL is sum_v p (f - f_l) - logZ + logZ_l, from differences of logits, so it is exactly 0 if the logits are equal.
+    Lamina computes KL as sum_v p (f - f_l) - logZ + logZ_l. This value is exactly 0 if the logits f and f_l are equal.
     """
     size, size_final = logits.logsumexp(-1), final.logsumexp(-1)
     cross_entropy = size.double() - logits.gather(1, targets.unsqueeze(1)).squeeze(1).double()
@@ -210,9 +211,9 @@ def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) ->
 
 
 class Tail:
-    """Apply everything that a model computes after its last layer to any states.
+    """Apply a model's operations after its last layer to any states.
 
-    The model itself runs, but each layer returns the given states. Lamina needs no knowledge of an architecture's head,
+    Lamina runs the model itself, but each layer returns the given states. The method therefore works for any head,
     soft-cap or scale. Request the logits of at most ``chunk`` tokens at a time.
     """
 
@@ -242,13 +243,13 @@ class Tail:
         scale = max(float(expected.abs().max()), 1e-6)  # the tolerance is for bfloat16's rounding of other shapes
         if not torch.allclose(logits, expected, rtol=0.0, atol=0.02 * scale, equal_nan=True):
             raise UserError(
-                f"logit_lens: {type(self.model).__name__}'s logits depend on more than its last state: they differ "
-                f"by {float((logits - expected).abs().max()):.3g}. Choose a model with a head that reads only this "
-                "state."
+                f"logit_lens: {type(self.model).__name__}'s logits depend on more than the last state: logits from the "
+                f"last state alone differ by {float((logits - expected).abs().max()):.3g}. Choose a model with a head "
+                "that reads only the last state."
             )
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits [tokens, vocabulary] in float32 for states [tokens, channels]. Call the tail inside
+        """Return the logits [tokens, vocabulary] in float32 for states [tokens, channels]. Call only inside the context
         ``instead_of_the_layers``.
         """
         self._states = states.unsqueeze(0)
@@ -256,8 +257,8 @@ class Tail:
 
     @contextmanager
     def instead_of_the_layers(self, ids: torch.Tensor) -> Iterator[None]:
-        """Replace the layers by given states inside the context. ``ids`` [1, tokens] are any tokens, one for each state
-        of a call.
+        """Replace the layers by given states inside the context. ``ids`` [1, tokens] can be any tokens, but at least as
+        many as the states of a call.
         """
         self._ids = ids
 

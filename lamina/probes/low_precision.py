@@ -38,10 +38,10 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
     """Convert a tensor [..., tokens, channels] to a format and back to float32; an overflow becomes inf.
 
     fp16 and bf16 are casts that round to nearest even. fp8_e4m3 is OCP e4m3fn (largest 448, no inf), and the largest
-    value of fp8_e5m2 is 57344. With ``scaled``, Lamina first multiplies the tensor, so that the tensor's largest |x|
-    becomes the format's largest value. Otherwise Lamina casts directly, and larger values overflow. int8_tensor and
-    int8_token are symmetric: q = round(x / s), with s = max|x| / 127 over the tensor or over a token's channels. Here,
-    a tensor is the last two dimensions.
+    value of fp8_e5m2 is 57344. If ``scaled`` is true, Lamina first scales the tensor's largest |x| to the FP8 format's
+    largest value. If ``scaled`` is false, values above the format's largest value overflow. int8_tensor and int8_token
+    are symmetric: q = round(x / s) with s = max|x| / 127. The maximum is over a sequence [tokens, channels] for
+    int8_tensor, and over a token's channels for int8_token.
     """
     x = x.float()
     if kind.startswith("int8"):
@@ -63,27 +63,27 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
 
 @probe
 class LowPrecision(Probe):
-    """The error q(x) - x of storing a tensor x in fewer bits, for tensors of the stream and of the feed-forward.
+    """The rounding error q(x) - x of hidden states and feed-forward activations x in formats of fewer bits.
 
     The column ``format`` is fp16, bf16, fp8_e4m3, fp8_e5m2, int8_tensor or int8_token (see ``round_trip``). The column
-    ``role`` is "state" for the stream x^l (layer = l), "contribution" for the tensor that a sub-layer adds, or
-    "activation" for the input of the feed-forward's down-projection (except in experts). A tensor is one sequence
-    [tokens, channels], so a scale per tensor does not depend on the batch. Metrics:
+    ``role`` is "state" for the hidden state x^l (layer = l). It is "contribution" for the tensor that a sub-layer adds,
+    and "activation" for the input of a dense feed-forward's down-projection. Each sequence [tokens, channels] is a
+    tensor with its own scale, so the batch has no effect. Metrics:
 
     - relative_error: ||q(x) - x|| / ||x|| over all elements of a sequence, averaged over sequences.
-    - token_error: ||q(x) - x|| / ||x|| of a token, averaged over tokens, so that one massive token does not hide the
-      others.
+    - token_error: ||q(x) - x|| / ||x|| of a token, averaged over tokens. One massive token does not hide the other
+      tokens.
     - max_error: the largest |q(x) - x| of the sample. An element that overflows makes relative_error, token_error and
       max_error infinite.
-    - share_lost: the share of elements that are not 0 but become 0.
+    - share_lost: the share of elements that rounding changes to 0.
     - overflow_share: the share of elements that become inf (in fp16, and in fp8 without a scale).
     - loss (layer -1, role "state"): the loss in nats per token with all states x^0 ... x^N rounded. The format "none"
       has the loss of the unchanged model. Only language models have a loss.
     - loss_increase: the loss with rounded states minus the loss of the unchanged model.
 
-    Note: INT8 per tensor divides by the largest |x|, so one massive activation (Sun et al. 2024) leaves almost no steps
-    for all other elements, while BF16 keeps its relative precision. relative_error hides this loss of precision,
-    because the massive activation is most of ||x||. token_error and share_lost show the loss of precision.
+    Note: per-tensor INT8 divides by the largest |x|. One massive activation (Sun et al. 2024) therefore leaves almost
+    no steps for all other elements. token_error and share_lost show this loss of precision. relative_error hides it,
+    because the massive activation is most of ||x||. BF16 keeps its relative precision.
     """
 
     name = "low_precision"
@@ -96,9 +96,11 @@ class LowPrecision(Probe):
     def __init__(
         self, fp8_scaling: Literal["tensor", "none"] = "tensor", loss: bool = True, sequences: int | None = None
     ):
-        """Set ``fp8_scaling`` ("tensor": to FP8's largest value; "none": cast directly), whether to measure the
-        ``loss``, and the number of ``sequences``, in whole batches (0: all; default: all of your own text, 4 of a
-        corpus).
+        """Set the FP8 scaling, whether to measure the ``loss``, and the number of ``sequences``.
+
+        With ``fp8_scaling`` "tensor", Lamina scales each tensor to FP8's largest value. With "none", Lamina casts
+        directly. Lamina measures whole batches of at least ``sequences`` sequences (0: all). The default is all of
+        your own text, or 4 sequences of a corpus.
 
         Raises UserError for any other value.
         """
@@ -163,7 +165,7 @@ class LowPrecision(Probe):
         return bool(self._most) and self._sequences >= self._most
 
     def _batches(self, context: Context) -> Sequence[Mapping[str, torch.Tensor]]:
-        """Return the whole batches that are measured."""
+        """Return the batches that Lamina measures completely."""
         batches, sequences = context.batches[: context.forwards], 0
         for number, batch in enumerate(batches):
             if self._most and sequences >= self._most:
@@ -231,8 +233,8 @@ class LowPrecision(Probe):
             share = lost.loc[lost["layer"] == worst, "value"].iloc[0]
             yield (
                 f"In states {ranges(broken)}, a few massive values break per-tensor INT8. In state {worst}, INT8 "
-                f"rounds {share:.0%} of the elements to 0 (error {table.loc[worst, 'int8_tensor']:.2g} of a "
-                f"token's norm, and {table.loc[worst, 'int8_token']:.2g} with one scale per token)."
+                f"rounds {share:.0%} of the elements to 0. The error is {table.loc[worst, 'int8_tensor']:.2g} of a "
+                f"token's norm, and {table.loc[worst, 'int8_token']:.2g} with one scale per token."
             )
         losses = frame[frame["metric"] == "loss_increase"]
         if len(losses):
@@ -241,7 +243,7 @@ class LowPrecision(Probe):
 
 
 def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """Return the L2 norms of a sequence and of each of its tokens, [sequences, 1 + tokens]; NaN for padding."""
+    """Return each sequence's L2 norm, followed by its tokens' norms, [sequences, 1 + tokens]; NaN for padding."""
     each = torch.linalg.vector_norm(x, 2, -1).double()
     whole = each.square().sum(1, keepdim=True).sqrt()
     return torch.cat([whole, each if valid is None else each.where(valid, math.nan)], dim=1)

@@ -24,15 +24,16 @@ METRICS = ("stable_rank", "effective_rank")
 class Ranks(Probe):
     """Stable and effective rank of each state's matrix X [tokens, channels] for one sequence.
 
-    X is not centered. s are the singular values of X. The metrics are averaged over sequences (layer = state, role
+    X is not centered, and s are the singular values of X. Rows with role state hold the mean over sequences (layer =
     state):
 
     - stable_rank: sum s^2 / max s^2.
     - effective_rank: exp(-sum p ln p) with p = s / sum s (Roy & Vetterli 2007).
 
     If the model has several streams, each layer mixes them with a matrix [n, n]. Rows with role streams hold the
-    effective_rank of the product of the matrices of layers 0 ... ``layer``, averaged over tokens. This rank is 1 if
-    only one mean of the residual streams is left, and n if all streams are distinct. Norms on the streams do not count.
+    effective_rank of the matrices' product over layers 0 to ``layer``, averaged over tokens. A rank of 1 means that the
+    mixing keeps only one mean of the residual streams. A rank of n means that all streams stay distinct. Lamina ignores
+    norms on the streams.
 
     Note: a rank is at most the number of tokens, so compare sequences of one length.
     """
@@ -84,10 +85,10 @@ class Ranks(Probe):
 
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         states, streams = (frame[frame["role"] == role] for role in ("state", "streams"))
-        caption = "How many directions the tokens of a sequence use."
+        caption = "Number of directions that the tokens of a sequence use."
         axes = {"color": "metric", "x_title": "state", "band": "standard_error"}
         yield from chart(states, "Rank of the states", "rank", caption, **axes)
-        caption = "How many streams are still distinct after the mixing maps of all layers up to this layer."
+        caption = "Number of streams that are still distinct after the mixing maps of layers 0 to l."
         yield from chart(streams, "Rank of the streams' maps", "effective rank", caption, band="standard_error")
 
     def sentences(self, frame: Frame) -> Iterator[str]:
@@ -111,8 +112,8 @@ def effective_rank(singular: torch.Tensor) -> torch.Tensor:
 
 
 def composed_maps(context: Context, inputs: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the products M_0 ... M_l [batch, tokens, n, n] by layer l, where S' = M^T S is a layer's mixing; empty for
-    a single stream.
+    """Return the products M_0 ... M_l [batch, tokens, n, n] by layer l. A layer mixes its streams as S' = M^T S. The
+    result is empty for a single stream.
     """
     products: dict[int, torch.Tensor] = {}
     if not context.structure.carries_more:

@@ -19,7 +19,7 @@ from lamina.probes.engine.statistics import Ratio
 
 @probe
 class Similarity(DirectionsProbe):
-    """The cosine between every two states of the stream, its mean by distance, and each layer's block influence.
+    """The cosine between every two hidden states, the mean cosine by distance, and each layer's block influence.
 
     - ``cosine``: E cos(x^i, x^j) over all tokens, with ``start`` = i and ``size`` = j - i > 0.
     - ``cosine_by_distance``: the mean cosine over all pairs of layers' outputs with j - i = ``size`` (FuseNorm Fig 12).
@@ -27,18 +27,18 @@ class Similarity(DirectionsProbe):
     - ``block_influence``: BI_l = 1 - E cos(x^l, x^(l+1)) over all tokens (ShortGPT), with ``start`` = l and ``size`` =
       1.
 
-    x^l is the stream before layer l, and x^N is the stream after the last layer, before the final norm. Lamina averages
-    the tokens' cosines, which do not depend on the states' lengths, so a few huge tokens do not decide the mean.
+    x^l is the residual stream before layer l, and x^N is the residual stream before the final norm. Lamina averages the
+    tokens' cosines. A cosine does not depend on a state's length, so a few huge tokens do not dominate the mean.
     Padding does not count. Standard errors are over sequences.
 
-    Notes: transformers returns the last hidden state after the final norm. Lamina does not center the states, so a mean
-    direction that all tokens share counts as similarity.
+    Notes: transformers returns the last hidden state after the final norm. Lamina does not center the states. A
+    direction common to all tokens therefore increases the similarity.
 
     Args:
         tokens: the tokens of each sequence to compare: "all" (default), "last" or "first".
-        tokens_per_batch: number of each batch's tokens that Lamina keeps until the last layer has run, to compare pairs
-            of states (default: all of your own text; for a corpus, the number that fits in a quarter of the model's
-            memory). If Lamina keeps only a part of the tokens, the page has a note.
+        tokens_per_batch: the number of each batch's tokens that Lamina keeps until the last layer has run. By default,
+            Lamina keeps all tokens of your own text, or as many tokens of a corpus as fit in a quarter of the model's
+            memory. If Lamina keeps only a part of the tokens, the page has a note.
     """
 
     name = "similarity"
@@ -124,6 +124,6 @@ class Similarity(DirectionsProbe):
             layers = ranges([int(layer) for layer in least.index])
             yield (
                 f"Layer{f's {layers} change' if count > 1 else f' {layers} changes'} the residual stream's direction "
-                f"least (block influence at most {least.max():.3f}), and layer {int(most.index[0])} changes it most "
-                f"({most.iloc[0]:.3f})."
+                f"least (block influence at most {least.max():.3f}), and layer {int(most.index[0])} changes the "
+                f"direction most ({most.iloc[0]:.3f})."
             )

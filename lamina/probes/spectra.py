@@ -25,11 +25,14 @@ _FIGURES = {
         "Hard rank",
         "Participation ratio of the eigenvalues of the activations' covariance, divided by the number of eigenvalues.",
     ),
-    "soft_rank": ("Soft rank", "exp(entropy) of the same eigenvalues, divided by their number."),
+    "soft_rank": (
+        "Soft rank",
+        "exp(entropy) of the activations' covariance eigenvalues, divided by the number of eigenvalues.",
+    ),
     "edr": ("Effective dimension ratio (our definition)", "200 h s / (h + s) of the hard rank h and the soft rank s."),
     "eee": (
         "Spectral concentration (our definition)",
-        "Early enrichment of the cumulative spectrum: 0 for a flat spectrum, 1 for a single direction.",
+        "Share of the spectrum in the top eigenvalues: 0 for a flat spectrum, 1 for a single direction.",
     ),
 }
 RANKS = tuple(_FIGURES)
@@ -44,8 +47,8 @@ class Spectra(Probe):
     Rows of the model (layer -1):
 
     - role embedding: ``eigenvalue`` and ``eigenvalue_over_median`` of the covariance of the embedding's rows (FuseNorm
-      Fig 8). ``index`` numbers the eigenvalues from 0, the largest first. The paper does not define the covariance;
-      Lamina subtracts the mean over the whole vocabulary.
+      Fig 8). ``index`` numbers the eigenvalues from 0, the largest first. Lamina subtracts the mean over the
+      vocabulary, because the paper does not define the covariance.
     - roles pre and post: each rank's mean over the layers (FuseNorm Fig 11), and the number of tokens.
 
     Rows of a layer (sublayer feed_forward):
@@ -53,17 +56,18 @@ class Spectra(Probe):
     - role = a projection's path within the layer (``mlp.up_proj``): ``condition_number`` is s_max / s_min (FuseNorm Fig
       10). If one matrix stacks gate and up, the rows ``[0]`` and ``[1]`` describe its two halves.
     - roles pre (the nonlinearity's input) and post (the down-projection's input): the ranks of the activations'
-      covariance. ``hard_rank`` is the participation ratio of its eigenvalues, and ``soft_rank`` is exp(entropy), both
-      divided by D_ff. ``edr`` is 200 h s / (h + s) of the hard rank h and the soft rank s, and ``eee`` shows how much
-      of the spectrum the top eigenvalues hold. edr and eee are our definitions.
+      covariance. ``hard_rank`` is the participation ratio of the covariance's eigenvalues, divided by D_ff.
+      ``soft_rank`` is exp(entropy) of these eigenvalues, divided by D_ff. ``edr`` is 200 h s / (h + s) of the hard rank
+      h and the soft rank s. ``eee`` shows how much of the spectrum the top eigenvalues hold. The definitions of edr and
+      eee are Lamina's, not the paper's.
 
-    Notes: Lamina centers the covariance, because massive activations would otherwise be its whole first direction. The
-    rank is at most tokens - 1, and the normalized ranks are biased low if tokens / D_ff is small. So Lamina rejects
-    D_ff tokens or fewer (``few_tokens``: refuse | warn). Each layer and role needs one matrix of D_ff x D_ff in
-    float64. If all matrices need more than ``memory`` GiB, Lamina measures the layers in groups, in repeated passes
-    over the same text. Experts have no ranks, because each expert sees few tokens. The covariances use the first
-    batches until they have ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text; default:
-    all of your own text, 4 for a corpus).
+    Notes: Lamina centers the covariance. Otherwise, massive activations would dominate the largest eigenvalue. The rank
+    is at most tokens - 1, and the normalized ranks are biased low if tokens / D_ff is small. Lamina therefore rejects a
+    sample of at most D_ff tokens, unless you set ``few_tokens`` to "warn". Each layer and role needs one matrix of D_ff
+    x D_ff in float64. If all matrices need more than ``memory`` GiB, Lamina measures the layers in groups, in repeated
+    passes over the same text. Experts have no ranks, because each expert sees few tokens. Lamina reads batches until
+    each covariance has ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text). The default is
+    all of your own text, or 4 tokens per channel of a corpus.
     """
 
     name = "spectra"
@@ -106,12 +110,10 @@ class Spectra(Probe):
         if self._widths and missing:
             context.notes.append(
                 f"spectra: {missing} of {context.structure.num_layers} layers have no dense feed-forward "
-                "(experts, or none), so Lamina leaves out their ranks and condition numbers"
+                "(but experts or no feed-forward), so Lamina leaves out these layers' ranks and condition numbers"
             )
         if not self._widths:
-            context.notes.append(
-                "spectra: Lamina found no dense feed-forward, so there are no ranks of its activations"
-            )
+            context.notes.append("spectra: Lamina found no dense feed-forward, so Lamina leaves out the ranks")
         # Images are cut into an unknown number of patches: their tokens are counted as they come.
         elif self._tokens_suffice(context, context.tokens() if context.reads_tokens else math.inf):
             budget, used = self.memory * 2**30, math.inf
@@ -133,8 +135,8 @@ class Spectra(Probe):
         if tokens > width:
             return True
         text = (
-            f"{tokens:g} tokens for the {width} channels of the feed-forward: the rank of their covariance is at most "
-            f"{tokens - 1:g}, and the normalized ranks are biased low"
+            f"{tokens:g} tokens for the {width} channels of the feed-forward are too few: the covariance's rank is at "
+            f"most {tokens - 1:g}, so the normalized ranks are biased low"
         )
         if self.few_tokens == "warn":
             context.note(f"spectra: {text}")
@@ -142,14 +144,11 @@ class Spectra(Probe):
         message = f"spectra: {text}. Raise --sequences to get more than {width} tokens, or set few_tokens=warn."
         if context.strict:
             raise UserError(message)
-        context.notes.append(f"{message}, so Lamina leaves out the ranks")
+        context.notes.append(f"{message} Lamina leaves out the ranks.")
         return False
 
     def points(self) -> Mapping[Key, Point]:
-        """Return the points of the covariances that fit into memory together.
-
-        Later passes compute the remaining covariances.
-        """
+        """Return the points to watch in the first pass. Later passes compute the covariances that exceed ``memory``."""
         return self._groups[0] if self._groups else {}
 
     def see(self, key: Key, value: torch.Tensor) -> None:
@@ -166,7 +165,7 @@ class Spectra(Probe):
         return 0 < self.tokens_per_channel * self._widths[key[0]] <= self._covariances[key].count
 
     def standard_error(self) -> float | None:
-        """Return infinity while too little text biases the ranks, then None: ranks have no standard error."""
+        """Return infinity until the text is long enough, then None, because ranks have no standard error."""
         enough = min(_ENOUGH, self.tokens_per_channel or _ENOUGH)
         return math.inf if self._groups and self._tokens < enough * max(self._widths.values()) else None
 
@@ -215,7 +214,7 @@ class Spectra(Probe):
         return rows
 
     def _reduce(self) -> None:
-        """Turn each gathered covariance into four numbers, to free its memory for the next pass."""
+        """Reduce each covariance to its four ranks, which frees memory for the next pass."""
         for key in list(self._covariances):
             values = self._covariances.pop(key).eigenvalues()
             if not bool(values.isfinite().all()):
@@ -264,17 +263,17 @@ class Spectra(Probe):
         for role, side in (("pre", "before"), ("post", "after")):
             if (role, "hard_rank") in means.index:
                 yield (
-                    f"{side.capitalize()} the nonlinearity, the feed-forward's activations use a share of "
-                    f"{means[role, 'hard_rank']:.3f} of their width by hard rank (the participation ratio of their "
-                    f"covariance's eigenvalues) and of {means[role, 'soft_rank']:.3f} by soft rank (exp of the "
-                    f"eigenvalues' entropy). The effective dimension ratio, by our definition, is "
-                    f"{means[role, 'edr']:.1f}. All three are means over the layers, on "
+                    f"{side.capitalize()} the nonlinearity, the feed-forward's activations have a hard rank of "
+                    f"{means[role, 'hard_rank']:.3f} (participation ratio of the covariance's eigenvalues, as a share "
+                    f"of the width). The soft rank is {means[role, 'soft_rank']:.3f} (exp of the eigenvalues' entropy, "
+                    f"as a share of the width). The effective dimension ratio, by our definition, is "
+                    f"{means[role, 'edr']:.1f}. These three values are means over the layers, on "
                     f"{means[role, 'tokens']:.0f} tokens."
                 )
 
 
 def embedding_rows(context: Context) -> list[Row]:
-    """Return the eigenvalues of the embedding rows' covariance, unchanged and divided by their median. ``index``
+    """Return the eigenvalues of the embedding rows' covariance, and the eigenvalues divided by their median. ``index``
     numbers the eigenvalues, the largest first.
     """
     weight = getattr(context.structure.embedding, "weight", None)
@@ -322,8 +321,8 @@ def condition_rows(site: LayerSite) -> list[Row]:
 class Covariance:
     """The centered covariance [channels, channels] of samples [n, channels] that come batch by batch.
 
-    Lamina subtracts the first batch's mean and multiplies in at least float32, so a channel with a massive mean does
-    not lower the precision of other channels. Lamina sums in float64.
+    Lamina subtracts the first batch's mean, multiplies in at least float32, and sums in float64. A channel with a
+    massive mean therefore does not lower other channels' precision.
     """
 
     def __init__(self) -> None:
@@ -373,14 +372,14 @@ def soft_rank(eigenvalues: torch.Tensor) -> float:
 
 
 def effective_dimension_ratio(hard: float, soft: float) -> float:
-    """Return 200 h s / (h + s), 100 times the harmonic mean of both ranks (our definition: the paper gives none)."""
+    """Return 200 h s / (h + s), 100 times the harmonic mean of the ranks h and s. The paper gives no definition."""
     return 200 * hard * soft / (hard + soft)
 
 
 def early_enrichment(eigenvalues: torch.Tensor) -> float:
     """Return EEE = 2 / D sum_k (C_k - k / D), C_k = share of the k largest eigenvalues: 0 if equal, at most 1 - 1 / D.
 
-    EEE is our definition of the spectral concentration, after Marbut et al. 2023, because the paper gives none.
+    The paper gives no definition of the spectral concentration. Lamina's definition follows Marbut et al. 2023.
     """
     values = eigenvalues.double().sort(descending=True).values
     count = len(values)
@@ -396,7 +395,7 @@ def spectral_utilisation(eigenvalues: torch.Tensor) -> dict[str, float]:
 
 
 def condition_number(weight: torch.Tensor) -> float:
-    """Return s_max / s_min of a matrix's min(rows, columns) singular values in float64; inf if it is singular."""
+    """Return s_max / s_min of a matrix's min(rows, columns) singular values in float64; inf for a singular matrix."""
     weight = weight.detach().double()
     # The smaller Gram matrix's eigenvalues are the squares: many times faster, and exact enough far from 1 / eps.
     weight = weight if weight.shape[0] <= weight.shape[1] else weight.T

@@ -27,11 +27,11 @@ class WeightChange(Probe):
     """The change dW = W - W_init of the weights since initialization, as in FuseNorm's Eq 12.
 
     - change_norm: the L2 norm ||dW||.
-    - change_ratio: ||dW|| / ||W_init||; there is no row if all initial weights are 0.
+    - change_ratio: ||dW|| / ||W_init||, or NaN if all initial weights are 0.
 
     A row covers the parameters of one role in a sub-layer (see ``gradients``). Role ``all`` covers a whole sub-layer,
     or a whole layer (sublayer ``block``). Rows with layer -1 and sublayer ``model`` are for parameters outside the
-    layers; there, role ``all`` covers the whole model.
+    layers. At layer -1, role ``all`` covers the whole model.
 
     Args:
         reference: a checkpoint of the same architecture with the initial weights. During training, the default is a
@@ -49,7 +49,7 @@ class WeightChange(Probe):
         self.reference = reference
 
     def begin(self, context: Context) -> None:
-        """Find the initial weights. Raises UserError if these weights are unknown, or belong to another model."""
+        """Find the initial weights. Raises UserError if the weights are unknown or have other shapes."""
         now: Weights = {name: p.detach() for name, p in context.model.named_parameters()}
         if self.reference is not None:
             self._initial = {name: p.detach() for name, p in load(self.reference).model.named_parameters()}

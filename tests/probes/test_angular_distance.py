@@ -127,7 +127,7 @@ def test_fewer_tokens_a_batch_are_real_ones_of_every_sequence_and_the_page_says_
     whole = naive(model, inputs)
     assert found != pytest.approx(whole, abs=1e-6)
     assert found == pytest.approx(whole, abs=0.2)
-    assert any("compares 2 x 3 tokens of each batch's 2 x 12" in note for note in context.notes)
+    assert any("compares only 3 of the 12 tokens of each sequence" in note for note in context.notes)
     exact = context_of(model, context.batches)
     run(exact, [AngularDistance("all", tokens_per_batch=24)])
     assert not any("Lamina compares" in note for note in exact.notes)

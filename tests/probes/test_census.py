@@ -113,8 +113,8 @@ OF_SCALES = {
     "bitnet": "subln",
     "doge": "doge(qk_norm=head)",
     "deepseek_v4": (
-        "no known placement. The nearest is pre_ln(v_norm=full, wiring=mhc), with these differences: qk_norm is "
-        "several instead of off"
+        "no known placement. The nearest placement is pre_ln(v_norm=full, wiring=mhc), with these differences: "
+        "qk_norm is several instead of off"
     ),
     "hy_v4": "pre_ln(wiring=identity_hc)",
     "qwen4_exp_text": "wiring=gated_residual), with these differences: attention.post_norm is none",
@@ -184,7 +184,7 @@ def test_the_evidence_of_several_streams_names_what_is_read_mixed_and_written():
 
 def test_streams_whose_branch_is_gated_by_channel_are_not_named():
     found = lamina.placement_of(lamina.build(llama(layers=3).config, "layerscale(wiring=identity_hc)"))
-    assert found.verdict.startswith("not known: Block returns 4 streams, but in layer 0-2 they are not a weighted sum")
+    assert found.verdict.startswith("not known: Block returns 4 streams, but in layer 0-2 the streams are not weighted")
 
 
 def test_what_is_no_sum_is_not_named():
@@ -281,10 +281,10 @@ def test_so_it_is_for_every_placement(wiring, trained):
 
 def test_earlier_states_are_told_by_their_indices():
     text = lamina.placement_of(lamina.build(llama(layers=3).config, "pre_ln(wiring=mudd)")).text()
-    assert "keys reads a sum of x^0, x^1; its weights are by token" in text
+    assert "keys reads a sum of x^0, x^1; the weights are by token" in text
     depth = lamina.placement_of(lamina.build(llama(layers=6).config, "keel(wiring=attn_res, size=3)"))
     assert depth.placement == "keel(wiring=attn_res, size=3)"
-    assert "feed_forward reads a sum of x^0, x^3, x; its shares that sum to 1 are by token" in depth.text()
+    assert "feed_forward reads a sum of x^0, x^3, x; the shares that sum to 1 are by token" in depth.text()
 
 
 def test_a_sum_of_earlier_states_that_no_wiring_has_is_none_of_laminas():

@@ -277,7 +277,7 @@ def test_without_a_terminal_each_finished_part_is_a_line_and_a_long_plan_says_wh
     bars.end()
     about, *ended = capsys.readouterr().err.splitlines()
     assert "(jacobian 55 min 0 s, bounds 21 min 0 s," in about
-    assert about.endswith("To leave them out, add --probes gains")
+    assert about.endswith("To skip these probes, add --probes gains")
     assert [line.partition(",")[0] for line in ended] == ["gains has ended", "jacobian has ended"]
     Bars(show=True).plan({"gains": 1.0, "jacobian": 330.0})
     assert "--probes" not in capsys.readouterr().err

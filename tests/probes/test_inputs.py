@@ -94,7 +94,7 @@ def test_longer_than_the_model_takes():
 
 
 def test_no_tokenizer(llama):
-    with pytest.raises(UserError, match="tokenizer: the checkpoint has none"):
+    with pytest.raises(UserError, match="tokenizer: the checkpoint has no tokenizer"):
         batches_of(["text"], llama, None)
 
 
@@ -120,5 +120,5 @@ def test_padded_texts_are_refused(llama, tokenizer):
     whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     assert batches_of(whole, llama, tokenizer)[0]["input_ids"].tolist() == ids.tolist()
     padded = {**whole, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])}
-    with pytest.raises(UserError, match="the texts are padded, and the padding would count"):
+    with pytest.raises(UserError, match="the texts are padded, and Lamina would measure the padding"):
         batches_of(padded, llama, tokenizer)

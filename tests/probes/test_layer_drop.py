@@ -372,7 +372,7 @@ def test_sentences_name_the_layers_that_could_go():
     assert apart.startswith(
         "By angular distance, layer 1 matters least, but removing layer 3 harms least (the Spearman"
     )
-    assert apart.endswith("Believe the measured harm, because the angle only predicts it.")
+    assert apart.endswith("Trust the measured harm, because the angle is only a prediction.")
     every = list(LayerDrop().sentences(_frame([0.01, 0.02, 0.005, 0.0])))[1]
     assert every.startswith("Removing any one layer does little harm")  # and not a list of all layers
     equal = next(LayerDrop().sentences(_frame([0.3] * 4)))

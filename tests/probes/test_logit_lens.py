@@ -150,7 +150,7 @@ def test_a_head_that_reads_more_than_the_last_layer_is_refused():
         output.last_hidden_state = output.last_hidden_state + early[-1]
 
     model.model.register_forward_hook(add)
-    with pytest.raises(UserError, match="depend on more than its last state"):
+    with pytest.raises(UserError, match="depend on more than the last state"):
         LogitLens().begin(context)
 
 

@@ -61,9 +61,10 @@ _SINKHORN = 1e-3  # by which its matrix' sums are off 1
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Layers with the same equations: all layers' indices, and the first layer's sums and norms inside its sub-layers.
+    """Layers with the same equations. The fields other than ``layers`` describe the first of these layers.
 
-    ``streams`` holds the sums on several streams, and ``reads`` holds the sums of earlier states that the layers read.
+    ``streams`` holds the sums of a layer with several residual streams. ``reads`` holds the weighted sums of earlier
+    states that replace a layer's inputs.
     """
 
     layers: tuple[int, ...]
@@ -78,7 +79,8 @@ class Census:
     """The measurements of a model, and the registered placement that fits them.
 
     Attributes:
-        match: the placement, and the model's ``differences`` from this placement; None if ``unknown`` gives a reason.
+        match: the nearest placement, and the model's ``differences`` from this placement; None if ``unknown`` gives a
+            reason.
         unknown: the reason why Lamina cannot follow the model.
         groups: the layers, grouped by equal equations.
         ends: the embedding's norm and scale, the final norm, and the norms on queries, keys and values.
@@ -97,9 +99,7 @@ class Census:
 
     @property
     def placement(self) -> str | None:
-        """Return the placement with its options, for ``lamina.placements.resolve``; None if Lamina has no such
-        placement.
-        """
+        """Return the placement with its options, for ``lamina.placements.resolve``; None for unknown placements."""
         return self.match.placement if self.match is not None and not self.match.differences else None
 
     @property
@@ -111,7 +111,7 @@ class Census:
             synonyms = f" (the same as {', '.join(self.match.others)})" if self.match.others else ""
             return f"{self.match.placement}{synonyms}"
         return (
-            f"no known placement. The nearest is {self.match.placement}, with these differences: "
+            f"no known placement. The nearest placement is {self.match.placement}, with these differences: "
             f"{'; '.join(self.match.differences)}"
         )
 
@@ -143,7 +143,7 @@ def census(model_or_path: nn.Module | PreTrainedConfig | str | Path, *, layers: 
 
     Raises:
         UserError: for a path that holds no model, and for ``layers`` that the model does not have. If Lamina cannot
-            follow the model, it raises no error: ``unknown`` gives the reason.
+            measure the model's equations, the result's ``unknown`` gives the reason.
     """
     model, notes = _model_of(model_or_path)
     config: PreTrainedConfig | None = getattr(model, "config", None)
@@ -182,7 +182,7 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     ]
     if bare:
         raise UserError(
-            f"the output of layer {ranges(bare)} is not a weighted sum of its stream and its branches"
+            f"the output of layer {ranges(bare)} is not a weighted sum of the residual stream and branches"
             + (f" ({structure.notes[0]})" if structure.notes else "")
         )
     groups = _grouped(structure, sums, reads, root, inputs)
@@ -210,13 +210,13 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
 
 
 def _with_kinds(site: LayerSite, proved: LayerSite) -> LayerSite:
-    """Set each sub-layer's kind to its kind in the proved layer, unless the proof dropped the sub-layers."""
+    """Copy the kinds of the sub-layers from the proved layer, unless the proof dropped the sub-layers."""
     pairs = zip(site.sublayers, proved.sublayers or site.sublayers, strict=True)
     return replace(site, sublayers=tuple(replace(sublayer, kind=part.kind) for sublayer, part in pairs))
 
 
 def _several_streams(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> StreamLayers | None:
-    """Return the model's layers if they pass several residual streams from layer to layer; None for other models."""
+    """Return the layers of a model with several residual streams; None for other models."""
     width = getattr(_text_config(model), "hidden_size", None)
     if not isinstance(width, int) or "input_ids" not in inputs:
         return None
@@ -233,8 +233,8 @@ def _of_streams(
     sums, structure = streams.sums(), streams.structure()
     if bare := [index for index, layer_sums in enumerate(sums) if not layer_sums]:
         raise UserError(
-            f"{type(streams.layers[0]).__name__} returns {streams.n} streams, but in layer {ranges(bare)} they are "
-            "not a weighted sum of streams and a branch with one weight per token"
+            f"{type(streams.layers[0]).__name__} returns {streams.n} streams, but in layer {ranges(bare)} the streams "
+            "are not weighted sums of earlier streams and a branch (one weight per token)"
         )
     groups: dict[object, LayerGroup] = {}
     for index, layer_sums in enumerate(sums):
@@ -277,7 +277,7 @@ def _of_streams(
 
 
 def _wired(best: Match, wirings: Callable[[str], list[str]], otherwise: str) -> Match:
-    """Add the measured wiring to each placement that supports it. If none does, add the difference ``otherwise``."""
+    """Add the measured wiring to each placement that supports the wiring. If no placement does, add ``otherwise``."""
     exact = [] if best.differences else [best.placement, *best.others, *best.here]
     wired_as = {spec: wired for spec in exact or [best.placement] if (wired := wirings(spec))}
     if not wired_as:
@@ -315,7 +315,7 @@ def _stream_facts(sums: Sequence[StreamSum], usual: str, scalar: bool) -> dict[s
 def _with_norms_before(layers: list[dict[str, object]], ends: dict[str, object]) -> tuple[list[Facts], Facts]:
     """Treat a norm whose output is also the skip (MiniMax) as the post-norm of the preceding sum.
 
-    A final norm then counts as the last layer's post-norm.
+    In such models, the final norm is the last layer's post-norm.
     """
     layers, ends = [dict(facts) for facts in layers], dict(ends)
     if any(facts["attention.skip"] != NORMED or "feed_forward.post_norm" in facts for facts in layers):
@@ -377,7 +377,7 @@ def _alike(factor: Factor | None) -> object:
 
 
 def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
-    """Express the sums of a group of layers as fields of a placement's plan."""
+    """Convert the measured sums of a group of layers to the fields of a placement's plan."""
     found: dict[str, object] = {"order": SEQUENTIAL}
     terms = [(total, branch) for total in group.sums for branch in total.branches]
     if len(terms) > 1 and (terms[0][0] is terms[-1][0] or terms[-1][1].beside):
@@ -405,7 +405,7 @@ def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
 
 
 def _inner_facts(group: LayerGroup, usual: str) -> dict[str, object]:
-    """Return the norms before the last projection of attention and feed-forward. Norms in a mixer do not count."""
+    """Return the norms before the last projection of attention and feed-forward, but not of other mixers."""
     places = {norm.inside: norm.kind for norm in group.inner if norm.on == OUTPUT and norm.inside in SUBLAYERS}
     return {f"{part}.inner_norm": _as_fact(kind, usual) for part, kind in places.items()}
 
@@ -436,7 +436,7 @@ def _sublayer_facts(total: Sum, branch: BranchTerm, usual: str) -> dict[str, obj
 
 
 def _usual_kind(groups: Sequence[LayerGroup]) -> str:
-    """Return the most frequent kind of norm in the sub-layers. A plan calls this kind "norm"."""
+    """Return the most frequent kind of norm in the sub-layers, for which a plan writes "norm"."""
     counts: dict[str, int] = {}
     for group in groups:
         for total in group.sums:
@@ -447,7 +447,7 @@ def _usual_kind(groups: Sequence[LayerGroup]) -> str:
 
 
 def _as_fact(value: object, usual: str) -> object:
-    """Return a measured norm's kind as ``norm_fact`` would name the kind; other values are unchanged."""
+    """Translate a measured norm's kind to the words of ``norm_fact``. Return other values unchanged."""
     if value == usual:
         return "norm"
     words = {"layer": "layer norm", "rms": "rms norm"}
@@ -463,7 +463,7 @@ def _ends(
     inputs: Mapping[str, torch.Tensor],
     notes: list[str],
 ) -> dict[str, object]:
-    """Measure the norms and scale around the layers. The scale is None unless x^0 is a scaled embedding row."""
+    """Measure the norms before and after the layers, and the embedding's scale (None if x^0 has other terms)."""
     facts: dict[str, object] = {"embedding_norm": "none", "embedding_scale": None, "final_norm": "none"}
     points = {("x0", ""): structure.layers[0].input}
     sites = {"embedding_norm": structure.embedding_norm, "final_norm": structure.final_norm}
@@ -583,10 +583,12 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
     """Build a model from its configuration with random weights. Lamina shrinks the configuration of a large model."""
     note, count = "Lamina built the model from its configuration alone, with random weights", _size(config)
     fewer_layers = (
-        f", {_FEW_LAYERS} layers and a vocabulary of {_FEW_TOKENS}, so a factor that depends on the depth has its "
-        f"value for {_FEW_LAYERS} layers"
+        f". The model has {_FEW_LAYERS} layers and a vocabulary of {_FEW_TOKENS}, so factors that depend on the depth "
+        f"have their values for {_FEW_LAYERS} layers"
     )
-    fewer_heads = ", and fewer heads, so a factor that depends on the width has the value of a smaller width"
+    fewer_heads = (
+        ". The model has fewer heads, so factors that depend on the width have their values for a smaller width"
+    )
     for shrink, most, told in (
         (_smaller, _MANY_PARAMETERS, fewer_layers),
         (_narrower, _MANY_PARAMETERS, ""),
@@ -645,7 +647,7 @@ def _smaller(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _with_fewer_heads(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration with an eighth of the heads, each as wide as before, if the sizes allow it."""
+    """Return the configuration with an eighth of the heads, of the same width, if all sizes are divisible."""
     small = copy.deepcopy(config)
     text = backbone_of(small)
     heads, shared = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -661,7 +663,7 @@ def _with_fewer_heads(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _narrower(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration with few experts and feed-forward channels, which no placement depends on."""
+    """Return the configuration with few experts and feed-forward channels. Placements do not depend on these sizes."""
     small = copy.deepcopy(config)
     text = backbone_of(small)
     for name, value in list(vars(text).items()):

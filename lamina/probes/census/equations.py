@@ -1,8 +1,8 @@
 """Fit the equations of sub-layers to the tensors of one forward pass.
 
 Lamina fits each sum on the residual stream as a combination of possible terms: the branches, and a skip (the stream,
-the layer's input, the norm's output or the embedding). The simplest combination with no error except rounding is the
-equation.
+the layer's input, the norm's output or the embedding). The equation is the simplest combination whose error is only
+rounding.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _ROUGHLY = 1e-2  # of a norm's largest output: what is further off is another no
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A term's factor (with ``by_channel``, the mean over channels). ``learned`` is "no" or the factor's shape."""
+    """A term's factor. With ``by_channel``, ``value`` is the mean over channels. ``learned`` is "no" or the shape."""
 
     value: float = 1.0
     by_channel: bool = False
     learned: str = "no"
 
     def __str__(self) -> str:
-        """Return the factor as text in front of a term, or "" if it is 1."""
+        """Return the factor as text in front of a term. A factor of 1 gives ""."""
         if self.learned != "no":
             return f"({self.learned} {self.value:.4g}) "
         if self.by_channel:
@@ -56,8 +56,8 @@ class BranchTerm:
     """One branch of a sum: ``scale`` * B(module(pre_scale * A(x))), with norms A and B. ``norms`` maps each norm's
     position to its kind.
 
-    ``pre_scale`` is None if the module's input is not a multiple of the preceding norm's output. With ``beside``, x is
-    the block's input, before the block's earlier sub-layers have added to the residual stream.
+    ``pre_scale`` is None if the module's input is not a multiple of the preceding norm's output. If ``beside`` is true,
+    x is the block's input instead of the residual stream after the earlier sub-layers.
     """
 
     kind: str
@@ -70,11 +70,12 @@ class BranchTerm:
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """Describes one addition to the stream: its branches (two if they run side by side), skip and norm after the sum.
+    """One addition to the residual stream: the branches, the skip, and the norm after the sum.
 
-    ``coupling`` says whether skip and branch have factors a and b with a + b = 1 ("lerp") or a^2 + b^2 = 1
-    ("variance"). ``error`` is the largest difference from the layer's own sum, as a share of the sum's largest value.
-    If no combination fits, ``skip`` is empty, and ``error`` is the best combination's error.
+    A sum of two sub-layers that run side by side has two branches. If the factors a of the skip and b of the branch
+    satisfy a + b = 1, ``coupling`` is "lerp". If a^2 + b^2 = 1, ``coupling`` is "variance". ``error`` is the largest
+    difference from the layer's own sum, as a share of the sum's largest value. If no combination fits, ``skip`` is
+    empty, and ``error`` is the best combination's error.
     """
 
     branches: tuple[BranchTerm, ...]
@@ -101,11 +102,11 @@ class Sum:
 
 
 def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()) -> list[list[Sum]]:
-    """From two passes, fit the sums by which each layer adds to the stream. In the second pass, Lamina changes the
-    layers' learned scales.
+    """Fit each layer's additions to the residual stream. A second pass with changed scales shows which scales are
+    learned.
 
-    ``watch`` runs the model and returns the tensors at points. Parameters of ``others`` do not count as a layer's
-    scales.
+    ``watch`` runs the model and returns the tensors at points. The second pass does not change parameters of
+    ``others``.
     """
     groups = [_groups(site) for site in structure.layers]
     points = {key: point for site, found in zip(structure.layers, groups, strict=True) for key, point in _points(site)}
@@ -128,7 +129,7 @@ def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()
 
 
 def _groups(site: LayerSite) -> list[list[tuple[int, SublayerSite]]]:
-    """Group the sub-layers that run side by side: no module reads the residual stream between their additions."""
+    """Group sub-layers that run side by side. In a group, no module reads the residual stream between two additions."""
     groups: list[list[tuple[int, SublayerSite]]] = [[]]
     for number, sublayer in enumerate(site.sublayers):
         if groups[-1] and groups[-1][-1][1].after is not None and groups[-1][-1][1].after is not sublayer.after:
@@ -159,7 +160,7 @@ def watched_rows(root: nn.Module, inputs: Mapping[str, torch.Tensor], points: Ma
 
 
 def _own_parameters(site: LayerSite, more: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return a layer's scales: the parameters outside the norms and outside modules with a weight matrix."""
+    """Return a layer's scales, which are the parameters outside norms and outside modules with a weight matrix."""
     parts = [module for sublayer in site.sublayers for _, module in sublayer.modules]
     parts = [module for module in parts if any(parameter.ndim > 1 for parameter in module.parameters())]
     parts += [*more, *(norm.module for sublayer in site.sublayers for norm in sublayer.norms)]
@@ -237,7 +238,7 @@ class _Fit:
                     return
 
     def sum(self) -> Sum:
-        """Return the equation. If no factors fit, the equation has no factors."""
+        """Return the equation. If no combination fits, the equation has an empty skip."""
         factors = [as_factor(f) for f in self.factors] or [Factor()] * (len(self.names) + len(self.group))
         skip = dict(zip(self.names, factors, strict=False))
         branches = []
@@ -252,7 +253,7 @@ class _Fit:
         return Sum(branches=tuple(branches), skip=skip, post_norm=post, coupling=self._coupling(), error=self.error)
 
     def _is_beside(self, number: int) -> bool:
-        """Return whether a later sub-layer reads the block's input from before the earlier sub-layers' additions."""
+        """Return whether a later sub-layer reads the block's input instead of the current residual stream."""
         block, key = self.tensors[self.site.index, "input"], (self.site.index, number)
         read = self.tensors.get((*key, "pre_norm", "input"), self.tensors.get((*key, "entry")))
         return read is not None and torch.equal(read, block) and not torch.equal(read, self.stream)
@@ -266,7 +267,7 @@ class _Fit:
         return next((k for k, total in kinds.items() if inside and float((total - 1).abs().max()) < _APART), "none")
 
     def pre_factor(self, number: int, sublayer: SublayerSite) -> torch.Tensor | None:
-        """Return the factor from the norm's output (or the stream) to the module's input; None if none fits."""
+        """Return the module's input divided by the norm's output (or the stream); None if not a multiple."""
         entry = self.tensors.get((self.site.index, number, "entry"))
         normed = self.tensors.get((self.site.index, number, "pre_norm", "output"))
         norm = next((norm for norm in sublayer.norms if norm.role == "pre_norm"), None)

@@ -19,7 +19,7 @@ _MOVED = 1e-6  # of the largest value: less is rounding
 
 @dataclass(frozen=True, kw_only=True)
 class InnerNorm:
-    """A norm inside a sub-layer of the kind ``inside``: its location, its kind, and the channels over which it acts.
+    """A norm inside a sub-layer. ``inside`` is the sub-layer's kind.
 
     ``on`` is queries, keys, values, "the output" (before the last projection), or "" if unknown. ``scope`` is head,
     full (all heads' channels), or latent (a low-rank state before another projection).
@@ -47,7 +47,7 @@ def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, to
 
 
 def mixes(entry: Point, out: Point, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a sub-layer mixes tokens; if so, the sub-layer is not a feed-forward."""
+    """Return whether a sub-layer mixes tokens, which a feed-forward does not."""
     seen: list[torch.Tensor] = []
     middle = next(iter(inputs.values())).shape[1] // 2
 

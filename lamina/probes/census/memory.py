@@ -1,4 +1,4 @@
-"""From two passes, fit the sums of earlier hidden states that layers read instead of the residual stream."""
+"""Fit the weighted sums of earlier hidden states that layers read instead of the residual stream."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _MOVED, _SAME = 1e-3, 1e-4
 class StateRead:
     """A weighted sum of the layers' inputs x^0 .. x^l that a layer reads instead of the residual stream.
 
-    ``into`` names the reader: the stream itself, queries, keys, values, or a sub-layer's branch. ``states`` lists the
-    indices of the states with a weight; -1 is the stream inside a layer. ``weights`` is "constant", "learned" or "by
-    token". ``shares`` says whether the weights are positive and sum to 1.
+    ``into`` names the reader, which is the stream itself, queries, keys, values, or a sub-layer's branch. ``states``
+    lists the states with a weight other than 0. Index l means x^l, and -1 means the residual stream inside the layer.
+    ``weights`` is "constant", "learned" or "by token". ``shares`` says whether the weights are positive and sum to 1.
     """
 
     into: str
@@ -52,12 +52,12 @@ class StateRead:
         """Return the sum in words."""
         names = ", ".join("x" if state == SO_FAR else f"x^{state}" for state in self.states) or "nothing"
         how = "shares that sum to 1" if self.shares else "weights"
-        return f"{self.into} reads a sum of {names}; its {how} are {self.weights}"
+        return f"{self.into} reads a sum of {names}; the {how} are {self.weights}"
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """A module that sums states. ``layer`` is N after the last layer. ``into`` names each output's use ("queries")."""
+    """A module that sums states. ``into`` names each output's use, such as "queries". The last reader's layer is N."""
 
     module: nn.Module
     layer: int
@@ -65,7 +65,7 @@ class _Reader:
 
 
 class MemoryLayers:
-    """A model's layers that return the residual stream and earlier states, as ``declared_structure`` finds them."""
+    """The layers of a model that passes the residual stream and earlier states from layer to layer."""
 
     def __init__(self, structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]):
         self.root, self.inputs = root, inputs
@@ -74,11 +74,11 @@ class MemoryLayers:
         self.made: _Made = {}
 
     def others(self) -> list[nn.Module]:
-        """Return the modules whose parameters do not count as a sub-layer's factors."""
+        """Return the reader modules, whose parameters are no factors of a sub-layer."""
         return [reader.module for reader in self.readers]
 
     def watch(self, points: Mapping[Hashable, Point]) -> Tensors:
-        """Return the tensors at the points. The sums that replace the residual stream count as the layers' inputs."""
+        """Return the tensors at the points. A sum that replaces the residual stream becomes the layer's input."""
         with self._noted():
             tensors = dict(watched_rows(self.root, self.inputs, points))
         width = self.structure.hidden_size
@@ -94,7 +94,7 @@ class MemoryLayers:
         return tensors
 
     def _part_ways(self, tensors: dict[Hashable, torch.Tensor], layer: int, parts: list[torch.Tensor], w: int) -> None:
-        """If queries, keys and values read concatenated inputs with equal factors, keep only the queries' input."""
+        """Keep only the queries' part of an entry that concatenates queries, keys and values with equal factors."""
         entry = tensors.pop((layer, 0, "entry"))
         if entry.shape[-1] != len(parts[:-1]) * w:
             return
@@ -113,8 +113,8 @@ class MemoryLayers:
     def reads(self) -> list[list[StateRead]]:
         """Measure the states that each layer reads. The last entry lists the states that the final norm reads.
 
-        Lamina sets every state to different random numbers, so the weights are certain. A second pass with other reader
-        parameters shows which weights are learned, and which differ by token.
+        Lamina replaces every state by different random numbers, so that only one set of weights fits. A second pass
+        with changed parameters shows which weights are learned and which differ by token.
         """
         parameters = [parameter for reader in self.readers for parameter in reader.module.parameters()]
         with self._noted(noise=True) as before:
@@ -130,7 +130,7 @@ class MemoryLayers:
 
     @contextmanager
     def _noted(self, noise: bool = False) -> Iterator[tuple[_Given, _Made]]:
-        """Record the readers' inputs and outputs. With ``noise``, Lamina gives the readers random states."""
+        """Record the readers' inputs and outputs. With ``noise``, replace the readers' inputs by random states."""
         given, made = _Given(), _Made()
         self.made, last = made, self.structure.num_layers
         states: dict[int, torch.Tensor] = {}
@@ -148,7 +148,7 @@ class MemoryLayers:
                     inside.append(tensor)
                     if tensor is not inside[0]:
                         raise UserError(
-                            "the model's layers read several inner states, but Lamina can follow only one of them"
+                            "a layer reads several hidden states from inside the layer, but Lamina can follow only one"
                         )
                 generator = torch.Generator().manual_seed(index + 2)
                 random = torch.randn(tensor.shape, generator=generator).to(tensor)
@@ -182,7 +182,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Fit:
-    """A reader's ``weights`` [tokens or 1, states] of its input states, and these states' indices."""
+    """A reader's input states, and the ``weights`` [tokens or 1, states] of these states."""
 
     def __init__(self, place: int, number: int, given: _Given, made: _Made):
         self.states = tuple(sorted(given[place], key=lambda state: (state == SO_FAR, state)))
@@ -193,8 +193,8 @@ class _Fit:
         if self.error > ROUNDING:
             if 2 * len(self.states) > terms.shape[-1]:
                 raise UserError(
-                    f"Lamina cannot fit {len(self.states)} states per token: it needs at least twice as many "
-                    "channels as states"
+                    f"Lamina cannot fit {len(self.states)} states per token, because the fit needs at least twice as "
+                    "many channels as states"
                 )
             weights, self.error = by_token(total[:, None], terms)
             self.weights = weights[..., 0]
@@ -215,7 +215,7 @@ def _judged(into: str, before: _Fit, after: _Fit) -> StateRead:
 
 
 def _with_entries(site: LayerSite) -> LayerSite:
-    """Move each sub-layer's entry to its module's input, and keep only the inner norms that are inside the module."""
+    """Set each sub-layer's entry to the module's input, and drop inner norms outside the module."""
     entries = []
     for sublayer in site.sublayers:
         (path, half), *_ = sublayer.modules
@@ -242,7 +242,7 @@ def _readers(structure: Structure) -> Iterator[_Reader]:
 
 
 def memories_of(spec: str, reads: Sequence[Sequence[StateRead]]) -> list[str]:
-    """Return the specs of a placement with the residual paths that read the measured states, simplest first."""
+    """Return the placement's spec with each wiring whose layers read the measured states, simplest first."""
     specs: dict[str, str] = {}
     layers = len(reads) - 1
     for more in ({}, *({"size": size} for size in range(1, layers + 1))):
@@ -262,7 +262,7 @@ def _form(reads: Sequence[StateRead]) -> Form:
 
 
 def _reads_of(plan: Plan) -> list[Form]:
-    """Return the states that a plan's layers and final norm read, as ``_form`` does for a ``StateRead``."""
+    """Return the states that a plan's layers and final norm read, in the form of ``_form``."""
     found: list[Form] = []
     kept: tuple[int, ...] = ()
     depth = any(getattr(layer, half).reads_memory for layer in plan.layers for half in SUBLAYERS)

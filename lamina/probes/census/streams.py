@@ -45,11 +45,13 @@ Pair: TypeAlias = tuple[Call, torch.Tensor, torch.Tensor]  # a call, what it got
 class StreamSum:
     """One sub-layer on n streams S: S' = C(skip_scale * M S + w B(module(pre_scale * A(r S)))).
 
-    ``read`` and ``write`` say whether the weights r and w are constant, learned, or different for each token ("by
-    token"); a read "by channel" is not a sum of streams. ``mix`` says whether M is the identity, sinkhorn (all rows and
-    columns have the same sum) or free; it is "" if the streams are still equal. ``own`` says for each stream whether
-    its norm changes the stream ("stream") or only the values that the sub-layer reads ("read"); "" means no norm.
-    ``normed`` marks the streams to which C applies; if it is empty, C applies to all. ``error`` is as in ``Sum``.
+    ``read`` and ``write`` are the kinds of the weights r and w: "constant", "learned", or "by token" for different
+    weights at each token. If ``read`` is "by channel", the sub-layer does not read a weighted sum of streams. ``mix``
+    is "identity", "sinkhorn" (all rows and columns of M have the same sum) or "free". If the streams are still equal,
+    ``mix`` is "". ``own`` has an entry for each stream: "stream" if a norm changes the stream, "read" if a norm changes
+    only the values that the sub-layer reads, and "" without a norm. ``normed`` marks the streams to which C applies. An
+    empty ``normed`` means all streams. ``error`` is the largest difference from the model's sum, as a share of the
+    largest value.
     """
 
     path: str
@@ -78,12 +80,12 @@ class StreamSum:
         return f"S' = {f'{c}{of}({total})' if c else total}; r {self.read}, w {self.write}, M {mix}{more}"
 
     def form(self) -> tuple[object, ...]:
-        """Return the measured fields that a plan's ``Streams`` also has."""
+        """Return the measured fields to compare with a plan's ``Streams``."""
         return self.own if any(self.own) else (), self.normed, self.read, self.write, self.mix
 
 
 def wirings_of(spec: str, layers: Sequence[Sequence[StreamSum]], n: int) -> list[str]:
-    """Return the specs of a placement with the residual paths that compute the measured streams."""
+    """Return the placement's spec with each wiring that computes the measured streams."""
     specs: dict[str, str] = {}
     for name, more in product(WIRINGS.names(), ({}, {"size": n})):
         plan = resolved(spec, len(layers), wiring=name, **more)
@@ -112,7 +114,7 @@ def _form(sublayer: Sublayer) -> tuple[object, ...]:
 
 
 def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
-    """Return whether constant write weights equal the plan's ``out_scale * write``; True for other weights."""
+    """Return whether constant write weights equal the plan's ``out_scale * write``. Other weights always match."""
     if one.write != CONSTANT or sublayer.streams is None:
         return True
     expected = [sublayer.out_scale * write for write in sublayer.streams.write]
@@ -120,9 +122,7 @@ def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
 
 
 class StreamLayers:
-    """A model's layers. Each returns ``n`` streams [batch, tokens, n, width], which may be flattened; n is 1 for a
-    single stream.
-    """
+    """A model's layers, which return ``n`` streams [batch, tokens, n, width]. The last two dimensions may be one."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], width: int):
         more = {"use_cache": False} if takes_cache(type(model)) else {}
@@ -140,10 +140,10 @@ class StreamLayers:
                 break
 
     def sums(self) -> list[list[StreamSum]]:
-        """Measure each layer's sub-layers. If a layer's output is not a weighted sum, the layer gets an empty list.
+        """Measure each layer's sub-layers. The list is empty for a layer whose output is not a weighted sum.
 
-        Lamina gives each layer different states. A second pass, with other parameters outside norms and branches, shows
-        which weights are learned, and which differ by token.
+        Lamina adds noise to each layer's streams, so that all streams differ. A second pass with changed parameters
+        outside norms and branches shows which weights are learned and which differ by token.
         """
         with self._stirred() as stirred:
             self.record = self.run()
@@ -181,7 +181,7 @@ class StreamLayers:
         return Structure(tuple(layers), self.width, embedding, before, behind, head=None)
 
     def _widths(self, value: int) -> int:
-        """Return how many widths a tensor has per token; 0 for other tensors."""
+        """Return how many vectors of the hidden size a tensor has per token; 0 for other tensors."""
         shape = torch.Size(self.record.shapes[value]) if value >= 0 and self.record.floating[value] else torch.Size()
         fits = len(shape) > 2 and shape[:2] == self.size and shape[-1] % self.width == 0
         return shape.numel() // (self.size.numel() * self.width) if fits else 0
@@ -219,7 +219,7 @@ class StreamLayers:
             yield stirred
 
     def _readers(self, layer: Call) -> list[Call]:
-        """Return the outermost calls in a layer that take all streams and return something else."""
+        """Return the outermost calls in a layer that take all streams, but do not return all streams."""
 
         def reads(call: Call) -> bool:
             return call is layer or any(self._widths(value) == self.n for value in call.inputs.values())
@@ -256,7 +256,7 @@ class StreamLayers:
     def _sum(
         self, x: torch.Tensor, sources: Mapping[str, torch.Tensor], own: tuple[str, ...], calls: Sequence[Call]
     ) -> tuple[StreamSum, Weights] | None:
-        """Fit the sub-layer that returns x. Returns the sum with each token's weights, or None if no sum fits."""
+        """Fit the sum that gives x. Returns the sum with each token's weights, or None if no sum fits."""
         norms, total, normed = dict[str, str](), x.clone(), [False] * self.n
         narrow, last = self._pairs(calls, 1), set[Call]()
         for call, given, made in [*narrow, *self._pairs(calls, self.n)]:
@@ -302,7 +302,7 @@ class StreamLayers:
 
 
 def by_token(total: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Fit the sums of each token by factors of its terms. Returns the factors [tokens, terms, sums] and the error."""
+    """At each token, fit the sums by factors of the terms. Returns the factors [tokens, terms, sums] and the error."""
     largest = float(max(total.abs().max(), terms.abs().max())) or 1.0
     if not math.isfinite(largest):
         return torch.zeros(len(total), terms.shape[1], total.shape[1], dtype=total.dtype), math.inf
@@ -316,7 +316,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
-    """Mark the streams in y [tokens, n, width] that are norms of x's; None if one is neither equal nor a norm."""
+    """Mark y's streams [tokens, n, width] that are norms of x's streams; None if a stream is neither same nor norm."""
     norms = []
     for before, after in zip(x.unbind(1), y.unbind(1), strict=True):
         same = torch.equal(before, after)
@@ -341,7 +341,7 @@ def _read(
 
 
 def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights]) -> StreamSum:
-    """Return the second pass's sum, with its weights classified as constant, learned or different for each token."""
+    """Return the second pass's sum, with its weights classified as constant, learned or by token."""
     one, (read, write, mix) = after
     earlier = before[0].skip  # streams apart may span the block's input
     skip = earlier if one.skip == UNSEEN or earlier not in (STREAM, UNSEEN) else one.skip
@@ -366,7 +366,7 @@ def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights])
 
 
 def _moves(before: torch.Tensor, after: torch.Tensor) -> str:
-    """Classify weights by the median token, because a weight is imprecise at a token where its branch is small."""
+    """Classify weights by the median over tokens. A weight is imprecise at a token with a small branch."""
     limit, middle = _MOVED * float(after.abs().max()), after.median(0).values
     if float((after - middle).abs().amax(1).median()) > limit:
         return BY_TOKEN

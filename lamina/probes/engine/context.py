@@ -39,13 +39,13 @@ class Context:
             repeatedly.
         tokenizer: the checkpoint's tokenizer, if it has one.
         notes: notes for the reader of the page; probes append to them.
-        forwards: the number of batches that the forward passes used before they stopped (set before ``finish``).
+        forwards: the number of batches in the shared forward passes. Lamina sets ``forwards`` before ``finish``.
         progress: a function (done, total, label) that slow probes call.
-        strict: whether the user requested the probe by name. A strict probe raises an error if it cannot measure
-            everything. If the user requested "all" probes, the probe measures what it can and adds a note.
-        state: {"step": ...} with the training step if the model belongs to a run; otherwise empty.
+        strict: whether the user requested the probe by name. If ``strict`` is true, a probe raises an error if it
+            cannot measure everything. If ``strict`` is false, the probe measures a part and adds a note.
+        state: the training step and the run's folder, if the model belongs to a run.
         warnings: reasons to doubt the results; the page shows them first.
-        new_weights: the head's weights that the checkpoint does not have. If there are such weights, the model's
+        new_weights: the names of head weights that the checkpoint lacks. If ``new_weights`` is not empty, the model's
             predictions are random.
         whole: whether the user supplied the inputs. A probe measures all of the user's inputs, unless an option sets a
             limit.
@@ -78,8 +78,8 @@ class Context:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """Return the model and its base. A forward pass of the model or of the base restarts the count of calls,
-        because OPT's head bypasses the base.
+        """Return the model and its base. The count of a module's calls restarts when the model or the base runs. OPT's
+        head bypasses the base.
         """
         return [self.model] if self.base is self.model else [self.model, self.base]
 
@@ -97,8 +97,8 @@ class Context:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """Return how many inputs a probe measures (0: all): the probe's option if it is set; otherwise 0 for the user's
-        inputs, or ``sample`` for a corpus.
+        """Return how many inputs a probe measures (0: all). The probe's option comes first. The default is 0 for the
+        user's own inputs, and ``sample`` for a corpus.
         """
         return option if option is not None else 0 if self.whole else sample
 
@@ -123,14 +123,14 @@ class Context:
         return total
 
     def forward(self, inputs: Mapping[str, torch.Tensor], *, head: bool = True) -> Output:
-        """Run the model on one batch without a cache; ``head=False`` leaves out its head."""
+        """Run the model on one batch without a cache. If ``head`` is false, run the model without its head."""
         return forward(self.model if head else self.base, inputs)
 
     def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean cross-entropy of a batch in nats per token (float32), with the graph if gradients are on.
 
-        A causal model predicts the next token; a masked model predicts masked tokens (15 %, the same tokens each time).
-        Raises UserError if the model has no such head, or if the checkpoint lacks the head's weights.
+        A causal model predicts the next token. A masked model predicts 15 % of the tokens, at the same positions each
+        time. Raises UserError if the model has no language-model head, or if the checkpoint lacks the head's weights.
         """
         return self.token_losses(inputs).mean()
 

@@ -31,12 +31,12 @@ _INNER = (
 
 
 class DirectionsProbe(Probe):
-    """A probe that compares the directions of every two states, x^0 ... x^N, at the same tokens.
+    """A probe that compares the directions of any two hidden states x^0 ... x^N at the same tokens.
 
-    The probe holds the states' unit vectors at the chosen tokens of one batch in float32. With the tokens "all", the
-    probe keeps at most ``tokens_per_batch`` tokens of a batch (default: all of the user's own text; for a corpus, the
-    number that fits in a quarter of the model's memory or in 64 MiB, if that is more). If a batch has more tokens,
-    Lamina draws the same positions in every sequence, and draws again for each batch.
+    The probe holds the states' unit vectors at the chosen tokens of one batch in float32. With ``tokens`` "all", the
+    probe keeps at most ``tokens_per_batch`` tokens of a batch. The default is all of the user's own text. For a corpus,
+    the default is the number that fits in a quarter of the model's memory, or in 64 MiB for a small model. If a batch
+    has more tokens, Lamina draws random positions for each batch, the same in all sequences.
     """
 
     of_streams = True
@@ -147,7 +147,7 @@ class DirectionsProbe(Probe):
                 chosen = torch.randperm(tokens, generator=generator)[:each].sort().values
                 self._chosen = chosen.to(state.device)
                 self._context.note(
-                    f"To save memory, Lamina compares {batch} x {each} tokens of each batch's {batch} x {tokens}. "
+                    f"To save memory, Lamina compares only {each} of the {tokens} tokens of each sequence. "
                     "To compare more tokens, raise tokens_per_batch."
                 )
             if mask is not None:
@@ -165,13 +165,13 @@ class DirectionsProbe(Probe):
         self.by_pair.add(sums, counts)
 
     def pair_rows(self, metric: str) -> pd.DataFrame:
-        """Return a row for each pair of states, sorted by the distance between the two."""
+        """Return a row for each pair of states, sorted by the distance in layers."""
         start, end = self._pairs
         frame = ratio_rows(start, end - start, metric, self.by_pair)
         return frame.sort_values(["size", "start"], ignore_index=True)
 
     def note_streams(self, context: Context) -> None:
-        """Add a note on layers whose states are a norm's output or a mixture, not a plain stream as in Pre-LN."""
+        """Add notes on layers with norms on the residual stream (Post-LN, HybridNorm)."""
         layers: dict[str, list[int]] = {_NORMED: [], _INNER: []}
         for site in context.structure.layers:
             roles = [[norm.role for norm in sublayer.norms] for sublayer in site.sublayers]
@@ -184,8 +184,6 @@ class DirectionsProbe(Probe):
 
 
 def ratio_rows(start: np.ndarray | int, size: np.ndarray, metric: str, ratio: Ratio) -> pd.DataFrame:
-    """Return a ratio's values, one row per block of layers: ``start`` is the first layer, ``size`` the number of
-    layers.
-    """
+    """Return a table of ratios with one row per block of layers. ``start`` is the block's first layer."""
     value, error = ratio.mean.numpy(), ratio.standard_error.numpy()
     return pd.DataFrame({"start": start, "size": size, "metric": metric, "value": value, "standard_error": error})

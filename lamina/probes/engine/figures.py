@@ -64,7 +64,7 @@ def lines(
 
 
 def chart(frame: pd.DataFrame, title: str, y_title: str, caption: str, **axes: Any) -> list[tuple[Figure, str]]:
-    """Return the figure of ``lines`` with its caption, or an empty list if there are no rows."""
+    """Return a line chart with its caption, or an empty list if ``frame`` has no rows."""
     return [(lines(frame, title=title, y_title=y_title, **axes), caption)] if len(frame) else []
 
 

@@ -26,7 +26,7 @@ _CHARS_A_TOKEN = 12  # more than any tokenizer's: how much of a corpus is read
 
 
 Reader: TypeAlias = Callable[[Inputs, str, nn.Module, int, int], torch.Tensor]
-"""A function that returns the items for the user's input, the corpus, the model, the maximum number and a seed."""
+"""A function of the user's input, the corpus, the model, the maximum number of items and a seed. Returns the items."""
 
 
 def images() -> Reader:
@@ -36,7 +36,7 @@ def images() -> Reader:
 
 
 READERS: dict[str, Callable[[], Reader]] = {"pixel_values": images}
-"""Maps the name of a model's main input (except token ids) to a function that loads this input's reader."""
+"""Maps the name of a main input other than token ids to a function that loads the reader."""
 
 
 def reads_images(model: nn.Module) -> bool:
@@ -59,15 +59,17 @@ def batches_of(
 ) -> list[dict[str, torch.Tensor]]:
     """Return the inputs of the forward passes: ``given``, or otherwise inputs from ``corpus``.
 
-    There are at most ``sequences`` inputs (None: all).
+    The result has at most ``sequences`` inputs (None: all).
 
-    ``given`` holds texts, which Lamina packs into blocks of ``sequence_length`` tokens; token blocks [sequences,
-    tokens] (a tensor, an array, lists or a dataset of input_ids); or images [images, channels, height, width].
+    ``given`` can be texts, token blocks or images. Lamina packs texts into blocks of ``sequence_length`` tokens. Token
+    blocks [sequences, tokens] are a tensor, an array, lists or a dataset of input_ids. Images are [images, channels,
+    height, width].
 
     If the text's end does not fill a block, Lamina leaves the end out and adds a line to ``notes``.
 
     Raises:
-        UserError: if Lamina cannot read the input, or if the input is shorter than a block or does not fit the model.
+        UserError: if Lamina cannot read the input, if the input is shorter than a block, or if the model does not
+            accept it.
     """
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids" and reads not in READERS:
@@ -113,7 +115,7 @@ def _length(length: int | None, model: nn.Module) -> int:
 
 
 def _corpus_texts(corpus: str, text_field: str, chars: int | None) -> list[str]:
-    """Return held-out pieces from all parts of a corpus, or a whole corpus if it is short or ``chars`` is None."""
+    """Return held-out pieces from all parts of a corpus. If ``chars`` is None, return the whole corpus."""
     from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
 
     text = single_corpus(corpus, text_field)
@@ -142,7 +144,7 @@ def _pack(
     """Pack the texts' tokens into blocks [blocks, length], with the tokenizer's special tokens around each text."""
     if tokenizer is None:
         raise UserError(
-            f"tokenizer: the checkpoint has none, so Lamina cannot read {source}. Add --tokenizer FOLDER, or "
+            f"tokenizer: the checkpoint has no tokenizer, so Lamina cannot read {source}. Add --tokenizer FOLDER, or "
             "--tokenizer bytes for a model of bytes."
         )
     prefix, suffix = _specials(tokenizer)
@@ -150,7 +152,7 @@ def _pack(
     if body < 1:
         raise UserError(
             f"sequence_length: {length} leaves no room for text beside {len(prefix) + len(suffix)} special tokens. "
-            "Raise it."
+            "Raise sequence_length."
         )
     end = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) and not suffix else None
     if end is not None:
@@ -192,7 +194,7 @@ def _blocks(given: Inputs, sequences: int) -> torch.Tensor:
         elif isinstance(given, Mapping):
             blocks = torch.as_tensor(given["input_ids"])
             if (mask := given.get("attention_mask")) is not None and not torch.as_tensor(mask).bool().all():
-                raise ValueError("the texts are padded, and the padding would count")
+                raise ValueError("the texts are padded, and Lamina would measure the padding")
         else:
             rows = [given[i] for i in spread(len(given), sequences)]
             rows = [row["input_ids"] if isinstance(row, Mapping) else row for row in rows]

@@ -18,7 +18,7 @@ from lamina.probes.structure.sites import LayerSite, NormSite, SublayerSite
 
 @dataclass(frozen=True)
 class SpectralNorm:
-    """A spectral norm, and how the iteration that computed the norm ended."""
+    """A spectral norm, its residual, and the number of iterations."""
 
     value: torch.Tensor  # the norm, float64 on the CPU, [...] one per problem; never above the true one
     # ||J^T u - s v|| / s for the singular triplet (s, u, v): a singular value lies within this of s
@@ -30,9 +30,9 @@ class SpectralNorm:
 class Jacobian:
     """The Jacobian J of ``function`` at ``x`` as a linear map. One forward pass makes the graph, which Lamina keeps.
 
-    A backward pass gives J^T u. Because J^T u is linear in u, a backward pass through this backward pass gives J v.
-    Every operation needs a second derivative, but no forward-mode derivative. On a CPU, the fused attention kernels
-    have no second and no forward-mode derivative, so run attention eagerly.
+    A backward pass gives J^T u. J^T u is linear in u, so a backward pass through this backward pass gives J v. Every
+    operation therefore needs a second derivative. The fused attention kernels on CPUs have no second derivative, so run
+    attention eagerly.
 
     The output of ``function`` and ``x`` may differ in shape. ``x`` is floating point, and all other inputs stay fixed.
     """
@@ -97,7 +97,7 @@ class Jacobian:
 
 @contextmanager
 def _second_derivatives() -> Iterator[None]:
-    """Raise a UserError in place of PyTorch's errors if an operation of the model has no second derivative."""
+    """Raise UserError instead of PyTorch's errors if an operation of the model has no second derivative."""
     try:
         yield
     except RuntimeError as error:
@@ -131,9 +131,9 @@ def largest_singular_value(
     """Find a linear map's largest singular value by Lanczos bidiagonalization (Golub and Kahan 1965), beginning at
     ``start``.
 
-    Lanczos needs the same products as power iteration, but it computes the norm from all vectors so far. Lanczos needs
-    far fewer products if the singular values are close together, as in a Jacobian near the identity. Lamina keeps all 2
-    * iterations vectors, and orthogonalizes each new vector against them. Only the bidiagonal matrix is in float64.
+    Power iteration uses only the latest vector, but Lanczos uses all vectors so far. Lanczos therefore needs far fewer
+    products if the singular values are close together, as in a Jacobian near the identity. Lamina keeps all 2 *
+    iterations vectors, and orthogonalizes each new vector against them. Only the bidiagonal matrix is in float64.
     """
     number("tolerance", tolerance, 0.0, open_low=True)
     whole_number("iterations", iterations)
@@ -162,14 +162,14 @@ def largest_singular_value(
 
 
 def _unit(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale vectors [problems, n] to length 1, zeros excepted; also returns their lengths, float64 on the CPU."""
+    """Scale vectors [problems, n], except zeros, to length 1. Also return the original lengths, float64 on the CPU."""
     length = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
     # Vectors of length 1e-30 would lose bits to denormal numbers before they are divided.
     return torch.where(length[:, None] > 0, vectors / length[:, None], vectors).to(vectors.dtype), length.cpu()
 
 
 def _orthogonal(vectors: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
-    """Make ``vectors`` [problems, n] orthogonal to all ``others``. One round would lose half the bits, so use two."""
+    """Make ``vectors`` [problems, n] orthogonal to all ``others``. Two rounds keep full precision."""
     if not others:
         return vectors
     basis = torch.stack(others, dim=1)
@@ -180,7 +180,7 @@ def _orthogonal(vectors: torch.Tensor, others: list[torch.Tensor]) -> torch.Tens
 
 
 def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bidiagonal matrix's largest singular value and the residual relative to this value, [problems]."""
+    """Return the bidiagonal matrix's largest singular value and the relative residual, both [problems]."""
     diagonal, above = torch.stack(alpha, dim=-1), torch.stack(beta, dim=-1)
     matrix = torch.diag_embed(diagonal) + torch.diag_embed(above[:, :-1], offset=1)
     if not bool(matrix.isfinite().all()):
@@ -197,8 +197,9 @@ def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[t
 class Wiring:
     """The scales and gains of a sub-layer y = C(skip_scale * s + out_scale * B(F(pre_scale * A(x)))).
 
-    The gains of A, B and C are root mean squares over the channels, or None if there is no such norm. ``path_scale`` is
-    C's gain times skip_scale ([channels] or one number), the numerator of the path's Jacobian.
+    A, B and C are norms. Their gains are root mean squares over the channels, or None for a missing norm.
+    ``path_scale`` is C's gain times skip_scale, [channels] or one number. It is the numerator of the residual path's
+    Jacobian.
     """
 
     skip: str = "stream"  # stream | block_input | both
@@ -213,15 +214,15 @@ class Wiring:
 
 
 def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | float]) -> torch.Tensor:
-    """Compute the residual path's Jacobian norm through one block from the standard deviations at its post-norms.
+    """Compute the Jacobian norm of a block's residual path from the standard deviations at the block's post-norms.
 
     A norm on the path multiplies by gain / sigma (FuseNorm Eq 16: 1 / sigma), and the skip multiplies by its scale. A
-    Post-LN block has two norms on its path, which give sigma^-2; FuseNorm has one, which gives sigma^-1 (FuseNorm Eq 10
-    and 11). Lamina computes each channel separately and returns the largest value. As in the papers, this value ignores
-    the direction that a norm removes.
+    Post-LN block has two norms on its path, so the result is of order sigma^-2. A FuseNorm block has one norm on its
+    path, so the result is of order sigma^-1 (FuseNorm Eq 10 and 11). Lamina returns the largest value over the
+    channels. As in the papers, this value ignores that a norm removes one direction.
 
-    ``sigmas`` has one number or tensor [...] per sub-layer; Lamina ignores it if the sub-layer has no norm on its sum.
-    Returns a float64 tensor of the same shape.
+    ``sigmas`` has one number or tensor [...] per sub-layer. Lamina ignores the sigma of a sub-layer without a norm on
+    its sum. Returns a float64 tensor [...].
     """
     through = torch.ones(1, dtype=torch.float64)
     for wiring, sigma in zip(wirings, sigmas, strict=True):
@@ -235,9 +236,9 @@ def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | floa
 def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[list[float]]:
     """Return the standard deviation of every sub-layer's sum, from gains and scales alone (Keel Eq 14-19).
 
-    As in the paper, Lamina assumes that attention and feed-forward keep their input's scale, and that skip and branch
-    are uncorrelated: sigma^2 = (alpha * scale of the skip)^2 + (scale of the branch)^2. With the gains g of the outer
-    and inner norms, sigma^2 is g_{l-1,1}^2 alpha^2 + g_{l,2}^2. ``start`` is the root mean square of x^0.
+    Keel assumes that attention and feed-forward keep their input's scale, and that skip and branch are uncorrelated.
+    Then sigma^2 = (alpha * scale of the skip)^2 + (scale of the branch)^2. With the gains g of the outer and inner
+    norms, sigma^2 is g_{l-1,1}^2 alpha^2 + g_{l,2}^2. ``start`` is the root mean square of x^0.
     """
     sigmas, stream = [], start
     for layer in layers:
@@ -255,9 +256,7 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
 
 
 def wirings_of(site: LayerSite) -> list[Wiring]:
-    """Return the ``Wiring`` of each sub-layer of a layer: a Lamina model's skips and scales, or plain skips for other
-    models.
-    """
+    """Return the ``Wiring`` of each sub-layer of a layer. Models of other libraries get plain skips."""
     return [_wiring(site, sublayer) for sublayer in site.sublayers]
 
 
@@ -291,7 +290,7 @@ def _wiring(site: LayerSite, sublayer: SublayerSite) -> Wiring:
 
 
 def _gain(norm: NormSite) -> torch.Tensor:
-    """Return a norm's gain, [channels] in float64 on the CPU; a single number if the norm learns none."""
+    """Return a norm's gain, [channels] in float64 on the CPU; a single number for a norm without a learned gain."""
     gain = norm.gain
     if gain is None:
         return torch.as_tensor(float(getattr(norm.module, "initial_gain", 1.0)), dtype=torch.float64)
@@ -303,14 +302,16 @@ def largest_gain(norm: NormSite) -> float:
 
 
 def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """From a norm's input [..., channels], return each token's divisor [...] without epsilon, in at least float32.
+    """Return the number [...] by which a norm divides each token of ``x`` [..., channels], in at least float32. The
+    result does not include epsilon.
 
     The divisor is the root mean square, or the standard deviation if the norm subtracts the mean. A norm over groups of
     channels has a divisor per group: Lamina returns the smallest, because its Jacobian is the largest.
     """
     if not getattr(module, "divides", True):  # Lamina's l2, DyT, Derf
         raise UserError(
-            f"bounds: {type(module).__name__} does not divide by a root mean square. Choose a model with norms that do."
+            f"bounds: {type(module).__name__} does not divide by a root mean square. Choose a model with RMSNorm or "
+            "LayerNorm."
         )
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     groups = int(getattr(module, "groups", 1))
@@ -321,7 +322,7 @@ def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def subtracts_mean(module: nn.Module, channels: int) -> bool:
-    """Test whether a norm subtracts the mean over the channels, as LayerNorm does and RMSNorm does not."""
+    """Return whether a norm subtracts the mean over the channels, like LayerNorm and unlike RMSNorm."""
     parameter = next(module.parameters(), None)
     like = {} if parameter is None else {"device": parameter.device, "dtype": parameter.dtype}
     x = torch.linspace(-1, 1, channels, **like)[None, None]

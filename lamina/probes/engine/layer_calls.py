@@ -24,7 +24,7 @@ from lamina.probes.structure.sites import LayerSite, Point
 class LayerCall:
     """One call of a layer by the model: the residual stream x^l and all other arguments of the layer.
 
-    ``calls`` counts how often each module ran before the layer, so that all points belong to the same call.
+    ``calls`` counts each module's earlier calls, so that Lamina can find a point in the same call of the layer.
     """
 
     site: LayerSite
@@ -34,7 +34,7 @@ class LayerCall:
     calls: Mapping[nn.Module, int]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the layer with ``x`` in place of x^l, and return the stream after it, [sequences, tokens, channels].
+        """Run the layer with ``x`` in place of x^l. Return the layer's output stream, [sequences, tokens, channels].
 
         With several streams, ``x`` and the result are [sequences, tokens, n, channels].
         """
@@ -44,7 +44,7 @@ class LayerCall:
             return stream_of(self.site.module(*args, **kwargs))
 
     def residual_path(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the stream after the layer as ``__call__`` does, but with gradients only through the skips."""
+        """Return the same output stream as ``__call__``, but with gradients only through the skips."""
         points = {index: sublayer.contribution for index, sublayer in enumerate(self.site.sublayers)}
         with intercept(points, lambda key, tensor: tensor.detach(), calls=self.calls):
             return self(x)
@@ -56,7 +56,7 @@ class LayerCall:
             return self(x), tensors
 
     def between(self, start: Point, end: Point, y: torch.Tensor) -> torch.Tensor:
-        """Return the tensor at ``end`` if ``y`` replaces the tensor at ``start``; the stream does not change."""
+        """Return the tensor at ``end`` if ``y`` replaces the tensor at ``start``. The layer reads ``self.stream``."""
         ends: list[torch.Tensor] = []
         points = {"start": start, "end": end}
         with intercept(points, lambda key, tensor: y if key == "start" else ends.append(tensor), calls=self.calls):
@@ -68,7 +68,7 @@ class LayerCall:
 def frozen(model: nn.Module) -> Iterator[None]:
     """Turn off the gradients of all parameters, so that graphs depend only on the hidden states.
 
-    Inside the context, 16-bit parameters become float32, because products with a Jacobian need more than three digits.
+    Inside the context, 16-bit parameters become float32, because Jacobian-vector products need the precision.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     small = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
@@ -120,7 +120,7 @@ def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> 
 
 
 class ShortProbe(Probe):
-    """A costly probe, which measures ``sequences`` inputs of ``tokens`` tokens each (0: all).
+    """A costly probe, which measures only ``tokens`` tokens of ``sequences`` inputs (0: all).
 
     The default is all of the user's own text, or 1 sequence of 32 tokens from a corpus. Raises UserError for an invalid
     count.
@@ -142,7 +142,7 @@ class ShortProbe(Probe):
         return min(context.tokens(sequences), sequences * (tokens or math.inf))
 
     def take(self, context: Context) -> None:
-        """Set ``inputs`` to one batch of short inputs if both limits are set; otherwise, to one batch per sequence."""
+        """Set ``inputs``. If both limits are set, ``inputs`` is one batch, otherwise one batch per sequence."""
         sequences, tokens = self._most(context)
         if sequences and tokens:
             self.inputs = [short_inputs(context, sequences, tokens)]

@@ -27,8 +27,9 @@ def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
     """Return whether a model is causal: no token's output depends on a later token. Lamina caches the answer per model.
 
     ``ids`` is [sequences, tokens]. Lamina takes the gradient of the earlier outputs with respect to the last token's
-    embedding. If there is no such gradient, Lamina changes the last token. Lamina divides this effect by the last
-    token's effect on the last output, so that rounding does not count.
+    embedding. If the embeddings have no gradient, Lamina changes the last token and compares the earlier outputs. A
+    model is causal if the effect on the earlier outputs is below 1e-4 of the effect on the last output. The limit
+    allows for rounding.
     """
     if model not in _causal:
         ids = ids[:1, :_TOKENS]
@@ -85,8 +86,7 @@ def _share(before: float, own: float) -> float:
 def token_losses(
     model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> torch.Tensor:
-    """Return the cross-entropy [batch, predicted] of the next tokens, or of the masked tokens (the same number in each
-    row).
+    """Return the cross-entropy of the predicted tokens, [batch, predicted].
 
     Raises UserError if the model predicts no tokens, or its mask token is unknown.
     """
@@ -120,7 +120,7 @@ def logits_of(output: Output) -> torch.Tensor:
 
 
 def masked_positions(tokens: int) -> torch.Tensor:
-    """Choose the positions to mask in a sequence: 15 %, the same positions each time, never the first or last."""
+    """Choose 15 % of a sequence's positions to mask, always the same positions, but not the first or last."""
     count = max(1, round(tokens * MASKED_SHARE))
     order = torch.randperm(max(tokens - 2, 1), generator=torch.Generator().manual_seed(0)) + (1 if tokens > 2 else 0)
     return order[:count].sort().values

@@ -54,19 +54,18 @@ def run(
     starting: Callable[[str], None] = lambda name: None,
     sampled: bool = True,
 ) -> dict[str, pd.DataFrame]:
-    """Run the probes and return their frames by name. Lamina calls ``done`` as soon as a probe has returned a frame.
+    """Run the probes and return their frames by name.
 
-    The forward passes stop once each probe's relative standard error is at most ``tolerance`` (0: never). Without
-    ``strict``, Lamina skips a probe that does not apply to the model, with a note. If a probe fails, or ``done`` raises
-    an error, Lamina calls ``broken`` with the probe and the exception, and the other probes continue. Without
-    ``broken``, Lamina raises the exception. Lamina passes ``done`` the seconds that the probe itself took, during and
-    after the shared forward passes. Before the first probe runs, Lamina passes ``estimated`` the expected seconds of
-    each probe and of the "forward passes". Lamina calls ``starting`` with each part's name when the part begins. Cheap
-    probes come first. With ``sampled``, the frames have the columns ``sequences`` and ``tokens``, which give the size
-    of each row's sample.
+    The shared forward passes stop once each probe's relative standard error is at most ``tolerance`` (0: never). Cheap
+    probes finish first. If ``strict`` is false, Lamina skips each probe that does not apply to the model, and adds a
+    note. If ``sampled`` is true, the columns ``sequences`` and ``tokens`` give the size of each row's sample. If a
+    probe or ``done`` raises an exception, Lamina calls ``broken`` with the probe and the exception, and runs the other
+    probes. If ``broken`` is None, Lamina raises the exception. Lamina calls ``done`` with a probe, its frame and its
+    own seconds when the probe has finished. ``estimated`` gets the expected seconds of each probe and of the "forward
+    passes". ``starting`` gets the name of each part when the part begins.
 
     Raises:
-        UserError: if a probe does not apply to the model (with ``strict``), or lacks what it needs.
+        UserError: if ``strict`` is true and a probe does not apply to the model.
     """
     context.strict = strict
     if context.reads_tokens:  # before there are hooks: it takes forward passes of its own
@@ -106,7 +105,7 @@ def run(
 
 @contextmanager
 def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exception], None] | None) -> Iterator[None]:
-    """Run a part of a probe. Add a note if the probe doesn't apply to the model; call ``broken`` if it fails."""
+    """Run a part of a probe. If a probe does not apply to the model, add a note. If a probe fails, call ``broken``."""
     try:
         yield
     except UserError as error:
@@ -187,8 +186,8 @@ def probe(
     """Measure each layer of a model. Returns a DataFrame for each probe, by the probe's name.
 
     Args:
-        model_or_path: any transformers model, or a path as `lamina probe` takes it.
-        probes: "all", or names (with options: ``angular_distance(tokens=all)``), or Probe objects.
+        model_or_path: any transformers model, or a checkpoint's path or hub name, as for `lamina probe`.
+        probes: "all", names or Probe objects. A name may have options: ``angular_distance(tokens=all)``.
         texts_or_blocks: texts, token blocks [sequences, tokens], or images [images, channels, height, width]. Lamina
             measures all inputs, unless you set ``sequences`` or an option of the probe. By default, Lamina reads the
             setting ``corpus``. In the result, the columns ``sequences`` and ``tokens`` give the size of each row's
@@ -233,8 +232,8 @@ def make_context(
 ) -> Context:
     """Load the model, find its layers, and read the inputs. Raises UserError if one of these steps fails.
 
-    With ``sample``, the inputs are Lamina's sample of a corpus. Without ``sample``, the inputs are the user's own, and
-    probes measure all inputs.
+    If ``sample`` is true, the inputs count as a sample, and a probe may measure a part of them. If ``sample`` is false,
+    probes measure all of the user's own inputs.
     """
     loaded = _loaded(model_or_path, settings)
     model, notes = loaded.model, list(loaded.notes)
@@ -322,7 +321,7 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
 
 
 def new_head(model: nn.Module, structure: Structure) -> list[str]:
-    """Return the newly initialized weights outside the base model, which belong to a head that the checkpoint lacks.
+    """Return the names of the head's newly initialized weights, which the checkpoint lacks.
 
     Raises UserError if the embedding is new, because every hidden state would be random.
     """

@@ -46,13 +46,13 @@ class ProbeSettings(
     )
     corpus: str = changed(
         "embedded",
-        help="embedded, a .txt/.jsonl file (.gz/.xz/.zst), a folder or hf:NAME (a vision model takes noise, a .npy "
-        "file or a folder)",
+        help="embedded, a .txt/.jsonl file (.gz/.xz/.zst), a folder or hf:NAME. For a vision model: noise, a .npy "
+        "file or a folder",
     )
     tolerance: float | None = setting(
         None,
-        "stop once the relative standard error of every value is at most this (0: measure all text blocks; default: 0 "
-        "for your corpus, 0.02 for the embedded corpus)",
+        "largest relative standard error at which Lamina stops before the end of the text (0: measure all text blocks; "
+        "default: 0 for your corpus, 0.02 for the embedded corpus)",
         between(0.0, 1.0, open_high=True),
     )
     layers: str | None = setting(

@@ -1,4 +1,4 @@
-"""The base class and the registry of probes. Each probe has its own file, and no other code knows the probe's name."""
+"""The base class and the registry of probes. Each probe has its own file. No other code contains a probe's name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def sample_of(batches: Iterable[Mapping[str, torch.Tensor]]) -> Sample:
 
 
 class Probe(ABC):
-    """A measurement of a model's layers. ``@probe`` registers a subclass, whose ``__init__`` takes its options.
+    """A measurement of a model's layers. ``@probe`` registers a subclass. The arguments of ``__init__`` are its
+    options.
 
     A streaming probe names the tensors to watch in ``points``. The engine runs the forward passes once for all
     streaming probes, gives each watched tensor to ``see`` as it appears, and keeps no tensor. A probe may also do work
@@ -61,11 +62,11 @@ class Probe(ABC):
         title: the heading of the probe's section on the page.
         summary: one sentence for `lamina probe --help` on what the probe measures.
         source: the paper, and the equation or figure that defines the measurement.
-        needs: requirements of the forward passes: "logits" (the model runs with its head), "tokens" (the model reads
-            token ids).
-        of_streams: whether the probe also measures models whose layers return several streams or earlier states. If the
-            probe leaves out the parts that need a single stream, it adds a note.
-        over_steps: the metrics that a run's page draws over the steps if you schedule the probe (empty: all).
+        needs: requirements of the forward passes. With "logits", the model must run with its head. With "tokens", the
+            model must read token ids.
+        of_streams: whether the probe also measures models whose layers return several streams or earlier states. Such a
+            probe may skip measurements that need a single stream, and then adds a note.
+        over_steps: the metrics that a run's page plots over training steps if you schedule the probe (empty: all).
     """
 
     name: ClassVar[str]
@@ -99,18 +100,17 @@ class Probe(ABC):
         """Take the inputs (input_ids [batch, tokens] or pixel_values) and the output of a finished forward pass."""
 
     def standard_error(self) -> float | None:
-        """Return the largest relative standard error on the page; None if the page's numbers are not averages over
-        text.
+        """Return the largest relative standard error of the results so far; None if they are not averages over text.
 
-        The error is infinite while there are too few inputs. The forward passes stop when every probe's error is small
-        enough.
+        If the probe has seen too few inputs, the result is infinite. The forward passes stop when every probe's error
+        is small enough.
         """
         return None
 
     def measured(self, context: Context) -> Sample | None:
         """Return the size of the measured sample, for the frame's columns ``sequences`` and ``tokens``.
 
-        Return None if the size is unknown or differs between rows (then ``finish`` may make the columns).
+        Return None if the size is unknown, or if ``finish`` itself makes the columns because the rows' sizes differ.
         """
         return sample_of(context.batches[: context.forwards]) if self.streams else None
 
@@ -136,7 +136,7 @@ class Probe(ABC):
 
 
 def check_most(name: str, option: str, value: object) -> int | None:
-    """Check an option that limits how much a probe measures: 0 for all, None for the default (``Context.most``).
+    """Check an option that limits a probe's sample. 0 means all, and None means the default (``Context.most``).
 
     Raises UserError for an invalid count.
     """
@@ -172,8 +172,8 @@ def options_of(cls: type[Probe]) -> dict[str, object]:
 
 
 def make(spec: str | Probe) -> Probe:
-    """Return a probe from ``name`` or ``name(option=value)``. Raises UserError for an invalid option, which the message
-    names.
+    """Return a probe from ``name`` or ``name(option=value)``. Raises UserError for an invalid option, and names the
+    option.
     """
     if isinstance(spec, Probe):
         return spec
@@ -206,8 +206,8 @@ def make_all(chosen: str | Iterable[str | Probe]) -> list[Probe]:
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """A probe's description. ``options`` has the defaults as the file writes them; an empty ``over_steps`` means all
-    metrics.
+    """A probe's description. ``options`` maps option names to defaults as source text. An empty ``over_steps`` means
+    all metrics.
     """
 
     name: str
@@ -226,7 +226,7 @@ def listed() -> dict[str, Listed]:
 
 
 def check_probes(chosen: str) -> None:
-    """Raise UserError for a name or an option that no listed probe has. The job checks the user's own probes."""
+    """Raise UserError for an unknown probe or option. This function does not check probes in a user's files."""
     for spec in specs.split(chosen, "probe"):
         if spec != "all":
             check_probe(spec)
@@ -246,7 +246,7 @@ def check_probe(spec: str) -> None:
 
 
 def read(path: Path) -> Iterator[Listed]:
-    """Yield the probes of one file: its classes that are decorated with ``@probe``."""
+    """Yield a file's probes, which are the classes with the decorator ``@probe``."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and any(
             ast.unparse(decorator).partition("(")[0].rpartition(".")[2] == "probe" for decorator in node.decorator_list

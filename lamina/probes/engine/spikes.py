@@ -19,9 +19,9 @@ def spikes(
     """Mark the spikes in a run's series: a boolean array [values].
 
     A value is a spike if it is at least ``sigmas`` standard deviations (divisor n) above the mean of the ``window``
-    values before it. The window excludes the value itself, because a value in its own short window could never be a
-    spike. Lamina does not judge the first ``fewest`` values. NaN and infinity are spikes, and windows exclude NaN and
-    infinity. After equal values, any larger value is a spike.
+    values before it. The window excludes the value itself, because an outlier in its own window raises the window's
+    deviation. Lamina does not judge the first ``fewest`` values. NaN and infinity are spikes, and windows exclude NaN
+    and infinity. If all values in the window are equal, any larger value is a spike.
     """
     values = np.asarray(list(series), dtype=np.float64)
     spike = ~np.isfinite(values)
@@ -41,8 +41,8 @@ def surges(series: Iterable[float]) -> np.ndarray:
     """Mark the surges in a series: a boolean array [values]. Use surges for runs of a hundred steps, which are too
     short for ``spikes``.
 
-    A value is a surge if it is not finite, or more than 3 times the median of the last 20 finite values before it (at
-    least 10).
+    A value is a surge if it is not finite, or if it is above 3 times the median of the preceding 20 finite values.
+    Lamina needs at least 10 preceding values.
     """
     surge, before = [], []
     for value in series:
@@ -54,11 +54,11 @@ def surges(series: Iterable[float]) -> np.ndarray:
 
 
 def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
-    """For "loss" and "grad_norm" in a run's metrics.jsonl, return the share of ``spikes`` and the number of values.
+    """Return the share of ``spikes`` and the number of values, for "loss" and "grad_norm" in a run's metrics.jsonl.
 
-    OLMo 2 (arXiv 2501.00656, Sec 3.1) defines the score as the percentage of values that are at least seven standard
-    deviations away from a rolling average of the last 1,000 values. Lamina counts only values above the average,
-    because a fast fall of the loss is not a spike. The result is a share from 0 to 1, not a percentage.
+    OLMo 2's spike score (arXiv 2501.00656, Sec 3.1) is the percentage of outliers. An outlier is at least seven
+    standard deviations away from a rolling average of the last 1,000 values. Lamina counts only values above the
+    average, because a fast fall of the loss is not a spike. The result is a share from 0 to 1, not a percentage.
 
     Lamina leaves out an incomplete last line. If a step is logged twice (a resumed run), the later line counts. A
     series that the run did not log is absent. If there is no file, the result is empty.

@@ -18,8 +18,8 @@ def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
 class Running:
     """Mean and standard error of a tensor's values over independent samples (sequences), in float64, in one pass.
 
-    ``add`` takes [samples, ...]; the mean has the shape of one sample. ``add`` uses Welford's update in Chan's form for
-    batches, so large means lose no digits.
+    ``add`` takes [samples, ...], and the mean has the shape of one sample. Large means lose no digits, because ``add``
+    uses Welford's update in Chan's form for batches.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,7 @@ class Running:
         return (self._squares / (self.count - 1) / self.count).sqrt()
 
     def relative_error(self) -> float:
-        """Return the largest ratio of standard error to |mean|, where the mean is not 0; infinite for fewer than two
-        samples.
-        """
+        """Return the largest relative standard error over nonzero means; infinite for fewer than two samples."""
         error, mean = self.standard_error, self.mean.abs()
         positive = mean > 0
         if not self.count or math.isinf(float(error.max())):
@@ -63,10 +61,10 @@ class Running:
 
 
 class Ratio:
-    """Sum of totals divided by sum of counts, with one total and one count per sequence, in float64, in one pass.
+    """The ratio sum of totals / sum of counts, with one total and one count per sequence, in float64 and in one pass.
 
-    The standard error is for a ratio of two sums over independent sequences (Cochran, Sampling Techniques, Eq 2.39):
-    sqrt(k / (k - 1) * sum (total - ratio count)^2) / sum count for k sequences. With equal counts, it is the usual
+    The standard error of a ratio of two sums over k independent sequences is sqrt(k / (k - 1) * sum (total - ratio
+    count)^2) / sum count (Cochran, Sampling Techniques, Eq 2.39). With equal counts, this formula gives the usual
     standard error of the mean over sequences.
     """
 
@@ -90,7 +88,7 @@ class Ratio:
 
     @property
     def mean(self) -> torch.Tensor:
-        """The ratio; NaN if there are no counts."""
+        """The ratio; NaN without counts."""
         return self._totals / (self._counts or math.nan)
 
     @property
@@ -107,7 +105,7 @@ class Ratio:
 class TokenStates:
     """A tensor of the forward pass as [sequences, tokens, channels], with a mask of the tokens that are text.
 
-    ``x`` is float32 (float64 if the model is), and 0 in padding. ``valid`` [sequences, tokens] is None if all tokens
+    ``x`` is float32, or float64 for a float64 model. Padding is 0. ``valid`` [sequences, tokens] is None if all tokens
     are text.
     """
 
@@ -116,11 +114,11 @@ class TokenStates:
 
 
 def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenStates:
-    """Reshape a batch's watched tensor to sequences and tokens, with padding zeroed.
+    """Reshape a tensor of a batch to [sequences, tokens, channels], and set padding to 0.
 
-    The tensor may be [batch, tokens, channels] or [batch * tokens, channels] (experts). The tensor may also have an
-    axis of heads before or after the tokens (in a norm of queries, each head's part counts as a token), or axes of rows
-    and columns (vision). Any other tensor counts as one sequence.
+    The tensor may be [batch, tokens, channels] or, in experts, [batch * tokens, channels]. A tensor with an axis of
+    heads (a norm of queries) counts each head's part as a token. A vision tensor may have axes of rows and columns. Any
+    other tensor counts as one sequence.
     """
     x = value.detach()
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
@@ -142,9 +140,7 @@ def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenS
 
 
 def stream_figures(streams: torch.Tensor) -> torch.Tensor:
-    """Return [..., 1 + n] for streams [..., n, width]: the mean cosine of two streams, then the mean square of each
-    stream.
-    """
+    """Return the mean cosine of two streams, then each stream's mean square: [..., 1 + n] for [..., n, width]."""
     n = streams.shape[-2]
     together = torch.nn.functional.normalize(streams, dim=-1, eps=1e-30).sum(-2).square().sum(-1)  # n + all cosines
     return torch.cat([((together - n) / (n * (n - 1))).unsqueeze(-1), streams.square().mean(-1)], dim=-1)

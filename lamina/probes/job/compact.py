@@ -46,7 +46,7 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
 def defuse(value: object) -> Any:
     """Return the value with ``<`` escaped in every string, except in plotly's plain tags.
 
-    The arrays that plotly's JSON packs as {"dtype", "bdata", "shape"} become numpy arrays.
+    Arrays packed by plotly's JSON as {"dtype", "bdata", "shape"} become numpy arrays.
     """
     if isinstance(value, str):
         return re.sub(rf"<(?!{_HARMLESS})", "&lt;", value)

@@ -61,14 +61,15 @@ def probe_folder(
 ) -> Json:
     """Measure a checkpoint and write the folder ``settings.output``; returns the content of result.json.
 
-    ``settings`` is a whole record, or the user's values by name. Lamina writes each probe's table, figures and
-    sentences as soon as the probe has ended. With ``resume``, Lamina skips finished probes. Lamina also skips a probe
-    that cannot measure the model, and records the reason.
+    ``settings`` is a ProbeSettings, or a mapping of settings' names to values. Lamina writes each probe's table,
+    figures and sentences as soon as the probe has ended. With ``resume``, Lamina skips finished probes. Lamina also
+    skips a probe that cannot measure the model, and records the reason.
 
     Raises:
         UserError: for invalid settings, a checkpoint or a corpus that can't be read, or an output folder in use.
         OSError: the disk is full; Lamina keeps finished probes.
-        KeyboardInterrupt: after result.json has the status `interrupted`; Lamina keeps finished probes.
+        KeyboardInterrupt: you stopped the job. result.json has the status `interrupted`, and Lamina keeps finished
+            probes.
     """
     job = open_job(
         Kind.PROBING,
@@ -124,10 +125,10 @@ def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
 
 
 class Measuring:
-    """A checkpoint and its inputs, which the constructor loads; ``run`` measures and writes.
+    """A checkpoint with its inputs. The constructor loads both, and ``run`` measures and writes.
 
-    ``specs`` maps each requested probe's name to the user's text; ``done`` holds the results that are already in the
-    folder.
+    ``specs`` maps each requested probe's name to the user's text, such as ``angular_distance(tokens=all)``. ``done``
+    holds the results of earlier finished probes.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Measuring:
         return self._write("failed" if failed else "finished", "; ".join(failed))
 
     def _broken(self, probe: Probe, error: Exception) -> None:
-        """Record a probe that failed; the others are still measured."""
+        """Record a failed probe. Lamina still measures the other probes."""
         if disk_full(error):
             raise error
         logger.debug("%s failed", probe.name, exc_info=error)
@@ -264,9 +265,9 @@ class Measuring:
 class Bars:
     """Show ``Context.progress`` as one progress bar at a time, with the time left for all probes.
 
-    ``plan`` takes the expected seconds of each probe and of the forward passes. ``start`` takes the name of the part (a
-    probe or the forward passes) that begins. The time left is the planned time of the unfinished parts, times
-    the finished parts' ratio of actual to planned time.
+    A part is a probe or the shared forward passes. ``plan`` takes each part's expected seconds, and ``start`` takes the
+    name of the next part. The time left is the expected time of the unfinished parts, times actual / expected time of
+    the finished parts.
     """
 
     def __init__(self, *, show: bool):
@@ -283,7 +284,7 @@ class Bars:
             parts = ", ".join(f"{name} {duration(self._plan[name])}" for name in longest)
             total = sum(self._plan.values())
             others = ",".join(name for name in self._plan if name not in (*longest, PASSES))
-            fewer = f". To leave them out, add --probes {others}" * (total > LONG and bool(others))
+            fewer = f". To skip these probes, add --probes {others}" * (total > LONG and bool(others))
             show_line(f"about {duration(total)} ({parts}){fewer}")
 
     def start(self, name: str) -> None:
@@ -293,7 +294,7 @@ class Bars:
         self._running = name
 
     def end(self) -> None:
-        """End the running part. Without a terminal, print a line, because no bar shows the progress."""
+        """End the running part. If the output is not a terminal, print a line instead of a progress bar."""
         self._finished.append(self._running)
         if self.show and not has_bars():
             show_line(f"{self._running} has ended{self.time_left()}")

@@ -62,7 +62,7 @@ PROBE = JobRow(
     settings=settings,
     run=probe,
     returns=(
-        "Returns the content of result.json; OUTPUT/NAME.parquet is the table of the probe NAME. "
+        "Returns the content of result.json. OUTPUT/NAME.parquet is the table of the probe NAME. "
         "``lamina.probe`` returns only the tables and writes nothing."
     ),
     raises="a checkpoint or a corpus that can't be read",

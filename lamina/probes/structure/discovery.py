@@ -1,7 +1,8 @@
 """Find a model's structure in a trace: the calls that are layers, and the tensors that each layer adds to the residual
 stream.
 
-Lamina follows the stream through each layer's call, and marks each tensor as the stream, its norm, or a branch.
+Lamina follows the residual stream through each layer's call. Each tensor is the stream, a norm of the stream, or a
+branch.
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ class _Sum:
 
 
 class TracedLayer:
-    """The stream's path through one call: the tensors that the call adds, and where it adds them. Each norm is stored
-    under the id of its call.
+    """The residual stream's path through one call, with the tensors that the call adds. Keys of norms are the ids of
+    calls.
 
-    ``describe=False`` follows the stream only far enough to find the added tensors.
+    If ``describe`` is false, find only the added tensors.
     """
 
     def __init__(self, call: Call, record: Trace, *, describe: bool = True):
@@ -129,7 +130,7 @@ class TracedLayer:
     def _keep_sums_of_the_stream(self) -> None:
         """Keep the additions to the stream that reach the call's output, or that a norm reads (as in FuseNorm).
 
-        RWKV mixes the stream with the previous token's stream, but only for its projections. This sum does not count.
+        RWKV adds the previous token's stream only for its projections, so Lamina drops this addition.
         """
         last = self.tags.get(self.call.output)
         waiting = [last.sum] if last is not None and last.kind != "branch" else []
@@ -206,7 +207,7 @@ class TracedLayer:
         self.tags[op.outputs[0]] = replace(tag, parts=parts)
 
     def _fits(self, value: int) -> bool:
-        """Return whether a tensor has the stream's numbers of elements and channels. OPT flattens the other axes."""
+        """Return whether a tensor has as many elements and channels as the stream. OPT flattens the other axes."""
         shape = self.record.shapes[value]
         same = math.prod(shape) == math.prod(self.shape) and shape[-1:] == self.shape[-1:]
         return same and self.record.floating[value]
@@ -287,7 +288,7 @@ class TracedLayer:
                 branch.pre = self._pre(leaves, ops, down, shape[_first(down)][-1])
 
     def _pre(self, leaves: list[Call], ops: list[Op], down: Call, inner: int) -> Point | None:
-        """Return the point before the nonlinearity: an activation module's input, or a projection's output."""
+        """Return the nonlinearity's input, as an activation module's input or as a projection's output."""
         for c in leaves:
             x = _first(c)
             is_activation = not _is_projection(c.module) and not _has_parameters(c)
@@ -301,13 +302,13 @@ class TracedLayer:
         return None
 
     def entry_of(self, branch: Branch) -> Point | None:
-        """Return the point where a branch begins: its first module's first input with the same shape as the stream."""
+        """Return a branch's start: the first input with the stream's shape of the branch's first module."""
         first = next(iter(branch.modules), branch.source)
         key = next((key for key, value in first.inputs.items() if self._fits(value)), None)
         return None if key is None else Point(first.module, first.path, "input", first.number, None, key)
 
     def _after(self, value: int) -> Point | None:
-        """Return the point of the residual stream after an addition, and after its post_norm if it has one."""
+        """Return the point of the residual stream after an addition and any post_norm."""
         norm = next((c for c in self.calls if id(c) in self.post and value in self._same(c)), None)
         if norm is not None:
             return Point(norm.module, norm.path, "output", norm.number)
@@ -330,7 +331,7 @@ class TracedLayer:
         return values
 
     def _give_norms(self, number: int, addition: Addition, begin: int) -> None:
-        """Add each norm that ran since the last sum to its branch."""
+        """Assign each norm since the last sum to a branch."""
         for norm in (c for c in self.calls if c.is_norm and begin < c.began < addition.op.time):
             if id(norm) in self.out:
                 role = "out_norm"
@@ -349,14 +350,14 @@ class TracedLayer:
 
 
 def _mine(op: Op, modules: list[Call], others: list[Call], begin: int, end: int) -> bool:
-    """Return whether an operation is in a branch: in its modules, or between two sums and in no other branch."""
+    """Return whether an operation is in a branch's modules, or between two sums but in no other branch."""
     if any(m.began < op.time < m.ended for m in modules):
         return True
     return begin < op.time < end and not any(m.began < op.time < m.ended for m in others)
 
 
 def origin(value: int | None, same: Mapping[int, int]) -> int | None:
-    """Follow copies back to the original value."""
+    """Return the number of the original tensor if the tensor ``value`` is a copy."""
     while value is not None and value in same:
         value = same[value]
     return value
@@ -382,12 +383,12 @@ def _has_parameters(call: Call) -> bool:
 def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, layers: str | None = None) -> Structure:
     """Find a model's layers in one forward pass on ``inputs``. Keep the inputs tiny, because memory holds all tensors.
 
-    If a Lamina model's layers return several streams or earlier states, the model itself lists its layers. ``layers``
-    is the path of the list of layers (``encoder.block``). Give ``layers`` if Lamina cannot find the layers, or finds
-    another list.
+    If a Lamina model's layers return several streams or earlier states, Lamina takes the layers from the model's own
+    list. ``layers`` is the path of a list of layers, such as ``encoder.block``. Give ``layers`` if Lamina finds no list
+    or a wrong list.
 
     Raises:
-        UserError: if Lamina finds no layers; the message says what Lamina searched for, and how to name the layers.
+        UserError: if Lamina finds no layers. The message explains how to name the layers.
     """
     more = {"use_cache": False} if takes_cache(type(model)) else {}
     with evaluating(model):
@@ -403,8 +404,8 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     if strange:
         some = ", ".join(map(str, strange[:5])) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
         notes.append(
-            f"layer {some} adds to the residual stream a tensor that is not a module's output, so Lamina skips its "
-            "sub-layers and measures only whole layers"
+            f"layer {some} changes the residual stream by a tensor that is not a module's output. Lamina measures only "
+            "whole layers there, and no sub-layers"
         )
         for index in strange:
             resolved[index].additions.clear()
@@ -412,8 +413,8 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     others = _outside_chains(chains, calls)
     if others and not layers:
         notes.append(
-            f"{sum(map(len, others))} more layers ({others[0][0].path}, ...) are outside the chain that Lamina "
-            f"found at {first.path}. To measure another list of layers, name it with --layers PATH"
+            f"the model has {sum(map(len, others))} more layers ({others[0][0].path}, ...) outside the list at "
+            f"{first.path}, which Lamina measures. To measure another list of layers, give its path with --layers PATH"
         )
     outside = [("other", call.module) for chain in others for call in chain]
     for call in record.calls:  # those that hold layers are left out
@@ -433,9 +434,9 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
 
 
 def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
-    """Return the structure of a Lamina model whose blocks return more than one stream; None for other models.
+    """Return the structure of a Lamina model whose blocks return several streams or earlier states; None otherwise.
 
-    The model's classes may be a checkpoint's copy of Lamina's code, so Lamina compares the classes by name.
+    A checkpoint may contain its own copy of Lamina's code, so Lamina compares classes by name.
     """
     named = list(model.named_modules())
     mixers = {type(getattr(part, "mixer", None)).__name__ for _, part in named}  # Mamba's blocks have one, too
@@ -462,7 +463,7 @@ def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
 
 
 def _declared_layer(index: int, path: str, block: nn.Module, record: Trace) -> LayerSite:
-    """Describe a Lamina block. A contribution is the tensor after an out_norm and before a factor or a write."""
+    """Describe a Lamina block. A contribution is the output of the out_norm, or of the module without an out_norm."""
     halves = {kind: block.get_submodule(kind) for kind in ("attention", "feed_forward")}
     sublayers: list[SublayerSite] = []
     for kind, half in halves.items():
@@ -492,7 +493,7 @@ _ONE_OF_MEMORY = "The states are only the residual stream, without the earlier s
 
 
 def _chains(record: Trace) -> list[list[Call]]:
-    """Return runs of calls that pass the residual stream from one to the next and add to it."""
+    """Return chains of calls: each call adds to the residual stream and passes it to the next call."""
     chains: list[list[Call]] = []
     same = _sources(record.ops)
     for family in _families(record):
@@ -507,7 +508,7 @@ def _chains(record: Trace) -> list[list[Call]]:
 
 
 def _families(record: Trace) -> list[list[Call]]:
-    """Find the calls that add to a stream, and group these calls by the calling module's call."""
+    """Find the calls that add to a residual stream, and group them by their parent call."""
     families: dict[int, list[Call]] = {}
     for call in record.calls:
         if call.parent is not None and _carries_stream(call, record):
@@ -516,7 +517,7 @@ def _families(record: Trace) -> list[list[Call]]:
 
 
 def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[Call]:
-    """Return the chain that is the model's layers."""
+    """Choose the chain of calls that are the model's layers."""
     expected_count = _num_layers(model)
     exact = [chain for chain in chains if len(chain) == expected_count]
     if not exact:  # something is done to the stream between the layers (YOLOS adds position embeddings)
@@ -530,15 +531,14 @@ def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[C
         found = f"chains of {lengths} modules" if lengths else "none"
         expected = "modules" if expected_count is None else f"{expected_count} modules (the config's number of layers)"
         raise UserError(
-            f"layers: none found in {type(model).__name__}. Lamina looked for a chain of {expected} that pass "
-            f"one tensor on and add to it, and found {found}. Name the list of layers with "
-            f"--layers PATH{_suggest(model)}."
+            f"layers: Lamina found no layers in {type(model).__name__}. Lamina looked for a chain of {expected} that "
+            f"each add to one tensor, and found {found}. Name the list of layers with --layers PATH{_suggest(model)}."
         )
     return best
 
 
 def _outside_chains(chains: list[list[Call]], calls: list[Call]) -> list[list[Call]]:
-    """Return the outermost chains that ran before or after the model's layers (other stages, a second tower)."""
+    """Return the outermost chains before or after the model's layers, such as other stages or a second tower."""
     began, ended = calls[0].began, calls[-1].ended
     outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
     calls_outside = [call for chain in outside for call in chain]
@@ -586,7 +586,7 @@ def _num_layers(model: nn.Module) -> int | None:
 
 
 def _carries_stream(call: Call, record: Trace) -> bool:
-    """Return whether a call takes a stream, adds to it, and returns it in the same shape."""
+    """Return whether a call takes a tensor, adds to the tensor, and returns the sum in the same shape."""
     x = _stream_input(call, record)
     if x is None or call.output < 0 or call.is_norm or call.output == x:
         return False
@@ -596,7 +596,7 @@ def _carries_stream(call: Call, record: Trace) -> bool:
 
 
 def _stream_input(call: Call, record: Trace) -> int | None:
-    """Return the value that a layer takes as its stream: its first tensor of the output's shape."""
+    """Return a layer's input stream, which is the first argument with the output's shape."""
     if call.output < 0:
         return None
     shape = record.shapes[call.output]
@@ -609,7 +609,7 @@ def _sources(ops: Iterable[Op]) -> dict[int, int]:
 
 
 def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: Call | None = None) -> NormSite | None:
-    """Return the norm whose output the first layer reads, or the norm that reads the last layer's output."""
+    """Return the norm right before the call ``before``, or right after the call ``after``."""
     same = _sources(record.ops)  # DeBERTa multiplies the normed embedding by the padding's mask
     for call in record.calls:
         if not call.is_norm:
@@ -626,7 +626,7 @@ def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: 
 
 
 def _asked(model: nn.Module, method: str) -> nn.Module | None:
-    """Call a method of a transformers model; None if the method is missing, or if transformers knows no such part."""
+    """Call a method of a transformers model. Return None if the method is missing or not implemented."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):
@@ -654,7 +654,7 @@ def _site(index: int, layer: TracedLayer) -> LayerSite:
 
 
 def _feed_forward(branch: Branch) -> FeedForward | None:
-    """Describe a branch's projections; None if it is not a dense feed-forward."""
+    """Describe a branch's projections; None unless the branch is a dense feed-forward."""
     if branch.kind != "feed_forward" or branch.down is None or not branch.up:
         return None
     down = branch.down

@@ -78,7 +78,7 @@ def observe(
 ) -> Iterator[None]:
     """Call ``see(key, tensor)`` for each point whenever a forward pass of ``root`` reaches the point.
 
-    If the point has a factor, ``see`` gets the tensor times the factor.
+    If a point has a factor, ``see`` gets the product of tensor and factor.
     """
 
     def look(key: Key, tensor: torch.Tensor) -> None:
@@ -102,9 +102,9 @@ def intercept(
 ) -> Iterator[None]:
     """Replace the tensor at each point with ``change(key, tensor)`` while the model runs.
 
-    A point names one call of its module. The count of calls restarts in each forward pass of one of the ``roots`` (the
-    model, or its base); if a layer runs alone, ``calls`` holds each module's number of earlier calls. The tensor does
-    not include the point's factor. If ``change`` returns None, the tensor stays.
+    A point names one call of a module. Lamina counts the calls from the start of each forward pass of a module in
+    ``roots``. If you run a layer alone, give each module's number of earlier calls in ``calls``. Lamina does not
+    multiply the tensor by the point's factor. If ``change`` returns None, the tensor stays.
     """
     done: Counter[nn.Module] = Counter(calls or {})
     by_module: dict[nn.Module, list[tuple[Key, Point]]] = {}
@@ -143,7 +143,7 @@ def intercept(
 
 @contextmanager
 def layers_running(layers: Sequence[LayerSite]) -> Iterator[list[int]]:
-    """Yield the indices of the layers that are running, the innermost last."""
+    """Yield a list with the indices of the running layers. The innermost layer is the last entry."""
     sites: dict[nn.Module, list[int]] = {}
     for site in layers:
         sites.setdefault(site.module, []).append(site.index)
@@ -187,7 +187,7 @@ def takes_cache(cls: type[nn.Module]) -> bool:
 
 
 def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return the model without its head if this part takes the same inputs and holds all layers; otherwise return the
+    """Return the model without its head. If the headless model takes other inputs or lacks layers, return the whole
     model.
     """
     base = getattr(model, "base_model", model)

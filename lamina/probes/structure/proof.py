@@ -21,22 +21,21 @@ SEQUENCES = 3
 _LENGTHS = (11, 13, 7, 5, 4)  # tokens: the first that the text has and that is neither the width nor the sequences
 _ROUNDINGS = 16  # of a sum of a few terms, in units of the type's precision
 _RANDOM = "the model draws random numbers even in evaluation mode. Choose a deterministic model."
-_BATCH = "batch. Choose a model that reads each sequence by itself."
+_BATCH = "batch. Choose a model without interaction between sequences."
 _SAME = 1e-3  # a token's state in another batch: what other kernels and groups of experts round differently
 
 
 def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens: bool = True) -> Structure:
-    """Return the structure. A layer keeps its sub-layers only if their contributions add up to the layer's output.
+    """Return the structure. If the contributions of a layer's sub-layers do not add up to the layer's output, the layer
+    has no sub-layers.
 
-    ``root`` is the module to run: the model or its base. ``reads_tokens`` says whether the stream belongs to the main
-    input's tokens, which is false for a decoder after an encoder and for a second tower.
+    ``root`` is the module to run: the model or its base. ``reads_tokens`` says whether the states belong to the main
+    input's tokens. For a decoder after an encoder and for a second tower, ``reads_tokens`` is false.
 
-    If the inputs hold objects other than tensors, such as a block mask, Lamina does not change the inputs. Two passes
-    then show that the states have the right axes, that both passes agree, and that the contributions add up.
-
-    If all inputs are tensors, six passes over a few tokens show that the states are [batch, tokens, width], that a
-    sequence's states depend on no other sequence, that a token's first state depends on the token, and that two passes
-    agree.
+    Two passes show that the states are [batch, tokens, width], that both passes give the same states, and that the
+    contributions add up. If all inputs are tensors, further passes over a few tokens show that a sequence's states do
+    not depend on other sequences, and that a token's first state depends on the token. If an input is not a tensor,
+    such as a block mask, Lamina cannot change the inputs and makes only the two passes.
 
     Raises:
         UserError: if the passes show that the traced tensors are not the residual stream.
@@ -77,15 +76,15 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     if not wrong:
         return structure
     note = (
-        f"the contributions of the sub-layers of layer {ranges(wrong)} do not sum to the layer's output, so Lamina "
-        "skips these sub-layers and measures only whole layers"
+        f"the sub-layers' contributions in layer {ranges(wrong)} do not sum to the layer's output. Lamina measures "
+        "only whole layers there, and no sub-layers"
     )
     layers = tuple(replace(site, sublayers=()) if site.index in wrong else site for site in structure.layers)
     return replace(structure, layers=layers, notes=[*structure.notes, note])
 
 
 def few_inputs(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
-    """Make three different inputs from the first input: roll its tokens, or mirror and roll its image."""
+    """Make three different inputs from the first input. Roll the tokens, or mirror and roll the image."""
     if "input_ids" not in inputs:
         (name,) = list(inputs)[:1]
         image = inputs[name][:1]
@@ -97,7 +96,7 @@ def few_inputs(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
 
 
 def _parts(structure: Structure) -> dict[Hashable, Point]:
-    """Return the points that check each layer's sum: contributions, and both sides of the norms on the stream."""
+    """Return the points that check each layer's sums: contributions, and inputs and outputs of post-norms."""
     points: dict[Hashable, Point] = {}
     for site in structure.layers:
         points["output", site.index] = site.output
@@ -136,8 +135,8 @@ def _check_axes(structure: Structure, tensors: Tensors, batch: torch.Tensor) -> 
         if not right:
             inputs = f"sequences of {batch.shape[1]} tokens" if batch.ndim == 2 else "images"
             raise UserError(
-                f"model: the residual stream at {_path(structure, state)} is {list(shape)} for {len(batch)} {inputs}. "
-                "Choose a model whose layers return [batch, tokens, width]."
+                f"model: the residual stream at {_path(structure, state)} has the shape {list(shape)} for {len(batch)} "
+                f"{inputs}. Choose a model whose layers return [batch, tokens, width]."
             )
 
 
@@ -170,10 +169,10 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
 
 
 def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
-    """Return whether skip + contributions gives the input of each norm on the residual stream, and the layer's output.
+    """Return whether skip + contributions equals the layer's output, and the input of each norm on the residual stream.
 
-    The skip is the stream after the preceding sub-layer, the layer's input, or the sum of these tensors. Lamina fits a
-    factor per channel, because some placements scale the skip. These factors are too few to hide a contribution.
+    The skip is the stream after the preceding sub-layer, the layer's input, or the sum of these tensors. Some
+    placements scale the skip, so Lamina fits a factor per channel. So few factors cannot hide a missing contribution.
     """
     x = tensors[site.index].double().flatten(0, -2)
     output = tensors["output", site.index].double()
@@ -197,14 +196,14 @@ def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
 def _is_made_of(
     total: torch.Tensor, parts: Sequence[torch.Tensor], skips: Sequence[torch.Tensor], precision: float
 ) -> bool:
-    """Return whether a sum consists of skips and contributions. A skip may scale all but the last contribution."""
+    """Return whether a sum consists of skips and contributions. All contributions but the last may have factors."""
     if _is_sum(total, sum(parts, torch.zeros_like(total)), skips, precision):
         return True
     return len(parts) > 1 and _is_sum(total, parts[-1], (*skips, *parts[:-1]), precision)
 
 
 def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[int, int]]:
-    """Return (layer, sub-layer) of each supposed feed-forward that mixes tokens (RWKV's WKV)."""
+    """Return (layer, sub-layer) of each apparent feed-forward that mixes tokens, such as RWKV's WKV."""
     points: dict[tuple, Point] = {}
     for site in structure.layers:
         for number, sublayer in enumerate(site.sublayers):
@@ -242,7 +241,7 @@ def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[i
 
 
 def _without_others(site: LayerSite, mixing: set[tuple[int, int]], tensors: Tensors) -> LayerSite:
-    """Remove the feed-forward's description from sub-layers that turned out to be something else.
+    """Remove ``feed_forward`` from sub-layers that are no feed-forward.
 
     A sub-layer that mixes tokens becomes a mixer. A sub-layer with a gate after its last matrix (RWKV) keeps its kind.
     """
@@ -263,7 +262,7 @@ def _without_others(site: LayerSite, mixing: set[tuple[int, int]], tensors: Tens
 
 
 def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tensor], precision: float) -> bool:
-    """Return whether total - added is a combination of the skips [tokens, channels], with factors for each channel."""
+    """Return whether total - added is a sum of the skips [tokens, channels] times factors per channel."""
     rest = total - added
     if not bool(rest.isfinite().all()):
         return True  # nothing can be said of what overflowed; the probes say that it did

@@ -14,7 +14,7 @@ from torch import nn
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module's class has a norm's name, as in transformers. Projections with norms do not count."""
+    """Return whether a module's class name contains "norm". Linear layers and modules with children do not count."""
     return (
         "norm" in type(module).__name__.lower()
         and not isinstance(module, nn.Linear)
@@ -77,8 +77,8 @@ class Point:
 
 @dataclass(frozen=True, eq=False)
 class NormSite:
-    """A norm of a layer. ``role``: pre_norm (on a module's input), out_norm (on its output, before the add), post_norm
-    (on the sum), inner_norm (inside attention or feed-forward: q, k, v or latent norms), embedding_norm, final_norm.
+    """A norm of a layer. ``role`` is pre_norm (on a module's input), out_norm (on a module's output, before the
+    addition), post_norm (on the sum), inner_norm (inside attention or feed-forward), embedding_norm or final_norm.
     """
 
     role: str
@@ -102,11 +102,10 @@ class NormSite:
 
 @dataclass(frozen=True, eq=False)
 class FeedForward:
-    """The parts of a dense feed-forward. Experts do not count, because each sees few tokens.
+    """The parts of a dense feed-forward. Lamina excludes experts, because an expert sees few tokens.
 
-    ``up`` holds the projections from the stream's width (gate and up) with their paths, in the order in which they run.
-    ``down`` is the projection back to this width. ``pre`` is the nonlinearity's input, and ``post`` is the input of
-    ``down``.
+    ``up`` holds the up-projection and any gate projection with their paths, in order of execution. ``down`` is the
+    down-projection. ``pre`` is the nonlinearity's input, and ``post`` is the input of ``down``.
     """
 
     up: tuple[tuple[str, nn.Module], ...]
@@ -121,7 +120,7 @@ class FeedForward:
         return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
 
     def stacked_side(self, module: nn.Module) -> int | None:
-        """Return the axis, 2 D_ff long, along which a weight stacks gate and up; None for a single projection."""
+        """Return the axis of size 2 D_ff of a weight that stacks gate and up; None for a single projection."""
         if module is self.down[1] or len(self.up) != 1:
             return None
         weight: Any = module.weight
@@ -135,7 +134,8 @@ class SublayerSite:
     """One addition to the residual stream. Two additions of a layer may run side by side (GPT-NeoX).
 
     ``kind`` is attention, feed_forward, or mixer for any other module. ``contribution`` is the added tensor, after an
-    out_norm. ``after`` is the stream after the addition and a post_norm; None if no module reads or writes this tensor.
+    out_norm. ``after`` is the residual stream after the addition and any post_norm; None if no module reads or writes
+    this tensor.
     """
 
     kind: str
@@ -151,8 +151,8 @@ class SublayerSite:
 class LayerSite:
     """One layer's call. In ALBERT, several layers share ``module``; ``call`` tells them apart.
 
-    ``carries_more`` says whether the layer returns several streams, or earlier states in addition to the stream.
-    ``reads`` is the state that the layer's first sub-layer reads instead of the stream; None if it reads the stream.
+    ``carries_more`` says whether the layer returns several streams, or earlier states in addition to the stream. If the
+    layer's first sub-layer does not read the residual stream, ``reads`` is the state that this sub-layer reads.
     """
 
     index: int
@@ -179,10 +179,10 @@ class LayerSite:
 class Structure:
     """A model's layers in the order in which they run, and the modules around them.
 
-    ``outside`` lists, once each, the modules before the layers ("embedding"), after them ("readout"), or in other lists
-    of layers ("other"). ``end`` is the state that the model reads after the last layer, if this state is not the
-    stream. ``others`` holds the paths of other lists of layers. ``starts`` holds the first layer of each further stack
-    in ``layers``.
+    ``outside`` lists the modules outside ``layers``: "embedding" modules run before the layers, "readout" modules run
+    after the layers, and "other" modules are in other lists of layers. If the final norm does not read the residual
+    stream, ``end`` is the state that it reads. ``others`` holds the paths of other lists of layers. If ``layers`` joins
+    several stacks, ``starts`` holds the first layer of each further stack.
     """
 
     layers: tuple[LayerSite, ...]
@@ -213,7 +213,7 @@ class Structure:
         return any(getattr(site.module, "has_memory", False) for site in self.layers)
 
     def kinds(self) -> dict[int, str]:
-        """Return each layer's kind: the classes of the layer and of its children that have parameters."""
+        """Return each layer's kind, which joins the class names of the layer and of its children with parameters."""
         kinds = {}
         for site in self.layers:
             parts = (part for part in site.module.children() if next(part.parameters(), None) is not None)
@@ -227,7 +227,7 @@ class Structure:
         return points
 
     def reads(self) -> dict[int, Point]:
-        """Return the points that layers and the final norm read instead of the residual stream, by state."""
+        """Return the points of the states that layers and the final norm read instead of the residual stream."""
         reads = [*(site.reads for site in self.layers), self.end]
         return {state: point for state, point in enumerate(reads) if point is not None}
 

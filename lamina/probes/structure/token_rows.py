@@ -17,7 +17,7 @@ _LOOKUPS = (functional.embedding, torch.Tensor.__getitem__, torch.index_select, 
 
 
 class _Lookups(TorchFunctionMode):
-    """Finds the first matrix that the model indexes with the token ids, and records its number of rows."""
+    """Record the number of rows of the first matrix that the model indexes with the token ids."""
 
     def __init__(self, ids: torch.Tensor):
         super().__init__()

@@ -38,9 +38,7 @@ _ACTIVATIONS = {
 
 @dataclass(eq=False)
 class Call:
-    """A call of a module: ``began`` and ``ended`` are event numbers of the trace, ``inputs`` and ``output`` tensor
-    numbers.
-    """
+    """A call of a module. ``began`` and ``ended`` are event numbers. ``inputs`` and ``output`` are tensor numbers."""
 
     module: nn.Module
     path: str
