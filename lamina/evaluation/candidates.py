@@ -30,8 +30,8 @@ class Candidate:
         path: the model's path or hub name, for the loader.
         arm: the label of the model's row in the table: a checkpoint's name, or a study's varied setting.
         seed: the seed of the model's run, if known.
-        status: the status of the model's run. Lamina does not evaluate diverged, stuck, failed or interrupted runs. The
-            table counts these runs.
+        status: the status of the model's run. The table counts diverged, stuck, failed and interrupted runs, but Lamina
+            does not evaluate these runs.
     """
 
     name: str
@@ -66,7 +66,7 @@ def stamp(paths: Iterable[Path], about: str = "") -> str:
 
 
 Expand = Callable[[str], Sequence[Candidate] | None]
-"""A function from a path to the candidates in a study's folder. It returns None if the path is not a study's folder."""
+"""A function from a path to the candidates in a study's folder. For other paths, the function returns None."""
 
 
 def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:

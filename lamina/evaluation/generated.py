@@ -163,7 +163,7 @@ def contains(rng: random.Random, source: Passages) -> Item:
 
 @_task("book", "Book")
 def book(rng: random.Random, source: Passages) -> Item:
-    """Ask which book a sentence is from. All books are equally frequent. The task tests knowledge, as ARC does."""
+    """Ask which book a sentence is from, a test of knowledge like ARC. The books are equally frequent as answers."""
     right = rng.choice(list(source.books))
     sentence = rng.choice(source.books[right])
     wrong = rng.sample([title for title in BOOKS if title != right], CHOICES - 1)
@@ -217,8 +217,8 @@ _FORMAT = "generated-1"
 def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]:
     """Draw random items of a task, without repetition. The same seed gives the same items.
 
-    If ``held_out`` is true, Lamina draws test items from the text that `lamina pretrain` holds out. Otherwise Lamina
-    draws training items. The training items repeat no question of the test items.
+    If ``held_out`` is true, Lamina draws test items from the text that `lamina pretrain` holds out. If ``held_out`` is
+    false, Lamina draws training items from the other text. The training items repeat no question of the test items.
     """
     source = passages(held_out=held_out)
     rng = random.Random(f"{task}|{held_out}|{seed}")

@@ -130,7 +130,7 @@ class Runner:
         zero = sorted(str(name) for name, shots in results.get("n-shot", {}).items() if shots == 0)
         if num_fewshot and zero:
             notes.append(
-                f"{', '.join(zero)}: the task's file sets 0 examples, so Lamina ignores --num-fewshot {num_fewshot}"
+                f"{', '.join(zero)}: the task's file sets 0 examples, so Lamina ignores the number {num_fewshot}"
             )
         return results, notes
 
@@ -183,7 +183,7 @@ def without_cache(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_harness(bar: bool = False) -> Iterator[list[str]]:
-    """Suppress the harness's output, except progress bars with ``bar``, inside the context. Yield its warnings."""
+    """Suppress the harness's output inside the context, but yield warnings. ``bar`` keeps the progress bars."""
     logger, handler = logging.getLogger("lm_eval"), logging.Handler(logging.WARNING)
     warnings: list[str] = []
     handler.emit = lambda record: warnings.append(record.getMessage())

@@ -132,7 +132,7 @@ def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
 
 
 def check_generation(options: Json, writes: bool) -> None:
-    """Raise UserError for an unknown argument of ``generate``, or if no task generates text."""
+    """Raise UserError if an argument of ``generate`` is unknown, or if no task generates text."""
     arguments = {*GenerationConfig().to_dict(), "max_gen_toks", "until"}
     for name in options:
         if name not in arguments:

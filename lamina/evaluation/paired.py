@@ -39,7 +39,7 @@ class Paired:
         p: the two-sided p value. The test is McNemar's exact test if items are right or wrong, otherwise a paired t
             test.
         p_holm: ``p`` adjusted by Holm's method over the model's columns.
-        smallest: the smallest difference that the test detects with a probability of 80 %. The value depends on the
+        smallest: the smallest difference that the test detects with a probability of 80 %. ``smallest`` depends on the
             number of items and on the variance of the items' differences.
     """
 
@@ -67,7 +67,10 @@ def chance(items: Frame, metric: str) -> float | None:
 
 
 def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
-    """Set each score's ``chance``: the share of items that guessing gets right. A group pools its tasks' items."""
+    """Set each score's ``chance`` to the share of items that guessing gets right.
+
+    A group's ``chance`` is over the items of all its tasks.
+    """
     scored = []
     for score in scores:
         task_items = items[items["task"] == score.task]

@@ -64,8 +64,8 @@ Window: TypeAlias = tuple[list[int], list[int]]
 def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterator[Window]:
     """Cut a document into windows that score every token once; the first window begins with ``prefix``.
 
-    The first window scores ``window`` tokens. Each further window scores the next ``stride`` tokens. Its context is at
-    least ``window - stride`` earlier tokens. With ``stride == window``, windows share almost no context, as in
+    The first window scores ``window`` tokens. Each further window scores the next ``stride`` tokens, after at least
+    ``window - stride`` tokens of context. With ``stride == window``, windows share almost no context, as in
     lm-evaluation-harness's rolling log-likelihood.
     """
     ids = [prefix, *tokens]
@@ -98,7 +98,7 @@ def perplexity(
         window: tokens that the model reads at once.
         stride: tokens by which the window moves.
         batch_size: windows per forward pass.
-        share: the number of windows that each process takes in turn (default: ``batch_size``). The number must be the
+        share: the number of windows that each process takes in turn (default: ``batch_size``). ``share`` must be the
             same in all processes.
         processes: the processes that share the text. The number of processes does not change the loss.
         progress: called with the number of newly scored tokens.
@@ -157,7 +157,7 @@ def _tokens(
 ) -> tuple[int, list[int], int]:
     """Return the token before the scored tokens, the scored tokens, and the number of unscored bytes.
 
-    If ``first`` is None, the text's first token precedes the scored tokens, and Lamina does not score it.
+    If ``first`` is None, the text's first token precedes the scored tokens and gets no score.
     """
     if first is not None:
         return first, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], 0

@@ -119,7 +119,7 @@ def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
 
 
 def is_of(task: str, name: str) -> bool:
-    """Return whether a score's name, such as ``TASK`` or ``TASK:METRIC``, belongs to this task."""
+    """Return whether a score's name, such as ``TASK`` or ``TASK:METRIC``, belongs to ``task``."""
     return name == task or name.startswith(f"{task}:")
 
 

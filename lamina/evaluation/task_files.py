@@ -105,7 +105,7 @@ class Tasks:
             raise UserError(f"tasks: unknown task {shortened(repr(name), 200)}{near} (allowed: {allowed})")
 
     def _refuse_unreadable(self) -> None:
-        """Raise UserError for a user's file that is not a mapping in YAML. The harness skips such files silently."""
+        """Raise UserError for a user's file that is not a YAML mapping. The harness would silently skip the file."""
         for path in sorted(path for folder in self.folders for path in folder.rglob("*.yaml")):
             try:
                 if not isinstance(yaml.compose(path.read_bytes()), yaml.MappingNode):
@@ -140,7 +140,7 @@ class Tasks:
                 raise UserError(self._reason(name, error, reachable)) from error
 
     def _manager(self, entries: dict[str, Entry], folder: Path) -> TaskManager:
-        """Return a TaskManager of ``entries``. If ``self.data`` is set, write task files to ``folder`` that read it."""
+        """Return a TaskManager of ``entries``. If ``self.data`` is set, write task files for the data to ``folder``."""
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_defaults=False)

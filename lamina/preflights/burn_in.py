@@ -80,7 +80,7 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
     """Reduce the planned run until ``steps`` steps cost at most ``flops`` FLOPs.
 
     Lamina first reduces the blocks per step, then the width, but never the depth. A step keeps at least 256 tokens.
-    Lamina may halve the width several times, but never below 64 or below a width that the backbone allows.
+    Lamina may halve the width several times. The width stays at least 64, and valid for the backbone.
     """
     config = backbone_config(planned, vocab_size)
     plan = plan_of(planned, config.num_hidden_layers)

@@ -89,7 +89,7 @@ class Preflight:
 def ffn_share(shot: Snapshot) -> float:
     """Return the sum over layers of the feed-forward branch's variance divided by its skip's variance.
 
-    FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers. The sum is then of order 1 at any depth.
+    FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers, which gives a sum of order 1 at any depth.
     """
     added, skip = shot.series("added_variance", "feed_forward"), shot.series("skip_variance", "feed_forward")
     return sum(added[layer] / skip[layer] if skip[layer] > 0 else math.inf for layer in added)

@@ -114,7 +114,7 @@ def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
 def learns(numbers: Features, fitted: Json) -> bool:
     """Return whether the model uses its input, and its held-out loss is clearly below the unigram loss.
 
-    The difference must exceed a fitted margin plus two standard errors.
+    The loss must be below the unigram loss by more than a fitted margin plus two standard errors.
     """
     clear = numbers.excess + CLEAR * numbers.excess_error < -fitted["evidence"]["margin"]
     return bool(numbers.finite) and clear and numbers.context > fitted["collapse"]["context"]
@@ -275,8 +275,8 @@ def _longer(numbers: Features, burn_in: BurnIn, deciding: int, better: str) -> s
     else:
         times = calibration()["deciding"]["times"]
         estimate = (
-            "the loss is close to a constant prediction's loss. In the calibration, 80 % of the runs that got below "
-            f"that loss did so within {times:g} times the sum of learning rates so far, {by}"
+            "the loss is close to a constant prediction's loss. In the calibration, 80 % of the runs that learned "
+            f"got below this loss within {times:g} times the sum of learning rates so far, {by}"
         )
     if deciding >= burn_in.planned.steps:
         return f"only the whole run can decide: {estimate}. Alternatives: {_faster(numbers, burn_in, better)}"

@@ -32,8 +32,7 @@ class AngularDistance(DirectionsProbe):
     and 1/2 is a right angle.
 
     Each pair of states has a row with ``start`` = l, ``size`` = n and the metric ``angular_distance``. Each size also
-    has a row ``best_start``. Its value is the first layer of the block with the smallest distance, the best block to
-    drop.
+    has a row ``best_start`` with the first layer of the best block to drop, the block with the smallest distance.
 
     Notes: transformers returns the last hidden state after the final norm. In Post-LN, each layer returns a norm's
     output. Lamina measures HybridNorm's stream before the norm, and adds a note to the page. Some papers count states

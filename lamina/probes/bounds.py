@@ -92,10 +92,10 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
     """Return both sides of FuseNorm's Eq 19, with the paper's approximate bound and with the chain rule's bound.
 
     The blocks must have FuseNorm's structure: a norm on both sums, and a feed-forward skip that carries the block's
-    input. Lamina uses the norms' measured gains, which the paper sets to 1. For both roles, ||W_O J_A|| is the measured
-    spectral norm of the attention's Jacobian. Role fusenorm_eq_19 is the paper's approximation: sigma is the mean over
-    tokens, and ||W_2 W_1|| replaces the feed-forward's Jacobian. W_1 is the up-projection, without the gate. Role
-    fusenorm_eq_19_chain has a valid bound: sigma is the smallest value over tokens, and Lamina measures the
+    input. Lamina uses the norms' measured gains, but the paper sets all gains to 1. For both roles, ||W_O J_A|| is the
+    measured spectral norm of the attention's Jacobian. Role fusenorm_eq_19 is the paper's approximation: sigma is the
+    mean over tokens, and ||W_2 W_1|| replaces the feed-forward's Jacobian. W_1 is the up-projection, without the gate.
+    Role fusenorm_eq_19_chain has a valid bound: sigma is the smallest value over tokens, and Lamina measures the
     feed-forward's Jacobian.
     """
     attention, feed_forward = block.site.sublayers
@@ -215,11 +215,11 @@ class Bounds(ShortProbe):
     - peri_ln_c3: a norm on the sum multiplies the bound by 2 max|gamma| sqrt(D) / ||x + a||.
     - peri_ln_c2_c3: both norms follow the down-projection.
 
-    ``left`` is ||dL/dW_2||_F. ``right`` is sum over tokens ||dL/do|| ||h||, times each norm's factor above. Here, h and
-    a are the input and output of the down-projection W_2, x is the skip, and o is the layer's output. The paper bounds
-    one entry of the gradient in a toy model whose logits are the layer's output. Lamina measures the whole matrix's
-    gradient with the model's own loss (see ``last_layer_sides``). The roles that end in _token describe the token with
-    the largest ratio. A single token's ratio is at most 1, and is exactly 1 for peri_ln_c1.
+    ``left`` is ||dL/dW_2||_F. ``right`` is the sum over tokens of ||dL/do|| ||h||, times the factors of the norms.
+    Here, h and a are the input and output of the down-projection W_2, x is the skip, and o is the layer's output. The
+    paper bounds one entry of the gradient in a toy model whose logits are the layer's output. Lamina measures the whole
+    matrix's gradient with the model's own loss (see ``last_layer_sides``). The roles that end in _token describe the
+    token with the largest ratio. A single token's ratio is at most 1, and is exactly 1 for peri_ln_c1.
 
     FuseNorm's Theorem 1 has these roles at each layer:
 

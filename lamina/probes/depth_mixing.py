@@ -29,10 +29,10 @@ class DepthMixing(ShortProbe):
     """The depth-mixing matrix: how much skips and norms stretch each branch's output on its way to a later layer.
 
     In Attention Residuals (arXiv 2603.15031) Sec 6.2, the matrix M holds the weights of the branches' outputs in a
-    layer's input. If a norm lies between a branch's output and a later layer, the weight is a Jacobian J. M then holds
-    the stretch of J. Lamina detaches every branch's output from the branch's input. Gradients therefore flow only
-    through skips, scales and norms. The stretch of J = dx^l / d(branch) is ||J||_F / sqrt(tokens * channels), the root
-    mean square over random directions. Automatic differentiation gives the stretch for any skip.
+    layer's input. If a norm lies between a branch's output and a later layer, the weight is a Jacobian J, and M holds
+    the stretch of J. Lamina detaches every branch's output from the branch's input, so gradients flow only through
+    skips, scales and norms. The stretch of J = dx^l / d(branch) is ||J||_F / sqrt(tokens * channels), the root mean
+    square over random directions. Automatic differentiation gives the stretch for any skip.
 
     In each row, ``layer`` is the state l (N: after the last layer). ``index`` is the number of the branch's sub-layer
     in the model, counted from 0. The embedding x^0 has index -1. Metrics:
@@ -43,10 +43,10 @@ class DepthMixing(ShortProbe):
     - composite_gain (index -1): the stretch from x^l to x^N, which is 1 in Pre-LN. mHC reports the worst row, but
       Lamina averages over the rows.
 
-    If blocks return several streams or earlier states, mixing describes the combined state that layer l reads.
-    ``layer`` = N is then the final norm's input. If a model has several streams, composite_gain treats all streams as
-    one long vector. If layers read earlier states, composite_gain is the stretch from the residual stream to the final
-    norm's input.
+    If blocks return several streams or earlier states, mixing describes the combined state that layer l reads. The row
+    with ``layer`` = N then describes the final norm's input. If a model has several streams, composite_gain treats all
+    streams as one long vector. If layers read earlier states, composite_gain is the stretch from the residual stream to
+    the final norm's input.
 
     Args:
         sequences: number of sequences to measure (0: all). The default is all of your own text, or 1 sequence of a

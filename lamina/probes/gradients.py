@@ -51,7 +51,7 @@ class Gradients(Probe):
 
     Notes: a parameter may have several uses, such as shared layers (ALBERT) or tied embeddings. Lamina sums the
     gradients of all uses, shows the sum at the first use, and adds a note to the page. Noise makes the gradient norm
-    larger on a short text, and the norm falls with more text until the noise averages out.
+    larger on a short text. More text lowers the norm, until the noise averages out.
     """
 
     name = "gradients"
@@ -200,8 +200,8 @@ class _Moments:
 
 
 def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Fill the parameters' gradients up to a common factor. Multiply by the returned factor for the mean loss's
-    gradient.
+    """Fill the parameters' gradients up to a common factor. Multiply the gradients by the returned factor to get the
+    mean loss's gradients.
 
     The factor is 1 if all sequences have equally many predicted tokens.
     """
@@ -245,10 +245,10 @@ def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
     once.
 
     Parameters outside the layers have layer -1 and sublayer "model". Parameters in a layer but in none of its
-    sub-layers have sublayer "block". The role of a known weight is a name such as query or feed_forward_out, and its
-    bias has the role ``query_bias``. The role of a norm's parameter is pre_norm, out_norm, post_norm or inner_norm. Any
-    other role is the parameter's path in the sub-layer. A parameter that several layers share belongs to the first
-    layer. An output head tied to the embedding belongs to the embedding.
+    sub-layers have sublayer "block". The role of a known weight is a name such as query or feed_forward_out. The role
+    of a bias is a name such as query_bias. The role of a norm's parameter is pre_norm, out_norm, post_norm or
+    inner_norm. Any other role is the parameter's path in the sub-layer. A parameter that several layers share belongs
+    to the first layer. An output head tied to the embedding belongs to the embedding.
     """
     owners = _owners(structure)
     by_name: dict[str, Place] = {}

@@ -63,8 +63,8 @@ class JacobianProbe(ShortProbe):
       feed-forward. The residual path does not mix tokens, so ``norm`` is the geometric mean of the tokens' spectral
       norms.
     - keel: ``formula`` is the residual path's norm by Keel Eq 14-19, from gains and scales alone. With gains of 1, the
-      value is alpha / sqrt(alpha^2 + 1) per sub-layer, and 2^(-1/2) in Post-LN. The equations assume norms on the sums.
-      For placements without norms on the sums, the value is the scale of the skips.
+      value is alpha / sqrt(alpha^2 + 1) per sub-layer, and 2^(-1/2) in Post-LN. Keel's equations assume norms on the
+      sums. For placements without norms on the sums, the value is the scale of the skips.
     - fusenorm: ``formula`` is the product of gain / sigma over the norms on the residual path (FuseNorm Eq 10, 11, 16,
       where the gain is 1). sigma is a token's standard deviation at the norm's input. ``formula`` is the geometric mean
       over tokens.
@@ -288,7 +288,8 @@ class JacobianProbe(ShortProbe):
         yield (
             f"In the worst direction, the median distance to the identity is {first.median():.3g} in the first quarter "
             f"of the layers and {last.median():.3g} in the last quarter. In a typical direction, the medians are "
-            f"{typical.iloc[:quarter].median():.3g} (first) and {typical.iloc[-quarter:].median():.3g} (last). "
+            f"{typical.iloc[:quarter].median():.3g} (first quarter) and {typical.iloc[-quarter:].median():.3g} (last "
+            "quarter). "
             "A layer with a distance near 0 passes its input on unchanged."
         )
         if ("residual_path", "log10_product") not in model:

@@ -383,8 +383,9 @@ class PassesWithoutLayers(ExitStack):
     """A context manager that runs forward passes of one batch without some layers.
 
     Omit the layers in ascending order, because the context stores only the input x^l of the first omitted layer.
-    Earlier layers return the stored x^l, and Lamina computes only the later layers. On average, such a pass costs half
-    of a whole pass. For models that change the residual stream between two layers, Lamina runs whole passes.
+    Earlier layers return the stored x^l, and Lamina computes only the later layers. On average, a pass without some
+    layers costs half of a whole pass. For models that change the residual stream between two layers, Lamina runs whole
+    passes.
     """
 
     def __init__(self, context: Context, run: Callable[[], torch.Tensor]):
@@ -499,7 +500,7 @@ class PassesWithoutLayers(ExitStack):
 
 
 class HarnessTask:
-    """A task of lm-eval. Raises UserError without lm-eval, for an unknown task, or a task file without run_code."""
+    """A task of lm-eval. Raises UserError if lm-eval is missing, the task is unknown, or a task file needs run_code."""
 
     def __init__(
         self,

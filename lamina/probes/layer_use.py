@@ -43,7 +43,8 @@ class LayerUse(Probe):
       move.
     - linear_loss_increase: L' - L in nats per token. L' is the loss if a linear map of the layer's input replaces the
       layer. Lamina fits the map by least squares, without an intercept, on the second half of the sequences, up to 4
-      tokens per channel. Lamina measures L' on the first half. Several streams count as one long vector.
+      tokens per channel. Lamina measures L' on the first half of the sequences. Several streams count as one long
+      vector.
 
     Standard errors are over sequences. If the layers also return earlier states, u is the update of the residual stream
     alone. If the model has several streams, u is the update of the streams' mean. Models whose layers share weights or
@@ -181,7 +182,10 @@ def _updates(context: Context, inputs: Inputs) -> list[torch.Tensor]:
 
 
 def exchanges(context: Context) -> Iterator[AbstractContextManager]:
-    """Yield contexts that exchange a layer and the next layer. Raises UserError if the layers share weights."""
+    """Yield contexts that exchange a layer and the next layer.
+
+    Raises UserError if the layers share weights or read earlier states.
+    """
     sites = context.structure.layers
     if context.structure.has_memory or shared_layers(context.structure):
         raise UserError("permutation_score: the layers share weights, or read earlier states. Choose another metric.")

@@ -200,7 +200,7 @@ def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) ->
     """Sum METRICS over tokens. ``logits`` and the model's own logits ``final`` are [tokens, vocabulary]; ``targets`` is
     [tokens].
 
-    Lamina computes KL as sum_v p (f - f_l) - logZ + logZ_l. This value is exactly 0 if the logits f and f_l are equal.
+    Lamina computes KL as sum_v p (f - f_l) - logZ + logZ_l. KL is exactly 0 if the logits f and f_l are equal.
     """
     size, size_final = logits.logsumexp(-1), final.logsumexp(-1)
     cross_entropy = size.double() - logits.gather(1, targets.unsqueeze(1)).squeeze(1).double()
@@ -213,7 +213,7 @@ def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) ->
 class Tail:
     """Apply a model's operations after its last layer to any states.
 
-    Lamina runs the model itself, but each layer returns the given states. The method therefore works for any head,
+    Lamina runs the model itself, but each layer returns the given states. ``Tail`` therefore works for any head,
     soft-cap or scale. Request the logits of at most ``chunk`` tokens at a time.
     """
 
@@ -249,8 +249,8 @@ class Tail:
             )
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits [tokens, vocabulary] in float32 for states [tokens, channels]. Call only inside the context
-        ``instead_of_the_layers``.
+        """Return the logits [tokens, vocabulary] in float32 for states [tokens, channels]. Call a ``Tail`` only inside
+        the context ``instead_of_the_layers``.
         """
         self._states = states.unsqueeze(0)
         return logits_of(forward(self.model, {"input_ids": self._ids[:, : len(states)]}))[0].float()

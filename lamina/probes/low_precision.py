@@ -66,9 +66,9 @@ class LowPrecision(Probe):
     """The rounding error q(x) - x of hidden states and feed-forward activations x in formats of fewer bits.
 
     The column ``format`` is fp16, bf16, fp8_e4m3, fp8_e5m2, int8_tensor or int8_token (see ``round_trip``). The column
-    ``role`` is "state" for the hidden state x^l (layer = l). It is "contribution" for the tensor that a sub-layer adds,
-    and "activation" for the input of a dense feed-forward's down-projection. Each sequence [tokens, channels] is a
-    tensor with its own scale, so the batch has no effect. Metrics:
+    ``role`` is "state" for the hidden state x^l (layer = l). ``role`` is "contribution" for the tensor that a sub-layer
+    adds, and "activation" for the input of a dense feed-forward's down-projection. Each sequence [tokens, channels] is
+    a tensor with its own scale, so the batch has no effect. Metrics:
 
     - relative_error: ||q(x) - x|| / ||x|| over all elements of a sequence, averaged over sequences.
     - token_error: ||q(x) - x|| / ||x|| of a token, averaged over tokens. One massive token does not hide the other
@@ -82,8 +82,8 @@ class LowPrecision(Probe):
     - loss_increase: the loss with rounded states minus the loss of the unchanged model.
 
     Note: per-tensor INT8 divides by the largest |x|. One massive activation (Sun et al. 2024) therefore leaves almost
-    no steps for all other elements. token_error and share_lost show this loss of precision. relative_error hides it,
-    because the massive activation is most of ||x||. BF16 keeps its relative precision.
+    no steps for all other elements. token_error and share_lost show this loss of precision. relative_error hides this
+    loss, because the massive activation is most of ||x||. BF16's relative precision does not depend on the largest |x|.
     """
 
     name = "low_precision"

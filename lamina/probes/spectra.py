@@ -46,9 +46,10 @@ class Spectra(Probe):
 
     Rows of the model (layer -1):
 
-    - role embedding: ``eigenvalue`` and ``eigenvalue_over_median`` of the covariance of the embedding's rows (FuseNorm
-      Fig 8). ``index`` numbers the eigenvalues from 0, the largest first. Lamina subtracts the mean over the
-      vocabulary, because the paper does not define the covariance.
+    - role embedding: the eigenvalues of the embedding rows' covariance (FuseNorm Fig 8). The metric
+      ``eigenvalue_over_median`` divides an ``eigenvalue`` by the median eigenvalue. ``index`` numbers the eigenvalues
+      from 0, the largest first. Lamina subtracts the mean over the vocabulary, because the paper does not define the
+      covariance.
     - roles pre and post: each rank's mean over the layers (FuseNorm Fig 11), and the number of tokens.
 
     Rows of a layer (sublayer feed_forward):
@@ -61,13 +62,13 @@ class Spectra(Probe):
       h and the soft rank s. ``eee`` shows how much of the spectrum the top eigenvalues hold. The definitions of edr and
       eee are Lamina's, not the paper's.
 
-    Notes: Lamina centers the covariance. Otherwise, massive activations would dominate the largest eigenvalue. The rank
-    is at most tokens - 1, and the normalized ranks are biased low if tokens / D_ff is small. Lamina therefore rejects a
-    sample of at most D_ff tokens, unless you set ``few_tokens`` to "warn". Each layer and role needs one matrix of D_ff
-    x D_ff in float64. If all matrices need more than ``memory`` GiB, Lamina measures the layers in groups, in repeated
-    passes over the same text. Experts have no ranks, because each expert sees few tokens. Lamina reads batches until
-    each covariance has ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text). The default is
-    all of your own text, or 4 tokens per channel of a corpus.
+    Notes: Lamina centers the covariance, because massive activations would otherwise dominate the largest eigenvalue.
+    The rank is at most tokens - 1, and the normalized ranks are biased low if tokens / D_ff is small. Lamina therefore
+    rejects a sample of at most D_ff tokens, unless you set ``few_tokens`` to "warn". Each layer and role needs one
+    matrix of D_ff x D_ff in float64. If all matrices need more than ``memory`` GiB, Lamina measures the layers in
+    groups, in repeated passes over the same text. Experts have no ranks, because each expert sees few tokens. Lamina
+    reads batches until each covariance has ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all
+    text). The default is all of your own text, or 4 tokens per channel of a corpus.
     """
 
     name = "spectra"
@@ -109,8 +110,8 @@ class Spectra(Probe):
         missing = context.structure.num_layers - len(self._widths)
         if self._widths and missing:
             context.notes.append(
-                f"spectra: {missing} of {context.structure.num_layers} layers have no dense feed-forward "
-                "(but experts or no feed-forward), so Lamina leaves out these layers' ranks and condition numbers"
+                f"spectra: {missing} of {context.structure.num_layers} layers have no dense feed-forward, "
+                "so Lamina leaves out these layers' ranks and condition numbers"
             )
         if not self._widths:
             context.notes.append("spectra: Lamina found no dense feed-forward, so Lamina leaves out the ranks")
@@ -372,7 +373,7 @@ def soft_rank(eigenvalues: torch.Tensor) -> float:
 
 
 def effective_dimension_ratio(hard: float, soft: float) -> float:
-    """Return 200 h s / (h + s), 100 times the harmonic mean of the ranks h and s. The paper gives no definition."""
+    """Return 200 h s / (h + s), 100 times the harmonic mean of the ranks h and s. The paper does not define edr."""
     return 200 * hard * soft / (hard + soft)
 
 

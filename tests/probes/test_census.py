@@ -120,7 +120,7 @@ OF_SCALES = {
     "qwen4_exp_text": "wiring=gated_residual), with these differences: attention.post_norm is none",
     "granitemoehybrid": "pre_ln",
     "embedding_gemma2_text": "gemma3(v_norm=head), with these differences: feed_forward.pre_norm is none",
-    "xlnet": "not known: model: the residual stream at transformer.layer.0 is [11, 3, 32] for 3 sequences of 11 tokens",
+    "xlnet": "not known: model: the residual stream at transformer.layer.0 has the shape [11, 3, 32]",
     "mamba": "pre_ln",
 }
 

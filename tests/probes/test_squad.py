@@ -135,7 +135,7 @@ def test_what_it_cannot_score_it_says(model, tokenizer, squad, tmp_path):
     (tmp_path / "empty.json").write_text('{"data": []}')
     with pytest.raises(UserError, match="a question without an answer"):
         LayerDrop(squad=str(tmp_path / "empty.json"))
-    with pytest.raises(UserError, match="exclude one another"):
+    with pytest.raises(UserError, match="score, squad and task are alternatives"):
         LayerDrop(squad=str(squad), task="piqa")
     assert len(LayerDrop(squad=str(squad), limit=1).task.questions) == 1
     ids = torch.randint(4, 20, (2, 8))

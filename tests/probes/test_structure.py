@@ -158,7 +158,7 @@ def test_a_hierarchy_of_stages_needs_to_be_told_which_stage():
     second = find_structure(model, pixels, layers="swin.encoder.layers.1.blocks")
     assert second.hidden_size == 16
     assert second.num_layers == 2
-    assert "skips its sub-layers" in second.notes[0]  # its windows are rearranged before they are added
+    assert "measures only whole layers" in second.notes[0]  # its windows are rearranged before they are added
     assert not any(site.sublayers for site in second.layers)
 
 
@@ -186,12 +186,12 @@ def _qwen3_next():
         (
             *("XLNetLMHeadModel", "XLNetConfig"),
             {"vocab_size": 40, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24},
-            r"is \[7, 3, 16\] for 3 sequences of 7 tokens",
+            r"has the shape \[7, 3, 16\] for 3 sequences of 7 tokens",
         ),
         (
             *("SqueezeBertForMaskedLM", "SqueezeBertConfig"),
             {**TEXT, "embedding_size": 16, "num_attention_heads": 4},
-            r"is \[3, 16, 7\] for 3 sequences of 7 tokens",
+            r"has the shape \[3, 16, 7\] for 3 sequences of 7 tokens",
         ),
         ("ViTMAEModel", "ViTMAEConfig", {**IMAGE, "patch_size": 4}, "draws random numbers"),
         (
@@ -219,7 +219,7 @@ def test_a_layer_whose_contributions_do_not_add_up_has_none():
     ] * 2
     assert all(sublayer.feed_forward is None for site in context.structure.layers for sublayer in site.sublayers)
     assert not any(norm.role == "post_norm" for _, _, norm in context.structure.norms())
-    assert any("of layer 0" in note and "skips these sub-layers" in note for note in context.notes)
+    assert any("in layer 0" in note and "only whole layers" in note for note in context.notes)
 
 
 def test_experts_are_causal_though_their_grouping_rounds():

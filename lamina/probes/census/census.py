@@ -64,7 +64,7 @@ class LayerGroup:
     """Layers with the same equations. The fields other than ``layers`` describe the first of these layers.
 
     ``streams`` holds the sums of a layer with several residual streams. ``reads`` holds the weighted sums of earlier
-    states that replace a layer's inputs.
+    states that a layer reads instead of the residual stream.
     """
 
     layers: tuple[int, ...]
@@ -277,7 +277,7 @@ def _of_streams(
 
 
 def _wired(best: Match, wirings: Callable[[str], list[str]], otherwise: str) -> Match:
-    """Add the measured wiring to each placement that supports the wiring. If no placement does, add ``otherwise``."""
+    """Add the measured wiring to the placements that support the wiring. If none supports it, add ``otherwise``."""
     exact = [] if best.differences else [best.placement, *best.others, *best.here]
     wired_as = {spec: wired for spec in exact or [best.placement] if (wired := wirings(spec))}
     if not wired_as:
@@ -313,9 +313,9 @@ def _stream_facts(sums: Sequence[StreamSum], usual: str, scalar: bool) -> dict[s
 
 
 def _with_norms_before(layers: list[dict[str, object]], ends: dict[str, object]) -> tuple[list[Facts], Facts]:
-    """Treat a norm whose output is also the skip (MiniMax) as the post-norm of the preceding sum.
+    """If a norm's output is also the skip (MiniMax), treat the norm as the post-norm of the preceding sum.
 
-    In such models, the final norm is the last layer's post-norm.
+    If the norms' outputs are the skips, the final norm is the last layer's post-norm.
     """
     layers, ends = [dict(facts) for facts in layers], dict(ends)
     if any(facts["attention.skip"] != NORMED or "feed_forward.post_norm" in facts for facts in layers):

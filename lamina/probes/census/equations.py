@@ -72,10 +72,10 @@ class BranchTerm:
 class Sum:
     """One addition to the residual stream: the branches, the skip, and the norm after the sum.
 
-    A sum of two sub-layers that run side by side has two branches. If the factors a of the skip and b of the branch
-    satisfy a + b = 1, ``coupling`` is "lerp". If a^2 + b^2 = 1, ``coupling`` is "variance". ``error`` is the largest
-    difference from the layer's own sum, as a share of the sum's largest value. If no combination fits, ``skip`` is
-    empty, and ``error`` is the best combination's error.
+    A sum of two sub-layers that run side by side has two branches. ``coupling`` is "lerp" if the factors a of the skip
+    and b of the branch satisfy a + b = 1. ``coupling`` is "variance" if the factors satisfy a^2 + b^2 = 1. ``error`` is
+    the largest difference from the layer's own sum, as a share of the sum's largest value. If no combination fits,
+    ``skip`` is empty, and ``error`` is the best combination's error.
     """
 
     branches: tuple[BranchTerm, ...]

@@ -148,7 +148,8 @@ class MemoryLayers:
                     inside.append(tensor)
                     if tensor is not inside[0]:
                         raise UserError(
-                            "a layer reads several hidden states from inside the layer, but Lamina can follow only one"
+                            "a layer reads several hidden states from inside the layer, but Lamina can follow only "
+                            "one of these states"
                         )
                 generator = torch.Generator().manual_seed(index + 2)
                 random = torch.randn(tensor.shape, generator=generator).to(tensor)
@@ -242,7 +243,7 @@ def _readers(structure: Structure) -> Iterator[_Reader]:
 
 
 def memories_of(spec: str, reads: Sequence[Sequence[StateRead]]) -> list[str]:
-    """Return the placement's spec with each wiring whose layers read the measured states, simplest first."""
+    """Return the placement's spec with each wiring that reads the measured states, simplest first."""
     specs: dict[str, str] = {}
     layers = len(reads) - 1
     for more in ({}, *({"size": size} for size in range(1, layers + 1))):

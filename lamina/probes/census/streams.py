@@ -122,7 +122,7 @@ def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
 
 
 class StreamLayers:
-    """A model's layers, which return ``n`` streams [batch, tokens, n, width]. The last two dimensions may be one."""
+    """A model's layers, which return ``n`` streams, [batch, tokens, n, width] or [batch, tokens, n * width]."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], width: int):
         more = {"use_cache": False} if takes_cache(type(model)) else {}

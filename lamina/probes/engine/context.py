@@ -97,8 +97,8 @@ class Context:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """Return how many inputs a probe measures (0: all). The probe's option comes first. The default is 0 for the
-        user's own inputs, and ``sample`` for a corpus.
+        """Return how many inputs a probe measures (0: all). If the user sets the probe's option, return the option. The
+        default is 0 for the user's own inputs, and ``sample`` for a corpus.
         """
         return option if option is not None else 0 if self.whole else sample
 

@@ -96,7 +96,7 @@ class DirectionsProbe(Probe):
         """Sum the cosine of every two states over tokens. Returns [batch, N + 1, N + 1] in float32, and the token
         counts.
 
-        One matrix product over tokens and channels gives all sums.
+        One matrix product gives the sums of all pairs of states.
         """
         vectors = self._vectors.flatten(2)
         rows = vectors.shape[1]

@@ -197,9 +197,8 @@ def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[t
 class Wiring:
     """The scales and gains of a sub-layer y = C(skip_scale * s + out_scale * B(F(pre_scale * A(x)))).
 
-    A, B and C are norms. Their gains are root mean squares over the channels, or None for a missing norm.
-    ``path_scale`` is C's gain times skip_scale, [channels] or one number. It is the numerator of the residual path's
-    Jacobian.
+    A, B and C are norms. The gains are root mean squares over the channels, or None for a missing norm. ``path_scale``,
+    the numerator of the residual path's Jacobian, is C's gain times skip_scale, [channels] or one number.
     """
 
     skip: str = "stream"  # stream | block_input | both
@@ -237,8 +236,8 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
     """Return the standard deviation of every sub-layer's sum, from gains and scales alone (Keel Eq 14-19).
 
     Keel assumes that attention and feed-forward keep their input's scale, and that skip and branch are uncorrelated.
-    Then sigma^2 = (alpha * scale of the skip)^2 + (scale of the branch)^2. With the gains g of the outer and inner
-    norms, sigma^2 is g_{l-1,1}^2 alpha^2 + g_{l,2}^2. ``start`` is the root mean square of x^0.
+    These assumptions give sigma^2 = (alpha * scale of the skip)^2 + (scale of the branch)^2. With the gains g of the
+    outer and inner norms, sigma^2 is g_{l-1,1}^2 alpha^2 + g_{l,2}^2. ``start`` is the root mean square of x^0.
     """
     sigmas, stream = [], start
     for layer in layers:

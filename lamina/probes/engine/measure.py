@@ -60,8 +60,8 @@ def run(
     probes finish first. If ``strict`` is false, Lamina skips each probe that does not apply to the model, and adds a
     note. If ``sampled`` is true, the columns ``sequences`` and ``tokens`` give the size of each row's sample. If a
     probe or ``done`` raises an exception, Lamina calls ``broken`` with the probe and the exception, and runs the other
-    probes. If ``broken`` is None, Lamina raises the exception. Lamina calls ``done`` with a probe, its frame and its
-    own seconds when the probe has finished. ``estimated`` gets the expected seconds of each probe and of the "forward
+    probes. If ``broken`` is None, Lamina raises the exception. Lamina calls ``done`` with a finished probe, the probe's
+    frame and the probe's own seconds. ``estimated`` gets the expected seconds of each probe and of the "forward
     passes". ``starting`` gets the name of each part when the part begins.
 
     Raises:
@@ -232,8 +232,8 @@ def make_context(
 ) -> Context:
     """Load the model, find its layers, and read the inputs. Raises UserError if one of these steps fails.
 
-    If ``sample`` is true, the inputs count as a sample, and a probe may measure a part of them. If ``sample`` is false,
-    probes measure all of the user's own inputs.
+    If ``sample`` is true, the inputs are a sample of a corpus, and a probe may measure a part of the sample. If
+    ``sample`` is false, probes measure all of the user's own inputs.
     """
     loaded = _loaded(model_or_path, settings)
     model, notes = loaded.model, list(loaded.notes)

@@ -50,7 +50,7 @@ def sample_of(batches: Iterable[Mapping[str, torch.Tensor]]) -> Sample:
 
 
 class Probe(ABC):
-    """A measurement of a model's layers. ``@probe`` registers a subclass. The arguments of ``__init__`` are its
+    """A measurement of a model's layers. ``@probe`` registers a subclass. The arguments of ``__init__`` are the probe's
     options.
 
     A streaming probe names the tensors to watch in ``points``. The engine runs the forward passes once for all
@@ -100,7 +100,8 @@ class Probe(ABC):
         """Take the inputs (input_ids [batch, tokens] or pixel_values) and the output of a finished forward pass."""
 
     def standard_error(self) -> float | None:
-        """Return the largest relative standard error of the results so far; None if they are not averages over text.
+        """Return the largest relative standard error of the results so far; None if the results are not averages over
+        text.
 
         If the probe has seen too few inputs, the result is infinite. The forward passes stop when every probe's error
         is small enough.

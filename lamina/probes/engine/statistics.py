@@ -61,7 +61,8 @@ class Running:
 
 
 class Ratio:
-    """The ratio sum of totals / sum of counts, with one total and one count per sequence, in float64 and in one pass.
+    """The sum of totals divided by the sum of counts, in float64 and in one pass. A sequence has one total and one
+    count.
 
     The standard error of a ratio of two sums over k independent sequences is sqrt(k / (k - 1) * sum (total - ratio
     count)^2) / sum count (Cochran, Sampling Techniques, Eq 2.39). With equal counts, this formula gives the usual
@@ -116,9 +117,9 @@ class TokenStates:
 def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenStates:
     """Reshape a tensor of a batch to [sequences, tokens, channels], and set padding to 0.
 
-    The tensor may be [batch, tokens, channels] or, in experts, [batch * tokens, channels]. A tensor with an axis of
-    heads (a norm of queries) counts each head's part as a token. A vision tensor may have axes of rows and columns. Any
-    other tensor counts as one sequence.
+    The tensor may be [batch, tokens, channels] or, in experts, [batch * tokens, channels]. If the tensor has an axis of
+    heads, as in a norm of queries, each head's part counts as a token. A vision tensor may have axes of rows and
+    columns. Any other tensor counts as one sequence.
     """
     x = value.detach()
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -82,8 +82,8 @@ class _Sum:
 
 
 class TracedLayer:
-    """The residual stream's path through one call, with the tensors that the call adds. Keys of norms are the ids of
-    calls.
+    """The residual stream's path through one call, with the tensors that the call adds. A norm's key is the id of its
+    call.
 
     If ``describe`` is false, find only the added tensors.
     """
@@ -493,7 +493,7 @@ _ONE_OF_MEMORY = "The states are only the residual stream, without the earlier s
 
 
 def _chains(record: Trace) -> list[list[Call]]:
-    """Return chains of calls: each call adds to the residual stream and passes it to the next call."""
+    """Return chains of calls. Each call adds to the residual stream and passes the sum to the next call."""
     chains: list[list[Call]] = []
     same = _sources(record.ops)
     for family in _families(record):

@@ -169,10 +169,11 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
 
 
 def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
-    """Return whether skip + contributions equals the layer's output, and the input of each norm on the residual stream.
+    """Return whether a layer's output, and the input of each norm on the residual stream, is skip + contributions.
 
     The skip is the stream after the preceding sub-layer, the layer's input, or the sum of these tensors. Some
-    placements scale the skip, so Lamina fits a factor per channel. So few factors cannot hide a missing contribution.
+    placements scale the skip, so Lamina fits a factor per channel. One factor per channel cannot hide a missing
+    contribution.
     """
     x = tensors[site.index].double().flatten(0, -2)
     output = tensors["output", site.index].double()

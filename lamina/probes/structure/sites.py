@@ -181,8 +181,8 @@ class Structure:
 
     ``outside`` lists the modules outside ``layers``: "embedding" modules run before the layers, "readout" modules run
     after the layers, and "other" modules are in other lists of layers. If the final norm does not read the residual
-    stream, ``end`` is the state that it reads. ``others`` holds the paths of other lists of layers. If ``layers`` joins
-    several stacks, ``starts`` holds the first layer of each further stack.
+    stream, ``end`` is the state that the final norm reads. ``others`` holds the paths of other lists of layers. If
+    ``layers`` joins several stacks, ``starts`` holds the first layer of each further stack.
     """
 
     layers: tuple[LayerSite, ...]
@@ -213,7 +213,7 @@ class Structure:
         return any(getattr(site.module, "has_memory", False) for site in self.layers)
 
     def kinds(self) -> dict[int, str]:
-        """Return each layer's kind, which joins the class names of the layer and of its children with parameters."""
+        """Return each layer's kind: the class names of the layer and of the layer's children with parameters."""
         kinds = {}
         for site in self.layers:
             parts = (part for part in site.module.children() if next(part.parameters(), None) is not None)
